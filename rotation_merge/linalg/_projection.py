@@ -1,0 +1,301 @@
+"""Assignment of a factored similarity that is never formed: bound all pairs by projected rows, evaluate what is left.
+
+With Q of orthonormal rows and R = I - Q^T Q, <a, b> <= <Qa, Qb> + |Ra| |Rb|, and the same holds for |<a, b>| with
+|<Qa, Qb>|. Q sums groups of coordinates with random signs, so a projection costs one pass over the factors, and halving
+its width is adding two halves. Residual norms, prices, thresholds and an allowance for float32 rounding are appended to
+the projected rows as coordinates of their own: one narrow product then tells which pairs stay open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rotation_merge.linalg._factors import Factors, Pairs
+from rotation_merge.linalg._sparse import Edges, Solved, edge_keys, match, relax
+
+_WIDEST = 512  # coordinates kept of each factor
+_NARROWEST = 16
+_PROBED_ROWS = 128
+_ROUNDS = 5
+_BLOCK_ENTRIES = 1 << 21
+_NORM_ERROR = 1e-5  # relative allowance for float32 row norms and projections
+_UNIT = 2.0**-23
+_GATHER_COST = 10.0  # time of one gathered multiplication over that of one inside a matrix product
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Projected factors of one side.
+
+    Attributes:
+        plain: projections of the plain factors, each (n, r_k).
+        signed: projections of the signed factors, each (n, r_l).
+        norms: squared row norms of the plain factors and then of the signed ones taken together, each (n,), float64.
+    """
+
+    plain: tuple[Tensor, ...]
+    signed: tuple[Tensor, ...]
+    norms: tuple[Tensor, ...]
+
+    def halved(self) -> Sketch:
+        """The same rows projected to half as many dimensions."""
+        return Sketch(tuple(map(_fold, self.plain)), tuple(map(_fold, self.signed)), self.norms)
+
+    def side(self) -> tuple[Tensor, Tensor]:
+        """Coordinates whose products bound the similarity: plain ones with residual norms, and signed ones."""
+        residuals = []
+        signed = torch.cat(self.signed, 1) if self.signed else self.norms[0].new_zeros(len(self.norms[0]), 0)
+        parts = [*self.plain, signed] if self.signed else list(self.plain)
+        for part, norm in zip(parts, self.norms, strict=True):
+            rest = norm * (1.0 + _NORM_ERROR) - part.double().square().sum(1)
+            residuals.append(rest.clamp_min(0).sqrt())
+        columns = [part.float() for part in self.plain] + [rest.float()[:, None] for rest in residuals]
+        return torch.cat(columns, 1), signed.float()
+
+    @property
+    def width(self) -> int:
+        """Coordinates in all."""
+        return sum(part.shape[1] for part in (*self.plain, *self.signed))
+
+
+def _fold(part: Tensor) -> Tensor:
+    half = part.shape[1] // 2
+    if half < _NARROWEST or part.shape[1] % 2:
+        return part
+    return (part[:, :half] + part[:, half:]) * 0.5**0.5
+
+
+def _sketch(plain: tuple[Tensor, ...], signed: tuple[Tensor, ...], seed: int) -> Sketch:
+    pieces = [_project(factor, seed + index) for index, factor in enumerate((*plain, *signed))]
+    norms = [norm for _, norm in pieces]
+    together = [sum(norms[len(plain) + 1 :], norms[len(plain)])] if signed else []
+    projected = tuple(piece for piece, _ in pieces)
+    return Sketch(projected[: len(plain)], projected[len(plain) :], tuple(norms[: len(plain)]) + tuple(together))
+
+
+def _project(factor: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows projected to a power of two of dimensions (float32, CPU), and their squared norms (float64, CPU)."""
+    n, d = factor.shape
+    width = min(_WIDEST, 1 << max(0, d.bit_length() - 3))
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (d,), generator=generator).mul_(2).sub_(1).float()
+    groups = d // width
+    rest = d - groups * width
+    counts = torch.full((width,), float(groups))
+    counts[:rest] += 1
+    scale, signs = counts.rsqrt().to(factor.device), signs.to(factor.device)
+    projected, norms = torch.empty(n, width), torch.empty(n, dtype=torch.float64)
+    step = max(1, _BLOCK_ENTRIES // max(d, 1))
+    for start in range(0, n, step):
+        rows = factor[start : start + step].float()
+        norms[start : start + step] = torch.linalg.vecdot(rows, rows).double().cpu()
+        turned = rows * signs
+        sums = turned[:, : groups * width].view(len(rows), groups, width).sum(1)
+        sums[:, :rest] += turned[:, groups * width :]
+        projected[start : start + step] = (sums * scale).cpu()
+    return projected, norms
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Upper bounds of C_ij for all pairs, as products of narrow rows.
+
+    Attributes:
+        left: anchor side, plain coordinates and signed ones.
+        right: donor side.
+    """
+
+    left: tuple[Tensor, Tensor]
+    right: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def of(left: Sketch, right: Sketch) -> Bound:
+        """The bound of two sides projected alike."""
+        return Bound(left.side(), right.side())
+
+    def open_pairs(self, rows: Tensor, thresholds: Tensor, prices: Tensor, limit: int) -> tuple[Tensor, Tensor] | None:
+        """All pairs (i, j), i in rows, that may have C_ij > thresholds_i + v_j; None if there are more than limit."""
+        first, second = self._extended(rows, thresholds, prices)
+        signed_first, signed_second = self.left[1][rows], self.right[1]
+        step = max(1, _BLOCK_ENTRIES // len(prices))
+        found: list[Tensor] = []
+        total = 0
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            excess = first[part] @ second.T
+            if signed_second.shape[1]:
+                excess += (signed_first[part] @ signed_second.T).abs_()
+            flat = torch.from_numpy(np.flatnonzero((excess > 0).numpy())) + start * len(prices)
+            total += len(flat)
+            if total > limit:
+                return None
+            found.append(flat)
+        where = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+        return rows[where // len(prices)], where % len(prices)
+
+    def keep(self, rows: Tensor, columns: Tensor, thresholds: Tensor, prices: Tensor) -> Tensor:
+        """Which of the given pairs (rows with their thresholds) this bound leaves open, shape (len(rows),), bool."""
+        first, second = self._extended(torch.arange(len(thresholds)), thresholds, prices)
+        kept = torch.empty(len(rows), dtype=torch.bool)
+        step = max(1, _BLOCK_ENTRIES // first.shape[1])
+        for start in range(0, len(rows), step):
+            i, j = rows[start : start + step], columns[start : start + step]
+            excess = torch.linalg.vecdot(first[i], second[j])
+            if self.left[1].shape[1]:
+                excess += torch.linalg.vecdot(self.left[1][i], self.right[1][j]).abs_()
+            kept[start : start + step] = excess > 0
+        return kept
+
+    def _extended(self, rows: Tensor, thresholds: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of both sides with - v_j - threshold_i and the rounding allowance appended."""
+        scale = float(max(thresholds.abs().max(), prices.abs().max(), 1e-30)) ** 0.5
+        (plain_left, signed_left), (plain_right, signed_right) = self.left, self.right
+        one = torch.full((len(rows), 1), scale)
+        first = torch.cat([plain_left[rows], one, -(thresholds / scale).float()[:, None]], 1)
+        other = torch.full((len(prices), 1), scale)
+        second = torch.cat([plain_right, -(prices / scale).float()[:, None], other], 1)
+        allowance = _UNIT * (first.shape[1] + signed_left.shape[1] + 8)
+        reach = first.square().sum(1) + signed_left[rows].square().sum(1)
+        span = second.square().sum(1) + signed_right.square().sum(1)
+        return (
+            torch.cat([first, allowance * reach.sqrt()[:, None]], 1),
+            torch.cat([second, span.sqrt()[:, None]], 1),
+        )
+
+
+def solve_projected(factors: Factors, own: Tensor) -> Solved | None:
+    """The best permutation with its proof, from bounds and few exact entries; None where forming C is cheaper.
+
+    Every pair is either evaluated or known to satisfy C_ij <= t_i + v_j. Solving the assignment on the evaluated pairs
+    only raises prices, so the proof holds until a row's optimum falls below its t_i; such rows are bounded again.
+
+    Args:
+        factors: the similarity, size n.
+        own: its diagonal, shape (n,), float64.
+    """
+    fine = (_sketch_side(factors, 0), _sketch_side(factors, 1))
+    start = _starting_point(factors, own, Bound.of(*fine))
+    if start is None:
+        return None
+    permutation, prices, thresholds = start
+    coarse = _cheapest(factors, fine, thresholds, prices)
+    if coarse is None:
+        return None
+    return _column_generation(factors, (coarse, Bound.of(*fine)), permutation, prices, thresholds)
+
+
+def _sketch_side(factors: Factors, side: int) -> Sketch:
+    def take(pairs: Pairs) -> tuple[Tensor, ...]:
+        return tuple(pair[side] for pair in pairs)
+
+    return _sketch(take(factors.plain), take(factors.signed), seed=0)
+
+
+def _starting_point(factors: Factors, own: Tensor, fine: Bound) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A permutation p, prices C_p^-1(j),j / 2 and thresholds C_i,p(i) / 2; None if no permutation is in sight."""
+    n = factors.n
+    squares = (fine.right[0].double().square().sum(1) + fine.right[1].double().square().sum(1)) / 2
+    permutation = torch.arange(n)
+    probe = torch.arange(0, n, max(1, n // _PROBED_ROWS))
+    if float((_nearest(fine, probe, squares) == probe).double().mean()) < 0.9:
+        permutation = _nearest(fine, permutation, squares)
+        if len(torch.unique(permutation)) < n:
+            return None
+        own = factors.entries(torch.arange(n), permutation)
+    prices = torch.empty_like(own)
+    prices[permutation] = own / 2
+    return permutation, prices, own / 2
+
+
+def _nearest(bound: Bound, rows: Tensor, squares: Tensor) -> Tensor:
+    """For each row the column with the largest bound less price, shape (len(rows),)."""
+    nearest = torch.empty(len(rows), dtype=torch.int64)
+    (left, signed_left), (right, signed_right) = bound.left, bound.right
+    price = squares.float()
+    step = max(1, _BLOCK_ENTRIES // len(squares))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        score = left[part] @ right.T - price
+        if signed_right.shape[1]:
+            score += (signed_left[part] @ signed_right.T).abs_()
+        nearest[start : start + step] = score.argmax(1)
+    return nearest
+
+
+def _cheapest(factors: Factors, fine: tuple[Sketch, Sketch], thresholds: Tensor, prices: Tensor) -> Bound | None:
+    """The projection of least estimated work, judged on some rows; None if forming C is estimated to be cheaper."""
+    n = factors.n
+    probe = torch.arange(0, n, max(1, n // _PROBED_ROWS))
+    share = n / len(probe)
+    pairs = Bound.of(*fine).open_pairs(probe, thresholds[probe], prices, len(probe) * n)
+    assert pairs is not None
+    exact = len(pairs[0]) * share * factors.width * _GATHER_COST
+    least, best = 0.5 * factors.width * float(n) ** 2, None
+    sketches = fine
+    while True:
+        bound = Bound.of(*sketches)
+        pairs = bound.open_pairs(probe, thresholds[probe], prices, len(probe) * n)
+        assert pairs is not None
+        work = sketches[0].width * float(n) ** 2 + len(pairs[0]) * share * fine[0].width * _GATHER_COST + exact
+        if work < least:
+            least, best = work, bound
+        halved = (sketches[0].halved(), sketches[1].halved())
+        if halved[0].width == sketches[0].width:
+            return best
+        sketches = halved
+
+
+def _column_generation(
+    factors: Factors, bounds: tuple[Bound, Bound], permutation: Tensor, prices: Tensor, thresholds: Tensor
+) -> Solved | None:
+    n = factors.n
+    rows = torch.arange(n)
+    limit = max(64 * n, n * n // 50)
+    keys = edge_keys(rows.numpy(), permutation.numpy(), n)
+    keys, weights = np.sort(keys), factors.entries(*_pairs(np.sort(keys), n)).numpy()
+    for _ in range(_ROUNDS):
+        pairs = bounds[0].open_pairs(rows, thresholds[rows], prices, limit)
+        if pairs is None:
+            return None
+        left = bounds[1].keep(*pairs, thresholds, prices)
+        fresh = np.setdiff1d(edge_keys(pairs[0][left].numpy(), pairs[1][left].numpy(), n), keys)
+        merged = np.concatenate([keys, fresh])
+        order = np.argsort(merged)
+        weights = np.concatenate([weights, factors.entries(*_pairs(fresh, n)).numpy()])[order]
+        keys = merged[order]
+        edges = Edges(n, keys % n, keys // n, weights)
+        prices, utility, permutation, gap = _restricted(edges, permutation, prices)
+        rows = torch.nonzero(utility < thresholds)[:, 0]
+        if not len(rows):
+            return Solved(permutation, prices, gap)
+        thresholds = torch.minimum(thresholds, utility)
+    return None
+
+
+def _pairs(keys: np.ndarray, n: int) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(keys % n), torch.from_numpy(keys // n)
+
+
+def _restricted(edges: Edges, permutation: Tensor, prices: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Raised prices, C_i,p(i) - v_p(i), the best permutation and its gap on the evaluated pairs."""
+    price, chosen = prices.numpy(), permutation.numpy()
+    own, best = _own_and_best(edges, chosen, price)
+    if np.any(best > own):
+        chosen = match(edges, price)
+        price = relax(edges, chosen, price)
+        own, best = _own_and_best(edges, chosen, price)
+    return torch.from_numpy(price), torch.from_numpy(own), torch.from_numpy(chosen), float((best - own).sum())
+
+
+def _own_and_best(edges: Edges, chosen: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    reduced = edges.weights - price[edges.columns]
+    best = np.full(edges.n, -np.inf)
+    np.maximum.at(best, edges.rows, reduced)
+    own = np.empty(edges.n)
+    mine = chosen[edges.rows] == edges.columns
+    own[edges.rows[mine]] = reduced[mine]
+    return own, best
