@@ -81,9 +81,7 @@ def assign(similarity: Tensor) -> Assignment:
     return _finished(matrix, solved, "sparse" if planted is None else "nearest")
 
 
-def assign_factored(
-    plain: Sequence[tuple[Tensor, Tensor]], signed: Sequence[tuple[Tensor, Tensor]] = ()
-) -> Assignment:
+def assign_factored(plain: Sequence[tuple[Tensor, Tensor]], signed: Sequence[tuple[Tensor, Tensor]] = ()) -> Assignment:
     """``assign`` of C_ij = sum_k <A_k[i], B_k[j]> + |sum_l <S_l[i], T_l[j]>|, formed only where it must be.
 
     A donor equal to the anchor costs one comparison. Between near fine-tunes projected rows bound C from above and only

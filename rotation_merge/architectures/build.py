@@ -1,0 +1,284 @@
+"""From an architecture file and a model's config to its spaces and labelled tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rotation_merge.architectures.expression import evaluate
+from rotation_merge.architectures.model import (
+    ROLES,
+    Architecture,
+    Axis,
+    Block,
+    Norm,
+    Part,
+    Scale,
+    Space,
+    TensorInfo,
+)
+from rotation_merge.architectures.schema import (
+    ArchitectureSpec,
+    AttentionSpec,
+    AxisLabel,
+    FusedAxis,
+    LinearSpec,
+    LocalSpace,
+    ModuleSpec,
+    NormSpec,
+    Section,
+    TensorSpec,
+)
+from rotation_merge.errors import ArchitectureError
+
+_RELU = ("relu", "relu2", "relu_squared")
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """Where a section stands: its name prefix, the spaces in sight, and the config (with the layer as `i`)."""
+
+    spec: ArchitectureSpec
+    config: Mapping[str, Any]
+    prefix: str
+    spaces: Mapping[str, Space]
+
+    def error(self, what: str, remedy: str) -> ArchitectureError:
+        return ArchitectureError(what, where=f"architecture file '{self.spec.family}'", remedy=remedy)
+
+
+def build(
+    spec: ArchitectureSpec, config: Mapping[str, Any], base: str, spelling: list[tuple[str, str]]
+) -> Architecture:
+    """Lay out the whole model as the file and the config describe it, under one way of naming tensors.
+
+    Args:
+        spec: the architecture file.
+        config: the model's config as a dictionary.
+        base: what `{base}` stands for.
+        spelling: [ours, theirs] substitutions in tensor names.
+
+    Raises:
+        ArchitectureError: the file refers to spaces, roles or config keys that are not there.
+    """
+    values = dict(config)
+    for name, expression in spec.variables.items():
+        values[name] = evaluate(expression, values)
+    root = _Scope(spec, values, "", {})
+    streams = {
+        name: Space(name, "stream", {"size": _integer(root, stream.size, f"size of stream {name}")})
+        for name, stream in spec.streams.items()
+    }
+    blocks: list[Block] = []
+    for module, definition in spec.modules.items():
+        blocks += _module_blocks(_Scope(spec, values, "", streams), module, definition)
+    named = [_rename(block, base, spelling) for block in blocks]
+    return Architecture(
+        family=spec.family,
+        streams=streams,
+        stream_groups={name: _stream_groups(spec, name, named) for name in streams},
+        blocks=tuple(named),
+        layers_key={module: definition.layers_key for module, definition in spec.modules.items()},
+        limits=tuple(spec.limits),
+    )
+
+
+def _integer(scope: _Scope, expression: Any, what: str) -> int:
+    value = evaluate(expression, scope.config)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise scope.error(f"{what}: '{expression}' is {value!r}, not a size", "check the keys in config.json")
+    return value
+
+
+def _module_blocks(scope: _Scope, module: str, definition: ModuleSpec) -> list[Block]:
+    outer = {name: _space(scope, f"{module}.{name}", space) for name, space in definition.spaces.items()}
+    outer_scope = replace(scope, spaces={**scope.spaces, **outer})
+    blocks = [_block(outer_scope, definition.before, f"{module}.before", module, None, "before", outer)]
+    for index in range(_integer(scope, definition.layers, f"number of layers of module {module}")):
+        path = definition.layer.path.replace("{i}", str(index))
+        inner = replace(scope, config={**scope.config, "i": index})
+        spaces = {name: _space(inner, path + name, space) for name, space in definition.layer.spaces.items()}
+        layer_scope = replace(inner, prefix=definition.layer.path, spaces={**scope.spaces, **spaces})
+        blocks.append(_block(layer_scope, definition.layer, path.rstrip("."), module, index, "layer", spaces))
+    blocks.append(_block(outer_scope, definition.after, f"{module}.after", module, None, "after", outer))
+    return [block for block in blocks if block.tensors]
+
+
+def _space(scope: _Scope, name: str, spec: LocalSpace) -> Space:
+    config = scope.config
+    if isinstance(spec, AttentionSpec):
+        return _attention(scope, name, spec)
+    sizes = {"size": _integer(scope, spec.size, f"size of space {name}") if evaluate(spec.size, config) else 0}
+    if spec.kind == "experts":
+        sizes["count"] = _integer(scope, spec.count, f"count of {name}") if evaluate(spec.count, config) else 0
+    relu = evaluate(spec.activation, config) in _RELU if spec.activation else False
+    return Space(name, spec.kind, sizes, gated=bool(evaluate(spec.gated, config)), relu=relu)
+
+
+def _attention(scope: _Scope, name: str, spec: AttentionSpec) -> Space:
+    heads = _integer(scope, spec.heads, f"heads of {name}")
+    groups = heads if spec.kv_heads is None else _integer(scope, spec.kv_heads, f"KV heads of {name}")
+    head_dim = _integer(scope, spec.head_dim, f"head size of {name}")
+    value_dim = head_dim if spec.value_dim is None else _integer(scope, spec.value_dim, f"value size of {name}")
+    if groups == 0 or heads % groups:
+        raise scope.error(f"{name}: {heads} heads do not divide into {groups} KV groups", "check config.json")
+    rotary = 0
+    if spec.rotary and (spec.rotary.when is None or evaluate(spec.rotary.when, scope.config)):
+        rotary = head_dim if spec.rotary.dims is None else int(evaluate(spec.rotary.dims, scope.config))
+    return Space(
+        name,
+        "attention",
+        {"groups": groups, "per_group": heads // groups, "head_dim": head_dim, "value_dim": value_dim},
+        rotary=rotary,
+        interleaved=bool(spec.rotary and spec.rotary.layout == "interleaved"),
+        norm=_word(spec.norm, scope.config, ("rms_head", "layer_head", "rms_all", "l2_head")),
+        free_order=_word(spec.order, scope.config, ("free", "fixed")) != "fixed",
+        free_values=_word(spec.values, scope.config, ("free", "fixed")) != "fixed",
+    )
+
+
+def _word(expression: Any, config: Mapping[str, Any], words: tuple[str, ...]) -> str | None:
+    """A word as it stands, or an expression that gives one (or something false)."""
+    if expression in words:
+        return str(expression)
+    return evaluate(expression, config) or None
+
+
+def _block(
+    scope: _Scope, section: Section, name: str, module: str, index: int | None, place: str, spaces: dict[str, Space]
+) -> Block:
+    tensors: list[TensorInfo] = []
+    for path, linear in section.linear.items():
+        tensors += _linear(scope, path, linear, conv1d=False)
+    for path, linear in section.conv1d.items():
+        tensors += _linear(scope, path, linear, conv1d=True)
+    for path, spec in section.tensors.items():
+        tensors += _tensor(scope, path, _full(spec))
+    norms, scales = [], []
+    for path, norm in section.norms.items():
+        if norm.when is None or evaluate(norm.when, scope.config):
+            tensors += _norm_tensors(scope, path, norm)
+            norms.append(_norm(scope, path, norm))
+    for path, scale in section.scales.items():
+        if scale.when is None or evaluate(scale.when, scope.config):
+            tensors += _tensor(scope, path, TensorSpec(axes=[f"{scale.stream}.gain"]))
+            key = scope.prefix + scale.writes
+            scales.append(Scale(scale.stream, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
+    used = {space.name for tensor in tensors for space in tensor.spaces()}
+    present = {local: space for local, space in spaces.items() if space.name in used}
+    return Block(name, module, index, place, tuple(tensors), present, tuple(norms), tuple(scales))
+
+
+def _full(spec: LinearSpec) -> TensorSpec:
+    return spec if isinstance(spec, TensorSpec) else TensorSpec(axes=spec)
+
+
+def _linear(scope: _Scope, path: str, given: LinearSpec, conv1d: bool) -> list[TensorInfo]:
+    spec = _full(given)
+    stacked = "{e}" in path
+    rows = spec.axes[1] if conv1d or stacked else spec.axes[0]
+    bias = TensorSpec(axes=[spec.axes[0], rows] if stacked else [rows], optional=True, when=spec.when)
+    return [*_tensor(scope, f"{path}.weight", spec), *_tensor(scope, f"{path}.bias", bias)]
+
+
+def _norm_tensors(scope: _Scope, path: str, norm: NormSpec) -> list[TensorInfo]:
+    gain = TensorSpec(axes=[f"{norm.stream}.gain"], optional=norm.optional)
+    shift = TensorSpec(axes=[f"{norm.stream}.shift"], optional=True)
+    dot = "" if norm.gain == "" else f".{norm.gain}"
+    return [*_tensor(scope, f"{path}{dot}", gain), *_tensor(scope, f"{path}.bias", shift)]
+
+
+def _norm(scope: _Scope, path: str, norm: NormSpec) -> Norm:
+    kind = _word(norm.kind, scope.config, ("rms", "layer"))
+    if kind not in ("rms", "layer"):
+        raise scope.error(f"norm '{path}' is of kind {kind!r}", "write rms or layer")
+    dot = "" if norm.gain == "" else f".{norm.gain}"
+    reads = tuple(read if read.startswith("{base}") else scope.prefix + read for read in norm.reads)
+    return Norm(
+        norm.stream, f"{scope.prefix}{path}{dot}", f"{scope.prefix}{path}.bias", reads, kind == "layer", norm.offset
+    )
+
+
+def _tensor(scope: _Scope, path: str, spec: TensorSpec) -> list[TensorInfo]:
+    if spec.when is not None and not evaluate(spec.when, scope.config):
+        return []
+    axes = tuple(_axis(scope, path, label) for label in spec.axes)
+    key = scope.prefix + path
+    real = key.replace("{i}", str(scope.config.get("i", "")))
+    names: tuple[str, ...] = (real,)
+    if "{e}" in real:
+        names = tuple(real.replace("{e}", str(e)) for e in range(axes[0].size or 0))
+        if not names:
+            return []
+    return [TensorInfo(key, names, axes, spec.optional, "{e}" in real, tuple(spec.tied))]
+
+
+def _axis(scope: _Scope, path: str, label: AxisLabel) -> Axis:
+    if isinstance(label, FusedAxis):
+        parts = label.split or label.interleave
+        if not parts:
+            raise scope.error(
+                f"'{path}': a fused axis without parts", 'write {"split": [...]} or {"interleave": [...]}'
+            )
+        return Axis(tuple(_part(scope, path, part) for part in parts), interleaved=label.split is None, label="fused")
+    if "." not in label:
+        return Axis(label=label)
+    return Axis((_part(scope, path, label),), label=label)
+
+
+def _part(scope: _Scope, path: str, label: str) -> Part:
+    space_name, _, role = label.partition(".")
+    space = scope.spaces.get(space_name)
+    if space is None:
+        raise scope.error(f"'{path}': no space is called '{space_name}'", f"known here: {', '.join(scope.spaces)}")
+    if role not in ROLES[space.kind]:
+        raise scope.error(
+            f"'{path}': a {space.kind} space has no role '{role}'", f"known: {', '.join(ROLES[space.kind])}"
+        )
+    return Part(space, role)
+
+
+def _rename(block: Block, base: str, spelling: list[tuple[str, str]]) -> Block:
+    def rename(name: str) -> str:
+        name = name.replace("{base}", base)
+        for ours, theirs in spelling:
+            name = name.replace(ours, theirs)
+        return name
+
+    tensors = tuple(
+        replace(t, names=tuple(map(rename, t.names)), tied=tuple(map(rename, t.tied))) for t in block.tensors
+    )
+    return replace(block, name=rename(block.name), tensors=tensors)
+
+
+def _stream_groups(spec: ArchitectureSpec, stream: str, blocks: list[Block]) -> tuple[str, ...]:
+    """The residual groups a stream admits, from its norms: see DESIGN section 2."""
+    norms = [norm for block in blocks for norm in block.norms if norm.stream == stream]
+    limit = spec.streams[stream].limit
+    groups = ["none", "permutation"]
+    layer = any(norm.layer for norm in norms)
+    if not layer:
+        groups.append("signed_permutation")
+    folded = {key for norm in norms for key in norm.reads}
+    readers = {
+        tensor.key.removesuffix(".weight").removesuffix(".bias")
+        for block in blocks
+        for tensor in block.tensors
+        for axis in tensor.axes
+        if any(part.space.name == stream and part.role == "read" for part in axis.parts)
+    }
+    if all(norm.reads for norm in norms) and (not layer or readers <= {_stem(key) for key in folded}):
+        groups.append("rotation")
+    if limit is not None:
+        groups = groups[: groups.index(limit) + 1] if limit in groups else groups
+    return tuple(groups)
+
+
+def _stem(key: str) -> str:
+    return key.removesuffix(".weight").removesuffix(".bias")
+
+
+def required(architecture: Architecture) -> Collection[str]:
+    """Names that a checkpoint must have."""
+    return [name for tensor in architecture.tensors() if not tensor.optional for name in tensor.names]

@@ -1,0 +1,98 @@
+"""Small expressions over a model's config, as they stand in architecture files.
+
+Names are config keys (a missing key is None), `i` is the layer, `a.b` reaches into nested configs, and the usual
+arithmetic, comparisons, `and`/`or`/`not`, `x if c else y` and indexing work: ``head_dim or hidden_size // heads``.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rotation_merge.errors import ArchitectureError
+
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
+}
+_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+_UNARY: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg}
+
+
+def evaluate(expression: str | int | bool | None, config: Mapping[str, Any]) -> Any:
+    """Value of an expression; numbers, booleans and None stand for themselves.
+
+    Raises:
+        ArchitectureError: the expression is malformed or does not fit the config; names both.
+    """
+    if not isinstance(expression, str):
+        return expression
+    try:
+        return _value(ast.parse(expression, mode="eval").body, config)
+    except (SyntaxError, TypeError, KeyError, IndexError, ZeroDivisionError) as error:
+        raise ArchitectureError(
+            f"the expression '{expression}' has no value for this config ({error})",
+            remedy="check the config keys it names",
+        ) from error
+
+
+def _value(node: ast.AST, config: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return config.get(node.id)
+        case ast.Attribute():
+            return (_value(node.value, config) or {}).get(node.attr)
+        case ast.Subscript():
+            return _value(node.value, config)[_value(node.slice, config)]
+        case ast.List() | ast.Tuple():
+            return [_value(item, config) for item in node.elts]
+        case ast.BinOp():
+            return _BINARY[type(node.op)](_value(node.left, config), _value(node.right, config))
+        case ast.UnaryOp():
+            return _UNARY[type(node.op)](_value(node.operand, config))
+        case ast.IfExp():
+            return _value(node.body if _value(node.test, config) else node.orelse, config)
+        case ast.BoolOp():
+            return _boolean(node, config)
+        case ast.Compare():
+            return _comparison(node, config)
+    raise SyntaxError(f"{type(node).__name__} is not allowed")
+
+
+def _boolean(node: ast.BoolOp, config: Mapping[str, Any]) -> Any:
+    stop_at = isinstance(node.op, ast.Or)
+    value = None
+    for item in node.values:
+        value = _value(item, config)
+        if bool(value) == stop_at:
+            break
+    return value
+
+
+def _comparison(node: ast.Compare, config: Mapping[str, Any]) -> bool:
+    left = _value(node.left, config)
+    for op, item in zip(node.ops, node.comparators, strict=True):
+        right = _value(item, config)
+        if not _COMPARE[type(op)](left, right):
+            return False
+        left = right
+    return True

@@ -1,0 +1,199 @@
+"""An architecture file made concrete for one model: spaces with sizes, tensors with labelled axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Space:
+    """A coordinate system.
+
+    Attributes:
+        name: unique in the model: `residual`, or `model.layers.3.attn`.
+        kind: stream, attention, ffn or experts.
+        sizes: what the kind needs: size; groups, per_group, head_dim, value_dim; count.
+        rotary: number of leading query/key dimensions that rotary embedding turns (0: none).
+        interleaved: whether RoPE pairs are neighbours.
+        norm: norm between query/key projection and product, as in the architecture file.
+        free_order, free_values: whether heads may change places, and values may be turned.
+        gated, relu: what kind of FFN the neurons belong to.
+    """
+
+    name: str
+    kind: str
+    sizes: dict[str, int]
+    rotary: int = 0
+    interleaved: bool = False
+    norm: str | None = None
+    free_order: bool = True
+    free_values: bool = True
+    gated: bool = False
+    relu: bool = False
+
+    def factors(self, role: str) -> tuple[int, ...]:
+        """Dimensions an axis of this role splits into."""
+        s = self.sizes
+        if self.kind == "attention":
+            return {
+                "q": (s["groups"], s["per_group"], s["head_dim"]),
+                "q_gain": (s["groups"], s["per_group"], s["head_dim"]),
+                "k": (s["groups"], s["head_dim"]),
+                "k_gain": (s["groups"], s["head_dim"]),
+                "v": (s["groups"], s["value_dim"]),
+                "o": (s["groups"], s["per_group"], s["value_dim"]),
+                "head": (s["groups"], s["per_group"]),
+                "kv_head": (s["groups"],),
+            }[role]
+        if self.kind == "experts" and role == "index":
+            return (s["count"],)
+        return (s["size"],)
+
+
+ROLES = {
+    "stream": ("write", "read", "gain", "shift"),
+    "ffn": ("in", "gate", "out"),
+    "experts": ("index", "in", "gate", "out"),
+    "attention": ("q", "k", "v", "o", "q_gain", "k_gain", "head", "kv_head"),
+}
+"""Roles an axis may play, by the kind of its space."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One role of a space on an axis."""
+
+    space: Space
+    role: str
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        return self.space.factors(self.role)
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for factor in self.factors:
+            size *= factor
+        return size
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of a tensor: the parts it is made of (none: outside every space) and how they are laid out."""
+
+    parts: tuple[Part, ...] = ()
+    interleaved: bool = False
+    label: str = "fixed"
+
+    @property
+    def size(self) -> int | None:
+        """Length the dimension must have; None where the architecture does not say."""
+        return sum(part.size for part in self.parts) if self.parts else None
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the checkpoint.
+
+    Attributes:
+        key: its name in the architecture file, the same in every model of the family.
+        names: its name in the checkpoint; several where one is stored for each entry of the first axis.
+        axes: outermost first.
+        tied: names it may be stored under instead.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    optional: bool = False
+    stacked: bool = False
+    tied: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def spaces(self) -> Iterator[Space]:
+        for axis in self.axes:
+            for part in axis.parts:
+                yield part.space
+
+    @property
+    def vocabulary_axis(self) -> int | None:
+        return next((d for d, axis in enumerate(self.axes) if axis.label == "vocabulary"), None)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of a stream: keys of its gain and shift, and of the tensors that read it (None: cannot be folded)."""
+
+    stream: str
+    gain: str
+    shift: str | None
+    reads: tuple[str, ...]
+    layer: bool
+    offset: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A layer scale: key of the gain and of the tensors (weight, bias) that it multiplies."""
+
+    stream: str
+    gain: str
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tensors that share local spaces: one layer, or what stands before or after the layers.
+
+    Attributes:
+        name: module path, which recipe filters see: `model.layers.3`.
+        index: layer number, None before and after the layers.
+    """
+
+    name: str
+    module: str
+    index: int | None
+    place: str
+    tensors: tuple[TensorInfo, ...]
+    spaces: dict[str, Space] = field(default_factory=dict)
+    norms: tuple[Norm, ...] = ()
+    scales: tuple[Scale, ...] = ()
+
+    def tensor(self, key: str) -> TensorInfo | None:
+        return next((t for t in self.tensors if t.key == key), None)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model of a family.
+
+    Attributes:
+        family: name of the architecture file.
+        streams: residual streams by name.
+        stream_groups: the groups each stream admits, smallest first.
+        blocks: in the order of the forward pass.
+        layers_key: config key of each module's number of layers.
+    """
+
+    family: str
+    streams: dict[str, Space]
+    stream_groups: dict[str, tuple[str, ...]]
+    blocks: tuple[Block, ...]
+    layers_key: dict[str, str]
+    limits: tuple[str, ...] = ()
+
+    def tensors(self) -> Iterator[TensorInfo]:
+        for block in self.blocks:
+            yield from block.tensors
+
+    def layers(self, module: str) -> list[Block]:
+        return [b for b in self.blocks if b.module == module and b.index is not None]
+
+    def named(self) -> dict[str, TensorInfo]:
+        """Every checkpoint name and the tensor it belongs to."""
+        return {name: tensor for tensor in self.tensors() for name in tensor.names}

@@ -1,0 +1,48 @@
+"""The exceptions, each worded as one line: what is wrong, where it stands, how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RotationMergeError(Exception):
+    """Base of every error this package raises on its own account.
+
+    Args:
+        what: what is wrong, naming the thing.
+        where: file, model, tensor or recipe entry it stands in.
+        remedy: how to mend it.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        parts = [f"{where}: {what}" if where else what]
+        if remedy:
+            parts.append(remedy)
+        super().__init__(" ".join("; ".join(parts).split()))
+
+
+class RecipeError(RotationMergeError):
+    """The recipe asks for something that does not exist or cannot be."""
+
+
+class ArchitectureError(RotationMergeError):
+    """An architecture file is wrong, or a model's architecture is not supported."""
+
+
+class CheckpointError(RotationMergeError):
+    """A checkpoint is missing, unreadable, incomplete or of the wrong shape."""
+
+
+class AlignmentError(RotationMergeError):
+    """Matching or applying an alignment is impossible for the tensors at hand."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A remedy naming the known word closest to `name`, or listing all of them."""
+    words = sorted(known)
+    close = difflib.get_close_matches(name, words, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"known: {', '.join(words)}" if words else "none is known here"

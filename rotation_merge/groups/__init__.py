@@ -1,0 +1,35 @@
+"""The symmetry groups: one module each; elements act on one dimension, transforms on the axes of a space."""
+
+from rotation_merge.groups.base import KINDS, GroupElement
+from rotation_merge.groups.direct_sum import DirectSum
+from rotation_merge.groups.experts import ExpertTransform
+from rotation_merge.groups.heads import HeadTransform
+from rotation_merge.groups.invertible import Invertible
+from rotation_merge.groups.monomial import Monomial
+from rotation_merge.groups.neurons import NeuronTransform
+from rotation_merge.groups.orthogonal import Orthogonal
+from rotation_merge.groups.permutation import Permutation
+from rotation_merge.groups.planar import Planar
+from rotation_merge.groups.scaled import Scaled
+from rotation_merge.groups.scaling import Scaling
+from rotation_merge.groups.space import TRANSFORMS, SpaceTransform
+from rotation_merge.groups.stream import StreamTransform
+
+__all__ = [
+    "KINDS",
+    "TRANSFORMS",
+    "DirectSum",
+    "ExpertTransform",
+    "GroupElement",
+    "HeadTransform",
+    "Invertible",
+    "Monomial",
+    "NeuronTransform",
+    "Orthogonal",
+    "Permutation",
+    "Planar",
+    "Scaled",
+    "Scaling",
+    "SpaceTransform",
+    "StreamTransform",
+]

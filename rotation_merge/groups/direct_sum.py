@@ -1,0 +1,65 @@
+"""Elements side by side: the rotary and the remaining dimensions of a head (partial rotary)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotation_merge.groups.base import GroupElement, dump, load, nested
+from rotation_merge.groups.orthogonal import Orthogonal
+from rotation_merge.groups.planar import Planar
+from rotation_merge.groups.scaling import Scaling
+
+
+@dataclass(frozen=True, eq=False)
+class DirectSum(GroupElement):
+    """Elements side by side on consecutive coordinates: the rotary and the remaining part of a head."""
+
+    parts: tuple[GroupElement, ...]
+
+    kind = "direct_sum"
+
+    @property
+    def batch(self) -> int:
+        return self.parts[0].batch
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @classmethod
+    def identity(cls, batch: int, size: int) -> DirectSum:
+        return cls((Scaling.identity(batch, size),))
+
+    @classmethod
+    def random(cls, batch: int, size: int, generator: torch.Generator) -> DirectSum:
+        rotary = size // 4 * 2
+        planar = Planar.random(batch, rotary, generator)
+        return cls((planar, Orthogonal.random(batch, size - rotary, generator)))
+
+    def inverse(self) -> DirectSum:
+        return DirectSum(tuple(part.inverse() for part in self.parts))
+
+    def compose(self, first: DirectSum) -> DirectSum:
+        return DirectSum(tuple(a.compose(b) for a, b in zip(self.parts, first.parts, strict=True)))
+
+    def select(self, index: Tensor) -> DirectSum:
+        return DirectSum(tuple(part.select(index) for part in self.parts))
+
+    def act(self, x: Tensor, batch_dim: int, dim: int, dual: bool = False) -> Tensor:
+        pieces = x.split([part.size for part in self.parts], dim=dim)
+        moved = [part.act(piece, batch_dim, dim, dual) for part, piece in zip(self.parts, pieces, strict=True)]
+        return torch.cat(moved, dim=dim)
+
+    def distance(self) -> Tensor:
+        """Mean of the parts' distances, weighted by their sizes."""
+        return sum((part.distance() * part.size for part in self.parts), torch.zeros(self.batch)) / self.size
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{i}.{name}": t for i, part in enumerate(self.parts) for name, t in dump(part).items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> DirectSum:
+        return cls(tuple(load(part) for _, part in sorted(nested(tensors).items())))

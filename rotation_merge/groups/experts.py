@@ -1,0 +1,66 @@
+"""Transforms of the experts of one layer: their order, and the neurons of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotation_merge.groups.monomial import Monomial
+from rotation_merge.groups.neurons import act_on_neurons
+from rotation_merge.groups.space import SpaceTransform
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertTransform(SpaceTransform):
+    """Experts reordered, ``aligned expert e = donor expert order[e]``, then the neurons of each moved.
+
+    Attributes:
+        order: int64 (E,).
+        neurons: Monomial of batch E and size n.
+
+    Roles: `index` is the axis that counts the experts (router rows; dimension 0 of stacked expert weights);
+    `in`, `gate`, `out` are neuron axes of stacked weights, whose dimension 0 counts the (reordered) experts.
+    """
+
+    order: Tensor
+    neurons: Monomial
+
+    space_kind = "experts"
+
+    def act(self, x: Tensor, role: str, dim: int) -> Tensor:
+        if role == "index":
+            return x.index_select(dim, self.order.to(x.device))
+        return act_on_neurons(self.neurons, x, role, 0, dim)
+
+    def inverse(self) -> ExpertTransform:
+        back = self.order.argsort()
+        return ExpertTransform(back, self.neurons.inverse().select(back))
+
+    def compose(self, first: ExpertTransform) -> ExpertTransform:
+        return ExpertTransform(first.order[self.order], self.neurons.compose(first.neurons.select(self.order)))
+
+    def _moved(self) -> float:
+        at_home = torch.arange(len(self.order), device=self.order.device)
+        return float((self.order != at_home).double().mean())
+
+    def is_identity(self) -> bool:
+        return self._moved() == 0 and self.neurons.is_identity()
+
+    def distances(self) -> dict[str, float]:
+        return {
+            "experts": self._moved(),
+            "neurons": float(self.neurons.permutation.distance().mean()),
+            "scale": float(self.neurons.scaling.distance().mean()),
+        }
+
+    def group(self) -> str:
+        return "order of experts, permutation of each one's neurons"
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"order": self.order} | self.neurons.tensors()
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> ExpertTransform:
+        return cls(tensors["order"].long(), Monomial.from_tensors(tensors))

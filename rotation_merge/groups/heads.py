@@ -1,0 +1,104 @@
+"""Transforms of one attention layer: the order of its heads and the maps inside them (a wreath product)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotation_merge.groups.base import GroupElement, dump, gather, load, nested
+from rotation_merge.groups.space import SpaceTransform
+
+QUERY_ROLES = ("q", "o", "q_gain", "head")
+"""Roles whose axis has one entry for each query head: dimensions (G, r, ...)."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadTransform(SpaceTransform):
+    """G KV groups of r query heads each; first reordered, then turned inside.
+
+    Attributes:
+        groups: int64 (G,), ``aligned group i = donor group groups[i]``.
+        queries: int64 (G, r), the query heads inside each group, ``queries[i]`` indexing donor group groups[i].
+        qk: element (batch G) acting on keys, and dually on the queries of the group.
+        vo: element (batch G) acting on values, and dually on the outputs of the group's heads.
+
+    Roles and their dimensions: q (G, r, d), k (G, d), v (G, d_v), o (G, r, d_v); norm gains that no map inside a
+    head may touch: q_gain (G, r, d), k_gain (G, d); one number a head: head (G, r), kv_head (G).
+    """
+
+    groups: Tensor
+    queries: Tensor
+    qk: GroupElement
+    vo: GroupElement
+
+    space_kind = "attention"
+
+    def act(self, x: Tensor, role: str, dim: int) -> Tensor:
+        x = self._reorder(x, role, dim)
+        if role in ("q", "k") and not self.qk.is_identity():
+            return self.qk.act(x, dim, dim + 1 + (role == "q"), dual=role == "q")
+        if role in ("v", "o") and not self.vo.is_identity():
+            return self.vo.act(x, dim, dim + 1 + (role == "o"), dual=role == "o")
+        return x
+
+    def _reorder(self, x: Tensor, role: str, dim: int) -> Tensor:
+        if not self._ordered(self.groups[None]):
+            x = x.index_select(dim, self.groups.to(x.device))
+        if role in QUERY_ROLES and not self._ordered(self.queries):
+            x = gather(x, self.queries, dim, dim + 1)
+        return x
+
+    @staticmethod
+    def _ordered(index: Tensor) -> bool:
+        return bool((index == torch.arange(index.shape[1], device=index.device)).all())
+
+    def inverse(self) -> HeadTransform:
+        back = self.groups.argsort()
+        return HeadTransform(
+            back,
+            self.queries.argsort(dim=1)[back],
+            self.qk.inverse().select(back),
+            self.vo.inverse().select(back),
+        )
+
+    def compose(self, first: HeadTransform) -> HeadTransform:
+        return HeadTransform(
+            first.groups[self.groups],
+            first.queries[self.groups].gather(1, self.queries),
+            self.qk.compose(first.qk.select(self.groups)),
+            self.vo.compose(first.vo.select(self.groups)),
+        )
+
+    def is_identity(self) -> bool:
+        in_order = self._ordered(self.groups[None]) and self._ordered(self.queries)
+        return in_order and self.qk.is_identity() and self.vo.is_identity()
+
+    def head_order(self) -> Tensor:
+        """The order of all query heads, int64 (G r,): ``aligned head i = donor head order[i]``."""
+        return (self.groups[:, None] * self.queries.shape[1] + self.queries).flatten()
+
+    def distances(self) -> dict[str, float]:
+        order = self.head_order()
+        moved = (order != torch.arange(len(order), device=order.device)).double().mean()
+        return {
+            "heads": float(moved),
+            "qk": float(self.qk.distance().mean()),
+            "vo": float(self.vo.distance().mean()),
+        }
+
+    def group(self) -> str:
+        order = "" if self.distances()["heads"] == 0 else "head order, "
+        return f"{order}qk {self.qk.kind}, vo {self.vo.kind}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        result = {"groups": self.groups, "queries": self.queries}
+        for name, element in (("qk", self.qk), ("vo", self.vo)):
+            result |= {f"{name}.{key}": tensor for key, tensor in dump(element).items()}
+        return result
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> HeadTransform:
+        maps = nested({key: tensor for key, tensor in tensors.items() if "." in key})
+        return cls(tensors["groups"].long(), tensors["queries"].long(), load(maps["qk"]), load(maps["vo"]))

@@ -1,0 +1,54 @@
+"""Transforms of the neurons of one FFN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rotation_merge.groups.monomial import Monomial
+from rotation_merge.groups.space import SpaceTransform
+
+
+def act_on_neurons(element: Monomial, x: Tensor, role: str, batch_dim: int, dim: int) -> Tensor:
+    """Roles: `in` (rows into the neurons; up, where gated), `out` (columns out of them), `gate` (order only)."""
+    if role == "gate":
+        return element.permutation.act(x, batch_dim, dim)
+    return element.act(x, batch_dim, dim, dual=role == "out")
+
+
+@dataclass(frozen=True, eq=False)
+class NeuronTransform(SpaceTransform):
+    """Order and rescaling of the neurons (G = 1)."""
+
+    element: Monomial
+
+    space_kind = "ffn"
+
+    def act(self, x: Tensor, role: str, dim: int) -> Tensor:
+        return act_on_neurons(self.element, x.unsqueeze(0), role, 0, dim + 1).squeeze(0)
+
+    def inverse(self) -> NeuronTransform:
+        return NeuronTransform(self.element.inverse())
+
+    def compose(self, first: NeuronTransform) -> NeuronTransform:
+        return NeuronTransform(self.element.compose(first.element))
+
+    def is_identity(self) -> bool:
+        return self.element.is_identity()
+
+    def distances(self) -> dict[str, float]:
+        return {
+            "neurons": float(self.element.permutation.distance().mean()),
+            "scale": float(self.element.scaling.distance().mean()),
+        }
+
+    def group(self) -> str:
+        return "permutation" if self.element.scaling.is_identity() else "permutation with rescaling"
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.element.tensors()
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> NeuronTransform:
+        return cls(Monomial.from_tensors(tensors))

@@ -1,0 +1,94 @@
+r"""Rotations and rescalings of RoPE pairs: the maps that commute with rotary position embedding.
+
+Rotary embedding turns coordinate pair p by an angle that depends on the position, which is multiplication of the
+complex number z_p = x_{p,0} + i x_{p,1}. What commutes with it is multiplication by another complex number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotation_merge.groups.base import GroupElement, broadcast
+
+
+def pair_dims(size: int, interleaved: bool) -> tuple[slice, slice]:
+    """Where the two coordinates of each pair stand: (i, i + d/2), or (2i, 2i + 1) if interleaved."""
+    if interleaved:
+        return slice(0, size, 2), slice(1, size, 2)
+    return slice(0, size // 2), slice(size // 2, size)
+
+
+@dataclass(frozen=True, eq=False)
+class Planar(GroupElement):
+    """Pair p of head g is turned by angle[g, p] (radians) and multiplied by scale[g, p] > 0.
+
+    angle, scale: float64, shape (G, d/2). The dual side is turned the same way and divided by the scale.
+    """
+
+    angle: Tensor
+    scale: Tensor
+    interleaved: bool = False
+
+    kind = "planar"
+
+    @property
+    def batch(self) -> int:
+        return self.angle.shape[0]
+
+    @property
+    def size(self) -> int:
+        return 2 * self.angle.shape[1]
+
+    @classmethod
+    def identity(cls, batch: int, size: int) -> Planar:
+        shape = (batch, size // 2)
+        return cls(torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64))
+
+    @classmethod
+    def random(cls, batch: int, size: int, generator: torch.Generator) -> Planar:
+        shape = (batch, size // 2)
+        angle = (torch.rand(shape, dtype=torch.float64, generator=generator) * 2 - 1) * math.pi
+        return cls(angle, (0.4 * torch.randn(shape, dtype=torch.float64, generator=generator)).exp())
+
+    def inverse(self) -> Planar:
+        return Planar(-self.angle, 1 / self.scale, self.interleaved)
+
+    def compose(self, first: Planar) -> Planar:
+        return Planar(self.angle + first.angle, self.scale * first.scale, self.interleaved)
+
+    def select(self, index: Tensor) -> Planar:
+        return Planar(self.angle[index], self.scale[index], self.interleaved)
+
+    def act(self, x: Tensor, batch_dim: int, dim: int, dual: bool = False) -> Tensor:
+        scale = 1 / self.scale if dual else self.scale
+        first, second = (_along(x, dim, part) for part in pair_dims(self.size, self.interleaved))
+        cos = broadcast(self.angle.cos() * scale, first, batch_dim, dim)
+        sin = broadcast(self.angle.sin() * scale, first, batch_dim, dim)
+        out = torch.empty_like(x)
+        targets = [_along(out, dim, part) for part in pair_dims(self.size, self.interleaved)]
+        targets[0].copy_(cos * first - sin * second)
+        targets[1].copy_(sin * first + cos * second)
+        return out
+
+    def distance(self) -> Tensor:
+        """Root mean square over pairs of |angle| / pi and |log scale|."""
+        wrapped = torch.remainder(self.angle + math.pi, 2 * math.pi) - math.pi
+        return ((wrapped / math.pi) ** 2 + self.scale.log() ** 2).mean(1).sqrt()
+
+    def tensors(self) -> dict[str, Tensor]:
+        flag = torch.tensor(int(self.interleaved), device=self.angle.device)
+        return {"angle": self.angle, "scale": self.scale, "interleaved": flag}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> Planar:
+        return cls(tensors["angle"].double(), tensors["scale"].double(), bool(tensors["interleaved"]))
+
+
+def _along(x: Tensor, dim: int, part: slice) -> Tensor:
+    index: list[slice] = [slice(None)] * x.ndim
+    index[dim] = part
+    return x[tuple(index)]

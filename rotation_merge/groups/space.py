@@ -1,0 +1,60 @@
+"""The transform of one space: group elements put together, acting on an axis by the role it plays there.
+
+A role says what an axis means to its space (the queries or the keys of an attention space, the rows that write
+into a residual stream or its norm gains). The axis stands in the tensor as one or more consecutive dimensions
+(`factors` of the architecture layer), the first of them at `dim`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+Self = TypeVar("Self", bound="SpaceTransform")
+
+TRANSFORMS: dict[str, type[SpaceTransform]] = {}
+"""Space kinds (stream, ffn, attention, experts) and the transform that acts on them."""
+
+
+class SpaceTransform(ABC):
+    """One element of a space's group."""
+
+    space_kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        TRANSFORMS[cls.space_kind] = cls
+
+    @abstractmethod
+    def act(self, x: Tensor, role: str, dim: int) -> Tensor:
+        """Move an axis of x that plays `role` and starts at dimension `dim`; same shape, dtype kept."""
+
+    @abstractmethod
+    def inverse(self: Self) -> Self: ...
+
+    @abstractmethod
+    def compose(self: Self, first: Self) -> Self:
+        """This after `first`."""
+
+    @abstractmethod
+    def is_identity(self) -> bool: ...
+
+    @abstractmethod
+    def distances(self) -> dict[str, float]:
+        """How far the transform is from the identity, by part (order, qk, vo, neurons, ...)."""
+
+    @abstractmethod
+    def group(self) -> str:
+        """Name of the group in reports."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls: type[Self], tensors: dict[str, Tensor]) -> Self: ...
+
+    def to(self: Self, device: torch.device) -> Self:
+        return self.from_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})

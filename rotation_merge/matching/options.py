@@ -1,0 +1,90 @@
+"""What to match, as the recipe says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rotation_merge.errors import RecipeError, nearest
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "attention": ("rotation", "none", "invertible"),
+    "heads": ("none", "permutation", "spectral"),
+    "ffn": ("permutation", "none"),
+    "rescale": (True, False, "sequential"),
+    "residual": ("none", "permutation", "signed_permutation", "rotation"),
+}
+"""Values each option may take, the default first."""
+
+
+@dataclass(frozen=True)
+class MatchOptions:
+    """Which groups matching may use; the names and values of the recipe (DESIGN section 4).
+
+    Attributes:
+        attention: maps inside heads: none, rotation (the largest compact group the layer admits), or invertible.
+        heads: order of heads: none, permutation, or spectral (TransFusion's pairing, for comparison).
+        ffn: order of FFN neurons and of experts.
+        rescale: positive (where allowed, signed) rescaling; `sequential` rotates first and scales then, as the
+            ICML 2025 paper does, instead of solving for both.
+        residual: group of the residual stream.
+        layers: which layers to match: `all`, or ranges such as "0-5,11".
+    """
+
+    attention: str = "rotation"
+    heads: str = "none"
+    ffn: str = "permutation"
+    rescale: bool | str = True
+    residual: str = "none"
+    layers: str = "all"
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if not any(value == choice and type(value) is type(choice) for choice in choices):
+                words = ", ".join(str(choice).lower() for choice in choices)
+                raise RecipeError(
+                    f"parameter '{name}' is {value!r}",
+                    remedy=nearest(str(value), [str(choice).lower() for choice in choices])
+                    if isinstance(value, str) and "did you" in nearest(value, map(str, choices))
+                    else f"it must be one of: {words}",
+                )
+        self.layer_set()
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> MatchOptions:
+        """Build from a mapping; unknown names are errors."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, known))
+        return cls(**values)
+
+    def layer_set(self) -> frozenset[int] | None:
+        """Layers to match, or None for all.
+
+        Raises:
+            RecipeError: the ranges cannot be read.
+        """
+        text = str(self.layers).strip()
+        if text == "all":
+            return None
+        result: set[int] = set()
+        for piece in text.split(","):
+            first, dash, last = piece.strip().partition("-")
+            if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+                raise RecipeError(
+                    f"parameter 'layers' is {self.layers!r}", remedy="write 'all', or ranges such as '0-5,11'"
+                )
+            result.update(range(int(first), int(last or first) + 1))
+        return frozenset(result)
+
+    def matches_layer(self, index: int | None) -> bool:
+        """Whether the block of this layer number (None: outside the layers) is to be matched."""
+        layers = self.layer_set()
+        return layers is None or (index is not None and index in layers)
+
+    @property
+    def nothing_local(self) -> bool:
+        """True where no space inside a layer is to be matched."""
+        return self.attention == "none" and self.heads == "none" and self.ffn == "none" and not self.rescale

@@ -1,0 +1,78 @@
+"""Whole models as sources of tensors: reading blocks, moving a state dict to new coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo
+from rotation_merge.errors import CheckpointError
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.apply import transform_tensor
+
+
+class TensorSource(Protocol):
+    """Anything that gives a tensor by its checkpoint name: a state dict, a lazily read set of shards."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
+def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
+    """A tensor of the architecture (stacked, if stored in pieces), or None where the source lacks it.
+
+    Raises:
+        CheckpointError: a dimension has another length than the architecture says; names tensor and lengths.
+    """
+    if info.names[0] not in source:
+        return None
+    tensor = torch.stack([source[name] for name in info.names]) if info.stacked else source[info.names[0]]
+    check_shape(info, tuple(tensor.shape))
+    return tensor
+
+
+def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = None) -> None:
+    """Compare a (stacked) tensor's shape with its labelled axes."""
+    wanted = tuple(axis.size for axis in info.axes)
+    if len(wanted) != len(shape) or any(w is not None and w != s for w, s in zip(wanted, shape, strict=False)):
+        words = " x ".join("any" if w is None else str(w) for w in wanted)
+        raise CheckpointError(
+            f"tensor '{info.name}' has shape {list(shape)}, its config says {words}",
+            where=model,
+            remedy="config.json and weights do not belong together, or the architecture file is wrong",
+        )
+
+
+def read_block(block: Block, source: TensorSource) -> dict[str, Tensor]:
+    """The tensors of a block by key."""
+    found = ((info.key, read_tensor(info, source)) for info in block.tensors)
+    return {key: tensor for key, tensor in found if tensor is not None}
+
+
+def unstack(info: TensorInfo, tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor under the names it is stored by."""
+    return dict(zip(info.names, tensor.unbind(0), strict=True)) if info.stacked else {info.names[0]: tensor}
+
+
+def transform_state(
+    architecture: Architecture, state: Mapping[str, Tensor], transforms: Mapping[str, SpaceTransform]
+) -> dict[str, Tensor]:
+    """A state dict in new coordinates: same names and dtypes, each tensor rounded once.
+
+    Args:
+        architecture: resolved for this state dict's names.
+        state: tensors by name; not modified. Tensors outside the architecture are passed on.
+        transforms: by space name.
+    """
+    result = dict(state)
+    for info in architecture.tensors():
+        tensor = read_tensor(info, state)
+        if tensor is not None:
+            moved = transform_tensor(tensor, info, transforms)
+            if moved is not tensor:
+                result.update(unstack(info, moved.to(tensor.dtype).contiguous()))
+    return result

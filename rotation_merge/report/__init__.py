@@ -1,0 +1,1 @@
+"""What was done, as data, and its renderers."""
