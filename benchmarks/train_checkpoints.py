@@ -1,0 +1,355 @@
+"""Train the small checkpoints that the demo and the benchmarks measure on.
+
+    python benchmarks/train_checkpoints.py texts
+    python benchmarks/train_checkpoints.py vit --seed 0
+    python benchmarks/train_checkpoints.py llama --seed 0
+    python benchmarks/train_checkpoints.py finetune --base checkpoints/llama-0 --domain english --schedule short
+    python benchmarks/train_checkpoints.py ship checkpoints/llama-0
+    python benchmarks/train_checkpoints.py evaluate checkpoints/llama-0
+
+Each training writes a Hugging Face checkpoint in float32 to OUT/NAME. It needs no network: the ViTs see scikit-learn's
+digits, the Llamas bytes (token id = byte) of files that come with Python. The files of a domain are sorted by name and
+every tenth is held out; `texts` cut the shipped evaluation texts from held-out files of CPython 3.11.7. Another version
+of Python has other files, so a checkpoint trained with it may have seen parts of those texts.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from rotation_merge.cli.demo import data
+
+CONTEXT = 128
+SKIPPED = {"site-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__pycache__"}
+SCHEDULES = {"short": (300, 3e-4), "long": (2000, 3e-3)}  # steps, peak learning rate
+
+
+# ---- Data ----
+
+
+def documents(domain: str) -> tuple[list[bytes], list[bytes]]:
+    """Training and held-out documents of one domain: python, english or c.
+
+    python: the standard library without installed packages, tests, `encodings` (tables) and `pydoc_data` (English);
+    english: the help texts of `pydoc_data.topics`, each paragraph once (topics repeat each other), twenty a document;
+    c: CPython's own headers.
+    """
+    if domain == "english":
+        from pydoc_data.topics import topics
+
+        repeated = (part.strip("\n") for name in sorted(topics) for part in topics[name].split("\n\n"))
+        paragraphs = list(dict.fromkeys(part for part in repeated if part))
+        blocks = [paragraphs[start : start + 20] for start in range(0, len(paragraphs), 20)]
+        everything = ["".join(part + "\n\n" for part in block).encode() for block in blocks]
+    else:
+        key, pattern = {"python": ("stdlib", "*.py"), "c": ("include", "*.h")}[domain]
+        root = Path(sysconfig.get_path(key))
+        names = sorted(path.relative_to(root) for path in root.rglob(pattern))
+        everything = [(root / name).read_bytes() for name in names if not SKIPPED & set(name.parts)]
+    held_out = everything[9::10]
+    return [one for index, one in enumerate(everything) if index % 10 != 9], held_out
+
+
+def excerpt(held_out: list[bytes], size: int = 48_000, pieces: int = 12) -> bytes:
+    """About `size` bytes: whole lines from the middle of documents evenly spread over `held_out`."""
+    chosen = [one for one in held_out if len(one) > 1000]
+    chosen = [chosen[index * len(chosen) // pieces] for index in range(pieces)] if len(chosen) > pieces else chosen
+    share = 0
+    while sum(min(len(one), share) for one in chosen) < size and share < max(map(len, chosen)):
+        share += 16
+    return b"".join(_middle(one, share) for one in chosen)[:size]
+
+
+def unseen(held_out: list[bytes], train: list[bytes], length: int = 96) -> list[bytes]:
+    """Held-out documents that repeat no stretch of `length` bytes, in steps of `length`, of the training documents."""
+    seen = b"\0".join(train)
+    return [
+        one for one in held_out if not any(one[i : i + length] in seen for i in range(0, len(one) - length, length))
+    ]
+
+
+def _middle(document: bytes, share: int) -> bytes:
+    if len(document) <= share:
+        return document
+    start = document.rfind(b"\n", 0, (len(document) - share) // 2 + 1) + 1
+    end = document.rfind(b"\n", start, start + share) + 1
+    return document[start:end]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Tokenizer whose token ids are the UTF-8 bytes of the text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the alphabet of byte-level tokenizers
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+# ---- Models ----
+
+
+def new_vit() -> ViTForImageClassification:
+    config = ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=128,
+        image_size=8,
+        patch_size=2,
+        num_channels=1,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        id2label={digit: str(digit) for digit in range(10)},
+        label2id={str(digit): digit for digit in range(10)},
+    )
+    return ViTForImageClassification(config)
+
+
+def new_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+# ---- Training ----
+
+
+def fit(model: nn.Module, batches: Iterator[dict[str, Tensor]], steps: int, rate: Callable, **adam) -> None:
+    """`steps` steps of AdamW, gradients clipped to norm 1; `rate(step)` multiplies the learning rate."""
+    optimizer = torch.optim.AdamW(model.parameters(), **adam)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    model.train()
+    start, total = time.perf_counter(), 0.0
+    for step in range(1, steps + 1):
+        loss = model(**next(batches)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        total += loss.item()
+        if step % 100 == 0 or step == steps:
+            print(
+                f"step {step}: loss {total / ((step - 1) % 100 + 1):.4f}, {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
+            total = 0.0
+    model.eval()
+
+
+def warm_cosine(steps: int, warm_up: int, floor: float) -> Callable[[int], float]:
+    """Learning rate factor: linear over `warm_up` steps, then a cosine down to `floor`."""
+
+    def factor(step: int) -> float:
+        if step < warm_up:
+            return (step + 1) / warm_up
+        done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def image_batches(generator: torch.Generator, size: int = 64) -> Iterator[dict[str, Tensor]]:
+    pixels, labels, _, _ = data.digits()
+    while True:
+        for rows in torch.randperm(len(pixels), generator=generator).split(size):
+            yield {"pixel_values": pixels[rows], "labels": labels[rows]}
+
+
+def text_batches(domain: str, generator: torch.Generator, size: int = 16) -> Iterator[dict[str, Tensor]]:
+    train, _ = documents(domain)
+    tokens = torch.frombuffer(bytearray(b"".join(train)), dtype=torch.uint8)
+    print(f"{domain}: {len(tokens)} training bytes in {len(train)} documents", flush=True)
+    offsets = torch.arange(CONTEXT)
+    while True:
+        starts = torch.randint(len(tokens) - CONTEXT + 1, (size, 1), generator=generator)
+        ids = tokens[starts + offsets].long()
+        yield {"input_ids": ids, "labels": ids}
+
+
+def train_vit(seed: int, steps: int | None) -> PreTrainedModel:
+    model = new_vit()
+    steps = steps or 60 * math.ceil(1257 / 64)
+    batches = image_batches(torch.Generator().manual_seed(seed))
+    fit(model, batches, steps, warm_cosine(steps, 100, 0.0), lr=2e-3, weight_decay=0.05, betas=(0.9, 0.99))
+    return model
+
+
+def train_llama(seed: int, steps: int | None) -> PreTrainedModel:
+    model = new_llama()
+    steps = steps or 2000
+    batches = text_batches("python", torch.Generator().manual_seed(seed))
+    fit(model, batches, steps, warm_cosine(steps, 100, 0.05), lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    return model
+
+
+def finetune(base: Path, domain: str, schedule: str, seed: int, steps: int | None) -> PreTrainedModel:
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    planned, rate = SCHEDULES[schedule]
+    steps = steps or planned
+    batches = text_batches(domain, torch.Generator().manual_seed(seed))
+    warm_up = min(100, steps // 10)
+    fit(model, batches, steps, warm_cosine(steps, warm_up, 0.05), lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
+    change = sum((new - old).square().sum().item() for new, old in zip(model.parameters(), before, strict=True))
+    print(f"squared change relative to the base: {change / sum(old.square().sum().item() for old in before):.4f}")
+    return model
+
+
+# ---- Evaluating and writing ----
+
+
+@torch.no_grad()
+def evaluate(model: PreTrainedModel) -> dict[str, float]:
+    """Accuracy and loss on the test digits, or loss in nats per byte on each of the shipped texts."""
+    model = model.float().eval()
+    if model.config.model_type == "vit":
+        _, _, pixels, labels = data.digits()
+        output = model(pixel_values=pixels, labels=labels)
+        return {"accuracy": (output.logits.argmax(-1) == labels).float().mean().item(), "loss": output.loss.item()}
+    result = {}
+    for name in data.NAMES:
+        ids = data.windows(name, CONTEXT)
+        losses = [model(input_ids=part, labels=part).loss.item() * len(part) for part in ids.split(64)]
+        result[name] = sum(losses) / len(ids)
+    return result
+
+
+def load(path: Path) -> PreTrainedModel:
+    is_vit = json.loads((path / "config.json").read_text())["model_type"] == "vit"
+    return (ViTForImageClassification if is_vit else LlamaForCausalLM).from_pretrained(path, dtype=torch.float32)
+
+
+def save(model: PreTrainedModel, path: Path) -> None:
+    """Checkpoint at `path`, with a byte tokenizer beside a Llama and a preprocessor beside a ViT."""
+    shutil.rmtree(path, ignore_errors=True)
+    model.save_pretrained(path)
+    if model.config.model_type == "vit":
+        (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
+        return
+    (path / "generation_config.json").unlink(missing_ok=True)
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.save(str(path / "tokenizer.json"), pretty=False)
+    (path / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
+
+
+PREPROCESSOR = {
+    "image_processor_type": "ViTImageProcessor",
+    "do_resize": False,
+    "do_rescale": True,
+    "rescale_factor": 1 / 16,
+    "do_normalize": True,
+    "image_mean": [0.5],
+    "image_std": [1.0],
+    "size": {"height": 8, "width": 8},
+}
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_max_length": CONTEXT,
+    "clean_up_tokenization_spaces": False,
+}
+
+
+def ship(source: Path, out: Path) -> None:
+    """Copy of a checkpoint rounded to float16, in OUT under the same name."""
+    save(load(source).half(), out / source.name)
+    print(f"{source.name}: float32 {_line(evaluate(load(source)))}")
+    print(f"{source.name}: float16 {_line(evaluate(load(out / source.name)))}")
+
+
+def write_texts() -> None:
+    data.TEXTS.mkdir(exist_ok=True)
+    for domain in data.NAMES:
+        train, held_out = documents(domain)
+        (data.TEXTS / f"{domain}.txt").write_bytes(excerpt(unseen(held_out, train)))
+        print(f"{domain}: {sum(map(len, train))} training bytes, {sum(map(len, held_out))} held out")
+
+
+def _line(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+# ---- Command line ----
+
+
+def parser() -> argparse.ArgumentParser:
+    main = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = main.add_subparsers(dest="command", required=True)
+    training = argparse.ArgumentParser(add_help=False)
+    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--steps", type=int, help="stop early, for a trial run")
+    training.add_argument("--out", type=Path, default=Path("checkpoints"))
+    commands.add_parser("vit", parents=[training])
+    commands.add_parser("llama", parents=[training])
+    tune = commands.add_parser("finetune", parents=[training])
+    tune.add_argument("--base", type=Path, required=True)
+    tune.add_argument("--domain", choices=("english", "c"), required=True)
+    tune.add_argument("--schedule", choices=tuple(SCHEDULES), default="short")
+    shipping = commands.add_parser("ship")
+    shipping.add_argument("--out", type=Path, default=data.CHECKPOINTS)
+    for command in (shipping, commands.add_parser("evaluate")):
+        command.add_argument("checkpoints", type=Path, nargs="+")
+    commands.add_parser("texts")
+    return main
+
+
+def main() -> None:
+    args = parser().parse_args()
+    torch.set_num_threads(1)  # sums, and so the weights, depend on the number of threads
+    if args.command == "texts":
+        write_texts()
+    elif args.command in ("ship", "evaluate"):
+        for path in args.checkpoints:
+            if args.command == "ship":
+                ship(path, args.out)
+            else:
+                print(f"{path.name}: {_line(evaluate(load(path)))}")
+    else:
+        _train(args)
+
+
+def _train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    if args.command == "finetune":
+        name = f"{args.base.name}-{args.domain}" + ("-long" if args.schedule == "long" else "")
+        model = finetune(args.base, args.domain, args.schedule, args.seed, args.steps)
+    else:
+        name = f"{args.command}-{args.seed}"
+        model = (train_vit if args.command == "vit" else train_llama)(args.seed, args.steps)
+    save(model, args.out / name)
+    print(f"{name}: {_line(evaluate(model))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Small trained models and held-out data to try alignment on."""

@@ -1,0 +1,68 @@
+"""Data that the demo's checkpoints are evaluated on: digits for the ViTs, bytes of text for the Llamas."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TEXTS = Path(__file__).parent / "texts"
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+NAMES = ("python", "english", "c")
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """scikit-learn's 8x8 digits, split 70/30 and stratified by class (random_state 0); no download.
+
+    Returns:
+        train_pixels, train_labels, test_pixels, test_labels: pixels float32, shape (1257, 1, 8, 8) and (540, 1, 8, 8),
+        in [-0.5, 0.5]; labels int64, shape (1257,) and (540,).
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise ImportError("the digits come with scikit-learn: pip install scikit-learn") from error
+    bunch = load_digits()
+    train, test, train_labels, test_labels = train_test_split(
+        bunch.images, bunch.target, test_size=0.3, stratify=bunch.target, random_state=0
+    )
+    return _pixels(train), torch.as_tensor(train_labels).long(), _pixels(test), torch.as_tensor(test_labels).long()
+
+
+def text(name: str) -> Tensor:
+    """Bytes of one held-out text, in the order of the file.
+
+    Args:
+        name: one of ``NAMES``.
+
+    Returns:
+        Token ids (token id = byte), int64, shape (length,).
+
+    Raises:
+        ValueError: no text has that name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"no text is named {name!r}; there are {', '.join(NAMES)}")
+    return torch.frombuffer(bytearray((TEXTS / f"{name}.txt").read_bytes()), dtype=torch.uint8).long()
+
+
+def windows(name: str, length: int = 128) -> Tensor:
+    """One held-out text cut into consecutive windows; a shorter rest at the end is dropped.
+
+    Args:
+        name: one of ``NAMES``.
+        length: tokens in each window, positive.
+
+    Returns:
+        Token ids, int64, shape (N, length).
+    """
+    tokens = text(name)
+    count = len(tokens) // length
+    return tokens[: count * length].view(count, length)
+
+
+def _pixels(images) -> Tensor:
+    return torch.as_tensor(images).float().div(16).sub(0.5).unsqueeze(1)
