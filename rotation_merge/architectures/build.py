@@ -17,6 +17,7 @@ from rotation_merge.architectures.model import (
     Scale,
     Space,
     TensorInfo,
+    spell,
 )
 from rotation_merge.architectures.schema import (
     ArchitectureSpec,
@@ -81,6 +82,8 @@ def build(
         blocks=tuple(named),
         layers_key={module: definition.layers_key for module, definition in spec.modules.items()},
         limits=tuple(spec.limits),
+        base=base,
+        spelling=tuple(spelling),
     )
 
 
@@ -241,10 +244,7 @@ def _part(scope: _Scope, path: str, label: str) -> Part:
 
 def _rename(block: Block, base: str, spelling: list[tuple[str, str]]) -> Block:
     def rename(name: str) -> str:
-        name = name.replace("{base}", base)
-        for ours, theirs in spelling:
-            name = name.replace(ours, theirs)
-        return name
+        return spell(name, base, spelling)
 
     tensors = tuple(
         replace(t, names=tuple(map(rename, t.names)), tied=tuple(map(rename, t.tied))) for t in block.tensors

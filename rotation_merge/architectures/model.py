@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -178,6 +178,7 @@ class Architecture:
         stream_groups: the groups each stream admits, smallest first.
         blocks: in the order of the forward pass.
         layers_key: config key of each module's number of layers.
+        base, spelling: how the checkpoint names its tensors (see `ArchitectureSpec`).
     """
 
     family: str
@@ -186,6 +187,14 @@ class Architecture:
     blocks: tuple[Block, ...]
     layers_key: dict[str, str]
     limits: tuple[str, ...] = ()
+    base: str = ""
+    spelling: tuple[tuple[str, str], ...] = ()
+
+    def names(self, info: TensorInfo, index: int | None) -> tuple[str, ...]:
+        """What a tensor is called in layer `index` of a checkpoint that names its tensors as this one does."""
+        key = info.key if index is None else info.key.replace("{i}", str(index))
+        name = spell(key, self.base, self.spelling)
+        return tuple(name.replace("{e}", str(e)) for e in range(len(info.names))) if info.stacked else (name,)
 
     def tensors(self) -> Iterator[TensorInfo]:
         for block in self.blocks:
@@ -197,3 +206,11 @@ class Architecture:
     def named(self) -> dict[str, TensorInfo]:
         """Every checkpoint name and the tensor it belongs to."""
         return {name: tensor for tensor in self.tensors() for name in tensor.names}
+
+
+def spell(name: str, base: str, spelling: Iterable[tuple[str, str]]) -> str:
+    """A name of an architecture file as a checkpoint spells it."""
+    name = name.replace("{base}", base)
+    for ours, theirs in spelling:
+        name = name.replace(ours, theirs)
+    return name
