@@ -23,6 +23,7 @@ from rotation_merge.architectures.schema import (
     ArchitectureSpec,
     AttentionSpec,
     AxisLabel,
+    Expression,
     FusedAxis,
     LinearSpec,
     LocalSpace,
@@ -70,24 +71,30 @@ def build(
     streams = {
         name: Space(name, "stream", {"size": _integer(root, stream.size, f"size of stream {name}")})
         for name, stream in spec.streams.items()
+        if evaluate(stream.size, values) is not None
     }
     blocks: list[Block] = []
-    for module, definition in spec.modules.items():
-        blocks += _module_blocks(_Scope(spec, values, "", streams), module, definition)
+    modules = {name: module for name, module in spec.modules.items() if _holds(root, module.when)}
+    for module, definition in modules.items():
+        blocks += _module_blocks(replace(root, spaces=streams), module, definition)
     named = [_rename(block, base, spelling) for block in blocks]
     return Architecture(
         family=spec.family,
         streams=streams,
-        stream_groups={name: _stream_groups(spec, name, named) for name in streams},
+        stream_groups={name: _stream_groups(root, name, named) for name in streams},
         blocks=tuple(named),
-        layers_key={module: definition.layers_key for module, definition in spec.modules.items()},
+        layers_key={module: definition.layers_key for module, definition in modules.items()},
         limits=tuple(spec.limits),
         base=base,
         spelling=tuple(spelling),
     )
 
 
-def _integer(scope: _Scope, expression: Any, what: str) -> int:
+def _holds(scope: _Scope, when: Expression) -> bool:
+    return when is None or bool(evaluate(when, scope.config))
+
+
+def _integer(scope: _Scope, expression: Expression, what: str) -> int:
     value = evaluate(expression, scope.config)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise scope.error(f"{what}: '{expression}' is {value!r}, not a size", "check the keys in config.json")
@@ -101,7 +108,8 @@ def _module_blocks(scope: _Scope, module: str, definition: ModuleSpec) -> list[B
     for index in range(_integer(scope, definition.layers, f"number of layers of module {module}")):
         path = definition.layer.path.replace("{i}", str(index))
         inner = replace(scope, config={**scope.config, "i": index})
-        spaces = {name: _space(inner, path + name, space) for name, space in definition.layer.spaces.items()}
+        local = path.replace("{base}", "")
+        spaces = {name: _space(inner, local + name, space) for name, space in definition.layer.spaces.items()}
         layer_scope = replace(inner, prefix=definition.layer.path, spaces={**scope.spaces, **spaces})
         blocks.append(_block(layer_scope, definition.layer, path.rstrip("."), module, index, "layer", spaces))
     blocks.append(_block(outer_scope, definition.after, f"{module}.after", module, None, "after", outer))
@@ -153,18 +161,19 @@ def _block(
 ) -> Block:
     tensors: list[TensorInfo] = []
     for path, linear in section.linear.items():
-        tensors += _linear(scope, path, linear, conv1d=False)
+        tensors += _linear(scope, path, _chosen(scope, linear), conv1d=False)
     for path, linear in section.conv1d.items():
-        tensors += _linear(scope, path, linear, conv1d=True)
+        tensors += _linear(scope, path, _chosen(scope, linear), conv1d=True)
     for path, spec in section.tensors.items():
-        tensors += _tensor(scope, path, _full(spec))
+        tensors += _tensor(scope, path, _chosen(scope, spec))
     norms, scales = [], []
-    for path, norm in section.norms.items():
-        if norm.when is None or evaluate(norm.when, scope.config):
+    for path, entry in section.norms.items():
+        entries = entry if isinstance(entry, list) else [entry]
+        for norm in [n for n in entries if _holds(scope, n.when)][:1]:
             tensors += _norm_tensors(scope, path, norm)
             norms.append(_norm(scope, path, norm))
     for path, scale in section.scales.items():
-        if scale.when is None or evaluate(scale.when, scope.config):
+        if _holds(scope, scale.when):
             tensors += _tensor(scope, path, TensorSpec(axes=[f"{scale.stream}.gain"]))
             key = scope.prefix + scale.writes
             scales.append(Scale(scale.stream, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
@@ -173,15 +182,22 @@ def _block(
     return Block(name, module, index, place, tuple(tensors), present, tuple(norms), tuple(scales))
 
 
-def _full(spec: LinearSpec) -> TensorSpec:
-    return spec if isinstance(spec, TensorSpec) else TensorSpec(axes=spec)
+def _chosen(scope: _Scope, spec: LinearSpec) -> TensorSpec | None:
+    """The entry in full; of several, the first whose `when` holds."""
+    if isinstance(spec, TensorSpec):
+        return spec if _holds(scope, spec.when) else None
+    entries = [item for item in spec if isinstance(item, TensorSpec)]
+    if not entries:
+        return TensorSpec(axes=[item for item in spec if not isinstance(item, TensorSpec)])
+    return next((entry for entry in entries if _holds(scope, entry.when)), None)
 
 
-def _linear(scope: _Scope, path: str, given: LinearSpec, conv1d: bool) -> list[TensorInfo]:
-    spec = _full(given)
+def _linear(scope: _Scope, path: str, spec: TensorSpec | None, conv1d: bool) -> list[TensorInfo]:
+    if spec is None:
+        return []
     stacked = "{e}" in path
     rows = spec.axes[1] if conv1d or stacked else spec.axes[0]
-    bias = TensorSpec(axes=[spec.axes[0], rows] if stacked else [rows], optional=True, when=spec.when)
+    bias = TensorSpec(axes=[spec.axes[0], rows] if stacked else [rows], optional=True)
     return [*_tensor(scope, f"{path}.weight", spec), *_tensor(scope, f"{path}.bias", bias)]
 
 
@@ -203,18 +219,19 @@ def _norm(scope: _Scope, path: str, norm: NormSpec) -> Norm:
     )
 
 
-def _tensor(scope: _Scope, path: str, spec: TensorSpec) -> list[TensorInfo]:
-    if spec.when is not None and not evaluate(spec.when, scope.config):
+def _tensor(scope: _Scope, path: str, spec: TensorSpec | None) -> list[TensorInfo]:
+    if spec is None:
         return []
     axes = tuple(_axis(scope, path, label) for label in spec.axes)
     key = scope.prefix + path
     real = key.replace("{i}", str(scope.config.get("i", "")))
     names: tuple[str, ...] = (real,)
+    other = (scope.prefix + spec.unless).replace("{i}", str(scope.config.get("i", ""))) if spec.unless else None
     if "{e}" in real:
         names = tuple(real.replace("{e}", str(e)) for e in range(axes[0].size or 0))
         if not names:
             return []
-    return [TensorInfo(key, names, axes, spec.optional, "{e}" in real, tuple(spec.tied))]
+    return [TensorInfo(key, names, axes, spec.optional, "{e}" in real, tuple(spec.tied), other)]
 
 
 def _axis(scope: _Scope, path: str, label: AxisLabel) -> Axis:
@@ -247,15 +264,24 @@ def _rename(block: Block, base: str, spelling: list[tuple[str, str]]) -> Block:
         return spell(name, base, spelling)
 
     tensors = tuple(
-        replace(t, names=tuple(map(rename, t.names)), tied=tuple(map(rename, t.tied))) for t in block.tensors
+        replace(
+            t,
+            names=tuple(map(rename, t.names)),
+            tied=tuple(map(rename, t.tied)),
+            unless=rename(t.unless) if t.unless else None,
+        )
+        for t in block.tensors
     )
     return replace(block, name=rename(block.name), tensors=tensors)
 
 
-def _stream_groups(spec: ArchitectureSpec, stream: str, blocks: list[Block]) -> tuple[str, ...]:
+def _stream_groups(scope: _Scope, stream: str, blocks: list[Block]) -> tuple[str, ...]:
     """The residual groups a stream admits, from its norms: see DESIGN section 2."""
+    named = scope.config.get("architectures") or []
+    if not named or set(named) & set(scope.spec.bare):
+        return ("none",)
     norms = [norm for block in blocks for norm in block.norms if norm.stream == stream]
-    limit = spec.streams[stream].limit
+    limit = _word(scope.spec.streams[stream].limit, scope.config, ("none", "permutation", "signed_permutation"))
     groups = ["none", "permutation"]
     layer = any(norm.layer for norm in norms)
     if not layer:

@@ -102,6 +102,7 @@ class TensorInfo:
         names: its name in the checkpoint; several where one is stored for each entry of the first axis.
         axes: outermost first.
         tied: names it may be stored under instead.
+        unless: name of a tensor that holds the same weights in another form.
     """
 
     key: str
@@ -110,6 +111,7 @@ class TensorInfo:
     optional: bool = False
     stacked: bool = False
     tied: tuple[str, ...] = ()
+    unless: str | None = None
 
     @property
     def name(self) -> str:

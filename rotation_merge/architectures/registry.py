@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
@@ -12,11 +13,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from rotation_merge.architectures.build import build, required
-from rotation_merge.architectures.model import Architecture
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.architectures.schema import ArchitectureSpec
 from rotation_merge.errors import ArchitectureError, CheckpointError, nearest
 
 DATA = Path(__file__).parent / "data"
+
+OWN = ("family", "title", "extends", "classes", "bare", "model_types", "limits")
+"""Entries that a file does not take over from the family it extends."""
 
 _extra: dict[str, ArchitectureSpec] = {}
 
@@ -28,11 +32,7 @@ def load_file(path: Path) -> ArchitectureSpec:
         ArchitectureError: names the file, the entry and what it should be.
     """
     try:
-        return ArchitectureSpec.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ArchitectureError(
-            f"cannot be read ({error})", where=str(path), remedy="it must be one JSON object"
-        ) from error
+        return ArchitectureSpec.model_validate(_read(path))
     except ValidationError as error:
         first = error.errors()[0]
         entry = ".".join(str(step) for step in first["loc"])
@@ -43,6 +43,39 @@ def load_file(path: Path) -> ArchitectureSpec:
             else "see docs/add-architecture.md"
         )
         raise ArchitectureError(f"entry '{entry}': {first['msg']}", where=str(path), remedy=remedy) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's object, laid over that of the family it extends."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ArchitectureError(
+            f"cannot be read ({error})", where=str(path), remedy="it must be one JSON object"
+        ) from error
+    if not isinstance(content, dict):
+        raise ArchitectureError("is not one JSON object", where=str(path), remedy="see docs/add-architecture.md")
+    if (parent := content.get("extends")) is None:
+        return content
+    source = DATA / f"{parent}.json"
+    if not source.is_file():
+        remedy = nearest(str(parent), [file.stem for file in DATA.glob("*.json")])
+        raise ArchitectureError(f"entry 'extends': there is no family '{parent}'", where=str(path), remedy=remedy)
+    inherited = {key: value for key, value in _read(source).items() if key not in OWN}
+    return _overlay(inherited, content)
+
+
+def _overlay(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects merged entry by entry; null removes an entry, anything else replaces it."""
+    result = dict(below)
+    for key, value in above.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = _overlay(result[key], value)
+        else:
+            result[key] = value
+    return result
 
 
 @cache
@@ -133,9 +166,38 @@ def unknown_names(architecture: Architecture, spec: ArchitectureSpec, present: C
 
 
 def _present_only(architecture: Architecture, present: set[str]) -> Architecture:
-    """The architecture without the optional tensors that the checkpoint lacks."""
+    """The architecture without the optional tensors that the checkpoint lacks, or has in another form."""
     blocks = []
     for block in architecture.blocks:
-        kept = tuple(t for t in block.tensors if not t.optional or present.intersection(t.names))
+        kept = tuple(
+            t for t in block.tensors if present.intersection(t.names) or not (t.optional or t.unless in present)
+        )
         blocks.append(replace(block, tensors=kept))
     return replace(architecture, blocks=tuple(block for block in blocks if block.tensors))
+
+
+_LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")
+
+
+def unaligned(names: Collection[str]) -> Architecture:
+    """An architecture without spaces, for plain merging of a checkpoint whose architecture is not known.
+
+    Tensors whose names share a layer number (`model.layers.3.`) form a block; each other tensor is one of its own.
+    """
+    found = {name: _LAYER.match(name) for name in names}
+    stacks = dict.fromkeys(match["stack"] for match in found.values() if match)
+    module = {stack: "default" if len(stacks) == 1 else stack for stack in stacks}
+    blocks: dict[str, Block] = {}
+    for name, match in found.items():
+        place = f"{match['stack']}.{match['index']}" if match else name
+        block = blocks.get(place) or Block(
+            place,
+            module[match["stack"]] if match else "default",
+            int(match["index"]) if match else None,
+            "layer" if match else "before",
+            (),
+        )
+        blocks[place] = replace(block, tensors=(*block.tensors, TensorInfo(name, (name,), ())))
+    ordered = sorted(blocks.values(), key=lambda b: (b.module, -1 if b.index is None else b.index, b.name))
+    keys = dict.fromkeys(module.values(), "num_hidden_layers")
+    return Architecture("unknown", {}, {}, tuple(ordered), keys or {"default": "num_hidden_layers"})

@@ -1,39 +1,74 @@
 """What an architecture file may say. One JSON file a family, under `data/`; see docs/add-architecture.md.
 
 An axis is written `space.role` (`attn.q`, `ffn.in`, `residual.write`), or as a bare word (`vocabulary`, `classes`,
-`positions`, `fixed`, ...) if it lives in no space. A fused axis lists its parts: `{"split": [...]}` where they
-follow one another, `{"interleave": [...]}` where they alternate for each KV group.
+`positions`, `fixed`, ...: see OUTSIDE) if it lives in no space. A fused axis lists its parts: `{"split": [...]}` where
+they follow one another, `{"interleave": [...]}` where they alternate for each KV group. Where the entry depends on the
+config, a tensor, linear map or norm may be a list of entries, of which the first one whose `when` holds is taken.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-Expression = str | int | bool | None
+Expression = str | int | float | bool | None
+
+OUTSIDE = {
+    "fixed": "a coordinate of no space that is matched: it keeps its place",
+    "vocabulary": "tokens; mergekit's tokenizer options handle them",
+    "positions": "positions, buckets of relative positions, distances",
+    "types": "token types (segments)",
+    "classes": "outputs of a task head",
+    "pixels": "pixels, patches, colour channels, mel bins, convolution kernels",
+}
+"""Words for axes that live in no space."""
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _known_label(label: str) -> str:
+    if "." not in label and label not in OUTSIDE:
+        raise ValueError(f"'{label}' is neither space.role nor one of {', '.join(OUTSIDE)}")
+    return label
+
+
+Label = Annotated[str, AfterValidator(_known_label)]
+
+
 class FusedAxis(Strict):
     """An axis that several roles share. Exactly one of the two lists is given."""
 
-    split: list[str] | None = None
-    interleave: list[str] | None = None
+    split: list[Label] | None = None
+    interleave: list[Label] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> FusedAxis:
+        if (self.split is None) == (self.interleave is None):
+            raise ValueError("write either 'split' or 'interleave'")
+        return self
 
 
-AxisLabel = str | FusedAxis
+AxisLabel = Label | FusedAxis
 
 
 class TensorSpec(Strict):
-    """One tensor: its axes, outermost first. A name with `{e}` stands for one tensor an entry of the first axis."""
+    """One tensor, a name with `{e}` standing for one tensor for each entry of the first axis.
+
+    Attributes:
+        axes: labels, outermost first.
+        optional: whether a checkpoint may lack it.
+        when: whether a model of this config has it (null: always).
+        unless: a tensor that holds the same weights in another form; where the checkpoint has that, this is left out.
+        tied: tensors whose weights it shares when it is not stored itself.
+    """
 
     axes: list[AxisLabel]
     optional: bool = False
     when: Expression = None
+    unless: str | None = None
     tied: list[str] = Field(default_factory=list)
 
 
@@ -65,8 +100,8 @@ class ScaleSpec(Strict):
     when: Expression = None
 
 
-LinearSpec = list[AxisLabel] | TensorSpec
-"""[out, in]; stands for `NAME.weight` and, where the checkpoint has it, `NAME.bias`."""
+LinearSpec = list[AxisLabel] | TensorSpec | list[TensorSpec]
+"""[out, in]; stands for `NAME.weight` and, where the checkpoint has it, `NAME.bias`. conv1d: [in, out]."""
 
 
 class Section(Strict):
@@ -74,7 +109,7 @@ class Section(Strict):
 
     linear: dict[str, LinearSpec] = Field(default_factory=dict)
     conv1d: dict[str, LinearSpec] = Field(default_factory=dict)
-    norms: dict[str, NormSpec] = Field(default_factory=dict)
+    norms: dict[str, NormSpec | list[NormSpec]] = Field(default_factory=dict)
     scales: dict[str, ScaleSpec] = Field(default_factory=dict)
     tensors: dict[str, LinearSpec] = Field(default_factory=dict)
 
@@ -131,10 +166,16 @@ LocalSpace = AttentionSpec | FfnSpec | ExpertsSpec
 
 
 class StreamSpec(Strict):
-    """A residual stream. `limit` caps its group where something the norms do not show forbids a larger one."""
+    """A residual stream.
+
+    Attributes:
+        size: its width; a stream without one is not there.
+        limit: the largest group (none, permutation, signed_permutation), or an expression that gives it, where
+            something that the norms do not show forbids a larger one.
+    """
 
     size: Expression
-    limit: Literal["permutation", "signed_permutation", "none"] | None = None
+    limit: Expression = None
 
 
 class LayerSection(Section):
@@ -145,8 +186,12 @@ class LayerSection(Section):
 
 
 class ModuleSpec(Strict):
-    """A stack of layers with what stands before and after it; named as mergekit names modules."""
+    """A stack of layers with what stands before and after it; named as mergekit names modules.
 
+    `spaces` are those of `before` and `after`; `when` says whether a model of this config has the module.
+    """
+
+    when: Expression = None
     layers: Expression
     layers_key: str
     before: Section = Field(default_factory=Section)
@@ -159,7 +204,10 @@ class ArchitectureSpec(Strict):
     """A family of models.
 
     Attributes:
+        extends: a family whose file this one changes: objects are merged entry by entry, null removes an entry, and
+            what names a family (family, title, classes, bare, model_types, limits) is not taken over.
         classes: names that stand under `architectures` in config.json.
+        bare: those of them whose output is a residual stream itself, so that no stream may be moved.
         model_types: where given, the config's model_type must be one of them.
         bases: prefixes that `{base}` may stand for, the likeliest first.
         spellings: ways in which tensor names may differ from this file: lists of [ours, theirs] substitutions.
@@ -170,7 +218,9 @@ class ArchitectureSpec(Strict):
 
     family: str
     title: str
+    extends: str | None = None
     classes: list[str]
+    bare: list[str] = Field(default_factory=list)
     model_types: list[str] = Field(default_factory=list)
     bases: list[str] = Field(default_factory=lambda: [""])
     spellings: list[list[tuple[str, str]]] = Field(default_factory=lambda: [[]])

@@ -36,7 +36,9 @@ def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
 
 
 def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = None) -> None:
-    """Compare a (stacked) tensor's shape with its labelled axes."""
+    """Compare a (stacked) tensor's shape with its labelled axes; one without any claims nothing."""
+    if not info.axes:
+        return
     wanted = tuple(axis.size for axis in info.axes)
     if len(wanted) != len(shape) or any(w is not None and w != s for w, s in zip(wanted, shape, strict=False)):
         words = " x ".join("any" if w is None else str(w) for w in wanted)
