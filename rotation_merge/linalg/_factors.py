@@ -9,7 +9,7 @@ from torch import Tensor
 
 Pairs = tuple[tuple[Tensor, Tensor], ...]
 
-_GATHERED = 1 << 21  # entries of one factor gathered at a time
+_GATHERED = 1 << 17  # entries of one factor gathered at a time
 _FORMED_ROWS = 1024
 _DOUBLE_UP_TO = 4096
 
@@ -47,19 +47,23 @@ class Factors:
 
     def entries(self, rows: Tensor, columns: Tensor) -> Tensor:
         """C[rows, columns] in float64 on the CPU, shape (len(rows),)."""
-        plain, signed = _summed(self.plain, rows, columns), _summed(self.signed, rows, columns)
+        plain, signed = _summed(self.plain, rows, columns, len(rows)), _summed(self.signed, rows, columns, len(rows))
         return plain + signed.abs()
 
+    def diagonal(self) -> Tensor:
+        """C_ii in float64 on the CPU, shape (n,)."""
+        return _summed(self.plain, None, None, self.n) + _summed(self.signed, None, None, self.n).abs()
 
-def _summed(pairs: Pairs, rows: Tensor, columns: Tensor) -> Tensor:
-    total = torch.zeros(len(rows), dtype=torch.float64)
+
+def _summed(pairs: Pairs, rows: Tensor | None, columns: Tensor | None, count: int) -> Tensor:
+    total = torch.zeros(count, dtype=torch.float64)
     for left, right in pairs:
         device = left.device
-        step = max(1, _GATHERED // max(1, left.shape[1]))
-        for start in range(0, len(rows), step):
+        step = max(1, (_GATHERED if device.type == "cpu" else _GATHERED << 8) // max(1, left.shape[1]))
+        for start in range(0, count, step):
             part = slice(start, start + step)
-            first = left[rows[part].to(device)].double()
-            second = right[columns[part].to(right.device)].to(device).double()
+            first = left[part if rows is None else rows[part].to(device)].double()
+            second = right[part if columns is None else columns[part].to(right.device)].to(device).double()
             total[part] += torch.linalg.vecdot(first, second).cpu()
     return total
 

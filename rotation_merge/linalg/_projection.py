@@ -1,9 +1,10 @@
 """Assignment of a factored similarity that is never formed: bound all pairs by projected rows, evaluate what is left.
 
 With Q of orthonormal rows and R = I - Q^T Q, <a, b> <= <Qa, Qb> + |Ra| |Rb|, and the same holds for |<a, b>| with
-|<Qa, Qb>|. Q sums groups of coordinates with random signs, so a projection costs one pass over the factors, and halving
-its width is adding two halves. Residual norms, prices, thresholds and an allowance for float32 rounding are appended to
-the projected rows as coordinates of their own: one narrow product then tells which pairs stay open.
+|<Qa, Qb>|. Q sums groups of coordinates with random signs, so a projection costs one pass over the factors, and
+halving its width is adding two halves. Residual norms are appended to the projected rows as coordinates of their own,
+so one narrow product tells which pairs stay open. The squared residual norms are enlarged by a share of the squared
+norms, which by Cauchy-Schwarz raises every bound by at least that share of |a| |b|, more than float32 can lose.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import Tensor
 from rotation_merge.linalg._factors import Factors, Pairs
 from rotation_merge.linalg._sparse import Edges, Solved, edge_keys, match, relax
 
-_WIDEST = 512  # coordinates kept of each factor
+_WIDEST = 256  # coordinates kept of each factor
 _NARROWEST = 16
 _PROBED_ROWS = 128
 _ROUNDS = 5
-_BLOCK_ENTRIES = 1 << 21
-_NORM_ERROR = 1e-5  # relative allowance for float32 row norms and projections
-_UNIT = 2.0**-23
+_BLOCK_ENTRIES = 1 << 19
+_ALLOWANCE = 1e-4  # share of |a| |b| by which bounds are raised to cover float32 rounding
+_ROUNDING = 1e-6  # the same for prices and thresholds
 _GATHER_COST = 10.0  # time of one gathered multiplication over that of one inside a matrix product
 
 
@@ -34,7 +35,7 @@ class Sketch:
     Attributes:
         plain: projections of the plain factors, each (n, r_k).
         signed: projections of the signed factors, each (n, r_l).
-        norms: squared row norms of the plain factors and then of the signed ones taken together, each (n,), float64.
+        norms: squared row norms of the plain factors and then of the signed ones taken together, each (n,).
     """
 
     plain: tuple[Tensor, ...]
@@ -51,10 +52,9 @@ class Sketch:
         signed = torch.cat(self.signed, 1) if self.signed else self.norms[0].new_zeros(len(self.norms[0]), 0)
         parts = [*self.plain, signed] if self.signed else list(self.plain)
         for part, norm in zip(parts, self.norms, strict=True):
-            rest = norm * (1.0 + _NORM_ERROR) - part.double().square().sum(1)
-            residuals.append(rest.clamp_min(0).sqrt())
-        columns = [part.float() for part in self.plain] + [rest.float()[:, None] for rest in residuals]
-        return torch.cat(columns, 1), signed.float()
+            rest = (norm - torch.linalg.vecdot(part, part)).clamp_min_(0) + _ALLOWANCE * norm
+            residuals.append(rest.sqrt_()[:, None])
+        return torch.cat([*self.plain, *residuals], 1), signed
 
     @property
     def width(self) -> int:
@@ -78,7 +78,7 @@ def _sketch(plain: tuple[Tensor, ...], signed: tuple[Tensor, ...], seed: int) ->
 
 
 def _project(factor: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows projected to a power of two of dimensions (float32, CPU), and their squared norms (float64, CPU)."""
+    """Rows projected to a power of two of dimensions and their squared norms; float32, CPU."""
     n, d = factor.shape
     width = min(_WIDEST, 1 << max(0, d.bit_length() - 3))
     generator = torch.Generator().manual_seed(seed)
@@ -88,11 +88,11 @@ def _project(factor: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     counts = torch.full((width,), float(groups))
     counts[:rest] += 1
     scale, signs = counts.rsqrt().to(factor.device), signs.to(factor.device)
-    projected, norms = torch.empty(n, width), torch.empty(n, dtype=torch.float64)
+    projected, norms = torch.empty(n, width), torch.empty(n)
     step = max(1, _BLOCK_ENTRIES // max(d, 1))
     for start in range(0, n, step):
         rows = factor[start : start + step].float()
-        norms[start : start + step] = torch.linalg.vecdot(rows, rows).double().cpu()
+        norms[start : start + step] = torch.linalg.vecdot(rows, rows).cpu()
         turned = rows * signs
         sums = turned[:, : groups * width].view(len(rows), groups, width).sum(1)
         sums[:, :rest] += turned[:, groups * width :]
@@ -118,18 +118,19 @@ class Bound:
         return Bound(left.side(), right.side())
 
     def open_pairs(self, rows: Tensor, thresholds: Tensor, prices: Tensor, limit: int) -> tuple[Tensor, Tensor] | None:
-        """All pairs (i, j), i in rows, that may have C_ij > thresholds_i + v_j; None if there are more than limit."""
-        first, second = self._extended(rows, thresholds, prices)
-        signed_first, signed_second = self.left[1][rows], self.right[1]
+        """All pairs (i, j), i in rows, that may have C_ij > t_i + v_j; None if there are more than limit."""
+        (left, signed_left), (right, signed_right) = self.left, self.right
+        lower, price = _lowered(thresholds[rows])[:, None], _lowered(prices)
         step = max(1, _BLOCK_ENTRIES // len(prices))
         found: list[Tensor] = []
         total = 0
         for start in range(0, len(rows), step):
-            part = slice(start, start + step)
-            excess = first[part] @ second.T
-            if signed_second.shape[1]:
-                excess += (signed_first[part] @ signed_second.T).abs_()
-            flat = torch.from_numpy(np.flatnonzero((excess > 0).numpy())) + start * len(prices)
+            part = rows[start : start + step]
+            excess = left[part] @ right.T
+            if signed_right.shape[1]:
+                excess += (signed_left[part] @ signed_right.T).abs_()
+            open_ones = excess.sub_(price) > lower[start : start + step]
+            flat = torch.from_numpy(np.flatnonzero(open_ones.numpy())) + start * len(prices)
             total += len(flat)
             if total > limit:
                 return None
@@ -138,33 +139,22 @@ class Bound:
         return rows[where // len(prices)], where % len(prices)
 
     def keep(self, rows: Tensor, columns: Tensor, thresholds: Tensor, prices: Tensor) -> Tensor:
-        """Which of the given pairs (rows with their thresholds) this bound leaves open, shape (len(rows),), bool."""
-        first, second = self._extended(torch.arange(len(thresholds)), thresholds, prices)
+        """Which of the given pairs this bound leaves open, shape (len(rows),), bool."""
+        (left, signed_left), (right, signed_right) = self.left, self.right
+        lower, price = _lowered(thresholds), _lowered(prices)
         kept = torch.empty(len(rows), dtype=torch.bool)
-        step = max(1, _BLOCK_ENTRIES // first.shape[1])
+        step = max(1, _BLOCK_ENTRIES // max(1, left.shape[1]))
         for start in range(0, len(rows), step):
             i, j = rows[start : start + step], columns[start : start + step]
-            excess = torch.linalg.vecdot(first[i], second[j])
-            if self.left[1].shape[1]:
-                excess += torch.linalg.vecdot(self.left[1][i], self.right[1][j]).abs_()
-            kept[start : start + step] = excess > 0
+            excess = torch.linalg.vecdot(left[i], right[j])
+            if signed_left.shape[1]:
+                excess += torch.linalg.vecdot(signed_left[i], signed_right[j]).abs_()
+            kept[start : start + step] = excess - price[j] > lower[i]
         return kept
 
-    def _extended(self, rows: Tensor, thresholds: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of both sides with - v_j - threshold_i and the rounding allowance appended."""
-        scale = float(max(thresholds.abs().max(), prices.abs().max(), 1e-30)) ** 0.5
-        (plain_left, signed_left), (plain_right, signed_right) = self.left, self.right
-        one = torch.full((len(rows), 1), scale)
-        first = torch.cat([plain_left[rows], one, -(thresholds / scale).float()[:, None]], 1)
-        other = torch.full((len(prices), 1), scale)
-        second = torch.cat([plain_right, -(prices / scale).float()[:, None], other], 1)
-        allowance = _UNIT * (first.shape[1] + signed_left.shape[1] + 8)
-        reach = first.square().sum(1) + signed_left[rows].square().sum(1)
-        span = second.square().sum(1) + signed_right.square().sum(1)
-        return (
-            torch.cat([first, allowance * reach.sqrt()[:, None]], 1),
-            torch.cat([second, span.sqrt()[:, None]], 1),
-        )
+
+def _lowered(values: Tensor) -> Tensor:
+    return (values - _ROUNDING * values.abs()).float()
 
 
 def solve_projected(factors: Factors, own: Tensor) -> Solved | None:
@@ -178,14 +168,15 @@ def solve_projected(factors: Factors, own: Tensor) -> Solved | None:
         own: its diagonal, shape (n,), float64.
     """
     fine = (_sketch_side(factors, 0), _sketch_side(factors, 1))
-    start = _starting_point(factors, own, Bound.of(*fine))
+    bound = Bound.of(*fine)
+    start = _starting_point(factors, own, bound)
     if start is None:
         return None
     permutation, prices, thresholds = start
-    coarse = _cheapest(factors, fine, thresholds, prices)
+    coarse = _cheapest(factors, fine, bound, thresholds, prices)
     if coarse is None:
         return None
-    return _column_generation(factors, (coarse, Bound.of(*fine)), permutation, prices, thresholds)
+    return _column_generation(factors, (coarse, bound), permutation, prices, thresholds)
 
 
 def _sketch_side(factors: Factors, side: int) -> Sketch:
@@ -198,7 +189,7 @@ def _sketch_side(factors: Factors, side: int) -> Sketch:
 def _starting_point(factors: Factors, own: Tensor, fine: Bound) -> tuple[Tensor, Tensor, Tensor] | None:
     """A permutation p, prices C_p^-1(j),j / 2 and thresholds C_i,p(i) / 2; None if no permutation is in sight."""
     n = factors.n
-    squares = (fine.right[0].double().square().sum(1) + fine.right[1].double().square().sum(1)) / 2
+    squares = (fine.right[0].square().sum(1) + fine.right[1].square().sum(1)) / 2
     permutation = torch.arange(n)
     probe = torch.arange(0, n, max(1, n // _PROBED_ROWS))
     if float((_nearest(fine, probe, squares) == probe).double().mean()) < 0.9:
@@ -215,7 +206,7 @@ def _nearest(bound: Bound, rows: Tensor, squares: Tensor) -> Tensor:
     """For each row the column with the largest bound less price, shape (len(rows),)."""
     nearest = torch.empty(len(rows), dtype=torch.int64)
     (left, signed_left), (right, signed_right) = bound.left, bound.right
-    price = squares.float()
+    price = squares
     step = max(1, _BLOCK_ENTRIES // len(squares))
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
@@ -226,27 +217,26 @@ def _nearest(bound: Bound, rows: Tensor, squares: Tensor) -> Tensor:
     return nearest
 
 
-def _cheapest(factors: Factors, fine: tuple[Sketch, Sketch], thresholds: Tensor, prices: Tensor) -> Bound | None:
+def _cheapest(
+    factors: Factors, fine: tuple[Sketch, Sketch], bound: Bound, thresholds: Tensor, prices: Tensor
+) -> Bound | None:
     """The projection of least estimated work, judged on some rows; None if forming C is estimated to be cheaper."""
     n = factors.n
     probe = torch.arange(0, n, max(1, n // _PROBED_ROWS))
-    share = n / len(probe)
-    pairs = Bound.of(*fine).open_pairs(probe, thresholds[probe], prices, len(probe) * n)
-    assert pairs is not None
-    exact = len(pairs[0]) * share * factors.width * _GATHER_COST
     least, best = 0.5 * factors.width * float(n) ** 2, None
-    sketches = fine
+    sketches, exact = fine, None
     while True:
-        bound = Bound.of(*sketches)
-        pairs = bound.open_pairs(probe, thresholds[probe], prices, len(probe) * n)
+        pairs = bound.open_pairs(probe, thresholds, prices, len(probe) * n)
         assert pairs is not None
-        work = sketches[0].width * float(n) ** 2 + len(pairs[0]) * share * fine[0].width * _GATHER_COST + exact
+        count = len(pairs[0]) * n / len(probe)
+        exact = count * factors.width * _GATHER_COST if exact is None else exact
+        work = sketches[0].width * float(n) ** 2 + count * fine[0].width * _GATHER_COST + exact
         if work < least:
             least, best = work, bound
         halved = (sketches[0].halved(), sketches[1].halved())
         if halved[0].width == sketches[0].width:
             return best
-        sketches = halved
+        sketches, bound = halved, Bound.of(*halved)
 
 
 def _column_generation(
@@ -258,7 +248,7 @@ def _column_generation(
     keys = edge_keys(rows.numpy(), permutation.numpy(), n)
     keys, weights = np.sort(keys), factors.entries(*_pairs(np.sort(keys), n)).numpy()
     for _ in range(_ROUNDS):
-        pairs = bounds[0].open_pairs(rows, thresholds[rows], prices, limit)
+        pairs = bounds[0].open_pairs(rows, thresholds, prices, limit)
         if pairs is None:
             return None
         left = bounds[1].keep(*pairs, thresholds, prices)

@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 CANDIDATES = 16
 _ADDED = 12
 _ROUNDS = 12
+_PATIENCE = 3  # rounds without a smaller gap
 _GRID = 2.0**30
 _RELAXATIONS = 2000
 
@@ -129,6 +130,7 @@ def solve_sparse(
     columns = best_columns(similarity, prices, min(candidates, n)).numpy()
     keys = np.union1d(edge_keys(np.repeat(every, columns.shape[1]), columns.ravel(), n), edge_keys(every, every, n))
     best: Solved | None = None
+    stalled = 0
     for _ in range(rounds):
         edges = Edges.build(similarity, keys)
         matched = match(edges, prices.numpy())
@@ -136,10 +138,11 @@ def solve_sparse(
         permutation = torch.from_numpy(matched)
         slacks = row_slacks(similarity, permutation, prices)
         gap = float(slacks.sum())
+        stalled = 0 if best is None or gap < best.gap else stalled + 1
         if best is None or gap < best.gap:
             best = Solved(permutation, prices, gap)
         value = float(similarity.gather(1, permutation[:, None]).double().sum())
-        if gap <= accept * max(abs(value), np.finfo(np.float64).tiny):
+        if gap <= accept * abs(value) or stalled == _PATIENCE:
             break
         violated = torch.nonzero(slacks > 0)[:, 0]
         added = best_columns(similarity, prices, min(_ADDED, n), violated).numpy()

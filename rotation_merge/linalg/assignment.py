@@ -19,8 +19,9 @@ from rotation_merge.linalg._sparse import Solved, solve_sparse
 
 _DENSE_BELOW = 1500  # smaller problems go to scipy's dense solver at once
 _DENSE_AGAIN = 4096  # up to this size a sparse solution with a gap is handed to the dense solver
-_ACCEPT = 1e-10  # relative gap at which the sparse solver stops
+_ACCEPT = 1e-9  # relative gap at which the sparse solver stops
 _GOOD = 1e-8  # relative gap that is not worth a dense solve
+_USABLE = 1e-3  # relative gap below which prices help the dense solver
 _TIE = 1e-12  # relative difference of objectives that counts as a tie with the identity
 _TINY = float(np.finfo(np.float64).tiny)
 _EPSILON = float(np.finfo(np.float64).eps)
@@ -72,10 +73,11 @@ def assign(similarity: Tensor) -> Assignment:
     if n < _DENSE_BELOW:
         return _finished(matrix, _solve_dense(matrix), "dense")
     planted = planted_prices(matrix)
-    rough = annealed_prices(matrix) if planted is None else planted
+    rough = _better(matrix, annealed_prices(matrix), torch.zeros(n)) if planted is None else planted
     solved = solve_sparse(matrix, rough, _ACCEPT)
-    if n <= _DENSE_AGAIN and solved.gap > _GOOD * abs(_value(matrix, solved.permutation)):
-        dense = _solve_dense(matrix)
+    scale = abs(_value(matrix, solved.permutation))
+    if n <= _DENSE_AGAIN and solved.gap > _GOOD * scale:
+        dense = _solve_dense(matrix, solved.prices if solved.gap < _USABLE * scale else None)
         if dense.gap < solved.gap:
             return _finished(matrix, dense, "dense")
     return _finished(matrix, solved, "sparse" if planted is None else "nearest")
@@ -100,7 +102,7 @@ def assign_factored(plain: Sequence[tuple[Tensor, Tensor]], signed: Sequence[tup
     """
     factors = _checked_factors(plain, signed)
     identity = torch.arange(factors.n)
-    own = factors.entries(identity, identity)
+    own = factors.diagonal()
     if not bool(own.isfinite().all()):
         raise AssignmentInputError("the factors of a similarity hold NaN or infinite values, or overflow")
     if factors.n < 2 or factors.equal():
@@ -185,18 +187,31 @@ def _identity_is_best(matrix: Tensor, prices: Tensor) -> bool:
     return float(row_slacks(matrix, torch.arange(n), prices).sum()) <= tolerance
 
 
-def _solve_dense(matrix: Tensor) -> Solved:
-    """scipy's solver on a float64 copy, and the prices that belong to its solution."""
-    scores = matrix.double().numpy()
-    _, columns = linear_sum_assignment(scores, maximize=True)
+def _better(matrix: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Whichever prices, as float64, bound the optimum more tightly."""
+    bounds = [float(row_maxima(matrix, price.double()).sum() + price.double().sum()) for price in (first, second)]
+    return (first if bounds[0] < bounds[1] else second).double()
+
+
+def _solve_dense(matrix: Tensor, prices: Tensor | None = None) -> Solved:
+    """scipy's solver on a float64 copy, and prices for its solution; prices known already make its work short."""
+    costs = matrix.double().neg_() if matrix.dtype == torch.float32 else -matrix
+    if prices is not None:
+        costs += prices
+        costs -= costs.amin(1, keepdim=True)
+    _, columns = linear_sum_assignment(costs.numpy())
     chosen = np.asarray(columns, dtype=np.int64)
-    prices = torch.from_numpy(_dense_prices(scores, chosen))
+    found = _dense_prices(costs.neg_().numpy(), chosen)
+    final = torch.from_numpy(found) if prices is None else prices + torch.from_numpy(found)
     permutation = torch.from_numpy(chosen)
-    return Solved(permutation, prices, float(row_slacks(matrix, permutation, prices).sum()))
+    return Solved(permutation, final, float(row_slacks(matrix, permutation, final).sum()))
 
 
 def _dense_prices(scores: NDArray[np.float64], permutation: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Prices under which each p(i) is a best column of row i: longest paths by Bellman-Ford over the rows that moved."""
+    """Prices under which each p(i) is a best column of row i.
+
+    Longest paths by Bellman-Ford, where only rows whose own price rose make new offers.
+    """
     n = len(permutation)
     owner = np.argsort(permutation)
     own = scores[np.arange(n), permutation]
@@ -262,9 +277,10 @@ def toward_identity(matrix: Tensor, permutation: Tensor) -> Tensor:
 
 def _preferred(factors: Factors, own: Tensor, permutation: Tensor, gap: float, method: str) -> Assignment:
     """The assignment valued in float64 from the factors, or the identity if that is as good."""
-    entries = factors.entries(torch.arange(factors.n), permutation)
-    value, trace = float(entries.sum()), float(own.sum())
+    identity, trace = torch.arange(factors.n), float(own.sum())
+    same = torch.equal(permutation, identity)
+    value = trace if same else float(factors.entries(identity, permutation).sum())
     bound = value + gap
-    if trace >= value - _TIE * abs(value):
-        permutation, value, method = torch.arange(factors.n), trace, "identity" if method != "projection" else method
+    if not same and trace >= value - _TIE * abs(value):
+        permutation, value, method = identity, trace, "identity"
     return Assignment(permutation, value, _relative_gap(max(0.0, bound - value), value, 0.0), method)

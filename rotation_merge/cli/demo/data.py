@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,5 +65,5 @@ def windows(name: str, length: int = 128) -> Tensor:
     return tokens[: count * length].view(count, length)
 
 
-def _pixels(images) -> Tensor:
+def _pixels(images: np.ndarray) -> Tensor:
     return torch.as_tensor(images).float().div(16).sub(0.5).unsqueeze(1)

@@ -1,0 +1,76 @@
+"""Our architectures in mergekit's terms: what its commands ask of an architecture beyond planning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mergekit.architecture.base import ModelArchitecture, ModuleArchitecture, ModuleDefinition, WeightInfo
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+from transformers import PretrainedConfig
+
+from rotation_merge.architectures import Architecture, find
+from rotation_merge.plugin.models import Models
+from rotation_merge.plugin.recipe import Recipe
+
+
+class AlignedModule(ModuleArchitecture):
+    """One module of one of our architectures."""
+
+    def __init__(self, architecture: Architecture, module: str) -> None:
+        self.architecture, self.module = architecture, module
+
+    def _weights(self, place: str, index: int | None) -> list[WeightInfo]:
+        return [
+            WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
+            for block in self.architecture.blocks
+            if block.module == self.module and block.place == place
+            if index is None or block.index == min(index, self.count() - 1)
+            for info in block.tensors
+            for name in self.architecture.names(info, index)
+        ]
+
+    def count(self) -> int:
+        return len(self.architecture.layers(self.module))
+
+    def pre_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("before", None)
+
+    def post_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("after", None)
+
+    def layer_weights(self, index: int, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("layer", index)
+
+    def num_layers_config_key(self) -> str:
+        return self.architecture.layers_key[self.module]
+
+    def num_layers(self, config: PretrainedConfig) -> int:
+        return self.count() if not self.num_layers_config_key() else super().num_layers(config)
+
+
+def architecture_info(config: MergeConfiguration, options: MergeOptions) -> ModelArchitecture:
+    """mergekit's view of the anchor's architecture; all models are checked on the way.
+
+    Raises:
+        RotationMergeError: the recipe or a model is at fault.
+    """
+    recipe = Recipe.read(config)
+    models = Models(options, recipe.unsupported)
+    models.check(recipe.base, config.referenced_models())
+    return describe(models[recipe.base].architecture, models[recipe.base].config)
+
+
+def describe(architecture: Architecture, config: dict[str, Any]) -> ModelArchitecture:
+    """An architecture as mergekit's `ModelArchitecture`."""
+    spec = find(config)
+    return ModelArchitecture(
+        modules={
+            module: ModuleDefinition(architecture=AlignedModule(architecture, module))
+            for module in architecture.layers_key
+        },
+        architectures=list(config.get("architectures") or []),
+        model_type=str(config.get("model_type")),
+        tagalong_files=list(spec.tagalong_files) if spec else None,
+        vocab_size_config_key=spec.vocab_size_key if spec else None,
+    )

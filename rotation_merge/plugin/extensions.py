@@ -1,0 +1,99 @@
+"""How each of mergekit's modules is extended. Merges by other methods are left exactly as they are."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from rotation_merge.plugin.console import one_line
+
+METHOD = "rotation_merge"
+
+
+def _once(target: Any) -> bool:
+    """False if `target` has been extended before."""
+    if getattr(target, "_rotation_merge", False):
+        return False
+    target._rotation_merge = True
+    return True
+
+
+def extend_registry(module: ModuleType) -> None:
+    """Register the merge method."""
+    if METHOD not in module._METHODS:
+        from rotation_merge.plugin.method import RotationMergeMethod
+
+        module.register(RotationMergeMethod())
+
+
+def extend_config(module: ModuleType) -> None:
+    """Check top-level keys, which mergekit would ignore, where the recipe is ours."""
+    configuration = module.MergeConfiguration
+    if not _once(module):
+        return
+    validate = configuration.model_validate.__func__
+
+    @functools.wraps(validate)
+    def model_validate(cls: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(obj, dict) and obj.get("merge_method") == METHOD:
+            from rotation_merge.plugin.recipe import check_keys, restore_paths
+
+            with one_line():
+                check_keys(obj)
+                return validate(cls, restore_paths(obj), *args, **kwargs)
+        return validate(cls, obj, *args, **kwargs)
+
+    configuration.model_validate = classmethod(model_validate)
+
+
+def extend_architecture(module: ModuleType) -> None:
+    """Give our own architecture definitions to our own merges."""
+    if not _once(module):
+        return
+    stock = module.get_architecture_info
+
+    @functools.wraps(stock)
+    def get_architecture_info(config: Any, options: Any) -> Any:
+        if config.merge_method != METHOD:
+            return stock(config, options)
+        from rotation_merge.plugin.definitions import architecture_info
+
+        return architecture_info(config, options)
+
+    module.get_architecture_info = get_architecture_info
+
+
+def extend_plan(module: ModuleType) -> None:
+    """Let `MergePlanner(...)` build our planner for our recipes."""
+    planner = module.MergePlanner
+    if not _once(module):
+        return
+
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is planner and config.merge_method == METHOD:
+            from rotation_merge.plugin.planner import RotationMergePlanner
+
+            return object.__new__(RotationMergePlanner)
+        return object.__new__(cls)
+
+    planner.__new__ = new
+
+
+def extend_merge(module: ModuleType) -> None:
+    """Check our recipes before anything is read, and write their output whole or not at all."""
+    if not _once(module):
+        return
+    stock = module.run_merge
+
+    @functools.wraps(stock)
+    def run_merge(merge_config: Any, out_path: str, options: Any, config_source: str | None = None) -> None:
+        if merge_config.merge_method != METHOD:
+            stock(merge_config, out_path, options, config_source)
+            return
+        from rotation_merge.plugin.merge import run
+
+        with one_line():
+            run(stock, merge_config, out_path, options, config_source)
+
+    module.run_merge = run_merge

@@ -1,0 +1,43 @@
+"""One merge from recipe to directory: check, run mergekit's own `run_merge`, add the report, put it in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+
+from rotation_merge.plugin import run as runs
+from rotation_merge.plugin.output import staged
+from rotation_merge.plugin.recipe import Recipe
+from rotation_merge.report.card import add_section
+from rotation_merge.report.record import MergeReport
+
+
+def run(
+    stock: Callable[..., None],
+    config: MergeConfiguration,
+    out_path: str,
+    options: MergeOptions,
+    config_source: str | None,
+) -> None:
+    """Run a rotation_merge recipe.
+
+    Args:
+        stock: mergekit's `run_merge`.
+
+    Raises:
+        RotationMergeError: bad input; nothing has been written.
+    """
+    recipe = Recipe.read(config)
+    this = runs.begin()
+    try:
+        with staged(out_path) as staging:
+            stock(config, staging, options, config_source)
+            report = MergeReport.of(this, recipe.base, recipe.delegate.spec.name, config_source or config.to_yaml())
+            report.write(os.path.join(staging, "rotation_merge.json"))
+            if options.write_model_card:
+                add_section(os.path.join(staging, "README.md"), report)
+    finally:
+        runs.end(this)

@@ -1,0 +1,70 @@
+"""Writing a model whole or not at all: mergekit writes into a staging directory, which then takes the place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+MODEL_FILES = ("model", "pytorch_model")
+
+
+@contextmanager
+def staged(out_path: str) -> Iterator[str]:
+    """A directory to write into, beside `out_path`; moved there when the block ends well, removed when it does not.
+
+    A directory that is already there keeps its other files. Its old weights, index and config go first (config.json
+    before all, without which nothing loads), the new config.json comes last, so that at no moment a mixture of two
+    models loads.
+    """
+    target = os.path.abspath(out_path)
+    parent, name = os.path.split(target)
+    missing = _first_missing(parent)
+    holder = os.path.join(parent, f".{name}.partial")
+    shutil.rmtree(holder, ignore_errors=True)
+    staging = os.path.join(holder, name)
+    try:
+        os.makedirs(staging)
+        yield staging
+        _replace(staging, target)
+    except BaseException:
+        shutil.rmtree(holder, ignore_errors=True)
+        if missing is not None:
+            _remove_empty(parent, missing)
+        raise
+    shutil.rmtree(holder, ignore_errors=True)
+
+
+def _first_missing(path: str) -> str | None:
+    """The topmost directory that creating `path` would create."""
+    missing = None
+    while not os.path.exists(path):
+        missing, path = path, os.path.dirname(path)
+    return missing
+
+
+def _remove_empty(path: str, top: str) -> None:
+    while os.path.isdir(path) and not os.listdir(path):
+        os.rmdir(path)
+        if path == top:
+            return
+        path = os.path.dirname(path)
+
+
+def _replace(staging: str, target: str) -> None:
+    if not os.path.isdir(target):
+        os.rename(staging, target)
+        return
+    for name in sorted(os.listdir(target), key=lambda n: n != "config.json"):
+        if name == "config.json" or _is_weights(name):
+            os.remove(os.path.join(target, name))
+    for name in sorted(os.listdir(staging), key=lambda n: n == "config.json"):
+        destination = os.path.join(target, name)
+        if os.path.isdir(destination):
+            shutil.rmtree(destination)
+        os.replace(os.path.join(staging, name), destination)
+
+
+def _is_weights(name: str) -> bool:
+    return name.startswith(MODEL_FILES) and name.endswith((".safetensors", ".bin", ".index.json"))

@@ -1,0 +1,279 @@
+"""mergekit's planner with alignment put between loading and merging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mergekit.architecture import ModelArchitecture, WeightInfo
+from mergekit.common import ImmutableMap, ModelReference
+from mergekit.config import ConfigReader, InputSliceDefinition, MergeConfiguration, OutputModuleDefinition
+from mergekit.graph import Task
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.options import MergeOptions
+from mergekit.parameter_resolver import resolve_parameters
+from mergekit.plan import MergePlanner
+from mergekit.tokenizer import PermutedVocabulary
+from mergekit.tokenizer.truncate import TruncatedVocabulary
+
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo
+from rotation_merge.errors import CheckpointError, RecipeError
+from rotation_merge.matching.block import wanted_spaces
+from rotation_merge.plugin.models import Models
+from rotation_merge.plugin.recipe import Recipe
+from rotation_merge.plugin.run import current
+from rotation_merge.plugin.tasks import AlignedGather, LabelledLoad, MatchBlock, MoveTensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """One model's part in an output block."""
+
+    model: ModelReference
+    architecture: Architecture
+    block: Block
+
+
+class RotationMergePlanner(MergePlanner):
+    """Plans a merge whose donors are aligned; everything mergekit plans stays mergekit's."""
+
+    def __init__(
+        self, config: MergeConfiguration, arch_info: ModelArchitecture, options: MergeOptions, out_model_config: Any
+    ) -> None:
+        super().__init__(config, arch_info, options, out_model_config)
+        self.recipe = Recipe.read(config)
+        self._method = self.recipe.delegate
+        self.models = Models(options, self.recipe.unsupported)
+        self.run = current()
+        self._blocks_planned = 0
+
+    def normalize_config(self) -> None:
+        """As mergekit's; but a delegate that takes one model only is given the donor, not the anchor too."""
+        if self._method.spec.contract.max_inputs == 1 and self.config.models and len(self.config.models) == 1:
+            base, self.config.base_model = self.config.base_model, None
+            super().normalize_config()
+            self.config.base_model = base
+        else:
+            super().normalize_config()
+
+    def plan_module(self, module_name: str, definition: OutputModuleDefinition) -> None:
+        reader = ConfigReader(config=self.config, t=0, module=definition)
+        slices = definition.slices or []
+        self._current_module_layers = 0
+        for place, piece in (("before", slices[0]), ("layers", None), ("after", slices[-1])):
+            if piece is None:
+                for out_slice in slices:
+                    self.plan_slice(out_slice, module_def=definition, module_name=module_name)
+            else:
+                self._plan_outside(module_name, place, piece.sources, reader.for_out_slice(piece))
+
+    def _plan_outside(
+        self, module: str, place: str, sources: Sequence[InputSliceDefinition], reader: ConfigReader
+    ) -> None:
+        found: dict[str, list[Source]] = {}
+        for source in sources:
+            architecture = self.models[source.model].architecture
+            for block in architecture.blocks:
+                if block.module == module and block.place == place:
+                    found.setdefault(block.name, []).append(Source(source.model, architecture, block))
+        for same in found.values():
+            self.plan_block(same, None, reader)
+
+    def plan_layer(
+        self,
+        sources: list[InputSliceDefinition],
+        layer_offset: int,
+        t: float,
+        cfg_reader: ConfigReader,
+        module_name: str,
+    ) -> None:
+        found = []
+        for source in sources:
+            architecture = self.models[source.model].architecture
+            layers = architecture.layers(module_name)
+            index = source.layer_range[0] + layer_offset
+            if index >= len(layers):
+                raise RecipeError(
+                    f"layer {index} is asked for, the model has {len(layers)}",
+                    where=f"slices, {source.model}",
+                    remedy="mend layer_range",
+                )
+            found.append(Source(source.model, architecture, layers[index]))
+        self.plan_block(found, self._current_module_layers, cfg_reader.with_t(t))
+        self._current_module_layers += 1
+
+    def plan_block(self, sources: list[Source], index: int | None, reader: ConfigReader) -> None:
+        """All tensors of one output block."""
+        self._blocks_planned += 1
+        anchor = next((s for s in sources if s.model == self.recipe.base), sources[0])
+        transforms = {s.model: self._transforms(anchor, s, index, reader) for s in sources if s is not anchor}
+        for info in self._out_tensors(sources, anchor):
+            self._plan_info(info, sources, anchor, transforms, index, reader)
+
+    def _out_tensors(self, sources: list[Source], anchor: Source) -> list[TensorInfo]:
+        """Tensors of the output block, each present in every source (or left to the anchor alone).
+
+        Raises:
+            CheckpointError: some models have a tensor that others lack.
+        """
+        infos = list(anchor.block.tensors)
+        known = {info.key for info in infos}
+        for source in sources:
+            infos += [info for info in source.block.tensors if info.key not in known]
+            known.update(info.key for info in source.block.tensors)
+        for info in infos:
+            lacking = [s for s in sources if not self._has(s, info)]
+            if lacking and not self.recipe.excluded(info.name):
+                holder = next(s for s in sources if s not in lacking)
+                raise CheckpointError(
+                    f"tensor '{info.name}' is missing, {holder.model} has it",
+                    where=str(lacking[0].model),
+                    remedy="merge models with the same heads, or name the tensor under 'exclude' to copy it from base_model",
+                )
+        return [info for info in infos if self._has(anchor, info)]
+
+    @staticmethod
+    def _has(source: Source, info: TensorInfo) -> bool:
+        return source.block.tensor(info.key) is not None
+
+    # --- tasks -------------------------------------------------------------------------------------------------
+
+    def _label(self, anchor: Source, index: int | None) -> str:
+        """A label that sorts a block's matching before its merging and after the block before it."""
+        first = anchor.block.tensors[0]
+        name = anchor.architecture.names(first, index)[0]
+        return name if index is None else name[: name.index(f".{index}.") + len(f".{index}.")]
+
+    def _loads(self, source: Source, info: TensorInfo, out_names: tuple[str, ...]) -> tuple[LabelledLoad, ...]:
+        own = source.block.tensor(info.key)
+        if own is None:
+            return ()
+        device = self.options.device if self.options.read_to_gpu else None
+        return tuple(
+            LabelledLoad(model=source.model, tensor=name, device=device, tied_names=own.tied or None, label=label)
+            for name, label in zip(own.names, out_names, strict=True)
+        )
+
+    def _block_loads(self, source: Source, anchor: Source, index: int | None) -> dict[str, tuple[LabelledLoad, ...]]:
+        """Loads of the tensors that live in some local space of the block."""
+        local = {space.name for space in anchor.block.spaces.values()}
+        return {
+            info.key: self._loads(source, info, anchor.architecture.names(info, index))
+            for info in anchor.block.tensors
+            if any(space.name in local for space in info.spaces()) and self._has(source, info)
+        }
+
+    def _transforms(self, anchor: Source, donor: Source, index: int | None, reader: ConfigReader) -> Task | None:
+        options = self.recipe.options(reader, anchor.block.name, donor.model)
+        if not wanted_spaces(anchor.block, options):
+            return None
+        return MatchBlock(
+            key=f"{self._blocks_planned}:{donor.model}",
+            label=self._label(anchor, index),
+            block=anchor.block,
+            anchor=self._block_loads(anchor, anchor, index),
+            donor=self._block_loads(donor, anchor, index),
+            donor_name=str(donor.model),
+            options=options,
+            run=self.run,
+        )
+
+    def _plan_info(
+        self,
+        info: TensorInfo,
+        sources: list[Source],
+        anchor: Source,
+        transforms: dict[ModelReference, Task | None],
+        index: int | None,
+        reader: ConfigReader,
+    ) -> None:
+        names = anchor.architecture.names(info, index)
+        if self.recipe.excluded(names[0]):
+            sources = [anchor]
+        given: list[tuple[ModelReference, tuple[Task, ...]]] = []
+        for source in sources:
+            loads = self._loads(source, info, names)
+            task = transforms.get(source.model)
+            if source is anchor or task is None or not info_is_moved(info, anchor.block):
+                given.append((source.model, loads))
+            else:
+                moved = MoveTensor(
+                    key=f"{self._blocks_planned}:{source.model}:{info.key}",
+                    label=names[0],
+                    info=info,
+                    loads=loads,
+                    transforms=task,
+                    dtype=self.config.dtype,
+                )
+                given.append((source.model, (moved,) * len(names)))
+        for piece, name in enumerate(names):
+            gather = AlignedGather(
+                weight_info=ImmutableMap(data={}),
+                key=f"{self._blocks_planned}:{name}",
+                label=name,
+                sources=tuple((model, tasks[piece], piece) for model, tasks in given),
+                storage=self.config.dtype,
+            )
+            originals = {s.model: (s.block.tensor(info.key) or info).names[piece] for s in sources}
+            self._plan_merge(info, name, originals, gather, reader)
+
+    def _plan_merge(
+        self,
+        info: TensorInfo,
+        name: str,
+        originals: dict[ModelReference, str],
+        gather: AlignedGather,
+        reader: ConfigReader,
+    ) -> None:
+        weight = WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
+        alone = len(originals) == 1 and self.recipe.excluded(name)
+        method = "passthrough" if alone else self._method.spec.name
+        shared, per_input = ({}, {m: {} for m in originals}) if alone else resolve_parameters(
+            self._method.spec,
+            tensor_name=name,
+            inputs=originals,
+            sources=reader.parameter_sources,
+            base_model=self._base(reader, originals),
+            t=reader.t,
+        )
+        task = ExecuteMergeMethodTask(
+            method_name=method,
+            gather_tensors=self._with_vocabulary(weight, gather, reader),
+            model_order=tuple(originals),
+            parameters=shared,
+            input_parameters=per_input,
+            base_model=None if alone else self._base(reader, originals),
+            output_weight=weight,
+        )
+        self._tensors.append((weight, task))
+
+    def _base(self, reader: ConfigReader, models: dict[ModelReference, str]) -> ModelReference | None:
+        base = reader.base_model
+        return base if base in models else None
+
+    def _with_vocabulary(self, weight: WeightInfo, gather: AlignedGather, reader: ConfigReader) -> Task:
+        """The same vocabulary steps as mergekit's, after the alignment."""
+        if weight.vocabulary_axis is None:
+            return gather
+        if self._tokenizer_task is not None:
+            tokenizer = reader.config.tokenizer
+            return PermutedVocabulary(
+                gather_tensors=gather,
+                tokenizer_task=self._tokenizer_task,
+                tokens=tokenizer.tokens if tokenizer else {},
+                pad_to_multiple_of=tokenizer.pad_to_multiple_of if tokenizer else None,
+                base_model=reader.base_model,
+                vocabulary_axis=weight.vocabulary_axis,
+            )
+        if self.options.unsafe_truncate_embeddings:
+            return TruncatedVocabulary(gather_tensors=gather, weight_info=weight)
+        return gather
+
+
+def info_is_moved(info: TensorInfo, block: Block) -> bool:
+    """Whether a tensor has an axis in one of the block's local spaces."""
+    local = {space.name for space in block.spaces.values()}
+    return any(space.name in local for space in info.spaces())
+
+

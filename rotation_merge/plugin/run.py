@@ -1,0 +1,49 @@
+"""What one merge did, collected while it runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from rotation_merge.architectures.model import Block
+from rotation_merge.matching.block import SpaceMatch
+
+
+@dataclass
+class Run:
+    """Records of one merge; tasks add to it from any thread."""
+
+    records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    whole: dict[str, dict[str, object]] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
+        with self._lock:
+            self.records += [(donor, block.name, block.index, match) for match in matches]
+
+    def note(self, text: str) -> None:
+        """Something the user should read in the report; the same words once."""
+        with self._lock:
+            if text not in self.notes:
+                self.notes.append(text)
+
+
+_current: list[Run] = []
+
+
+def current() -> Run:
+    """The run in progress in this process, or a new one nobody reads (mergekit-evolve plans without a run)."""
+    return _current[-1] if _current else Run()
+
+
+def begin() -> Run:
+    run = Run()
+    _current.append(run)
+    return run
+
+
+def end(run: Run) -> None:
+    _current.remove(run)
