@@ -8,9 +8,9 @@ from collections.abc import Callable
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from rotation_merge.plugin import run as runs
 from rotation_merge.plugin.output import staged
 from rotation_merge.plugin.recipe import Recipe
+from rotation_merge.report import run as runs
 from rotation_merge.report.card import add_section
 from rotation_merge.report.record import MergeReport
 

@@ -20,7 +20,12 @@ from rotation_merge.architectures.registry import find, unaligned
 from rotation_merge.errors import ArchitectureError, CheckpointError
 from rotation_merge.matching.state import check_shape
 
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 class Model:
@@ -39,7 +44,9 @@ class Model:
         except (OSError, ValueError, KeyError) as error:
             detail = " ".join(str(error).split())[:160]
             raise CheckpointError(
-                f"no model config can be loaded ({detail})", where=path, remedy="check the path or the repository's name"
+                f"no model config can be loaded ({detail})",
+                where=path,
+                remedy="check the path or the repository's name",
             ) from error
         return config.to_dict()
 
@@ -49,7 +56,9 @@ class Model:
             with open(path, encoding="utf-8") as file:
                 json.load(file)
         except FileNotFoundError as error:
-            raise CheckpointError("config.json is missing", where=os.path.dirname(path), remedy="is it a model?") from error
+            raise CheckpointError(
+                "config.json is missing", where=os.path.dirname(path), remedy="is it a model?"
+            ) from error
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise CheckpointError(f"cannot be read ({error})", where=path, remedy="it must be a JSON object") from error
 
@@ -62,7 +71,9 @@ class Model:
                 raise CheckpointError("no such directory", where=path, remedy="check the path")
             return
         if not any(os.path.exists(os.path.join(path, name)) for name in WEIGHT_FILES):
-            raise CheckpointError("no weights are there", where=path, remedy=f"one of {', '.join(WEIGHT_FILES)} is needed")
+            raise CheckpointError(
+                "no weights are there", where=path, remedy=f"one of {', '.join(WEIGHT_FILES)} is needed"
+            )
         if self.reference.lora is not None and not self.options.lora_merge_cache:
             raise CheckpointError(
                 "a LoRA needs a place to be merged in", where=str(self.reference), remedy="pass --lora-merge-cache DIR"
@@ -77,12 +88,16 @@ class Model:
             raise self._unreadable(error) from error
         for shard in sorted(set(loader.index.tensor_paths.values())):
             if not os.path.exists(os.path.join(loader.index.base_path, shard)):
-                raise CheckpointError(f"shard {shard} is missing", where=str(self.reference), remedy="download it again")
+                raise CheckpointError(
+                    f"shard {shard} is missing", where=str(self.reference), remedy="download it again"
+                )
         return loader
 
     def _unreadable(self, error: Exception) -> CheckpointError:
         detail = " ".join(str(error).split())[:200]
-        return CheckpointError(f"weights cannot be read ({detail})", where=str(self.reference), remedy="download them again")
+        return CheckpointError(
+            f"weights cannot be read ({detail})", where=str(self.reference), remedy="download them again"
+        )
 
     @cached_property
     def names(self) -> list[str]:

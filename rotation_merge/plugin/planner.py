@@ -22,8 +22,8 @@ from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.plugin.models import Models
 from rotation_merge.plugin.recipe import Recipe
-from rotation_merge.plugin.run import current
 from rotation_merge.plugin.tasks import AlignedGather, LabelledLoad, MatchBlock, MoveTensor
+from rotation_merge.report.run import current
 
 
 @dataclass(frozen=True)
@@ -229,13 +229,17 @@ class RotationMergePlanner(MergePlanner):
         weight = WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
         alone = len(originals) == 1 and self.recipe.excluded(name)
         method = "passthrough" if alone else self._method.spec.name
-        shared, per_input = ({}, {m: {} for m in originals}) if alone else resolve_parameters(
-            self._method.spec,
-            tensor_name=name,
-            inputs=originals,
-            sources=reader.parameter_sources,
-            base_model=self._base(reader, originals),
-            t=reader.t,
+        shared, per_input = (
+            ({}, {m: {} for m in originals})
+            if alone
+            else resolve_parameters(
+                self._method.spec,
+                tensor_name=name,
+                inputs=originals,
+                sources=reader.parameter_sources,
+                base_model=self._base(reader, originals),
+                t=reader.t,
+            )
         )
         task = ExecuteMergeMethodTask(
             method_name=method,
@@ -275,5 +279,3 @@ def info_is_moved(info: TensorInfo, block: Block) -> bool:
     """Whether a tensor has an axis in one of the block's local spaces."""
     local = {space.name for space in block.spaces.values()}
     return any(space.name in local for space in info.spaces())
-
-

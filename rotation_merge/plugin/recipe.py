@@ -102,7 +102,9 @@ class Recipe:
             RecipeError: names the parameter, where it stands, and the remedy.
         """
         if config.base_model is None:
-            raise RecipeError("base_model is missing", where="recipe", remedy="name the model that donors are aligned to")
+            raise RecipeError(
+                "base_model is missing", where="recipe", remedy="name the model that donors are aligned to"
+            )
         values = config.parameters or {}
         delegate = _delegate(values)
         for where, settings, allowed in _scopes(config):
@@ -167,7 +169,9 @@ def _delegate(values: Mapping[str, Any]) -> MergeMethod:
     name = values.get("delegate", "linear")
     known = [m.spec.name for m in merge_methods.registered_methods() if m.spec.name != METHOD]
     if not isinstance(name, str) or name not in known:
-        raise RecipeError(f"no merge method '{name}' to delegate to", where="parameters", remedy=nearest(str(name), known))
+        raise RecipeError(
+            f"no merge method '{name}' to delegate to", where="parameters", remedy=nearest(str(name), known)
+        )
     return merge_methods.get(name)
 
 
@@ -205,5 +209,3 @@ def _check_names(where: str, settings: Mapping[str, Any], allowed: tuple[str, ..
         raise RecipeError(
             f"there is no parameter '{name}' (delegate {delegate.spec.name})", where=where, remedy=nearest(name, known)
         )
-
-

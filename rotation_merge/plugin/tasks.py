@@ -18,7 +18,7 @@ from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.block import match_block
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.plugin.run import Run
+from rotation_merge.report.run import Run
 
 
 class LabelledLoad(LoadTensor):

@@ -8,22 +8,13 @@ import platform
 import time
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
-from rotation_merge.matching.block import SpaceMatch
+from rotation_merge.report.run import Run
 
 FORMAT = 1
 SMALL_GAIN = 0.01
 """A fall of the relative distance by less than this fraction counts as nothing gained."""
-
-
-class RunLike(Protocol):
-    """What a report is made from; `plugin.run.Run` in a merge."""
-
-    records: list[tuple[str, str, int | None, SpaceMatch]]
-    notes: list[str]
-    whole: dict[str, dict[str, object]]
-    began: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +54,7 @@ class MergeReport:
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: RunLike, anchor: object, delegate: str, recipe: str) -> MergeReport:
+    def of(cls, run: Run, anchor: object, delegate: str, recipe: str) -> MergeReport:
         rows = [
             SpaceRow(
                 *(donor, block, layer, match.space, match.kind, match.group),
@@ -79,7 +70,14 @@ class MergeReport:
             for donor, block, layer, match in sorted(run.records, key=lambda r: (r[0], r[2] is None, r[2] or 0, r[1]))
         ]
         return cls(
-            str(anchor), delegate, recipe, rows, dict(run.whole), list(run.notes), time.perf_counter() - run.began, versions()
+            str(anchor),
+            delegate,
+            recipe,
+            rows,
+            dict(run.whole),
+            list(run.notes),
+            time.perf_counter() - run.began,
+            versions(),
         )
 
     def donors(self) -> list[str]:
