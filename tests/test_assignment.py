@@ -216,7 +216,7 @@ def test_a_gap_is_told_when_the_rounds_run_out(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(module, "_DENSE_BELOW", 2)
     monkeypatch.setattr(module, "_DENSE_AGAIN", 2)
     solve = module.solve_sparse
-    monkeypatch.setattr(module, "solve_sparse", lambda c, v, accept: solve(c, 0 * v, accept, candidates=2, rounds=1))
+    monkeypatch.setattr(module, "solve_sparse", lambda c, v, accept, rounds: solve(c, 0 * v, accept, 2, 1))
     similarity = torch.randn(300, 20, generator=generator) @ torch.randn(20, 300, generator=generator)
     found = assign(similarity)
     assert found.gap > 0.0

@@ -22,6 +22,7 @@ _ROUNDS = 12
 _PATIENCE = 3  # rounds without a smaller gap
 _GRID = 2.0**30
 _RELAXATIONS = 2000
+_LINGERING = 64  # sweeps in a row that move prices by less than the grid, as cycles left over from rounding do
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,13 @@ def relax(edges: Edges, permutation: Ints, prices: Floats) -> Floats:
     occupied, start = np.unique(edges.columns, return_index=True)
     prices = prices.copy()
     tolerance = 1e-15 * float(np.abs(edges.weights).max(initial=0.0))
+    spread = float((gain + prices[source] - prices[edges.columns]).min(initial=0.0))
+    lingering = 0
     for _ in range(_RELAXATIONS):
         raised = np.maximum.reduceat(prices[source] + gain, start)
         change = float((raised - prices[occupied]).max(initial=0.0))
-        if change <= tolerance:
+        lingering = lingering + 1 if change * _GRID <= -spread else 0
+        if change <= tolerance or lingering == _LINGERING:
             break
         prices[occupied] = np.maximum(prices[occupied], raised)
     return prices

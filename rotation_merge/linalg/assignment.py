@@ -19,6 +19,7 @@ from rotation_merge.linalg._sparse import Solved, solve_sparse
 
 _DENSE_BELOW = 1500  # smaller problems go to scipy's dense solver at once
 _DENSE_AGAIN = 4096  # up to this size a sparse solution with a gap is handed to the dense solver
+_FEW_ROUNDS, _MANY_ROUNDS = 6, 12  # of the sparse solver, with and without a dense solver to fall back on
 _ACCEPT = 1e-9  # relative gap at which the sparse solver stops
 _GOOD = 1e-8  # relative gap that is not worth a dense solve
 _USABLE = 1e-3  # relative gap below which prices help the dense solver
@@ -74,7 +75,7 @@ def assign(similarity: Tensor) -> Assignment:
         return _finished(matrix, _solve_dense(matrix), "dense")
     planted = planted_prices(matrix)
     rough = _better(matrix, annealed_prices(matrix), torch.zeros(n)) if planted is None else planted
-    solved = solve_sparse(matrix, rough, _ACCEPT)
+    solved = solve_sparse(matrix, rough, _ACCEPT, rounds=_FEW_ROUNDS if n <= _DENSE_AGAIN else _MANY_ROUNDS)
     scale = abs(_value(matrix, solved.permutation))
     if n <= _DENSE_AGAIN and solved.gap > _GOOD * scale:
         dense = _solve_dense(matrix, solved.prices if solved.gap < _USABLE * scale else None)
