@@ -107,7 +107,10 @@ def _module_blocks(scope: _Scope, module: str, definition: ModuleSpec) -> list[B
     blocks = [_block(outer_scope, definition.before, f"{module}.before", module, None, "before", outer)]
     for index in range(_integer(scope, definition.layers, f"number of layers of module {module}")):
         path = definition.layer.path.replace("{i}", str(index))
-        inner = replace(scope, config={**scope.config, "i": index})
+        config = {**scope.config, "i": index}
+        for name, expression in definition.layer.variables.items():
+            config[name] = evaluate(expression, config)
+        inner = replace(scope, config=config)
         local = path.replace("{base}", "")
         spaces = {name: _space(inner, local + name, space) for name, space in definition.layer.spaces.items()}
         layer_scope = replace(inner, prefix=definition.layer.path, spaces={**scope.spaces, **spaces})
@@ -143,7 +146,7 @@ def _attention(scope: _Scope, name: str, spec: AttentionSpec) -> Space:
         {"groups": groups, "per_group": heads // groups, "head_dim": head_dim, "value_dim": value_dim},
         rotary=rotary,
         interleaved=bool(spec.rotary and spec.rotary.layout == "interleaved"),
-        norm=_word(spec.norm, scope.config, ("rms_head", "layer_head", "rms_all", "l2_head")),
+        norm=_word(spec.norm, scope.config, ("rms_head", "layer_head", "affine_head", "rms_all", "l2_head")),
         free_order=_word(spec.order, scope.config, ("free", "fixed")) != "fixed",
         free_values=_word(spec.values, scope.config, ("free", "fixed")) != "fixed",
     )

@@ -36,7 +36,7 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 _UNARY: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg}
 
 
-def evaluate(expression: str | int | bool | None, config: Mapping[str, Any]) -> Any:
+def evaluate(expression: str | int | float | bool | None, config: Mapping[str, Any]) -> Any:
     """Value of an expression; numbers, booleans and None stand for themselves.
 
     Raises:

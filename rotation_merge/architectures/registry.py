@@ -137,7 +137,7 @@ def resolve(config: Mapping[str, Any], names: Collection[str], model: str, keep_
         for base in spec.bases
         for spelling in spec.spellings
     ]
-    architecture = min(candidates, key=lambda c: len(_missing(c, present)))
+    architecture = min(candidates, key=lambda c: (len(_missing(c, present)), len(unknown_names(c, spec, present))))
     if missing := _missing(architecture, present):
         raise CheckpointError(
             f"{len(missing)} tensors of a {spec.family} model are missing, the first is '{missing[0]}'",

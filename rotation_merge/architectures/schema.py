@@ -127,7 +127,7 @@ class AttentionSpec(Strict):
 
     Attributes:
         norm: what stands between projection and product: null, rms_head (RMSNorm a head), layer_head (LayerNorm a
-            head), rms_all (RMSNorm over all heads), l2_head (unit length, no gain).
+            head), affine_head (LayerNorm with a shift a head), rms_all (RMSNorm over all heads), l2_head (unit length, no gain).
         order: `fixed` where heads cannot change places (ALiBi, biases shared between layers).
         values: `fixed` where the value/output coordinates cannot be turned.
     """
@@ -179,9 +179,10 @@ class StreamSpec(Strict):
 
 
 class LayerSection(Section):
-    """The repeated layer: its path with `{i}`, and the spaces inside it."""
+    """The repeated layer: its path with `{i}`, the spaces inside it, and expressions named for each layer `i`."""
 
     path: str
+    variables: dict[str, Expression] = Field(default_factory=dict)
     spaces: dict[str, LocalSpace] = Field(default_factory=dict)
 
 

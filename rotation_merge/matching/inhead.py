@@ -178,7 +178,7 @@ def group_for_queries(
         rotary: leading dimensions that rotary embedding turns.
         norm: as in `architectures.model.Space`.
     """
-    if attention == "none":
+    if attention == "none" or norm == "affine_head":
         return InHead("fixed")
     if norm == "layer_head":
         return InHead("head_sign")

@@ -1,0 +1,143 @@
+"""The contract of every architecture file: what it declares is a symmetry of the real transformers model, and it
+declares everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ALL, Case, difference, inputs, make, outputs, reload, save
+
+from rotation_merge.architectures import families, registry, resolve
+from rotation_merge.architectures.schema import OUTSIDE, ArchitectureSpec
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import transform_state
+
+by_case = pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
+
+LOCAL = {
+    "heads, neurons and experts": MatchOptions(heads="permutation"),
+    "invertible maps": MatchOptions(attention="invertible", rescale=False),
+}
+RESIDUAL = ("permutation", "signed_permutation")
+
+
+def moved(
+    config: dict[str, Any], state: dict[str, torch.Tensor], options: MatchOptions, name: str, seed: int = 5
+) -> Any:
+    architecture = resolve(config, list(state), name)
+    return transform_state(
+        architecture, state, random_gauge(architecture, options, torch.Generator().manual_seed(seed))
+    )
+
+
+@by_case
+def test_declared_groups_are_symmetries(case: Case, tmp_path: Path) -> None:
+    """(a): a random element of every declared group moves weights and leaves float64 outputs within 1e-9."""
+    model = make(case)
+    given = inputs(case, model)
+    config, state = save(model, tmp_path)
+    expected = outputs(reload(case, tmp_path, state), given)
+    architecture = resolve(config, list(state), case.name)
+    groups = {group for admitted in architecture.stream_groups.values() for group in admitted}
+    options = LOCAL | {group: MatchOptions(residual=group) for group in RESIDUAL if group in groups}
+    for what, option in options.items():
+        after = moved(config, state, option, case.name)
+        assert any(not torch.equal(after[name], state[name]) for name in state), what
+        assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9, what
+
+
+@by_case
+def test_every_tensor_is_covered_and_every_axis_labelled(case: Case, tmp_path: Path) -> None:
+    """(d) and (e): nothing of the checkpoint is unknown; each axis is of a space, or explicitly of none."""
+    config, state = save(make(case), tmp_path)
+    architecture = resolve(config, list(state), case.name)
+    named = architecture.named()
+    assert architecture.family == case.family
+    assert set(state) == set(named)
+    for info in architecture.tensors():
+        shape = list(state[info.name].shape)
+        assert len(info.axes) == len(shape) + info.stacked, info.name
+        assert all(axis.parts or axis.label in OUTSIDE for axis in info.axes), info.name
+    for block in architecture.blocks:
+        used = {space.name for info in block.tensors for space in info.spaces()}
+        assert {space.name for space in block.spaces.values()} <= used, block.name
+
+
+@by_case
+def test_names_of_a_loaded_module_work_too(case: Case) -> None:
+    """transformers may name (and fuse) the tensors of a loaded model otherwise than those of its checkpoint."""
+    model = make(case)
+    given = inputs(case, model)
+    expected = outputs(model, given)
+    config = {**model.config.to_dict(), "architectures": [case.class_name]}
+    after = moved(config, dict(model.state_dict()), LOCAL["heads, neurons and experts"], case.name)
+    model.load_state_dict(after)
+    assert difference(outputs(model, given), expected) <= 1e-9
+
+
+def wrong_heads(entry: Any) -> Any:
+    """Half as many heads, twice as wide."""
+    if entry.get("kind") != "attention":
+        return entry
+    halves = {key: f"({entry[key]}) // 2" for key in ("heads", "kv_heads") if entry[key] is not None}
+    return {**entry, **halves, "head_dim": f"({entry['head_dim']}) * 2"}
+
+
+def wrong_rotary(entry: Any) -> Any:
+    """The other layout of RoPE pairs."""
+    if "layout" not in entry:
+        return entry
+    return {**entry, "layout": "half" if entry["layout"] == "interleaved" else "interleaved"}
+
+
+def wrong_split(entry: Any) -> Any:
+    """The parts of fused tensors the other way round."""
+    return {key: value[::-1] if key in ("split", "interleave") and value else value for key, value in entry.items()}
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return change({key: changed(item, change) for key, item in value.items()})
+    return [changed(item, change) for item in value] if isinstance(value, list) else value
+
+
+def matters(case: Case, change: Callable[[Any], Any], architecture: Any) -> bool:
+    """Whether this mistake can show: in some models there is nothing to get wrong."""
+    if change is wrong_heads:
+        return True
+    if change is wrong_rotary:
+        spaces = [s for block in architecture.blocks for s in block.spaces.values() if s.kind == "attention"]
+        return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head") for s in spaces)
+    fused = [axis.parts for info in architecture.tensors() for axis in info.axes if len(axis.parts) > 1]
+    return any(parts != parts[::-1] for parts in fused)
+
+
+@pytest.mark.parametrize("change", [wrong_heads, wrong_rotary, wrong_split], ids=lambda change: change.__name__)
+@by_case
+def test_a_wrong_file_is_found_out(
+    case: Case, change: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(b): the same test fails for a wrong head count, rotary layout or split."""
+    model = make(case)
+    given = inputs(case, model)
+    config, state = save(model, tmp_path)
+    expected = outputs(reload(case, tmp_path, state), given)
+    if not matters(case, change, resolve(config, list(state), case.name)):
+        pytest.skip("nothing to get wrong here")
+    wrong = changed(families()[case.family].model_dump(), change)
+    monkeypatch.setitem(registry._extra, case.family, ArchitectureSpec.model_validate(wrong))
+    try:
+        after = moved(config, state, LOCAL["heads, neurons and experts"], case.name)
+    except RotationMergeError:
+        return
+    assert difference(outputs(reload(case, tmp_path, after), given), expected) > 1e-6
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert {case.family for case in ALL} == set(families())

@@ -1,0 +1,148 @@
+"""Tiny random models of every architecture, with everything random that training would make so.
+
+`tests/architectures/FAMILY.json` says which: `config` is shared by its `cases`, each of which names a transformers class
+and what differs. Models are float64 and compute in it throughout (`exactly`), so that equal functions can be told from
+nearly equal ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+CONFIGS = Path(__file__).parent / "architectures"
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny model: its family, its transformers class, its config."""
+
+    family: str
+    name: str
+    class_name: str
+    config: dict[str, Any]
+
+    @property
+    def model_class(self) -> Any:
+        return getattr(transformers, self.class_name)
+
+
+def cases(path: Path) -> list[Case]:
+    """The cases of one file."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        Case(path.stem, name, case["class"], {**content.get("config", {}), **case.get("config", {})})
+        for name, case in content["cases"].items()
+    ]
+
+
+ALL = [case for path in sorted(CONFIGS.glob("*.json")) for case in cases(path)]
+
+
+def make(case: Case, seed: int = 0) -> Any:
+    """The model: weights, biases and norm gains all random."""
+    torch.manual_seed(seed)
+    config = case.model_class.config_class(**case.config)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = case.model_class(config).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = parameter.ndim == 1 and not name.endswith("bias")
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.5) + float(gain))
+    model.tie_weights()
+    return model
+
+
+def save(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Write a checkpoint; give its config, as mergekit reads it, and its tensors, as they are named on disk."""
+    model.save_pretrained(folder)
+    return transformers.AutoConfig.from_pretrained(folder).to_dict(), load_file(folder / "model.safetensors")
+
+
+def reload(case: Case, folder: Path, state: dict[str, Tensor]) -> Any:
+    """The model in `folder` with other tensors."""
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    model, info = case.model_class.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
+    )
+    model.config._experts_implementation = "eager"
+    assert not info["missing_keys"], info["missing_keys"]
+    assert not info["unexpected_keys"], info["unexpected_keys"]
+    return model.eval()
+
+
+def inputs(case: Case, model: Any, seed: int = 1) -> dict[str, Tensor]:
+    """Two random examples of whatever the model takes."""
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+    text, vision = (getattr(config, name, config) for name in ("text_config", "vision_config"))
+    result: dict[str, Tensor] = {}
+    if case.class_name.endswith("MultipleChoice"):
+        return {"input_ids": torch.randint(3, text.vocab_size, (2, 3, 7), generator=generator)}
+    if model.main_input_name == "pixel_values" or hasattr(config, "vision_config"):
+        shape = (2, vision.num_channels, vision.image_size, vision.image_size)
+        result["pixel_values"] = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if model.main_input_name == "input_features":
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+        result["input_features"] = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if model.main_input_name == "input_ids":
+        result["input_ids"] = torch.randint(3, text.vocab_size, (2, 7), generator=generator)
+        if case.class_name.endswith("ForSequenceClassification"):
+            result["input_ids"][:, -1] = config.eos_token_id if config.is_encoder_decoder else 3
+    wants_decoder = config.is_encoder_decoder and not case.class_name.endswith(("Classification", "EncoderModel"))
+    if wants_decoder and not case.class_name.endswith("Answering"):
+        result["decoder_input_ids"] = torch.randint(3, config.vocab_size, (2, 5), generator=generator)
+    return result
+
+
+def outputs(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every tensor that the model gives back for its caller; what a head has read is not the caller's."""
+    with torch.no_grad(), exactly():
+        found = model(**given)
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    last = {name: value for name, value in tensors.items() if "hidden_state" in name or name == "pooler_output"}
+    rest = {name: value for name, value in tensors.items() if name not in last}
+    return rest or last
+
+
+def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest difference of two models' outputs; a NaN counts as infinitely far."""
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().nan_to_num(torch.inf).max()) for name in a)
+
+
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+    """Keep float64 where transformers computes norms, softmax and routers in float32 on purpose."""
+    kept = torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.dtype == torch.float64 and (torch.float32 in args or kwargs.get("dtype") == torch.float32):
+            return self
+        return kept[0](self, *args, **kwargs)
+
+    def softmax(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.dtype == torch.float64:
+            kwargs.pop("dtype", None)
+        return kept[2](x, *args, **kwargs)
+
+    torch.Tensor.to = to  # type: ignore[method-assign,assignment]
+    torch.Tensor.float = lambda self: self if self.dtype == torch.float64 else kept[1](self)  # type: ignore
+    torch.nn.functional.softmax = softmax
+    try:
+        yield
+    finally:
+        torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax = kept  # type: ignore[method-assign]
