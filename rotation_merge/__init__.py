@@ -4,14 +4,12 @@ Importing the package registers the merge method `rotation_merge` with mergekit 
 public names below are loaded when they are first used.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from rotation_merge.plugin.hooks import install
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from rotation_merge.api import align
     from rotation_merge.errors import RotationMergeError
 
@@ -22,8 +20,10 @@ _PUBLIC = {"align": "rotation_merge.api", "RotationMergeError": "rotation_merge.
 __all__ = ["RotationMergeError", "align"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in _PUBLIC:
+        from importlib import import_module
+
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'rotation_merge' has no attribute '{name}'")
 
