@@ -28,9 +28,12 @@ def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
     Raises:
         CheckpointError: a dimension has another length than the architecture says; names tensor and lengths.
     """
-    if info.names[0] not in source:
+    names = info.names
+    if names[0] not in source:
+        names = next(((tied,) for tied in info.tied if tied in source), ())
+    if not names:
         return None
-    tensor = torch.stack([source[name] for name in info.names]) if info.stacked else source[info.names[0]]
+    tensor = torch.stack([source[name] for name in names]) if info.stacked else source[names[0]]
     check_shape(info, tuple(tensor.shape))
     return tensor
 

@@ -1,0 +1,197 @@
+r"""Folding and centring: making room for rotations of the residual stream without changing a model's outputs.
+
+A norm with gain g computes ``W (g * x_hat + b)``. Moving g into the maps that read it, ``W' = W diag(g)``, leaves a gain
+of one, and a stream that may be turned. A shift b goes into the readers' biases, or, where they have none, becomes
+``b / g``. A layer scale goes into the map before it. With LayerNorm every writer to the stream is centred, because
+the mean of what it writes is never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architectures.model import Architecture, Block, Norm, TensorInfo
+from rotation_merge.errors import AlignmentError
+from rotation_merge.matching.state import TensorSource, read_tensor
+
+Get = Callable[[str], Tensor | None]
+"""Gives a tensor of the block by key, or None where the model has none."""
+
+
+def fold_inputs(block: Block, info: TensorInfo, streams: Iterable[str]) -> list[str]:
+    """Keys of the block's tensors that the folded `info` is computed from, itself included."""
+    needed: list[str] = []
+
+    def get(key: str) -> Tensor | None:
+        if block.tensor(key) is not None and key not in needed:
+            needed.append(key)
+        return None
+
+    get(info.key)
+    for norm in _norms(block, streams):
+        if info.key in (norm.gain, norm.shift) or _reads(block, info.key, norm):
+            get(norm.gain)
+            if norm.shift is not None:
+                get(norm.shift)
+            if info.key.endswith(".bias"):
+                get(_weight_key(info.key))
+    for scale in block.scales:
+        if scale.stream in streams and info.key in (scale.gain, *scale.writes):
+            get(scale.gain)
+    return needed
+
+
+def fold_tensor(block: Block, info: TensorInfo, get: Get, streams: Iterable[str], centred: Iterable[str]) -> Tensor:
+    """One tensor of the folded model.
+
+    Args:
+        block: the block it stands in.
+        info: which tensor.
+        get: the block's tensors as they are stored.
+        streams: streams that are folded.
+        centred: those among them whose norms subtract the mean.
+
+    Returns:
+        The stored tensor itself where nothing changes, else a new one in float32 at least.
+
+    Raises:
+        AlignmentError: a gain of zero would have to be divided by.
+    """
+    tensor = get(info.key)
+    if tensor is None:
+        raise KeyError(info.key)
+    for norm in _norms(block, streams):
+        tensor = _fold_norm(block, info, tensor, norm, get)
+    for scale in block.scales:
+        if scale.stream in streams:
+            if info.key == scale.gain:
+                tensor = torch.ones_like(tensor)
+            elif info.key in scale.writes:
+                tensor = _along(_work(tensor), _required(get, scale.gain), _dim(info, scale.stream, "write"))
+    for dim, axis in enumerate(info.axes):
+        if any(part.role == "write" and part.space.name in centred for part in axis.parts):
+            tensor = _work(tensor)
+            tensor = tensor - tensor.mean(dim, keepdim=True)
+    return tensor
+
+
+def _fold_norm(block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: Get) -> Tensor:
+    if info.key == norm.gain:
+        return torch.full_like(tensor, 1.0 - norm.offset)
+    shift = get(norm.shift) if norm.shift is not None and block.tensor(norm.shift) is not None else None
+    if info.key == norm.shift:
+        return torch.zeros_like(tensor) if _absorbs_shift(block, norm) else _divided(block, tensor, norm, get)
+    if not _reads(block, info.key, norm):
+        return tensor
+    if info.key.endswith(".bias"):
+        if shift is None or not _absorbs_shift(block, norm):
+            return tensor
+        weight_info = block.tensor(_weight_key(info.key))
+        if weight_info is None:
+            return tensor
+        weight = _work(_required(get, weight_info.key))
+        return _work(tensor) + torch.tensordot(weight, shift.to(weight), dims=([_dim(weight_info, norm.stream)], [0]))
+    return _along(_work(tensor), _gain(norm, get), _dim(info, norm.stream))
+
+
+def _norms(block: Block, streams: Iterable[str]) -> list[Norm]:
+    return [norm for norm in block.norms if norm.stream in streams]
+
+
+def _reads(block: Block, key: str, norm: Norm) -> bool:
+    """Whether a tensor is a reader of the norm, or the bias of one."""
+    stem = key.removesuffix(".weight").removesuffix(".bias")
+    return key in norm.reads or stem in norm.reads
+
+
+def _absorbs_shift(block: Block, norm: Norm) -> bool:
+    """Whether every map that reads the norm has a bias that its shift can go into."""
+    weights = [info for info in block.tensors if _reads(block, info.key, norm) and not info.key.endswith(".bias")]
+    return all(
+        info.key.endswith(".weight") and block.tensor(info.key.removesuffix("weight") + "bias") is not None
+        for info in weights
+    )
+
+
+def _divided(block: Block, shift: Tensor, norm: Norm, get: Get) -> Tensor:
+    gain = _gain(norm, get).to(_work(shift))
+    if bool((gain.abs() < 1e-6).any()) and bool((shift[gain.abs() < 1e-6] != 0).any()):
+        raise AlignmentError(
+            f"the gain '{norm.gain}' has zeros and cannot be folded",
+            where=block.name,
+            remedy="use 'residual: permutation' instead of rotation",
+        )
+    return torch.where(gain == 0, torch.zeros_like(gain), _work(shift) / gain)
+
+
+def _gain(norm: Norm, get: Get) -> Tensor:
+    return _work(_required(get, norm.gain)) + norm.offset
+
+
+def _required(get: Get, key: str) -> Tensor:
+    tensor = get(key)
+    if tensor is None:
+        raise KeyError(key)
+    return tensor
+
+
+def _weight_key(bias: str) -> str:
+    return bias.removesuffix("bias") + "weight"
+
+
+def _work(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _dim(info: TensorInfo, stream: str, role: str = "read") -> int:
+    for dim, axis in enumerate(info.axes):
+        if any(part.space.name == stream and part.role == role for part in axis.parts):
+            return dim
+    raise KeyError(f"{info.key} does not {role} {stream}")
+
+
+def _along(tensor: Tensor, gain: Tensor, dim: int) -> Tensor:
+    shape = [1] * tensor.ndim
+    shape[dim] = -1
+    return tensor * gain.to(tensor).reshape(shape)
+
+
+def centred_streams(architecture: Architecture, streams: Iterable[str]) -> list[str]:
+    """Those streams whose norms subtract the mean."""
+    layer = {norm.stream for block in architecture.blocks for norm in block.norms if norm.layer}
+    return [stream for stream in streams if stream in layer]
+
+
+class Folded:
+    """A source whose norms are folded and whose writers are centred, computed tensor by tensor."""
+
+    def __init__(self, architecture: Architecture, source: TensorSource, streams: Iterable[str]) -> None:
+        self.source, self.streams = source, list(streams)
+        self.centred = centred_streams(architecture, self.streams)
+        self.places = {
+            name: (block, info, piece)
+            for block in architecture.blocks
+            for info in block.tensors
+            for piece, name in enumerate(info.names)
+        }
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source or (name in self.places and self._tied(str(name)) is not None)
+
+    def _tied(self, name: str) -> str | None:
+        return next((other for other in self.places[name][1].tied if other in self.source), None)
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        if name not in self.places:
+            return self.source[name]
+        block, info, piece = self.places[name]
+
+        def get(key: str) -> Tensor | None:
+            found = block.tensor(key)
+            return read_tensor(found, self.source) if found is not None else None
+
+        folded = fold_tensor(block, info, get, self.streams, self.centred)
+        return folded[piece] if info.stacked else folded

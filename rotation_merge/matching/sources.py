@@ -1,0 +1,80 @@
+"""Sources made of other sources: a model in new coordinates, the mean of several, another spelling of names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architectures.model import Architecture
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.state import TensorSource, read_tensor, unstack
+
+
+class Moved:
+    """A source in new coordinates, tensor by tensor, in float32 at least."""
+
+    def __init__(self, architecture: Architecture, source: TensorSource, transforms: Mapping[str, SpaceTransform]) -> None:
+        self.source, self.transforms = source, transforms
+        self.infos = architecture.named()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        info = self.infos.get(name)
+        tensor = read_tensor(info, self.source) if info is not None else None
+        if info is None or tensor is None:
+            return self.source[name]
+        return unstack(info, transform_tensor(tensor, info, self.transforms))[name]
+
+
+class Mean:
+    """The mean of several sources, in float32."""
+
+    def __init__(self, sources: Sequence[TensorSource]) -> None:
+        self.sources = sources
+
+    def __contains__(self, name: object) -> bool:
+        return all(name in source for source in self.sources)
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        total = self.sources[0][name].to(torch.float32)
+        for source in self.sources[1:]:
+            total = total + source[name].to(torch.float32)
+        return total / len(self.sources)
+
+
+class Renamed:
+    """A source under the names of another model of the same family (a bare model under those of one with a head)."""
+
+    def __init__(self, source: TensorSource, own: Architecture, wanted: Architecture) -> None:
+        self.source = source
+        theirs = {(block.module, block.place, block.index, info.key): info for block in own.blocks for info in block.tensors}
+        self.names: dict[str, str] = {}
+        for block in wanted.blocks:
+            for info in block.tensors:
+                other = theirs.get((block.module, block.place, block.index, info.key))
+                if other is not None:
+                    self.names.update(zip(info.names, other.names, strict=True))
+
+    def __contains__(self, name: object) -> bool:
+        return self.names.get(str(name), name) in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.source[self.names.get(name, name)]
+
+
+class OnDevice:
+    """A source whose tensors are moved to a device as they are read."""
+
+    def __init__(self, source: TensorSource, device: torch.device) -> None:
+        self.source, self.device = source, device
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.source[name].to(self.device)
