@@ -18,7 +18,7 @@ _TINY = 1e-30
 _ROUNDS = 12
 _OVER_RELAXATION = 1.9
 _COOLING = 0.7
-_PROBED_COLUMNS = 2048
+_PROBED_COLUMNS = 768
 
 
 def row_blocks(rows: int, columns: int) -> Iterator[slice]:
@@ -117,7 +117,7 @@ def planted_prices(similarity: Tensor) -> Tensor | None:
         float64, shape (n,); None where columns compete for the same rows.
     """
     n = similarity.shape[1]
-    probed = min(n, max(_PROBED_COLUMNS, n // 8))
+    probed = min(n, max(_PROBED_COLUMNS, n // 18))
     if not _single_out(_favourite_rows(similarity[:, :probed]), n):
         return None
     partner = _favourite_rows(similarity)

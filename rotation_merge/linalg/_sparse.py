@@ -52,11 +52,24 @@ class Edges:
 
     @staticmethod
     def build(similarity: Tensor, keys: Ints) -> Edges:
-        """Edges from unique sorted keys column * n + row."""
+        """Edges from unique keys column * n + row."""
         n = similarity.shape[0]
-        columns, rows = np.divmod(keys, n)
+        by_row = keys[np.argsort(keys % n, kind="stable")]  # in the order in which the matrix is stored
+        columns, rows = np.divmod(by_row, n)
         weights = similarity[torch.from_numpy(rows), torch.from_numpy(columns)].double().numpy()
-        return Edges(n, rows, columns, weights)
+        return Edges(n, rows, columns, weights).sorted()
+
+    def sorted(self) -> Edges:
+        """The same edges in their order."""
+        order = np.argsort(edge_keys(self.rows, self.columns, self.n))
+        return Edges(self.n, self.rows[order], self.columns[order], self.weights[order])
+
+    def extended(self, similarity: Tensor, keys: Ints) -> Edges:
+        """These edges and those of the keys that are not among them."""
+        fresh = Edges.build(similarity, np.setdiff1d(keys, edge_keys(self.rows, self.columns, self.n)))
+        pairs = ((self.rows, fresh.rows), (self.columns, fresh.columns))
+        rows, columns = (np.concatenate(pair) for pair in pairs)
+        return Edges(self.n, rows, columns, np.concatenate([self.weights, fresh.weights])).sorted()
 
 
 def edge_keys(rows: Ints, columns: Ints, n: int) -> Ints:
@@ -133,10 +146,10 @@ def solve_sparse(
     every = np.arange(n, dtype=np.int64)
     columns = best_columns(similarity, prices, min(candidates, n)).numpy()
     keys = np.union1d(edge_keys(np.repeat(every, columns.shape[1]), columns.ravel(), n), edge_keys(every, every, n))
+    edges = Edges.build(similarity, keys)
     best: Solved | None = None
     stalled = 0
     for _ in range(rounds):
-        edges = Edges.build(similarity, keys)
         matched = match(edges, prices.numpy())
         prices = torch.from_numpy(relax(edges, matched, prices.numpy()))
         permutation = torch.from_numpy(matched)
@@ -151,9 +164,9 @@ def solve_sparse(
         violated = torch.nonzero(slacks > 0)[:, 0]
         added = best_columns(similarity, prices, min(_ADDED, n), violated).numpy()
         fresh = edge_keys(np.repeat(violated.numpy(), added.shape[1]), added.ravel(), n)
-        grown = np.union1d(keys, fresh)
-        if len(grown) == len(keys):
+        grown = edges.extended(similarity, fresh)
+        if len(grown.rows) == len(edges.rows):
             break
-        keys = grown
+        edges = grown
     assert best is not None
     return best
