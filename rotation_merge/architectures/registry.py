@@ -109,14 +109,17 @@ def find(config: Mapping[str, Any]) -> ArchitectureSpec | None:
     return next((spec for spec in families().values() if model_type in spec.model_types), None)
 
 
-def resolve(config: Mapping[str, Any], names: Collection[str], model: str, keep_unknown: bool = False) -> Architecture:
+def resolve(
+    config: Mapping[str, Any], names: Collection[str], model: str, keep_unknown: bool = False, untie: bool = False
+) -> Architecture:
     """The architecture of one checkpoint.
 
     Args:
         config: its config.json as a dictionary.
         names: the tensors it holds.
         model: what to call it in errors.
-        keep_unknown: leave tensors that the architecture does not know aside instead of refusing them.
+        keep_unknown: take tensors that the architecture does not know along unaligned instead of refusing them.
+        untie: give heads that are tied to an embedding a tensor of their own.
 
     Raises:
         ArchitectureError: the architecture is not supported.
@@ -133,7 +136,7 @@ def resolve(config: Mapping[str, Any], names: Collection[str], model: str, keep_
         )
     present = set(names)
     candidates = [
-        _present_only(build(spec, config, base, spelling), present)
+        _present_only(build(spec, config, base, spelling), present, untie and (base != "" or spec.bases == [""]))
         for base in spec.bases
         for spelling in spec.spellings
     ]
@@ -151,6 +154,12 @@ def resolve(config: Mapping[str, Any], names: Collection[str], model: str, keep_
             where=model,
             remedy="set 'unsupported: merge' under parameters to merge them without alignment",
         )
+    if unknown:
+        module = next(iter(architecture.layers_key), "default")
+        extra = tuple(TensorInfo(name, (name,), ()) for name in unknown)
+        architecture = replace(
+            architecture, blocks=(*architecture.blocks, Block("unknown", module, None, "after", extra))
+        )
     return architecture
 
 
@@ -165,13 +174,16 @@ def unknown_names(architecture: Architecture, spec: ArchitectureSpec, present: C
     return sorted(n for n in present if n not in known and not any(n.endswith(end) for end in spec.ignored))
 
 
-def _present_only(architecture: Architecture, present: set[str]) -> Architecture:
+def _present_only(architecture: Architecture, present: set[str], untie: bool) -> Architecture:
     """The architecture without the optional tensors that the checkpoint lacks, or has in another form."""
+
+    def there(tensor: TensorInfo) -> bool:
+        names = (*tensor.names, *tensor.tied) if untie else tensor.names
+        return bool(present.intersection(names)) or not (tensor.optional or tensor.unless in present)
+
     blocks = []
     for block in architecture.blocks:
-        kept = tuple(
-            t for t in block.tensors if present.intersection(t.names) or not (t.optional or t.unless in present)
-        )
+        kept = tuple(filter(there, block.tensors))
         blocks.append(replace(block, tensors=kept))
     return replace(architecture, blocks=tuple(block for block in blocks if block.tensors))
 
