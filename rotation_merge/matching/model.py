@@ -53,6 +53,7 @@ def match_model(
     options: MatchOptions,
     progress: Progress | None = None,
     starts: Mapping[str, Transforms] | None = None,
+    fold: bool = True,
 ) -> Alignment:
     """Match every space that `options` ask for; one block of either model is in memory at a time.
 
@@ -62,6 +63,7 @@ def match_model(
         options: which groups to use.
         progress: told about every block.
         starts: residual transforms to start from, by name of the start, instead of the identity and the embeddings.
+        fold: False where both sources are folded already.
 
     Raises:
         RecipeError: the architecture does not admit the residual group asked for.
@@ -69,7 +71,7 @@ def match_model(
     """
     streams = check_group(architecture, options.residual) if options.residual != "none" else []
     folded = tuple(streams) if options.residual == "rotation" else ()
-    if folded:
+    if folded and fold:
         anchor, donor = Folded(architecture, anchor, folded), Folded(architecture, donor, folded)
     walk = _Walk(architecture, anchor, donor, options, progress or (lambda *_: None))
     found: Transforms = {}

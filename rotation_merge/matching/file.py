@@ -1,0 +1,143 @@
+"""The alignment as a file: all transforms of a donor, and what they were made for, in one safetensors file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rotation_merge.architectures.model import Architecture
+from rotation_merge.errors import AlignmentError
+from rotation_merge.groups import TRANSFORMS, Orthogonal, SpaceTransform, StreamTransform
+from rotation_merge.linalg.polar import complement_of_ones, procrustes
+from rotation_merge.matching.model import Alignment, Transforms
+from rotation_merge.matching.state import TensorSource
+
+FORMAT = "rotation_merge.alignment.1"
+
+_CONFIG_NOISE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
+
+
+@dataclass(frozen=True)
+class AlignmentFile:
+    """What a file holds: the alignment, and the fingerprints of the models it was made for."""
+
+    alignment: Alignment
+    family: str
+    anchor: str
+    donor: str
+    made: dict[str, Any]
+
+
+def fingerprint(architecture: Architecture, source: TensorSource, config: Mapping[str, Any]) -> str:
+    """Hash of a model's config and of every tensor of its architecture: names, dtypes, shapes and bytes."""
+    digest = hashlib.blake2b(digest_size=20)
+    kept = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name in sorted(architecture.named()):
+        if name in source:
+            tensor = source[name].detach().cpu().contiguous()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save_alignment(
+    path: Path | str,
+    alignment: Alignment,
+    architecture: Architecture,
+    anchor: str,
+    donor: str,
+    made: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write an alignment.
+
+    Args:
+        anchor, donor: their fingerprints.
+        made: anything worth keeping with it (models, options, versions), as JSON.
+        dtype: storage of the maps; what is orthogonal is rebuilt orthogonal from any of them.
+    """
+    tensors: dict[str, Tensor] = {}
+    kinds = {}
+    for space, transform in alignment.transforms.items():
+        kinds[space] = transform.space_kind
+        for key, tensor in transform.tensors().items():
+            small = tensor.to(dtype) if tensor.is_floating_point() and tensor.ndim == 3 else tensor
+            tensors[f"{space}|{key}"] = small.cpu().contiguous().clone()
+    meta = {
+        "format": FORMAT,
+        "family": architecture.family,
+        "anchor": anchor,
+        "donor": donor,
+        "folded": json.dumps(alignment.folded),
+        "kinds": json.dumps(kinds),
+        "made": json.dumps(dict(made or {}), default=str),
+    }
+    temporary = Path(f"{path}.partial")
+    save_file(tensors, temporary, metadata=meta)
+    temporary.replace(path)
+
+
+def load_alignment(path: Path | str, architecture: Architecture) -> AlignmentFile:
+    """Read an alignment.
+
+    Raises:
+        AlignmentError: it cannot be read, is no alignment, or is for another architecture.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            meta = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise AlignmentError(f"cannot be read ({error})", where=str(path), remedy="write it with 'rotation-merge align'") from error
+    if meta.get("format") != FORMAT:
+        raise AlignmentError("is not an alignment file", where=str(path), remedy="write it with 'rotation-merge align'")
+    if meta["family"] != architecture.family:
+        raise AlignmentError(
+            f"was made for {meta['family']} models, not for {architecture.family}", where=str(path), remedy="use another file"
+        )
+    spaces: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        space, _, name = key.partition("|")
+        spaces.setdefault(space, {})[name] = tensor
+    kinds = json.loads(meta["kinds"])
+    transforms: Transforms = {
+        space: _whole(TRANSFORMS[kinds[space]].from_tensors(parts), space, architecture) for space, parts in spaces.items()
+    }
+    alignment = Alignment(transforms, tuple(json.loads(meta["folded"])))
+    return AlignmentFile(alignment, meta["family"], meta["anchor"], meta["donor"], json.loads(meta["made"]))
+
+
+def _whole(transform: SpaceTransform, space: str, architecture: Architecture) -> SpaceTransform:
+    """A stream rotation under LayerNorm fixes the all-ones vector exactly, whatever storage did to it."""
+    layer = space in architecture.streams and "signed_permutation" not in architecture.stream_groups[space]
+    if not layer or not isinstance(transform, StreamTransform) or not isinstance(transform.element, Orthogonal):
+        return transform
+    matrix = transform.element.matrix[0]
+    basis = complement_of_ones(len(matrix))
+    inner = procrustes(basis.T @ matrix @ basis)
+    return StreamTransform(Orthogonal((basis @ inner @ basis.T + 1.0 / len(matrix))[None]))
+
+
+def check_fingerprints(file: AlignmentFile, path: str, anchor: str, donor: str, names: tuple[str, str]) -> None:
+    """Refuse an alignment made for other weights.
+
+    Raises:
+        AlignmentError: names the model that differs.
+    """
+    for wanted, given, model in ((file.anchor, anchor, names[0]), (file.donor, donor, names[1])):
+        if wanted != given:
+            raise AlignmentError(
+                f"was made for other weights than those of {model}",
+                where=path,
+                remedy="write a new one with 'rotation-merge align', or use the models it was made for",
+            )

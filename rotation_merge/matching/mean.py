@@ -1,0 +1,102 @@
+"""More than two models: all of them aligned to their running mean, expressed in the base's coordinates.
+
+Generalised Procrustes analysis (Gower, 1975); for permutations it is MergeMany of Git Re-Basin (2023). Because every
+model gets one transform into one common frame, maps between any two of them compose around every cycle to the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rotation_merge.architectures.model import Architecture
+from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.model import Alignment, Progress, Transforms, match_model
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.sources import Mean, Moved
+from rotation_merge.matching.state import TensorSource
+
+MOST_ROUNDS = 10
+LEAST_GAIN = 1e-3
+"""Rounds stop when the spread around the mean falls by less than this fraction."""
+
+
+def match_to_mean(
+    architecture: Architecture,
+    sources: Mapping[str, TensorSource],
+    base: str,
+    options: MatchOptions,
+    progress: Progress | None = None,
+) -> dict[str, Alignment]:
+    """Align every model to the mean of the others, in turn, until their spread stands still.
+
+    Args:
+        architecture: all sources go by its tensor names.
+        sources: the models by name, base included.
+        base: the model whose coordinates the result is expressed in; it does not move.
+
+    Returns:
+        An alignment for every model but the base.
+    """
+    found = {name: match_model(architecture, sources[base], s, options, progress) for name, s in sources.items() if name != base}
+    folded = next((a.folded for a in found.values()), ())
+    seen: dict[str, TensorSource] = {
+        name: Folded(architecture, source, folded) if folded else source for name, source in sources.items()
+    }
+    frames: dict[str, Transforms] = {base: {}, **{name: a.transforms for name, a in found.items()}}
+    spread = [_spread(architecture, seen, frames)]
+    for _ in range(MOST_ROUNDS if len(sources) > 2 else 0):
+        proposed = dict(frames)
+        for name in sources:
+            others: list[TensorSource] = [
+                Moved(architecture, seen[other], proposed[other]) for other in sources if other != name
+            ]
+            proposed[name] = _towards(architecture, Mean(others), seen[name], options, proposed[name], folded, progress)
+        now = _spread(architecture, seen, proposed)
+        if now < spread[-1]:
+            frames = proposed
+        spread.append(min(now, spread[-1]))
+        if now > spread[-2] * (1 - LEAST_GAIN):
+            break
+    return {
+        name: Alignment(
+            _relative(frames[base], frames[name]),
+            folded,
+            found[name].records,
+            {**found[name].summary, "rounds": len(spread) - 1, "spread": spread},
+        )
+        for name in found
+    }
+
+
+def _towards(
+    architecture: Architecture,
+    target: TensorSource,
+    source: TensorSource,
+    options: MatchOptions,
+    current: Transforms,
+    folded: tuple[str, ...],
+    progress: Progress | None,
+) -> Transforms:
+    """Match one model to the mean of the others, starting from where it stands. Both are folded already."""
+    streams = {name: current[name] for name in architecture.streams if name in current}
+    starts = {"where it stands": streams} if streams and options.residual != "none" else None
+    return match_model(architecture, target, source, options, progress, starts=starts, fold=False).transforms
+
+
+def _relative(base: Transforms, other: Transforms) -> Transforms:
+    """The map into the base's coordinates: the inverse of the base's frame after the other's."""
+    return {
+        name: base[name].inverse().compose(transform) if name in base else transform for name, transform in other.items()
+    }
+
+
+def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], frames: Mapping[str, Transforms]) -> float:
+    """Sum over models of the squared distance from their mean."""
+    moved = [Moved(architecture, source, frames[name]) for name, source in sources.items()]
+    mean = Mean(moved)
+    total = 0.0
+    for name in architecture.named():
+        if all(name in source for source in moved):
+            middle = mean[name]
+            total += sum(float((source[name].float() - middle).square().sum()) for source in moved)
+    return total
