@@ -6,11 +6,14 @@ import errno
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
+import yaml
+from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from rotation_merge.errors import CheckpointError, RotationMergeError
+from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError
 
 BAD_INPUT = 2
 """Exit code for bad usage or input."""
@@ -24,23 +27,77 @@ class OneLineError(click.ClickException):
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Turn what can go wrong in a merge into one line; with debug logging (-vv) tracebacks stay."""
+    """Turn what can go wrong in a merge into one line; with debug logging (-vv) tracebacks stay.
+
+    Outside a command (from Python) errors pass unchanged.
+    """
     try:
         yield
-    except RotationMergeError as error:
-        _raise(error, str(error))
-    except SafetensorError as error:
-        _raise(error, str(CheckpointError(f"a safetensors file is corrupt ({error})", remedy="download it again")))
-    except OSError as error:
-        remedy = "free some space" if error.errno == errno.ENOSPC else "check the path and its permissions"
-        _raise(error, str(RotationMergeError(f"{error}", remedy=remedy)))
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, click.ClickException):
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except Exception as error:
+        if click.get_current_context(silent=True) is None or logging.getLogger().isEnabledFor(logging.DEBUG):
             raise
-        _raise(error, " ".join(f"{error}".split()) or type(error).__name__)
+        raise OneLineError(line(error)) from None
 
 
-def _raise(error: BaseException, line: str) -> None:
-    if logging.getLogger().isEnabledFor(logging.DEBUG):
-        raise error
-    raise OneLineError(line) from None
+def line(error: Exception) -> str:
+    """What an error says to a user, in one line."""
+    match error:
+        case RotationMergeError():
+            return str(error)
+        case ValidationError():
+            return str(validation_error(error))
+        case yaml.MarkedYAMLError():
+            mark = error.problem_mark or error.context_mark
+            where = f"recipe, line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
+            return str(RecipeError(f"not valid YAML ({error.problem})", where=where, remedy="mend the syntax"))
+        case SafetensorError() | OSError():
+            return str(_file_error(error))
+        case MemoryError():
+            return str(RotationMergeError("out of memory", remedy="merge on a machine with more, or in a lower dtype"))
+    text = " ".join(f"{error}".split())
+    if type(error) in (RuntimeError, ValueError) and text:
+        return text
+    return f"{type(error).__name__}: {text or 'no message'}; run again with -vv to see where"
+
+
+def _file_error(error: Exception) -> RotationMergeError:
+    text = " ".join(f"{error}".split())
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in text or "No space left" in text:
+        return RotationMergeError(f"the disk is full ({text})", remedy="free some space and run again")
+    if number == errno.EFBIG or "os error 27" in text:
+        return RotationMergeError(
+            f"a file grew over the limit ({text})", remedy="raise the limit, or write smaller shards (--out-shard-size)"
+        )
+    if isinstance(error, SafetensorError) and "I/O" not in text and "os error" not in text:
+        return CheckpointError(f"a safetensors file is corrupt ({text})", remedy="download it again")
+    return RotationMergeError(text, remedy="check the path and its permissions")
+
+
+def validation_error(error: ValidationError) -> RecipeError:
+    """The first fault that mergekit's own schema finds in a recipe."""
+    first = error.errors()[0]
+    place, in_parameters = _place(first["loc"])
+    if in_parameters:
+        what = "is neither a value, nor a list of values, nor a list of {filter, value}"
+        return RecipeError(what, where=f"recipe, {place}", remedy="see the recipe reference")
+    words = {"missing": "is missing", "extra_forbidden": "is not known"}
+    what = words.get(first["type"], first["msg"].removeprefix("Value error, "))
+    given = first.get("input")
+    shown = f", it is {given!r:.60}" if first["type"] != "missing" and isinstance(given, (str, int, float)) else ""
+    return RecipeError(f"{what}{shown}", where=f"recipe, {place}" if place else "recipe", remedy="mend the recipe")
+
+
+def _place(steps: tuple[Any, ...]) -> tuple[str, bool]:
+    """A place in the recipe as `models[0].model`; and whether it is a value under `parameters`."""
+    text = ""
+    for i, step in enumerate(steps):
+        if i and steps[i - 1] == "parameters" and isinstance(step, str):
+            return f"{text}.{step}", True
+        if isinstance(step, int):
+            text += f"[{step}]"
+        elif step.replace("_", "").isalnum() and step == step.lower() and step not in ("dict", "list", "str", "int"):
+            text += f".{step}" if text else step
+    return text, False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import re
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +19,11 @@ def _once(target: Any) -> bool:
         return False
     target._rotation_merge = True
     return True
+
+
+def _resembles(name: object) -> bool:
+    """Whether `name` is our method's name, perhaps misspelt."""
+    return isinstance(name, str) and bool(difflib.get_close_matches(name.lower(), [METHOD], cutoff=0.8))
 
 
 def extend_registry(module: ModuleType) -> None:
@@ -36,7 +43,7 @@ def extend_config(module: ModuleType) -> None:
 
     @functools.wraps(validate)
     def model_validate(cls: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(obj, dict) and obj.get("merge_method") == METHOD:
+        if isinstance(obj, dict) and (METHOD in obj.values() or _resembles(obj.get("merge_method"))):
             from rotation_merge.plugin.recipe import check_keys, restore_paths
 
             with one_line():
@@ -97,3 +104,30 @@ def extend_merge(module: ModuleType) -> None:
             run(stock, merge_config, out_path, options, config_source)
 
     module.run_merge = run_merge
+
+
+def extend_command(module: ModuleType) -> None:
+    """Make a command say in one line what is wrong with a recipe of ours, from its YAML syntax on."""
+    command = module.main
+    stock = command.callback
+    if not _once(module):
+        return
+
+    @functools.wraps(stock)
+    def callback(*args: Any, **kwargs: Any) -> Any:
+        if not _is_ours(kwargs.get("config_file") or kwargs.get("config_path")):
+            return stock(*args, **kwargs)
+        with one_line():
+            return stock(*args, **kwargs)
+
+    command.callback = callback
+
+
+def _is_ours(path: object) -> bool:
+    """Whether the recipe in this file names our method, as far as can be told before it has been parsed."""
+    try:
+        with open(str(path), "rb") as file:
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return False
+    return METHOD in text or any(map(_resembles, re.findall(r"merge_method:\s*['\"]?([\w-]+)", text)))

@@ -8,8 +8,19 @@ from typing import Any
 
 from mergekit import merge_methods
 from mergekit.common import ModelReference
-from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
+from mergekit.config import (
+    ConditionalParameter,
+    ConfigReader,
+    InputModelDefinition,
+    InputSliceDefinition,
+    MergeConfiguration,
+    OutputModuleDefinition,
+    OutputSliceDefinition,
+    evaluate_setting,
+)
 from mergekit.merge_methods.base import MergeMethod
+from mergekit.tokenizer.config import TokenEmbeddingConfig, TokenizerConfig
+from pydantic import BaseModel
 
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import CHOICES, MatchOptions
@@ -42,7 +53,8 @@ GLOBAL: dict[str, str] = {
 }
 """Options of the whole merge."""
 
-TOP_LEVEL = tuple(name for name in MergeConfiguration.model_fields)
+TOP_LEVEL = tuple(MergeConfiguration.model_fields)
+"""Keys of a recipe."""
 
 _GLOBAL_CHOICES: dict[str, tuple[Any, ...]] = {
     "unsupported": ("error", "merge"),
@@ -53,14 +65,60 @@ _GLOBAL_CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_keys(document: Mapping[str, Any]) -> None:
-    """Refuse top-level keys that mergekit would ignore.
+    """Refuse keys that mergekit would ignore, at every level, and a misspelt name of our method.
 
     Raises:
         RecipeError: an unknown key, with the nearest known one.
     """
-    for key in document:
-        if key not in TOP_LEVEL:
-            raise RecipeError(f"the recipe has no key '{key}'", where="recipe", remedy=nearest(str(key), TOP_LEVEL))
+    _check_level(document, MergeConfiguration, "recipe")
+    method = document.get("merge_method")
+    if method is not None and method not in (m.spec.name for m in merge_methods.registered_methods()):
+        raise RecipeError(f"there is no merge method '{method}'", where="recipe", remedy=f"did you mean '{METHOD}'?")
+
+
+def _check_level(document: Mapping[str, Any], schema: type[BaseModel], where: str) -> None:
+    for key, value in document.items():
+        if key not in schema.model_fields:
+            remedy = nearest(str(key), schema.model_fields)
+            if schema is MergeConfiguration and key in {**OPTIONS, **DONOR, **GLOBAL}:
+                remedy = "it stands under 'parameters'"
+            raise RecipeError(f"there is no key '{key}' here", where=where, remedy=remedy)
+        place = f"{where}, {key}" if where == "recipe" else f"{where}.{key}"
+        if key == "parameters" and isinstance(value, dict):
+            _check_conditions(value, place)
+        elif schema_below := _BELOW.get(key):
+            for step, item in _items(value, key in _MAPPINGS):
+                if isinstance(item, dict):
+                    _check_level(item, schema_below, place + step)
+
+
+def _check_conditions(settings: Mapping[str, Any], where: str) -> None:
+    """The keys of {filter, value} entries."""
+    for name, setting in settings.items():
+        for _, condition in _items(setting, mapping=False):
+            if isinstance(condition, dict):
+                for key in condition:
+                    if key not in ConditionalParameter.model_fields:
+                        known = nearest(str(key), ConditionalParameter.model_fields)
+                        raise RecipeError(f"there is no key '{key}' here", where=f"{where}.{name}", remedy=known)
+
+
+def _items(value: Any, mapping: bool) -> Iterable[tuple[str, Any]]:
+    """What stands below a key, each with how to write its place."""
+    if mapping:
+        return [(f".{name}", item) for name, item in value.items()] if isinstance(value, dict) else []
+    return [(f"[{i}]", item) for i, item in enumerate(value)] if isinstance(value, list) else [("", value)]
+
+
+_BELOW: dict[str, type[BaseModel]] = {
+    "models": InputModelDefinition,
+    "slices": OutputSliceDefinition,
+    "sources": InputSliceDefinition,
+    "modules": OutputModuleDefinition,
+    "tokenizer": TokenizerConfig,
+    "tokens": TokenEmbeddingConfig,
+}
+_MAPPINGS = ("modules", "tokens")
 
 
 def restore_paths(document: Any) -> Any:

@@ -1,0 +1,170 @@
+"""Tiny checkpoints, twins of them, and mergekit's own commands run on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from click.testing import CliRunner, Result
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from rotation_merge.architectures import resolve
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import transform_state
+
+DECODER = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, DECODER),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {**DECODER, "tie_word_embeddings": True}),
+    "mistral": (MistralConfig, MistralForCausalLM, {**DECODER, "head_dim": 12}),
+    "bert": (BertConfig, BertForSequenceClassification, {**ENCODER, "vocab_size": 40, "max_position_embeddings": 16}),
+    "roberta": (
+        RobertaConfig,
+        RobertaForSequenceClassification,
+        {**ENCODER, "vocab_size": 40, "max_position_embeddings": 16},
+    ),
+    "vit": (ViTConfig, ViTForImageClassification, {**ENCODER, "image_size": 16, "patch_size": 8, "num_labels": 3}),
+}
+
+EVERYTHING = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "rescale": True}
+
+
+def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A model with random weights, norms and biases included."""
+    config, model_class, sizes = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(config(**{**sizes, **changes}))
+    for _, parameter in model.named_parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1)
+    return model
+
+
+def save(model: PreTrainedModel, where: Path, **options: Any) -> Path:
+    model.save_pretrained(where, **options)
+    return where
+
+
+def make(family: str, where: Path, seed: int = 0, **changes: Any) -> Path:
+    """A tiny checkpoint."""
+    return save(build(family, seed, **changes), where)
+
+
+def state(where: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a safetensors checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(where.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return tensors
+
+
+def write_state(tensors: dict[str, torch.Tensor], like: Path, where: Path) -> Path:
+    """A checkpoint with the config of another and these tensors."""
+    from safetensors.torch import save_file
+
+    where.mkdir(parents=True)
+    (where / "config.json").write_text((like / "config.json").read_text())
+    save_file(tensors, where / "model.safetensors", {"format": "pt"})
+    return where
+
+
+def twin(anchor: Path, where: Path, seed: int = 1, **options: Any) -> Path:
+    """The anchor moved by a random element of every group that the options name (default: all local ones)."""
+    tensors, config = state(anchor), json.loads((anchor / "config.json").read_text())
+    architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict() | config, list(tensors), "anchor")
+    chosen = MatchOptions(**(options or EVERYTHING))
+    gauge = random_gauge(architecture, chosen, torch.Generator().manual_seed(seed))
+    return write_state(transform_state(architecture, tensors, gauge), anchor, where)
+
+
+def relative_distances(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, float]:
+    assert set(a) == set(b)
+    return {name: float((a[name].double() - b[name].double()).norm() / b[name].double().norm()) for name in b}
+
+
+def half_and_half(anchor: Path, donor: Path, **parameters: Any) -> dict[str, Any]:
+    """A recipe: linear, both at one half, every local group; `parameters` are added."""
+    return {
+        "merge_method": "rotation_merge",
+        "base_model": str(anchor),
+        "models": [
+            {"model": str(anchor), "parameters": {"weight": 0.5}},
+            {"model": str(donor), "parameters": {"weight": 0.5}},
+        ],
+        "parameters": {**EVERYTHING, **parameters},
+        "dtype": "float32",
+    }
+
+
+def write_recipe(recipe: Any, where: Path) -> Path:
+    where.write_text(recipe if isinstance(recipe, str) else yaml.safe_dump(recipe, sort_keys=False))
+    return where
+
+
+def mergekit_yaml(recipe: Any, out: Path, *flags: str) -> Result:
+    """mergekit-yaml in this process."""
+    from mergekit.io.tasks import LoaderCache
+    from mergekit.scripts.run_yaml import main
+
+    LoaderCache.loaders.clear()
+    path = out.parent / f"{out.name}.yml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return CliRunner().invoke(main, [str(write_recipe(recipe, path)), str(out), "--quiet", *flags])
+
+
+def merged(recipe: Any, out: Path, *flags: str) -> dict[str, torch.Tensor]:
+    """The tensors of a merge that must succeed."""
+    result = mergekit_yaml(recipe, out, *flags)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return state(out)
+
+
+def command(name: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """One of mergekit's commands in a process of its own, as a user starts it."""
+    program = Path(sys.executable).with_name(name)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [program, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300, **options
+    )
+
+
+def one_error(text: str) -> str:
+    """The one line of an output that reports an error; fails where there are more or a traceback."""
+    assert "Traceback" not in text, text
+    errors = [line for line in text.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1, text
+    return errors[0]
