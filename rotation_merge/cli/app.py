@@ -1,0 +1,56 @@
+"""The command group: names, one-line descriptions and where each command lives."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+
+import click
+
+from rotation_merge import __version__
+
+COMMANDS = {
+    "check": "Check a recipe without reading weights: all faults at once.",
+    "inspect": "Spaces, groups, sizes and expected cost of a model or a recipe.",
+    "align": "Write a donor in an anchor's coordinates, as a normal checkpoint.",
+    "verify": "Do two models compute the same function?",
+    "compare": "How far apart are two models, space by space, before and after alignment?",
+    "barrier": "Loss along the straight path between two models, aligned and not.",
+    "methods": "Merge methods that can be the delegate, and their parameters.",
+    "architectures": "Supported architectures.",
+    "report": "Write a merge's report as one self-contained HTML page.",
+    "demo": "Merge the checkpoints that come with the package and print what alignment did.",
+}
+"""Commands by name; each lives in a module of the same name, as `command`."""
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when the command is asked for, so that help and completion stay quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(f"rotation_merge.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, "--version")
+@click.option("-v", "--verbose", count=True, help="Say more; twice: with tracebacks.")
+def app(verbose: int) -> None:
+    """Align transformers by their symmetries before mergekit merges them.
+
+    Merging itself is mergekit's: `mergekit-yaml recipe.yml OUT` with `merge_method: rotation_merge`. These commands
+    look at recipes and models before and after.
+
+    Exit codes: 0 done, 1 a check failed, 2 bad usage or input.
+    """
+    logging.basicConfig(level=(logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])

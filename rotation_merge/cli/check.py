@@ -1,0 +1,57 @@
+"""`rotation-merge check`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from rotation_merge.cli.show import json_option, print_json, say, shown
+from rotation_merge.errors import RecipeError
+
+
+@click.command(epilog="Example: rotation-merge check recipe.yml")
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--lora-merge-cache", help="Where LoRA references will be merged, as for mergekit-yaml.")
+@json_option
+@shown
+def command(recipe: Path, lora_merge_cache: str | None, as_json: bool) -> int:
+    """Check RECIPE (a YAML file) without reading weights.
+
+    Every fault is reported at once, with line and column and how to mend it: keys, parameters, delegates, models,
+    architectures, shapes (from the files' headers), groups asked for, vocabularies. Models on the hub are checked if
+    they are in the local cache; nothing is downloaded.
+    """
+    from mergekit.options import MergeOptions
+
+    from rotation_merge.plugin.checking import check_text
+
+    faults = check_text(read(recipe), MergeOptions(lora_merge_cache=lora_merge_cache))
+    bad = [fault for fault in faults if fault.error]
+    if as_json:
+        print_json({"recipe": str(recipe), "ok": not bad, "faults": [asdict(fault) for fault in faults]})
+        return 1 if bad else 0
+    for fault in faults:
+        say(f"{recipe}:{fault}" if fault.error else f"{recipe}:{fault} (a note)", "red" if fault.error else "yellow")
+    if bad:
+        say(f"{len(bad)} fault{'s' if len(bad) > 1 else ''}")
+        return 1
+    say("the recipe is fit to run", "green")
+    return 0
+
+
+def read(recipe: Path) -> str:
+    """A recipe's text.
+
+    Raises:
+        RecipeError: the file cannot be read as text.
+    """
+    try:
+        return recipe.read_text(encoding="utf-8")
+    except IsADirectoryError as error:
+        raise RecipeError("is a directory", where=str(recipe), remedy="name the YAML file") from error
+    except FileNotFoundError as error:
+        raise RecipeError("no such file", where=str(recipe), remedy="check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot be read ({error})", where=str(recipe), remedy="it must be UTF-8 text") from error

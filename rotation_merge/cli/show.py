@@ -1,0 +1,135 @@
+"""Output: rich tables and colours on a terminal, plain text in a pipe, JSON where asked for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from rotation_merge.plugin.console import one_line
+
+Command = Callable[..., int | None]
+
+
+def shown(function: Command) -> Callable[..., None]:
+    """Wrap a command: what goes wrong becomes one line and exit code 2; its result is the exit code."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        quieten()
+        with one_line():
+            code = function(*args, **kwargs)
+        sys.exit(code or 0)
+
+    return wrapped
+
+
+def quieten() -> None:
+    """Keep the libraries below from printing bars and advice into our output."""
+    import os
+
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+
+
+def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--json", "as_json", is_flag=True, help="Print machine-readable JSON.")(function)
+
+
+def print_json(data: Any) -> None:
+    click.echo(json.dumps(data, indent=1, allow_nan=False, default=str))
+
+
+def on_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> None:
+    """Print a table.
+
+    Args:
+        title: line above it; empty for none.
+        numbers: columns that are aligned right.
+    """
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    if on_terminal():
+        _rich_table(title, headers, cells, numbers)
+        return
+    if title:
+        click.echo(title)
+    widths = [max(len(line[i]) for line in [list(headers), *cells]) for i in range(len(headers))]
+    for line in [list(headers), *cells]:
+        padded = [c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        click.echo("  ".join(padded).rstrip())
+
+
+def _rich_table(title: str, headers: Sequence[str], cells: list[list[str]], numbers: Sequence[int]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i, header in enumerate(headers):
+        made.add_column(header, justify="right" if i in numbers else "left", overflow="fold")
+    for line in cells:
+        made.add_row(*line)
+    Console(markup=False, highlight=False).print(made)
+
+
+def say(text: str, style: str | None = None) -> None:
+    """A line of prose; coloured on a terminal."""
+    click.echo(click.style(text, fg=style) if style and on_terminal() else text)
+
+
+def note(text: str) -> None:
+    """A line beside the output proper."""
+    click.echo(text, err=True)
+
+
+class Progress:
+    """A bar on the terminal's stderr; silent elsewhere. Called as matching calls its `progress`."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._what = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
+        from tqdm import tqdm
+
+        if self._bar is None or what != self._what:
+            self.close()
+            self._bar, self._what = tqdm(total=total, desc=what, leave=False), what
+        self._bar.total = total
+        self._bar.n = done
+        self._bar.refresh()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def bytes_text(count: float) -> str:
+    """1536 as '1.5 KB'; decimal units."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def seconds_text(seconds: float) -> str:
+    if seconds < 1:
+        return "under a second"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

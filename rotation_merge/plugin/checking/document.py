@@ -1,0 +1,125 @@
+"""A recipe as YAML text: its documents, and where in the text everything stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from rotation_merge.errors import RecipeError, RotationMergeError
+
+Path = tuple[str | int, ...]
+"""Keys and indices that lead from a document's root to a value."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong with a recipe.
+
+    Attributes:
+        what, where, remedy: as in the package's exceptions.
+        line, column: position in the YAML text, from 1; 0 where it has none.
+        document: number of the YAML document, from 1.
+        error: False for a note that does not stop the merge.
+    """
+
+    what: str
+    where: str
+    remedy: str
+    line: int = 0
+    column: int = 0
+    document: int = 1
+    error: bool = True
+
+    def __str__(self) -> str:
+        place = f"{self.line}:{self.column}: " if self.line else ""
+        where = f"{self.where}: " if self.where else ""
+        return f"{place}{where}{self.what}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass
+class Document:
+    """One YAML document: its value, and a mark for each key and item."""
+
+    value: Any
+    number: int = 1
+    marks: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+    def fault(self, path: Path, what: str, remedy: str = "", error: bool = True) -> None:
+        """Note a fault at a path, or at the nearest part of it that the text has."""
+        line, column = self.position(path)
+        self.faults.append(Fault(what, dotted(path), remedy, line, column, self.number, error))
+
+    def raised(self, path: Path, error: RotationMergeError) -> None:
+        """Note what an exception says; the model it names is kept in front."""
+        where = f"{error.where}: " if error.where else ""
+        self.fault(path, f"{where}{error.what}", error.remedy or "")
+
+    def position(self, path: Path) -> tuple[int, int]:
+        while path and path not in self.marks:
+            path = path[:-1]
+        return self.marks.get(path, (1, 1))
+
+
+def dotted(path: Path) -> str:
+    """A path as it is written in errors: ``models[0].parameters.weight``."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text
+
+
+def documents(text: str) -> list[Document]:
+    """Parse a recipe; mergekit-multi's hold several documents.
+
+    Raises:
+        RecipeError: the text is not YAML, or holds no mapping; names line and column.
+    """
+    try:
+        nodes = [node for node in yaml.compose_all(text, Loader=yaml.SafeLoader) if node is not None]
+        values = [value for value in yaml.safe_load_all(text) if value is not None]
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
+        problem = getattr(error, "problem", None) or str(error)
+        raise RecipeError(f"not valid YAML: {problem}", where=where, remedy="check indentation and quotes") from error
+    if not nodes:
+        raise RecipeError("the recipe is empty", remedy="see the recipes directory for examples")
+    return [_document(node, value, i) for i, (node, value) in enumerate(zip(nodes, values, strict=True), 1)]
+
+
+def _document(node: yaml.Node, value: Any, number: int) -> Document:
+    result = Document(value, number)
+    result.marks[()] = _mark(node)
+    for path, mark, twice in _walk(node, ()):
+        if twice:
+            line, column = mark
+            result.faults.append(
+                Fault("the key stands twice; the last one wins", dotted(path), "remove one", line, column, number)
+            )
+        result.marks[path] = mark
+    if not isinstance(value, dict):
+        result.fault((), f"a recipe is a mapping of keys, this is a {type(value).__name__}", "start with merge_method:")
+    return result
+
+
+def _walk(node: yaml.Node, path: Path) -> Iterator[tuple[Path, tuple[int, int], bool]]:
+    """Every path below a node, its mark, and whether its key stands there a second time."""
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            below = (*path, str(key.value))
+            yield below, _mark(key), key.value in seen
+            seen.add(key.value)
+            yield from _walk(value, below)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*path, index), _mark(item), False
+            yield from _walk(item, (*path, index))
+
+
+def _mark(node: yaml.Node) -> tuple[int, int]:
+    return node.start_mark.line + 1, node.start_mark.column + 1
