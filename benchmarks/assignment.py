@@ -2,7 +2,7 @@
 
 Instances: ft50s = fine-tune with 50% noise, pl200s = hidden permutation with 200% noise, ind = independent Gaussian,
 inds = independent with heavy-tailed row norms, clusters and a common mean. Every solve runs in a process of its own on
-one thread; times are CPU seconds, memory is the growth of its peak resident size, over the bytes of the similarity matrix.
+one thread; times are CPU seconds, memory is the growth of its peak resident size over the bytes of the similarity.
 
     python benchmarks/assignment.py                          # all instances at 2048 and 4096
     python benchmarks/assignment.py --sizes 14336 --instances ft50s inds
