@@ -1,8 +1,8 @@
 """Tiny random models of every architecture, with everything random that training would make so.
 
-`tests/architectures/FAMILY.json` says which: `config` is shared by its `cases`, each of which names a transformers class
-and what differs. Models are float64 and compute in it throughout (`exactly`), so that equal functions can be told from
-nearly equal ones.
+`tests/architectures/FAMILY.json` says which: `config` is shared by its `cases`, each of which names a transformers
+class and what differs. Models are float64 and compute in it throughout (`exactly`), so that equal functions can be told
+from nearly equal ones.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rotation_merge.architectures.expression import evaluate
 from rotation_merge.architectures.model import (
@@ -33,6 +33,8 @@ from rotation_merge.architectures.schema import (
     TensorSpec,
 )
 from rotation_merge.errors import ArchitectureError
+
+T = TypeVar("T")
 
 _RELU = ("relu", "relu2", "relu_squared")
 
@@ -71,12 +73,13 @@ def build(
     streams = {
         name: Space(name, "stream", {"size": _integer(root, stream.size, f"size of stream {name}")})
         for name, stream in spec.streams.items()
-        if evaluate(stream.size, values) is not None
+        if _holds(root, stream.when)
     }
     blocks: list[Block] = []
     modules = {name: module for name, module in spec.modules.items() if _holds(root, module.when)}
     for module, definition in modules.items():
-        blocks += _module_blocks(replace(root, spaces=streams), module, definition)
+        own = (values.get(definition.config) or {}) if definition.config else {}
+        blocks += _module_blocks(replace(root, config={**values, **own}, spaces=streams), module, definition)
     named = [_rename(block, base, spelling) for block in blocks]
     return Architecture(
         family=spec.family,
@@ -96,6 +99,8 @@ def _holds(scope: _Scope, when: Expression) -> bool:
 
 def _integer(scope: _Scope, expression: Expression, what: str) -> int:
     value = evaluate(expression, scope.config)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise scope.error(f"{what}: '{expression}' is {value!r}, not a size", "check the keys in config.json")
     return value
@@ -171,18 +176,21 @@ def _block(
         tensors += _tensor(scope, path, _chosen(scope, spec))
     norms, scales = [], []
     for path, entry in section.norms.items():
-        entries = entry if isinstance(entry, list) else [entry]
-        for norm in [n for n in entries if _holds(scope, n.when)][:1]:
+        for norm in [n for n in _listed(entry) if _holds(scope, n.when)][:1]:
             tensors += _norm_tensors(scope, path, norm)
             norms.append(_norm(scope, path, norm))
-    for path, scale in section.scales.items():
-        if _holds(scope, scale.when):
+    for path, entry in section.scales.items():
+        for scale in [s for s in _listed(entry) if _holds(scope, s.when)][:1]:
             tensors += _tensor(scope, path, TensorSpec(axes=[f"{scale.stream}.gain"]))
             key = scope.prefix + scale.writes
             scales.append(Scale(scale.stream, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
     used = {space.name for tensor in tensors for space in tensor.spaces()}
     present = {local: space for local, space in spaces.items() if space.name in used}
     return Block(name, module, index, place, tuple(tensors), present, tuple(norms), tuple(scales))
+
+
+def _listed(entry: T | list[T]) -> list[T]:
+    return entry if isinstance(entry, list) else [entry]
 
 
 def _chosen(scope: _Scope, spec: LinearSpec) -> TensorSpec | None:

@@ -3,7 +3,7 @@
 An axis is written `space.role` (`attn.q`, `ffn.in`, `residual.write`), or as a bare word (`vocabulary`, `classes`,
 `positions`, `fixed`, ...: see OUTSIDE) if it lives in no space. A fused axis lists its parts: `{"split": [...]}` where
 they follow one another, `{"interleave": [...]}` where they alternate for each KV group. Where the entry depends on the
-config, a tensor, linear map or norm may be a list of entries, of which the first one whose `when` holds is taken.
+config, a tensor, linear map, norm or scale may be a list of entries, of which the first one whose `when` holds is taken.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Section(Strict):
     linear: dict[str, LinearSpec] = Field(default_factory=dict)
     conv1d: dict[str, LinearSpec] = Field(default_factory=dict)
     norms: dict[str, NormSpec | list[NormSpec]] = Field(default_factory=dict)
-    scales: dict[str, ScaleSpec] = Field(default_factory=dict)
+    scales: dict[str, ScaleSpec | list[ScaleSpec]] = Field(default_factory=dict)
     tensors: dict[str, LinearSpec] = Field(default_factory=dict)
 
 
@@ -127,7 +127,8 @@ class AttentionSpec(Strict):
 
     Attributes:
         norm: what stands between projection and product: null, rms_head (RMSNorm a head), layer_head (LayerNorm a
-            head), affine_head (LayerNorm with a shift a head), rms_all (RMSNorm over all heads), l2_head (unit length, no gain).
+            head), affine_head (LayerNorm with a shift a head), rms_all (RMSNorm over all heads), l2_head (unit
+            length, no gain).
         order: `fixed` where heads cannot change places (ALiBi, biases shared between layers).
         values: `fixed` where the value/output coordinates cannot be turned.
     """
@@ -169,12 +170,14 @@ class StreamSpec(Strict):
     """A residual stream.
 
     Attributes:
-        size: its width; a stream without one is not there.
+        size: its width.
+        when: whether a model of this config has it (null: always).
         limit: the largest group (none, permutation, signed_permutation), or an expression that gives it, where
             something that the norms do not show forbids a larger one.
     """
 
     size: Expression
+    when: Expression = None
     limit: Expression = None
 
 
@@ -189,10 +192,12 @@ class LayerSection(Section):
 class ModuleSpec(Strict):
     """A stack of layers with what stands before and after it; named as mergekit names modules.
 
-    `spaces` are those of `before` and `after`; `when` says whether a model of this config has the module.
+    `spaces` are those of `before` and `after`; `when` says whether a model of this config has the module; `config` names
+    the part of the config (`text_config`) that the module's expressions are about, where the config has such a part.
     """
 
     when: Expression = None
+    config: str | None = None
     layers: Expression
     layers_key: str
     before: Section = Field(default_factory=Section)
@@ -224,7 +229,7 @@ class ArchitectureSpec(Strict):
     bare: list[str] = Field(default_factory=list)
     model_types: list[str] = Field(default_factory=list)
     bases: list[str] = Field(default_factory=lambda: [""])
-    spellings: list[list[tuple[str, str]]] = Field(default_factory=lambda: [[]])
+    spellings: list[list[tuple[str, str]]] = [[]]
     variables: dict[str, Expression] = Field(default_factory=dict)
     streams: dict[str, StreamSpec]
     modules: dict[str, ModuleSpec]
