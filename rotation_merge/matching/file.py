@@ -98,12 +98,16 @@ def load_alignment(path: Path | str, architecture: Architecture) -> AlignmentFil
             meta = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
-        raise AlignmentError(f"cannot be read ({error})", where=str(path), remedy="write it with 'rotation-merge align'") from error
+        raise AlignmentError(
+            f"cannot be read ({error})", where=str(path), remedy="write it with 'rotation-merge align'"
+        ) from error
     if meta.get("format") != FORMAT:
         raise AlignmentError("is not an alignment file", where=str(path), remedy="write it with 'rotation-merge align'")
     if meta["family"] != architecture.family:
         raise AlignmentError(
-            f"was made for {meta['family']} models, not for {architecture.family}", where=str(path), remedy="use another file"
+            f"was made for {meta['family']} models, not for {architecture.family}",
+            where=str(path),
+            remedy="use another file",
         )
     spaces: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -111,7 +115,8 @@ def load_alignment(path: Path | str, architecture: Architecture) -> AlignmentFil
         spaces.setdefault(space, {})[name] = tensor
     kinds = json.loads(meta["kinds"])
     transforms: Transforms = {
-        space: _whole(TRANSFORMS[kinds[space]].from_tensors(parts), space, architecture) for space, parts in spaces.items()
+        space: _whole(TRANSFORMS[kinds[space]].from_tensors(parts), space, architecture)
+        for space, parts in spaces.items()
     }
     alignment = Alignment(transforms, tuple(json.loads(meta["folded"])))
     return AlignmentFile(alignment, meta["family"], meta["anchor"], meta["donor"], json.loads(meta["made"]))

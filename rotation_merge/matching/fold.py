@@ -8,7 +8,7 @@ the mean of what it writes is never seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -165,12 +165,38 @@ def centred_streams(architecture: Architecture, streams: Iterable[str]) -> list[
     return [stream for stream in streams if stream in layer]
 
 
+class Fold:
+    """Which streams are folded, and which of them centred; folds single tensors and blocks."""
+
+    def __init__(self, architecture: Architecture, streams: Iterable[str]) -> None:
+        self.streams = tuple(streams)
+        self.centred = tuple(centred_streams(architecture, self.streams))
+
+    def touches(self, block: Block, info: TensorInfo) -> bool:
+        """Whether folding may change a tensor of a block."""
+        written = any(p.role == "write" and p.space.name in self.centred for a in info.axes for p in a.parts)
+        gains = any(info.key in (n.gain, n.shift) for n in _norms(block, self.streams))
+        gains = gains or any(info.key in (s.gain, *s.writes) for s in block.scales if s.stream in self.streams)
+        return written or gains or self.inputs(block, info) != [info.key]
+
+    def inputs(self, block: Block, info: TensorInfo) -> list[str]:
+        """Keys of the tensors that a folded one is computed from, itself included."""
+        return fold_inputs(block, info, self.streams)
+
+    def tensor(self, block: Block, info: TensorInfo, get: Get) -> Tensor:
+        """See `fold_tensor`."""
+        return fold_tensor(block, info, get, self.streams, self.centred)
+
+    def block(self, block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All tensors of a block, folded."""
+        return {i.key: self.tensor(block, i, tensors.get) for i in block.tensors if i.key in tensors}
+
+
 class Folded:
     """A source whose norms are folded and whose writers are centred, computed tensor by tensor."""
 
     def __init__(self, architecture: Architecture, source: TensorSource, streams: Iterable[str]) -> None:
-        self.source, self.streams = source, list(streams)
-        self.centred = centred_streams(architecture, self.streams)
+        self.source, self.fold = source, Fold(architecture, streams)
         self.places = {
             name: (block, info, piece)
             for block in architecture.blocks
@@ -193,5 +219,5 @@ class Folded:
             found = block.tensor(key)
             return read_tensor(found, self.source) if found is not None else None
 
-        folded = fold_tensor(block, info, get, self.streams, self.centred)
+        folded = self.fold.tensor(block, info, get)
         return folded[piece] if info.stacked else folded

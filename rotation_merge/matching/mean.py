@@ -37,7 +37,11 @@ def match_to_mean(
     Returns:
         An alignment for every model but the base.
     """
-    found = {name: match_model(architecture, sources[base], s, options, progress) for name, s in sources.items() if name != base}
+    found = {
+        name: match_model(architecture, sources[base], s, options, progress)
+        for name, s in sources.items()
+        if name != base
+    }
     folded = next((a.folded for a in found.values()), ())
     seen: dict[str, TensorSource] = {
         name: Folded(architecture, source, folded) if folded else source for name, source in sources.items()
@@ -86,7 +90,8 @@ def _towards(
 def _relative(base: Transforms, other: Transforms) -> Transforms:
     """The map into the base's coordinates: the inverse of the base's frame after the other's."""
     return {
-        name: base[name].inverse().compose(transform) if name in base else transform for name, transform in other.items()
+        name: base[name].inverse().compose(transform) if name in base else transform
+        for name, transform in other.items()
     }
 
 

@@ -180,7 +180,9 @@ def _match_streams(
 def _from_embeddings(walk: _Walk, streams: list[str], still: Transforms) -> Transforms:
     """Stream transforms from what stands before the layers: token, patch and position embeddings."""
     statistics, _ = walk.pass_over(streams, still, "embeddings", only="before")
-    return {s: _solve(walk, s, statistics[s]) if bool((statistics[s].products != 0).any()) else still[s] for s in streams}
+    return {
+        s: _solve(walk, s, statistics[s]) if bool((statistics[s].products != 0).any()) else still[s] for s in streams
+    }
 
 
 def _solve(walk: _Walk, stream: str, statistics: StreamStatistics) -> SpaceTransform:
@@ -214,7 +216,9 @@ def _alternate(walk: _Walk, streams: list[str], start: Transforms, name: str) ->
     return best, history
 
 
-def aligned_tensors(architecture: Architecture, source: TensorSource, alignment: Alignment) -> Iterator[tuple[str, Tensor]]:
+def aligned_tensors(
+    architecture: Architecture, source: TensorSource, alignment: Alignment
+) -> Iterator[tuple[str, Tensor]]:
     """A donor's tensors in the anchor's coordinates, one after the other, in their storage dtype.
 
     For the anchor itself, folded where the alignment needs it, give ``Alignment({}, alignment.folded)``.

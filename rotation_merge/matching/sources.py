@@ -16,7 +16,9 @@ from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 class Moved:
     """A source in new coordinates, tensor by tensor, in float32 at least."""
 
-    def __init__(self, architecture: Architecture, source: TensorSource, transforms: Mapping[str, SpaceTransform]) -> None:
+    def __init__(
+        self, architecture: Architecture, source: TensorSource, transforms: Mapping[str, SpaceTransform]
+    ) -> None:
         self.source, self.transforms = source, transforms
         self.infos = architecture.named()
 
@@ -52,7 +54,9 @@ class Renamed:
 
     def __init__(self, source: TensorSource, own: Architecture, wanted: Architecture) -> None:
         self.source = source
-        theirs = {(block.module, block.place, block.index, info.key): info for block in own.blocks for info in block.tensors}
+        theirs = {
+            (block.module, block.place, block.index, info.key): info for block in own.blocks for info in block.tensors
+        }
         self.names: dict[str, str] = {}
         for block in wanted.blocks:
             for info in block.tensors:

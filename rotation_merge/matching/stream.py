@@ -106,7 +106,9 @@ def check_group(architecture: Architecture, group: str, model: str = "the model"
         RecipeError: no stream, or not every stream, admits it; names the largest group that all admit.
     """
     if not architecture.streams:
-        raise RecipeError(f"'residual: {group}': the {architecture.family} architecture has no stream to move", where=model)
+        raise RecipeError(
+            f"'residual: {group}': the {architecture.family} architecture has no stream to move", where=model
+        )
     refusing = [name for name, groups in architecture.stream_groups.items() if group not in groups]
     if refusing:
         admitted = [g for g in ("none", *GROUPS) if all(g in groups for groups in architecture.stream_groups.values())]

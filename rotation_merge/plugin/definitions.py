@@ -56,7 +56,7 @@ def architecture_info(config: MergeConfiguration, options: MergeOptions) -> Mode
         RotationMergeError: the recipe or a model is at fault.
     """
     recipe = Recipe.read(config)
-    models = Models(options, recipe.unsupported)
+    models = Models(options, recipe.unsupported, recipe.untie)
     models.check(recipe.base, config.referenced_models())
     return describe(models[recipe.base].architecture, models[recipe.base].config)
 

@@ -31,8 +31,10 @@ WEIGHT_FILES = (
 class Model:
     """One checkpoint, read lazily: config, tensor names and shapes now, tensors when asked for by name."""
 
-    def __init__(self, reference: ModelReference, options: MergeOptions, unsupported: str = "error") -> None:
-        self.reference, self.options, self.unsupported = reference, options, unsupported
+    def __init__(
+        self, reference: ModelReference, options: MergeOptions, unsupported: str = "error", untie: bool = False
+    ) -> None:
+        self.reference, self.options, self.unsupported, self.untie = reference, options, unsupported, untie
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -130,13 +132,21 @@ class Model:
         where = str(self.reference)
         if merge_anyway and find(self.config) is None:
             return unaligned(self.names)
-        architecture = resolve(self.config, self.names, where, keep_unknown=merge_anyway)
+        architecture = resolve(self.config, self.names, where, keep_unknown=merge_anyway, untie=self.untie)
         for info in architecture.tensors():
             present = [name for name in info.names if name in self.shapes]
             if present:
                 shape = self.shapes[present[0]]
                 check_shape(info, (len(info.names), *shape) if info.stacked else shape, where)
         return architecture
+
+    @cached_property
+    def tied_head(self) -> str | None:
+        """Name of a head that is tied to an embedding and has no tensor of its own, if there is one."""
+        if self.unsupported == "merge" and find(self.config) is None:
+            return None
+        untied = resolve(self.config, self.names, str(self.reference), keep_unknown=True, untie=True)
+        return next((t.name for t in untied.tensors() if t.tied and t.name not in self.names), None)
 
     def __contains__(self, name: object) -> bool:
         return name in self.loader.index.tensor_paths
@@ -177,14 +187,14 @@ def _pickle_shapes(path: str) -> dict[str, tuple[int, ...]]:
 class Models:
     """The models of one merge, opened once each."""
 
-    def __init__(self, options: MergeOptions, unsupported: str = "error") -> None:
-        self.options, self.unsupported = options, unsupported
+    def __init__(self, options: MergeOptions, unsupported: str = "error", untie: bool = False) -> None:
+        self.options, self.unsupported, self.untie = options, unsupported, untie
         self._opened: dict[ModelReference, Model] = {}
         LoaderCache().setup(options=options)
 
     def __getitem__(self, reference: ModelReference) -> Model:
         if reference not in self._opened:
-            self._opened[reference] = Model(reference, self.options, self.unsupported)
+            self._opened[reference] = Model(reference, self.options, self.unsupported, self.untie)
         return self._opened[reference]
 
     def check(self, anchor: ModelReference, others: Iterable[ModelReference]) -> None:

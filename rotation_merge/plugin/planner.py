@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.block import wanted_spaces
+from rotation_merge.plugin.donors import Donor, Donors
 from rotation_merge.plugin.models import Models
 from rotation_merge.plugin.recipe import Recipe
-from rotation_merge.plugin.tasks import AlignedGather, LabelledLoad, MatchBlock, MoveTensor
+from rotation_merge.plugin.tasks import AlignedGather, LabelledLoad, Loads, MatchBlock, MoveTensor
 from rotation_merge.report.run import current
 
 
@@ -35,6 +36,24 @@ class Source:
     block: Block
 
 
+@dataclass(frozen=True)
+class Move:
+    """How one source's tensors of a block get to the anchor's coordinates.
+
+    Attributes:
+        frame: the block whose space names the transforms go by.
+        transforms: task that matches the block's local spaces.
+        whole: task that gives the alignment of the whole model.
+        origin: the same block of the model the source was fine-tuned from.
+    """
+
+    source: Source
+    frame: Block
+    transforms: Task | None = None
+    whole: Task | None = None
+    origin: Source | None = None
+
+
 class RotationMergePlanner(MergePlanner):
     """Plans a merge whose donors are aligned; everything mergekit plans stays mergekit's."""
 
@@ -44,9 +63,11 @@ class RotationMergePlanner(MergePlanner):
         super().__init__(config, arch_info, options, out_model_config)
         self.recipe = Recipe.read(config)
         self._method = self.recipe.delegate
-        self.models = Models(options, self.recipe.unsupported)
+        self.models = Models(options, self.recipe.unsupported, self.recipe.untie)
         self.run = current()
         self._blocks_planned = 0
+        if self.recipe.untie:
+            out_model_config.tie_word_embeddings = False
 
     def normalize_config(self) -> None:
         """As mergekit's; but a delegate that takes one model only is given the donor, not the anchor too."""
@@ -56,6 +77,8 @@ class RotationMergePlanner(MergePlanner):
             self.config.base_model = base
         else:
             super().normalize_config()
+        self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
+        self.fold = self.donors.fold
 
     def plan_module(self, module_name: str, definition: OutputModuleDefinition) -> None:
         reader = ConfigReader(config=self.config, t=0, module=definition)
@@ -107,9 +130,9 @@ class RotationMergePlanner(MergePlanner):
         """All tensors of one output block."""
         self._blocks_planned += 1
         anchor = next((s for s in sources if s.model == self.recipe.base), sources[0])
-        transforms = {s.model: self._transforms(anchor, s, index, reader) for s in sources if s is not anchor}
+        moves = {s.model: self._move(anchor, s, index, reader) for s in sources}
         for info in self._out_tensors(sources, anchor):
-            self._plan_info(info, sources, anchor, transforms, index, reader)
+            self._plan_info(info, sources, anchor, moves, index, reader)
 
     def _out_tensors(self, sources: list[Source], anchor: Source) -> list[TensorInfo]:
         """Tensors of the output block, each present in every source (or left to the anchor alone).
@@ -129,13 +152,15 @@ class RotationMergePlanner(MergePlanner):
                 raise CheckpointError(
                     f"tensor '{info.name}' is missing, {holder.model} has it",
                     where=str(lacking[0].model),
-                    remedy="merge models with the same heads, or name the tensor under 'exclude' to copy it from base_model",
+                    remedy="merge models with the same heads, or name the tensor under 'exclude' "
+                    "to copy it from base_model",
                 )
         return [info for info in infos if self._has(anchor, info)]
 
-    @staticmethod
-    def _has(source: Source, info: TensorInfo) -> bool:
-        return source.block.tensor(info.key) is not None
+    def _has(self, source: Source, info: TensorInfo) -> bool:
+        if source.block.tensor(info.key) is not None:
+            return True
+        return any(name in self.models[source.model] for name in info.tied)
 
     # --- tasks -------------------------------------------------------------------------------------------------
 
@@ -145,68 +170,83 @@ class RotationMergePlanner(MergePlanner):
         name = anchor.architecture.names(first, index)[0]
         return name if index is None else name[: name.index(f".{index}.") + len(f".{index}.")]
 
-    def _loads(self, source: Source, info: TensorInfo, out_names: tuple[str, ...]) -> tuple[LabelledLoad, ...]:
-        own = source.block.tensor(info.key)
-        if own is None:
-            return ()
+    def _loads(self, source: Source, keys: Iterable[str], anchor: Source, index: int | None) -> Loads:
+        """Loads of some tensors of a source's block, labelled by the names they have in the output."""
         device = self.options.device if self.options.read_to_gpu else None
-        return tuple(
-            LabelledLoad(model=source.model, tensor=name, device=device, tied_names=own.tied or None, label=label)
-            for name, label in zip(own.names, out_names, strict=True)
-        )
+        result: Loads = {}
+        for key in keys:
+            info = anchor.block.tensor(key) or source.block.tensor(key)
+            own = source.block.tensor(key) or info
+            if info is None or own is None or not self._has(source, info):
+                continue
+            result[key] = tuple(
+                LabelledLoad(model=source.model, tensor=name, device=device, tied_names=own.tied or None, label=label)
+                for name, label in zip(own.names, anchor.architecture.names(info, index), strict=True)
+            )
+        return result
 
-    def _block_loads(self, source: Source, anchor: Source, index: int | None) -> dict[str, tuple[LabelledLoad, ...]]:
-        """Loads of the tensors that live in some local space of the block."""
-        local = {space.name for space in anchor.block.spaces.values()}
-        return {
-            info.key: self._loads(source, info, anchor.architecture.names(info, index))
-            for info in anchor.block.tensors
-            if any(space.name in local for space in info.spaces()) and self._has(source, info)
-        }
-
-    def _transforms(self, anchor: Source, donor: Source, index: int | None, reader: ConfigReader) -> Task | None:
-        options = self.recipe.options(reader, anchor.block.name, donor.model)
+    def _move(self, anchor: Source, source: Source, index: int | None, reader: ConfigReader) -> Move:
+        """How the tensors of one source's block are moved."""
+        donor = self.donors.found.get(source.model, Donor())
+        origin = None
+        if donor.origin is not None:
+            origin = self._same_block(donor.origin, source.block)
+        if source is anchor and donor.whole is None:
+            return Move(source, anchor.block, origin=origin)
+        if donor.whole is not None and (source.block.index == anchor.block.index or anchor.model != self.recipe.base):
+            frame = self._same_block(self.recipe.base, source.block)
+            return Move(source, frame.block, None, donor.whole, origin)
+        options = self.recipe.options(reader, anchor.block.name, source.model)
         if not wanted_spaces(anchor.block, options):
-            return None
-        return MatchBlock(
-            key=f"{self._blocks_planned}:{donor.model}",
+            return Move(source, anchor.block, None, donor.whole, origin)
+        keys = [i.key for i in anchor.block.tensors if self._touches(i, anchor.block, whole=donor.whole is not None)]
+        if self.fold is not None:
+            keys = list(dict.fromkeys(k for key in keys for k in self._fold_keys(anchor.block, key)))
+        matched = origin or source
+        task = MatchBlock(
+            key=f"{self._blocks_planned}:{source.model}",
             label=self._label(anchor, index),
             block=anchor.block,
-            anchor=self._block_loads(anchor, anchor, index),
-            donor=self._block_loads(donor, anchor, index),
-            donor_name=str(donor.model),
+            anchor=self._loads(anchor, keys, anchor, index),
+            donor=self._loads(matched, keys, anchor, index),
+            donor_name=self.donors.name(source.model, donor.origin),
             options=options,
             run=self.run,
+            fold=self.fold,
+            whole=donor.whole,
         )
+        return Move(source, anchor.block, task, donor.whole, origin)
+
+    def _same_block(self, model: ModelReference, block: Block) -> Source:
+        """The block of another model that stands at the same place."""
+        architecture = self.models[model].architecture
+        for other in architecture.blocks:
+            if (other.module, other.place, other.index) == (block.module, block.place, block.index):
+                return Source(model, architecture, other)
+        raise CheckpointError(f"has no block like {block.name}", where=str(model), remedy="the models differ in depth")
+
+    def _touches(self, info: TensorInfo, block: Block, whole: bool) -> bool:
+        """Whether a tensor has an axis that a transform may move."""
+        local = {space.name for space in block.spaces.values()}
+        return any(space.name in local or (whole and space.kind == "stream") for space in info.spaces())
+
+    def _fold_keys(self, block: Block, key: str) -> list[str]:
+        info = block.tensor(key)
+        return [key] if info is None or self.fold is None else self.fold.inputs(block, info)
 
     def _plan_info(
         self,
         info: TensorInfo,
         sources: list[Source],
         anchor: Source,
-        transforms: dict[ModelReference, Task | None],
+        moves: dict[ModelReference, Move],
         index: int | None,
         reader: ConfigReader,
     ) -> None:
         names = anchor.architecture.names(info, index)
         if self.recipe.excluded(names[0]):
             sources = [anchor]
-        given: list[tuple[ModelReference, tuple[Task, ...]]] = []
-        for source in sources:
-            loads = self._loads(source, info, names)
-            task = transforms.get(source.model)
-            if source is anchor or task is None or not info_is_moved(info, anchor.block):
-                given.append((source.model, loads))
-            else:
-                moved = MoveTensor(
-                    key=f"{self._blocks_planned}:{source.model}:{info.key}",
-                    label=names[0],
-                    info=info,
-                    loads=loads,
-                    transforms=task,
-                    dtype=self.config.dtype,
-                )
-                given.append((source.model, (moved,) * len(names)))
+        given = [(s.model, self._tensor_tasks(info, moves[s.model], anchor, index, names)) for s in sources]
         for piece, name in enumerate(names):
             gather = AlignedGather(
                 weight_info=ImmutableMap(data={}),
@@ -217,6 +257,37 @@ class RotationMergePlanner(MergePlanner):
             )
             originals = {s.model: (s.block.tensor(info.key) or info).names[piece] for s in sources}
             self._plan_merge(info, name, originals, gather, reader)
+
+    def _tensor_tasks(
+        self, info: TensorInfo, move: Move, anchor: Source, index: int | None, names: tuple[str, ...]
+    ) -> tuple[Task, ...]:
+        """What gives a source's pieces of one tensor: the loads themselves, or a task that moves them."""
+        block = move.frame
+        framed = block.tensor(info.key) or info
+        moving = move.transforms is not None or move.whole is not None
+        moving = moving and self._touches(framed, block, whole=move.whole is not None)
+        folding = self.fold is not None and self.fold.touches(block, framed)
+        if not moving and not folding and move.origin is None:
+            return self._loads(move.source, [info.key], anchor, index)[info.key]
+        keys = self._fold_keys(block, info.key)
+        base = self._same_block(self.recipe.base, block)
+        carried = move.origin is not None
+        task = MoveTensor(
+            key=f"{self._blocks_planned}:{move.source.model}:{info.key}",
+            label=names[0],
+            block=block,
+            info=framed,
+            loads=self._loads(move.source, keys, anchor, index),
+            transforms=move.transforms if moving else None,
+            whole=move.whole if moving else None,
+            fold=self.fold,
+            anchor=self._loads(base, keys, anchor, index) if carried else {},
+            origin=self._loads(move.origin, keys, anchor, index) if move.origin is not None else {},
+            run=self.run if carried else None,
+            donor_name=str(move.source.model),
+            dtype=self.config.dtype,
+        )
+        return (task,) * len(names)
 
     def _plan_merge(
         self,
@@ -273,9 +344,3 @@ class RotationMergePlanner(MergePlanner):
         if self.options.unsafe_truncate_embeddings:
             return TruncatedVocabulary(gather_tensors=gather, weight_info=weight)
         return gather
-
-
-def info_is_moved(info: TensorInfo, block: Block) -> bool:
-    """Whether a tensor has an axis in one of the block's local spaces."""
-    local = {space.name for space in block.spaces.values()}
-    return any(space.name in local for space in info.spaces())

@@ -1,4 +1,4 @@
-"""Tasks of mergekit's graph: matching a block, moving a donor's tensors, gathering them for the delegate."""
+"""Tasks of mergekit's graph: matching, moving a donor's tensors, gathering them for the delegate."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.block import match_block
+from rotation_merge.matching.fold import Fold
+from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.report.run import Run
 
@@ -28,6 +30,10 @@ class LabelledLoad(LoadTensor):
 
     def group_label(self) -> str | None:
         return self.label
+
+
+Loads = dict[str, tuple[LabelledLoad, ...]]
+"""By key of the architecture, the loads of a tensor's stored pieces."""
 
 
 class KeyedTask(Task[Any]):
@@ -51,34 +57,54 @@ class KeyedTask(Task[Any]):
         return True
 
 
+def load_arguments(**sides: Loads) -> dict[str, Task]:
+    """The loads of several models as arguments of a task; `loaded` takes them apart again."""
+    return {
+        f"{side}:{key}:{i}": load
+        for side, loads in sides.items()
+        for key, pieces in loads.items()
+        for i, load in enumerate(pieces)
+    }
+
+
+def loaded(side: str, loads: Loads, block: Block, values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """One model's tensors by key, stacked where they are stored in pieces; absent ones left out."""
+    result = {}
+    for key, pieces in loads.items():
+        found = [values[f"{side}:{key}:{i}"] for i in range(len(pieces))]
+        present = [tensor for tensor in found if tensor is not None]
+        info = block.tensor(key)
+        if info is not None and len(present) == len(found):
+            result[key] = torch.stack(present) if info.stacked else present[0]
+    return result
+
+
 class MatchBlock(KeyedTask):
     """Matches one donor's block to the anchor's: returns the transforms of its local spaces.
 
-    The loads of both are those that the merge itself uses, so nothing is read twice.
+    The loads of both are those that the merge itself uses, so nothing is read twice. With `whole` (a residual
+    alignment of the same donor), local spaces are matched in the streams it gives.
     """
 
     block: Block
-    anchor: dict[str, tuple[LabelledLoad, ...]] = Field(repr=False)
-    donor: dict[str, tuple[LabelledLoad, ...]] = Field(repr=False)
+    anchor: Loads = Field(repr=False)
+    donor: Loads = Field(repr=False)
     donor_name: str
     options: MatchOptions
     run: Run = Field(repr=False)
+    fold: Fold | None = Field(default=None, repr=False)
+    whole: Task | None = None
 
     def arguments(self) -> dict[str, Task]:
-        return {
-            f"{side}:{key}:{i}": load
-            for side, loads in (("anchor", self.anchor), ("donor", self.donor))
-            for key, pieces in loads.items()
-            for i, load in enumerate(pieces)
-        }
+        whole = {} if self.whole is None else {"whole": self.whole}
+        return {**load_arguments(anchor=self.anchor, donor=self.donor), **whole}
 
-    def execute(self, **tensors: Tensor | None) -> dict[str, SpaceTransform]:
-        sides = []
-        for side, loads in (("anchor", self.anchor), ("donor", self.donor)):
-            given = {key: [tensors[f"{side}:{key}:{i}"] for i in range(len(pieces))] for key, pieces in loads.items()}
-            sides.append(_stack(self.block, given))
+    def execute(self, whole: Alignment | None = None, **values: Tensor | None) -> dict[str, SpaceTransform]:
+        anchor, donor = (loaded(s, d, self.block, values) for s, d in (("anchor", self.anchor), ("donor", self.donor)))
+        if self.fold is not None:
+            anchor, donor = self.fold.block(self.block, anchor), self.fold.block(self.block, donor)
         try:
-            match = match_block(self.block, sides[0], sides[1], self.options)
+            match = match_block(self.block, anchor, donor, self.options, whole.transforms if whole else None)
         except AlignmentError as error:
             raise AlignmentError(error.what, where=f"{self.donor_name}, {error.where}", remedy=error.remedy) from error
         self.run.record(self.donor_name, self.block, match.records)
@@ -88,58 +114,69 @@ class MatchBlock(KeyedTask):
         return -5
 
 
-def _stack(block: Block, given: Mapping[str, list[Tensor | None]]) -> dict[str, Tensor]:
-    stacked = {info.key for info in block.tensors if info.stacked}
-    result = {}
-    for key, pieces in given.items():
-        present = [piece for piece in pieces if piece is not None]
-        if len(present) == len(pieces):
-            result[key] = torch.stack(present) if key in stacked else present[0]
-    return result
-
-
 class MoveTensor(KeyedTask):
-    """One tensor of a donor in the anchor's coordinates, rounded once, to `dtype`; a tuple, one for each stored piece.
+    """One tensor of a model in the anchor's coordinates, rounded once, to `dtype`; a tuple, one for each stored piece.
 
-    With `origin` (the model the donor was fine-tuned from) and `anchor`: anchor + map(donor - origin).
+    With `origin` (the model the donor was fine-tuned from): anchor + map(donor - origin). With `fold`: of the folded
+    models. Without transforms: the anchor itself, folded.
     """
 
-    info: TensorInfo
-    loads: tuple[LabelledLoad, ...] = Field(repr=False)
+    block: Block = Field(repr=False)
+    info: TensorInfo = Field(repr=False)
+    loads: Loads = Field(repr=False)
     transforms: Task | None = None
-    anchor: tuple[LabelledLoad, ...] = ()
-    origin: tuple[LabelledLoad, ...] = ()
+    whole: Task | None = None
+    fold: Fold | None = Field(default=None, repr=False)
+    anchor: Loads = Field(default_factory=dict, repr=False)
+    origin: Loads = Field(default_factory=dict, repr=False)
+    run: Run | None = Field(default=None, repr=False)
+    donor_name: str = ""
     dtype: str | None = None
 
     def arguments(self) -> dict[str, Task]:
-        groups = {"donor": self.loads, "anchor": self.anchor, "origin": self.origin}
-        tasks: dict[str, Task] = {f"{name}:{i}": load for name, loads in groups.items() for i, load in enumerate(loads)}
-        if self.transforms is not None:
-            tasks["transforms"] = self.transforms
+        tasks = load_arguments(donor=self.loads, anchor=self.anchor, origin=self.origin)
+        for name, task in (("transforms", self.transforms), ("whole", self.whole)):
+            if task is not None:
+                tasks[name] = task
         return tasks
 
     def execute(
-        self, transforms: dict[str, SpaceTransform] | None = None, **tensors: Tensor | None
+        self,
+        transforms: dict[str, SpaceTransform] | None = None,
+        whole: Alignment | None = None,
+        **values: Tensor | None,
     ) -> tuple[Tensor, ...] | None:
-        donor = self._stacked("donor", len(self.loads), tensors)
-        if donor is None:
+        stored = loaded("donor", self.loads, self.block, values).get(self.info.key)
+        donor = self._tensor("donor", self.loads, values)
+        if donor is None or stored is None:
             return None
-        storage = dtype_from_name(self.dtype) or donor.dtype
-        anchor, origin = (self._stacked(name, len(self.loads), tensors) for name in ("anchor", "origin"))
-        if anchor is not None and origin is not None:
-            donor = donor.float() - origin.float()
-        moved = transform_tensor(donor, self.info, transforms or {})
-        if anchor is not None and origin is not None:
-            moved = anchor.float() + moved
-        moved = moved.to(storage) if moved.is_floating_point() else moved
-        return tuple(moved.unbind(0)) if self.info.stacked else (moved,)
+        maps = {**(whole.transforms if whole else {}), **(transforms or {})}
+        if self.origin and donor.is_floating_point():
+            donor = self._transport(donor, maps, values)
+        else:
+            donor = transform_tensor(donor, self.info, maps)
+        if donor.is_floating_point():
+            donor = donor.to(dtype_from_name(self.dtype) or stored.dtype)
+        return tuple(donor.unbind(0)) if self.info.stacked else (donor,)
 
-    def _stacked(self, name: str, count: int, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
-        pieces = [tensors.get(f"{name}:{i}") for i in range(count)]
-        present = [piece for piece in pieces if piece is not None]
-        if len(present) < count:
+    def _tensor(self, side: str, loads: Loads, values: Mapping[str, Tensor | None]) -> Tensor | None:
+        tensors = loaded(side, loads, self.block, values)
+        if self.info.key not in tensors:
             return None
-        return torch.stack(present) if self.info.stacked else present[0]
+        return tensors[self.info.key] if self.fold is None else self.fold.tensor(self.block, self.info, tensors.get)
+
+    def _transport(self, donor: Tensor, maps: dict[str, SpaceTransform], values: Mapping[str, Tensor | None]) -> Tensor:
+        anchor, origin = self._tensor("anchor", self.anchor, values), self._tensor("origin", self.origin, values)
+        if anchor is None or origin is None or not donor.shape == origin.shape == anchor.shape:
+            raise AlignmentError(
+                f"tensor '{self.info.name}' cannot be carried over: shapes differ, or a model lacks it",
+                where=self.donor_name,
+                remedy="name it under 'exclude' to copy it from base_model",
+            )
+        change = donor.float() - origin.float()
+        if self.run is not None:
+            self.run.transport(self.donor_name, float(change.square().sum()), float(origin.float().square().sum()))
+        return anchor.float() + transform_tensor(change, self.info, maps)
 
     def priority(self) -> int:
         return -8

@@ -17,12 +17,19 @@ class Run:
     records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
+    carried: dict[str, tuple[float, float]] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
         with self._lock:
             self.records += [(donor, block.name, block.index, match) for match in matches]
+
+    def transport(self, donor: str, change: float, origin: float) -> None:
+        """Add a tensor's squared change by fine-tuning and its squared norm before it."""
+        with self._lock:
+            so_far = self.carried.get(donor, (0.0, 0.0))
+            self.carried[donor] = (so_far[0] + change, so_far[1] + origin)
 
     def note(self, text: str) -> None:
         """Something the user should read in the report; the same words once."""
