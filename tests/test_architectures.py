@@ -3,6 +3,7 @@ declares everything."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rotation_merge.architectures import Architecture, families, registry, resol
 from rotation_merge.architectures.schema import OUTSIDE, ArchitectureSpec
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.model import Alignment, aligned_tensors
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import transform_state
 
@@ -37,7 +39,7 @@ def moved(
 
 
 def must_move(architecture: Architecture, residual: str) -> set[str]:
-    """Tensors that a random gauge does not leave alone: values, outputs and neurons, and what the stream runs through."""
+    """Tensors that a random gauge cannot leave alone: values, outputs, neurons, and what touches a moved stream."""
     roles = {"v", "o", "in", "out"}
     streams = {name for name, groups in architecture.stream_groups.items() if residual != "none" and residual in groups}
     return {
@@ -130,6 +132,27 @@ def matters(case: Case, change: Callable[[Any], Any], architecture: Any) -> bool
         return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head") for s in spaces)
     fused = [axis.parts for info in architecture.tensors() for axis in info.axes if len(axis.parts) > 1]
     return any(parts != parts[::-1] for parts in fused)
+
+
+@by_case
+def test_rotations_of_folded_streams_are_symmetries(case: Case, tmp_path: Path) -> None:
+    """(a), for the largest residual group: gains folded into the readers, writers centred under LayerNorm."""
+    model = make(case)
+    given = inputs(case, model)
+    config, state = save(model, tmp_path)
+    architecture = resolve(config, list(state), case.name, untie=True)
+    folded = tuple(name for name, groups in architecture.stream_groups.items() if "rotation" in groups)
+    if not folded:
+        pytest.skip("no stream admits rotations")
+    expected = outputs(reload(case, tmp_path, state), given)
+    untied = {t.name: state[t.tied[0]] for t in architecture.tensors() if t.tied and t.name not in state}
+    if untied:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
+    gauge = random_gauge(architecture, MatchOptions(residual="rotation"), torch.Generator().manual_seed(5))
+    after = dict(aligned_tensors(architecture, state | untied, Alignment(gauge, folded)))
+    assert set(after) == set(state | untied)
+    assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9
 
 
 @pytest.mark.parametrize("change", [wrong_heads, wrong_rotary, wrong_split], ids=lambda change: change.__name__)

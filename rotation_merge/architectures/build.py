@@ -52,6 +52,14 @@ class _Scope:
         return ArchitectureError(what, where=f"architecture file '{self.spec.family}'", remedy=remedy)
 
 
+def variables(spec: ArchitectureSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file's expressions may name: the config's keys, `model_class`, and the file's own variables."""
+    values = {**config, "model_class": (config.get("architectures") or [""])[0]}
+    for name, expression in spec.variables.items():
+        values[name] = evaluate(expression, values)
+    return values
+
+
 def build(
     spec: ArchitectureSpec, config: Mapping[str, Any], base: str, spelling: list[tuple[str, str]]
 ) -> Architecture:
@@ -66,9 +74,7 @@ def build(
     Raises:
         ArchitectureError: the file refers to spaces, roles or config keys that are not there.
     """
-    values = dict(config)
-    for name, expression in spec.variables.items():
-        values[name] = evaluate(expression, values)
+    values = variables(spec, config)
     root = _Scope(spec, values, "", {})
     streams = {
         name: Space(name, "stream", {"size": _integer(root, stream.size, f"size of stream {name}")})
@@ -179,8 +185,8 @@ def _block(
         for norm in [n for n in _listed(entry) if _holds(scope, n.when)][:1]:
             tensors += _norm_tensors(scope, path, norm)
             norms.append(_norm(scope, path, norm))
-    for path, entry in section.scales.items():
-        for scale in [s for s in _listed(entry) if _holds(scope, s.when)][:1]:
+    for path, choice in section.scales.items():
+        for scale in [s for s in _listed(choice) if _holds(scope, s.when)][:1]:
             tensors += _tensor(scope, path, TensorSpec(axes=[f"{scale.stream}.gain"]))
             key = scope.prefix + scale.writes
             scales.append(Scale(scale.stream, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
@@ -305,11 +311,19 @@ def _stream_groups(scope: _Scope, stream: str, blocks: list[Block]) -> tuple[str
         for axis in tensor.axes
         if any(part.space.name == stream and part.role == "read" for part in axis.parts)
     }
-    if all(norm.reads for norm in norms) and (not layer or readers <= {_stem(key) for key in folded}):
+    local = all(_read_in_its_block(block, blocks) for block in blocks)
+    if local and all(norm.reads for norm in norms) and (not layer or readers <= {_stem(key) for key in folded}):
         groups.append("rotation")
     if limit is not None:
         groups = groups[: groups.index(limit) + 1] if limit in groups else groups
     return tuple(groups)
+
+
+def _read_in_its_block(block: Block, blocks: list[Block]) -> bool:
+    """Whether what reads the block's norms stands in the same block, as folding one block at a time needs it."""
+    reads = {_stem(key) for norm in block.norms for key in norm.reads}
+    elsewhere = {_stem(tensor.key) for other in blocks if other is not block for tensor in other.tensors}
+    return not reads.intersection(elsewhere - {_stem(tensor.key) for tensor in block.tensors})
 
 
 def _stem(key: str) -> str:

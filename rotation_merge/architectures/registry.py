@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rotation_merge.architectures.build import build, required
+from rotation_merge.architectures.build import build, required, variables
+from rotation_merge.architectures.expression import evaluate
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.architectures.schema import ArchitectureSpec
 from rotation_merge.errors import ArchitectureError, CheckpointError, nearest
@@ -135,8 +136,9 @@ def resolve(
             "or set 'unsupported: merge' under parameters to merge it without alignment",
         )
     present = set(names)
+    untie = untie and bool(evaluate(spec.tied_when, variables(spec, config)))
     candidates = [
-        _present_only(build(spec, config, base, spelling), present, untie and (base != "" or spec.bases == [""]))
+        _present_only(build(spec, config, base, spelling), present, untie)
         for base in spec.bases
         for spelling in spec.spellings
     ]
@@ -184,7 +186,9 @@ def _present_only(architecture: Architecture, present: set[str], untie: bool) ->
     blocks = []
     for block in architecture.blocks:
         kept = tuple(filter(there, block.tensors))
-        blocks.append(replace(block, tensors=kept))
+        used = {space.name for tensor in kept for space in tensor.spaces()}
+        spaces = {local: space for local, space in block.spaces.items() if space.name in used}
+        blocks.append(replace(block, tensors=kept, spaces=spaces))
     return replace(architecture, blocks=tuple(block for block in blocks if block.tensors))
 
 

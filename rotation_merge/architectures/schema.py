@@ -2,8 +2,8 @@
 
 An axis is written `space.role` (`attn.q`, `ffn.in`, `residual.write`), or as a bare word (`vocabulary`, `classes`,
 `positions`, `fixed`, ...: see OUTSIDE) if it lives in no space. A fused axis lists its parts: `{"split": [...]}` where
-they follow one another, `{"interleave": [...]}` where they alternate for each KV group. Where the entry depends on the
-config, a tensor, linear map, norm or scale may be a list of entries, of which the first one whose `when` holds is taken.
+they follow one another, `{"interleave": [...]}` where they alternate for each KV group. Where an entry depends on the
+config, it may be a list of entries, of which the first one whose `when` holds is taken.
 """
 
 from __future__ import annotations
@@ -192,8 +192,12 @@ class LayerSection(Section):
 class ModuleSpec(Strict):
     """A stack of layers with what stands before and after it; named as mergekit names modules.
 
-    `spaces` are those of `before` and `after`; `when` says whether a model of this config has the module; `config` names
-    the part of the config (`text_config`) that the module's expressions are about, where the config has such a part.
+    Attributes:
+        when: whether a model of this config has the module (null: always).
+        config: the part of the config (`text_config`) that the module's expressions are about, where there is one.
+        layers: number of layers.
+        layers_key: config key of that number.
+        spaces: those of `before` and `after`.
     """
 
     when: Expression = None
@@ -217,7 +221,8 @@ class ArchitectureSpec(Strict):
         model_types: where given, the config's model_type must be one of them.
         bases: prefixes that `{base}` may stand for, the likeliest first.
         spellings: ways in which tensor names may differ from this file: lists of [ours, theirs] substitutions.
-        variables: named expressions for use in other expressions.
+        variables: named expressions for use in other expressions, beside the config's keys and `model_class`.
+        tied_when: whether a model has the heads whose tensors are `tied`, where it does not store them.
         limits: what is not aligned and why, in words, for people.
         ignored: name endings of buffers that carry no weights (rotary tables, masks).
     """
@@ -231,6 +236,9 @@ class ArchitectureSpec(Strict):
     bases: list[str] = Field(default_factory=lambda: [""])
     spellings: list[list[tuple[str, str]]] = [[]]
     variables: dict[str, Expression] = Field(default_factory=dict)
+    tied_when: Expression = (
+        "'LM' in model_class or 'PreTraining' in model_class or 'ConditionalGeneration' in model_class"
+    )
     streams: dict[str, StreamSpec]
     modules: dict[str, ModuleSpec]
     limits: list[str] = Field(default_factory=list)
