@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.options import MergeOptions
 
-from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
+from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, nearest
+from rotation_merge.matching.options import MatchOptions
 from rotation_merge.plugin.checking.document import Document, Fault, documents
 from rotation_merge.plugin.checking.settings import at, check_settings
 from rotation_merge.plugin.checking.sources import check_sources, is_hub_name
-from rotation_merge.plugin.recipe import METHOD
+from rotation_merge.plugin.recipe import METHOD, Recipe
 
-__all__ = ["Document", "Fault", "check_text", "documents"]
+__all__ = ["Document", "Fault", "check_text", "documents", "donors_of"]
 
 
 def check_text(text: str, options: MergeOptions | None = None) -> list[Fault]:
@@ -82,3 +84,33 @@ def _check_genome_models(document: Document) -> None:
             document.raised(("genome", "models", i), error)
         except (RotationMergeError, RuntimeError, ValueError) as error:
             document.fault(("genome", "models", i), str(error), "check the path")
+
+
+def donors_of(path: str) -> list[tuple[str, str, MatchOptions, bool]]:
+    """The anchor, each donor, its options and whether heads are untied, of a recipe for one merge.
+
+    Raises:
+        RecipeError: the recipe is at fault, or says something that two models and options cannot say.
+    """
+    with open(path, encoding="utf-8") as file:
+        found = documents(file.read())
+    content = found[-1].value
+    if not isinstance(content, dict) or content.get("merge_method") != METHOD:
+        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy="give two models instead")
+    config = MergeConfiguration.model_validate({key: value for key, value in content.items() if key != "name"})
+    recipe = Recipe.read(config)
+    reader = ConfigReader(config=config, t=0)
+    result = []
+    for donor in config.models or []:
+        if donor.model == recipe.base:
+            continue
+        values = {**(config.parameters or {}), **(donor.parameters or {})}
+        for name in ("finetuned_from", "alignment"):
+            if values.get(name):
+                raise RecipeError(f"'{name}' moves more than the donor", where=path, remedy="give two models instead")
+        scoped = reader.config.model_copy(update={"parameters": values})
+        options = recipe.options(ConfigReader(config=scoped, t=0), "", donor.model)
+        result.append((str(recipe.base), str(donor.model), options, recipe.untie))
+    if not result:
+        raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
+    return result

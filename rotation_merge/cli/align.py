@@ -1,0 +1,96 @@
+"""`rotation-merge align`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from rotation_merge.cli.options import match_options, matching_options
+from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.errors import CheckpointError
+
+
+@click.command(epilog="Example: rotation-merge align org/anchor org/donor ./aligned --heads permutation")
+@click.argument("anchor")
+@click.argument("donor")
+@click.argument("out", required=False)
+@matching_options
+@click.option(
+    "--alignment", "alignment_file", metavar="FILE", help="Also write the transforms, for recipes' 'alignment:'."
+)
+@click.option("--half", is_flag=True, help="Store the maps of --alignment in half precision.")
+@click.option("--shard-size", default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
+@click.option("--dtype", help="Storage of the output; the donor's if not given.")
+@click.option("--html", is_flag=True, help="Also write the report as report.html.")
+@json_option
+@shown
+def command(
+    anchor: str,
+    donor: str,
+    out: str | None,
+    alignment_file: str | None,
+    half: bool,
+    shard_size: str,
+    dtype: str | None,
+    html: bool,
+    as_json: bool,
+    untie: bool,
+    **values: Any,
+) -> int:
+    """Write DONOR in ANCHOR's coordinates to OUT.
+
+    OUT is a normal checkpoint that computes what the donor computes, with tokenizer, config, card and report; any
+    tool can average it with the anchor. Written whole or not at all, large models in shards. OUT may be left out where
+    only --alignment is wanted.
+    """
+    from mergekit.common import dtype_from_name, parse_kmb
+
+    from rotation_merge.plugin.aligning import match_pair, open_pair, write_aligned, write_alignment
+
+    if out is None and alignment_file is None:
+        raise click.UsageError("name OUT, or a file for --alignment")
+    if out is not None:
+        check_out(out, anchor, donor)
+    dtype_from_name(dtype)
+    shard_bytes = parse_kmb(shard_size)
+    options = match_options(values)
+    pair = open_pair(anchor, donor, untie)
+    progress = Progress()
+    alignment, report = match_pair(pair, options, progress)
+    if alignment_file is not None:
+        write_alignment(pair, alignment, alignment_file, {"anchor": anchor, "donor": donor, **asdict(options)}, half)
+    if out is not None:
+        write_aligned(pair, alignment, report, out, shard_bytes, dtype, untie, progress)
+        if html:
+            from rotation_merge.report.html import write_page
+
+            write_page(out)
+    progress.close()
+    name = str(pair.donor.reference)
+    before, after = report.relative_distances(name)
+    if as_json:
+        print_json(
+            {"out": out, "alignment": alignment_file, "before": before, "after": after, **report.to_dict()["summary"]}
+        )
+        return 0
+    say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
+    if out is not None:
+        say(f"Written to {out}; 'rotation-merge verify {donor} {out}' checks that it computes the same.", "green")
+    if alignment_file is not None:
+        say(f"Transforms written to {alignment_file}.", "green")
+    return 0
+
+
+def check_out(out: str, *inputs: str) -> None:
+    """Refuse to write over an input, or where nothing can be written.
+
+    Raises:
+        CheckpointError: names the path.
+    """
+    if any(os.path.exists(path) and os.path.realpath(path) == os.path.realpath(out) for path in inputs):
+        raise CheckpointError("is one of the inputs", where=out, remedy="choose another directory for the output")
+    if os.path.exists(out) and not os.path.isdir(out):
+        raise CheckpointError("is a file", where=out, remedy="choose a directory for the output")

@@ -1,0 +1,145 @@
+"""`rotation-merge barrier`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from rotation_merge.cli.data import KINDS, Data, read_batches
+from rotation_merge.cli.evaluate import path
+from rotation_merge.cli.functions import load
+from rotation_merge.cli.options import match_options, matching_options
+from rotation_merge.cli.show import Progress, json_option, on_terminal, print_json, say, shown, table
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.report.curves import FILE, Barrier
+from rotation_merge.report.plots import save_barrier, text_plot
+
+
+@click.command(
+    epilog="""Examples: rotation-merge barrier recipe.yml --data held-out.txt;
+    rotation-merge barrier org/anchor org/donor --data images/ --residual rotation --plot path.png"""
+)
+@click.argument("models", nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR")
+@click.option("--data", required=True, help=f"What to measure on: {KINDS}.")
+@click.option("--points", default=11, show_default=True, type=click.IntRange(3, 101), help="Models on the path.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use at most so many examples.")
+@click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a window of text."
+)
+@click.option("--plot", metavar="FILE", help="Also draw a PNG, SVG or PDF (needs matplotlib).")
+@click.option("--save", metavar="DIR", help=f"Also write {FILE} there, for the report of the merge in DIR.")
+@matching_options
+@json_option
+@shown
+def command(
+    models: tuple[str, ...],
+    data: str,
+    points: int,
+    limit: int | None,
+    batch_size: int,
+    length: int,
+    plot: str | None,
+    save: str | None,
+    untie: bool,
+    as_json: bool,
+    **values: Any,
+) -> int:
+    """Loss (and accuracy) on the straight path between two models, aligned and not.
+
+    Give two models, or a recipe (the anchor and each donor, aligned as the recipe says). The barrier is the largest
+    excess of the loss over the straight line between its ends, in nats.
+    """
+    options = match_options(values)
+    pairs = _pairs(models, options, untie)
+    progress = Progress()
+    reading = {"limit": limit, "batch_size": batch_size, "length": length}
+    barriers = [measure(a, b, chosen, split, data, points, progress, reading) for a, b, chosen, split in pairs]
+    progress.close()
+    if save is not None:
+        _save(barriers, save)
+    for number, barrier in enumerate(barriers):
+        if plot is not None:
+            stem, ending = os.path.splitext(plot)
+            save_barrier(barrier, plot if number == 0 else f"{stem}-{number + 1}{ending}")
+    if as_json:
+        print_json([barrier.to_dict() for barrier in barriers])
+        return 0
+    for barrier in barriers:
+        _show(barrier)
+    return 0
+
+
+def _pairs(models: tuple[str, ...], options: MatchOptions, untie: bool) -> list[tuple[str, str, MatchOptions, bool]]:
+    if len(models) == 2:
+        return [(models[0], models[1], options, untie)]
+    if len(models) == 1 and os.path.isfile(models[0]):
+        from rotation_merge.plugin.checking import donors_of
+
+        return donors_of(models[0])
+    raise click.UsageError("give a recipe (a YAML file), or two models")
+
+
+def measure(
+    anchor: str,
+    donor: str,
+    options: MatchOptions,
+    untie: bool,
+    source: str,
+    points: int,
+    progress: Progress,
+    reading: dict[str, Any],
+) -> Barrier:
+    """Both paths between two checkpoints."""
+    from rotation_merge.plugin.aligning import match_pair, open_pair, write_aligned
+
+    pair = open_pair(anchor, donor, untie)
+    a, b = load(anchor), load(donor)
+    data: Data = read_batches(source, anchor, a, **reading)
+    curves = [path(a, b, data, points, "plain", progress)]
+    alignment, report = match_pair(pair, options, progress)
+    with tempfile.TemporaryDirectory(prefix="rotation-merge-") as scratch:
+        moved, still = os.path.join(scratch, "donor"), anchor
+        write_aligned(pair, alignment, report, moved, dtype="float32", untie=untie)
+        if alignment.folded:
+            still = os.path.join(scratch, "anchor")
+            itself = type(pair)(pair.anchor, pair.anchor, pair.architecture)
+            write_aligned(itself, Alignment({}, alignment.folded), report, still, dtype="float32", untie=untie)
+        curves.append(path(load(still), load(moved), data, points, "aligned", progress))
+    return Barrier(anchor, donor, source, data.task, data.examples, asdict(options), curves)
+
+
+def _save(barriers: list[Barrier], directory: str) -> None:
+    import json
+
+    if not os.path.isdir(directory):
+        raise RotationMergeError("no such directory", where=directory, remedy="name the merged model's directory")
+    with open(os.path.join(directory, FILE), "w", encoding="utf-8") as file:
+        json.dump([barrier.to_dict() for barrier in barriers], file, indent=1)
+        file.write("\n")
+
+
+def _show(barrier: Barrier) -> None:
+    plain, aligned = barrier.curves
+    rows = [
+        (
+            f"{t:.3g}",
+            f"{plain.loss[i]:.4f}",
+            f"{aligned.loss[i]:.4f}",
+            f"{plain.accuracy[i]:.1%}",
+            f"{aligned.accuracy[i]:.1%}",
+        )
+        for i, t in enumerate(plain.t)
+    ]
+    title = f"{barrier.anchor} to {barrier.donor} on {barrier.data} ({barrier.task}, {barrier.examples} examples)"
+    headers = ("position", "loss, plain", "loss, aligned", "accuracy, plain", "accuracy, aligned")
+    table(title, headers, rows, numbers=(0, 1, 2, 3, 4))
+    if on_terminal():
+        say(text_plot(barrier))
+    say(f"Barrier: {plain.barrier():.4f} nats plain, {aligned.barrier():.4f} aligned.")

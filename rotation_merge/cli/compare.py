@@ -1,0 +1,58 @@
+"""`rotation-merge compare`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from rotation_merge.cli.options import match_options, matching_options
+from rotation_merge.cli.show import Progress, json_option, print_json, say, shown, table
+
+
+@click.command(epilog="Example: rotation-merge compare org/anchor org/donor --residual rotation")
+@click.argument("anchor")
+@click.argument("donor")
+@matching_options
+@click.option(
+    "--by", type=click.Choice(["space", "layer"]), default="space", show_default=True, help="Rows of the table."
+)
+@json_option
+@shown
+def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **values: Any) -> int:
+    """Distances and angles between two models, before and after the best alignment; no model is written.
+
+    Are these two models in the same coordinates, and where did they part? Distances are relative to the anchor's norm,
+    angles in degrees between the tensors as vectors: 90 means unrelated.
+    """
+    from rotation_merge.plugin.aligning import match_pair, open_pair
+    from rotation_merge.report.compare import gaps, parted
+
+    options = match_options(values)
+    pair = open_pair(anchor, donor, untie)
+    progress = Progress()
+    alignment, _ = match_pair(pair, options, progress)
+    found = list(gaps(pair.architecture, *pair.sources, alignment))
+    progress.close()
+    if as_json:
+        print_json({"anchor": anchor, "donor": donor, "summary": parted(found), "gaps": [asdict(gap) for gap in found]})
+        return 0
+    shown_gaps = [g for g in found if g.kind in ("block", "model") or by == "space"]
+    rows = [
+        (
+            g.block,
+            g.space,
+            f"{g.distance_before:.4g}",
+            f"{g.distance_after:.4g}",
+            f"{g.angle_before:.3g}",
+            f"{g.angle_after:.3g}",
+            ", ".join(f"{part} {value:.2g}" for part, value in g.from_identity.items()),
+        )
+        for g in shown_gaps
+    ]
+    headers = ("block", "space", "distance", "aligned", "angle", "aligned", "map: distance from the identity")
+    table("", headers, rows, numbers=(2, 3, 4, 5))
+    summary = parted(found)
+    say(f"{summary[:1].upper()}{summary[1:]}.")
+    return 0

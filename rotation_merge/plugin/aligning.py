@@ -1,0 +1,199 @@
+"""A donor aligned outside a merge: opening two checkpoints, writing the aligned one as a normal checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import yaml
+from mergekit.common import ModelReference, dtype_from_name
+from mergekit.io.tensor_writer import TensorWriter
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.architectures import Architecture, resolve
+from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.file import fingerprint, save_alignment
+from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import TensorSource
+from rotation_merge.plugin.models import Model, Models
+from rotation_merge.plugin.output import staged
+from rotation_merge.report.record import MergeReport, versions
+from rotation_merge.report.run import Run
+
+KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
+"""Endings of a checkpoint's small files that are taken along (tokenizer, preprocessor, generation settings)."""
+
+OWN = ("config.json", "rotation_merge.json")
+
+
+class WithTied:
+    """A source that also gives a tied tensor under the name of its own."""
+
+    def __init__(self, source: TensorSource, architecture: Architecture) -> None:
+        self.source = source
+        self.tied = {name: info.tied for info in architecture.tensors() for name in info.names if info.tied}
+
+    def __contains__(self, name: object) -> bool:
+        return self._stored(str(name)) in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.source[self._stored(name)]
+
+    def _stored(self, name: str) -> str:
+        if name in self.source:
+            return name
+        return next((other for other in self.tied.get(name, ()) if other in self.source), name)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two checkpoints of one architecture, opened lazily."""
+
+    anchor: Model
+    donor: Model
+    architecture: Architecture
+
+    @property
+    def sources(self) -> tuple[TensorSource, TensorSource]:
+        return WithTied(self.anchor, self.architecture), WithTied(self.donor, self.architecture)
+
+
+def open_model(path: str, lora_merge_cache: str | None = None) -> Model:
+    """One checkpoint, its files checked.
+
+    Raises:
+        RotationMergeError: it is missing, damaged or not supported.
+    """
+    model = Models(MergeOptions(lora_merge_cache=lora_merge_cache))[_reference(path)]
+    model.check_files()
+    return model
+
+
+def open_pair(anchor: str, donor: str, untie: bool = False) -> Pair:
+    """Two checkpoints, checked to be of one architecture and size.
+
+    Raises:
+        RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
+    """
+    models = Models(MergeOptions())
+    first, second = _reference(anchor), _reference(donor)
+    models.check(first, [second])
+    a, d = models[first], models[second]
+    architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)
+    for info in architecture.tensors():
+        ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise CheckpointError(
+                f"tensor '{info.name}' is {list(theirs)}, in {anchor} it is {list(ours)}",
+                where=donor,
+                remedy="other vocabularies or heads need a merge recipe, with 'tokenizer' or 'exclude'",
+            )
+    return Pair(a, d, architecture)
+
+
+def _reference(path: str) -> ModelReference:
+    try:
+        return ModelReference.parse(path)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
+
+
+def match_pair(pair: Pair, options: MatchOptions, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:
+    """The best alignment of the donor to the anchor, and the report on it."""
+    anchor, donor = pair.sources
+    run = Run()
+    alignment = match_model(pair.architecture, anchor, donor, options, progress)
+    for block, records in alignment.records:
+        run.record(str(pair.donor.reference), block, records)
+    if alignment.summary:
+        run.whole[str(pair.donor.reference)] = alignment.summary
+    recipe = yaml.safe_dump(asdict(options), sort_keys=False)
+    return alignment, MergeReport.of(run, pair.anchor.reference, "none", recipe)
+
+
+def write_aligned(
+    pair: Pair,
+    alignment: Alignment,
+    report: MergeReport,
+    out: str,
+    shard_size: int = 5_000_000_000,
+    dtype: str | None = None,
+    untie: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all."""
+    wanted = dtype_from_name(dtype)
+    with staged(out) as staging:
+        os.makedirs(staging, exist_ok=True)
+        writer = TensorWriter(staging, max_shard_size=shard_size)
+        total = sum(len(info.names) for info in pair.architecture.tensors())
+        written = set()
+        for name, tensor in aligned_tensors(pair.architecture, pair.sources[1], alignment):
+            if progress is not None:
+                progress("writing", len(written), total)
+            writer.save_tensor(name, _stored(tensor, wanted), clone=True)
+            written.add(name)
+        for name in pair.donor.names:
+            if name not in written:
+                writer.save_tensor(name, _stored(pair.donor[name], wanted), clone=True)
+        writer.finalize()
+        report.write(os.path.join(staging, "rotation_merge.json"))
+        _write_beside(pair, report, staging, dtype, untie)
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _write_beside(pair: Pair, report: MergeReport, out: str, dtype: str | None, untie: bool) -> None:
+    source = pair.donor.loader.index.base_path
+    for name in sorted(os.listdir(source)):
+        path = os.path.join(source, name)
+        if os.path.isfile(path) and name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json"):
+            shutil.copyfile(path, os.path.join(out, name))
+    with open(os.path.join(out, "README.md"), "w", encoding="utf-8") as file:
+        file.write(card(pair, report, os.path.basename(out)))
+    with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
+        config = json.load(file)
+    if dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    if untie:
+        config["tie_word_embeddings"] = False
+    with open(os.path.join(out, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2)
+        file.write("\n")
+
+
+def card(pair: Pair, report: MergeReport, name: str) -> str:
+    """A model card for an aligned donor."""
+    donor, anchor = str(pair.donor.reference), str(pair.anchor.reference)
+    before, after = report.relative_distances(donor)
+    return (
+        "---\nlibrary_name: transformers\ntags:\n- rotation_merge\n- re-basin\n- mergekit\n---\n"
+        f"# {name}\n\n"
+        f"This is `{donor}` in the coordinates of `{anchor}`. It computes what `{donor}` computes, up to rounding; its "
+        "weights were moved by symmetries of the architecture as near as possible to the anchor's, by rotation_merge "
+        f"{versions().get('rotation-merge', '')}.\n\n"
+        f"Relative distance to the anchor over the matched tensors: {before:.4g} before, {after:.4g} after. "
+        f"{report.verdict(donor)[:1].upper()}{report.verdict(donor)[1:]}.\n\n"
+        f"Options:\n\n```yaml\n{report.recipe}```\n\nPer space: `rotation_merge.json`.\n"
+    )
+
+
+def write_alignment(pair: Pair, alignment: Alignment, path: str, made: Mapping[str, Any], half: bool = False) -> None:
+    """All transforms in one file, with the fingerprints of both models."""
+    anchor, donor = (
+        fingerprint(pair.architecture, source, model.config)
+        for source, model in zip(pair.sources, (pair.anchor, pair.donor), strict=True)
+    )
+    parent = os.path.dirname(os.path.abspath(path))
+    os.makedirs(parent, exist_ok=True)
+    dtype = torch.float16 if half else torch.float32
+    save_alignment(path, alignment, pair.architecture, anchor, donor, {**made, **versions()}, dtype)

@@ -1,0 +1,137 @@
+"""How far two models are apart, space by space, before and after an alignment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.state import TensorSource, read_block
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Two sets of tensors as two vectors, before and after alignment.
+
+    Attributes:
+        block, layer, space, kind: where; space "all" is the whole block, block "model" the whole model.
+        distance_before, distance_after: |donor - anchor| / |anchor|.
+        angle_before, angle_after: degrees between the two vectors.
+        from_identity: how far the map is from the identity, by part.
+    """
+
+    block: str
+    layer: int | None
+    space: str
+    kind: str
+    distance_before: float
+    distance_after: float
+    angle_before: float
+    angle_after: float
+    from_identity: dict[str, float]
+
+
+@dataclass
+class _Sums:
+    """Squared norms and inner products of anchor a, donor b and aligned donor c."""
+
+    aa: float = 0.0
+    bb: float = 0.0
+    ab: float = 0.0
+    cc: float = 0.0
+    ac: float = 0.0
+
+    def add(self, other: _Sums) -> None:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def gap(self, block: str, layer: int | None, space: str, kind: str, identity: dict[str, float]) -> Gap:
+        before, after = (self.bb, self.ab), (self.cc, self.ac)
+        distances = [math.sqrt(max(self.aa + s - 2 * p, 0.0) / self.aa) if self.aa else 0.0 for s, p in (before, after)]
+        angles = [_angle(self.aa, s, p) for s, p in (before, after)]
+        return Gap(block, layer, space, kind, *distances, *angles, identity)
+
+
+def _angle(aa: float, bb: float, ab: float) -> float:
+    """Degrees; by the half-angle formula, which stays exact for small angles."""
+    if aa <= 0 or bb <= 0:
+        return 0.0
+    cosine = ab / math.sqrt(aa * bb)
+    return math.degrees(2 * math.asin(math.sqrt(min(max((1 - cosine) / 2, 0.0), 1.0))))
+
+
+def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Iterator[Gap]:
+    """Distances and angles of every space, every block and the whole model; one block in memory at a time.
+
+    Where the alignment folds norm gains, both models are looked at folded, before and after.
+    """
+    if alignment.folded:
+        anchor = Folded(architecture, anchor, alignment.folded)
+        donor = Folded(architecture, donor, alignment.folded)
+    whole = _Sums()
+    for block in architecture.blocks:
+        a, b = read_block(block, anchor), read_block(block, donor)
+        sums = {info.key: _sums(info, a[info.key], b[info.key], alignment.transforms) for info in _shared(block, a, b)}
+        for space in block.spaces.values():
+            part = _total(sums, (info for info in _shared(block, a, b) if space in info.spaces()))
+            transform = alignment.transforms.get(space.name)
+            local = space.name.rsplit(".", 1)[-1]
+            yield part.gap(block.name, block.index, local, space.kind, transform.distances() if transform else {})
+        everything = _total(sums, _shared(block, a, b))
+        yield everything.gap(block.name, block.index, "all", "block", {})
+        whole.add(everything)
+    streams = {
+        f"{name}: {part}" if len(architecture.streams) > 1 else part: value
+        for name in architecture.streams
+        if name in alignment.transforms
+        for part, value in alignment.transforms[name].distances().items()
+    }
+    yield whole.gap("model", None, "all", "model", streams)
+
+
+def _shared(block: Block, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[TensorInfo]:
+    return [i for i in block.tensors if i.key in a and i.key in b and a[i.key].shape == b[i.key].shape]
+
+
+def _total(sums: Mapping[str, _Sums], infos: Iterator[TensorInfo] | list[TensorInfo]) -> _Sums:
+    total = _Sums()
+    for info in infos:
+        total.add(sums[info.key])
+    return total
+
+
+def _sums(info: TensorInfo, anchor: Tensor, donor: Tensor, transforms: Mapping[str, SpaceTransform]) -> _Sums:
+    a, b = anchor.double().flatten(), donor.double().flatten()
+    moved = transform_tensor(donor, info, transforms)
+    c = b if moved is donor else moved.double().flatten()
+    return _Sums(*(float(torch.dot(x, y)) for x, y in ((a, a), (b, b), (a, b), (c, c), (a, c))))
+
+
+def parted(found: list[Gap]) -> str:
+    """In one sentence: are the two in the same coordinates, and where did they part?"""
+    whole = found[-1]
+    if whole.distance_before == 0:
+        return "the two models are equal in every shared tensor"
+    layers = [gap for gap in found if gap.kind == "block" and gap.layer is not None]
+    widest = max(layers, key=lambda gap: gap.angle_after) if layers else None
+    where = f"; they differ most in {widest.block} ({widest.angle_after:.3g} degrees)" if widest else ""
+    gain = 1 - whole.distance_after / whole.distance_before
+    if whole.distance_after < 1e-3 * whole.distance_before:
+        return "the two models are one model in two coordinate systems: alignment brings them together" + where
+    if gain < 0.01:
+        if whole.angle_before < 45:
+            return "the two models share their coordinates: alignment has next to nothing to do" + where
+        return (
+            "these spaces do not bring the two models nearer: they were trained independently, or differ elsewhere"
+            + where
+        )
+    angles = f"{whole.angle_before:.3g} to {whole.angle_after:.3g} degrees"
+    return f"alignment brings the two models {gain:.0%} nearer (angle {angles})" + where

@@ -1,0 +1,68 @@
+"""Plots as files, with matplotlib (the optional extra `report`), and a picture of a curve in text."""
+
+from __future__ import annotations
+
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.report.curves import Barrier
+
+COLOURS = ("#8a8f98", "#2f6fde", "#d9822b", "#3a9d5d")
+MARKS = "ox+*"
+
+
+def save_barrier(barrier: Barrier, path: str) -> None:
+    """Write a barrier's curves to a PNG, SVG or PDF file.
+
+    Raises:
+        RotationMergeError: matplotlib is not installed, or does not know the file's ending.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise RotationMergeError("plots need matplotlib", remedy="pip install 'rotation-merge[report]'") from error
+    figure, axes = pyplot.subplots(figsize=(5.5, 3.6), layout="constrained")
+    for curve, colour in zip(barrier.curves, COLOURS, strict=False):
+        label = f"{curve.name} (barrier {curve.barrier():.3g})"
+        axes.plot(curve.t, curve.loss, marker="o", markersize=3, color=colour, label=label)
+    axes.set_xlabel("from the anchor (0) to the donor (1)")
+    axes.set_ylabel("loss (nats)")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path, dpi=160)
+    except ValueError as error:
+        raise RotationMergeError(f"{error}", where=path, remedy="end the name in .png, .svg or .pdf") from error
+    finally:
+        pyplot.close(figure)
+
+
+def text_plot(barrier: Barrier, height: int = 12, width: int = 56) -> str:
+    """The curves drawn with characters, for a terminal."""
+    values = [loss for curve in barrier.curves for loss in curve.loss]
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    grid = [[" "] * width for _ in range(height)]
+    for curve, mark in zip(barrier.curves, MARKS, strict=False):
+        for x in range(width):
+            t = x / (width - 1)
+            row = round((high - _at(curve.t, curve.loss, t)) / span * (height - 1))
+            grid[row][x] = mark
+    lines = []
+    for i, row in enumerate(grid):
+        label = f"{high:8.3f}" if i == 0 else f"{low:8.3f}" if i == height - 1 else " " * 8
+        lines.append(f"{label} |{''.join(row)}".rstrip())
+    lines.append(" " * 9 + "+" + "-" * width)
+    lines.append(" " * 10 + "anchor" + "donor".rjust(width - 6))
+    lines.append(" " * 10 + "   ".join(f"{m} {c.name}" for c, m in zip(barrier.curves, MARKS, strict=False)))
+    return "\n".join(lines)
+
+
+def _at(ts: list[float], values: list[float], t: float) -> float:
+    """Linear interpolation."""
+    for i in range(1, len(ts)):
+        if t <= ts[i] + 1e-12:
+            share = (t - ts[i - 1]) / (ts[i] - ts[i - 1])
+            return (1 - share) * values[i - 1] + share * values[i]
+    return values[-1]
