@@ -93,7 +93,9 @@ def _fold_norm(block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: 
         if weight_info is None:
             return tensor
         weight = _work(_required(get, weight_info.key))
-        return _work(tensor) + torch.tensordot(weight, shift.to(weight), dims=([_dim(weight_info, norm.stream)], [0]))
+        dim = _dim(weight_info, norm.stream)
+        added = _along(weight, shift, dim).sum(dim)
+        return _work(tensor) + (added.flatten(tensor.ndim).sum(-1) if added.ndim > tensor.ndim else added)
     return _along(_work(tensor), _gain(norm, get), _dim(info, norm.stream))
 
 
@@ -154,9 +156,10 @@ def _dim(info: TensorInfo, stream: str, role: str = "read") -> int:
 
 
 def _along(tensor: Tensor, gain: Tensor, dim: int) -> Tensor:
+    """Times the gain along a dimension, which may hold the stream several times over."""
     shape = [1] * tensor.ndim
     shape[dim] = -1
-    return tensor * gain.to(tensor).reshape(shape)
+    return tensor * gain.to(tensor).repeat(tensor.shape[dim] // len(gain)).reshape(shape)
 
 
 def centred_streams(architecture: Architecture, streams: Iterable[str]) -> list[str]:
