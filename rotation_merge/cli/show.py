@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,9 +32,9 @@ def shown(function: Command) -> Callable[..., None]:
 
 def quieten() -> None:
     """Keep the libraries below from printing bars and advice into our output."""
-    import os
-
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not logging.getLogger().isEnabledFor(logging.DEBUG):
+        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     from transformers.utils import logging as hf_logging
 
     hf_logging.set_verbosity_error()

@@ -1,0 +1,263 @@
+"""What an alignment will touch and what it will cost, from an architecture alone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from rotation_merge.architectures.model import Architecture, Block, Space, TensorInfo
+from rotation_merge.matching.block import wanted_spaces
+from rotation_merge.matching.inhead import group_for_queries
+from rotation_merge.matching.options import MatchOptions
+
+Shapes = dict[str, tuple[int, ...]]
+
+ASSIGNMENT_SECONDS = 8.4 / 14336**2
+"""Seconds of one assignment per squared neuron, one core: benchmarks/README.md."""
+PASSES = 16
+"""Typical passes over the model that matching the residual stream takes, both starts together."""
+READ_BYTES = 3e8
+"""Bytes a second that reading, casting and writing manage on one core."""
+
+
+@dataclass(frozen=True)
+class SpaceLine:
+    """Spaces that are alike: their kind, sizes, group, and how many blocks have one."""
+
+    space: str
+    kind: str
+    sizes: str
+    group: str
+    count: int
+    blocks: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What matching one donor touches and costs.
+
+    Attributes:
+        lines: the spaces.
+        matched, parameters: number of weights that some matched space moves, and of all weights.
+        unaligned: what keeps its place, and why.
+        seconds, memory, disk: estimates for one donor: wall time on this machine's current threads, peak bytes beyond
+            Python and its libraries, bytes written.
+    """
+
+    family: str
+    lines: list[SpaceLine]
+    matched: int
+    parameters: int
+    unaligned: list[str]
+    seconds: float
+    memory: int
+    disk: int
+    streams: dict[str, list[str]] = field(default_factory=dict)
+
+
+def estimate(
+    architecture: Architecture, shapes: Shapes, options: MatchOptions, itemsize: int, out_itemsize: int
+) -> Estimate:
+    """Estimate one donor's alignment.
+
+    Args:
+        shapes: by tensor name, from the files' headers.
+        itemsize, out_itemsize: bytes of a stored weight, and of one written.
+    """
+    sizes = {name: _count(shape) for name, shape in shapes.items()}
+    moved = _moved(architecture, options)
+    matched = sum(sizes.get(name, 0) for info in moved for name in info.names)
+    total = sum(sizes.values())
+    flops, assignments = _work(architecture, shapes, options)
+    seconds = flops / flops_per_second() + assignments + (2 * itemsize + out_itemsize) * total / READ_BYTES
+    return Estimate(
+        family=architecture.family,
+        lines=_lines(architecture, options),
+        matched=matched,
+        parameters=total,
+        unaligned=_unaligned(architecture, options, moved),
+        seconds=seconds,
+        memory=_memory(architecture, sizes, options, itemsize),
+        disk=total * out_itemsize,
+        streams={name: list(groups) for name, groups in architecture.stream_groups.items()},
+    )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _matched_names(architecture: Architecture, options: MatchOptions) -> set[str]:
+    names = {space.name for block in architecture.blocks for space in wanted_spaces(block, options)}
+    if options.residual != "none":
+        names |= set(architecture.streams)
+    return names
+
+
+def _moved(architecture: Architecture, options: MatchOptions) -> list[TensorInfo]:
+    names = _matched_names(architecture, options)
+    return [info for info in architecture.tensors() if any(space.name in names for space in info.spaces())]
+
+
+def _lines(architecture: Architecture, options: MatchOptions) -> list[SpaceLine]:
+    found: dict[tuple[str, str, str, str], list[Block]] = {}
+    for block in architecture.blocks:
+        wanted = wanted_spaces(block, options)
+        for space in block.spaces.values():
+            group = group_of(space, options) if space in wanted else "not matched"
+            key = (space.name.rsplit(".", 1)[-1], space.kind, _sizes(space), group)
+            found.setdefault(key, []).append(block)
+    lines = []
+    for name, stream in architecture.streams.items():
+        admitted = architecture.stream_groups.get(name, ())
+        group = options.residual if options.residual != "none" else "not matched"
+        lines.append(
+            SpaceLine(name, "stream", _sizes(stream), f"{group} (admits {', '.join(admitted)})", 1, "whole model")
+        )
+    for (name, kind, sizes, group), blocks in found.items():
+        lines.append(SpaceLine(name, kind, sizes, group, len(blocks), _ranges(blocks)))
+    return lines
+
+
+def _ranges(blocks: list[Block]) -> str:
+    numbers = [block.index for block in blocks if block.index is not None]
+    if not numbers:
+        return blocks[0].name
+    module = "" if blocks[0].module == "default" else f"{blocks[0].module} "
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{module}layers {numbers[0]}-{numbers[-1]}"
+    return f"{module}layers {', '.join(map(str, numbers))}"
+
+
+def _sizes(space: Space) -> str:
+    s = space.sizes
+    if space.kind == "attention":
+        values = "" if s["value_dim"] == s["head_dim"] else f", values {s['value_dim']}"
+        return f"{s['groups'] * s['per_group']} heads, {s['groups']} KV, of {s['head_dim']}{values}"
+    if space.kind == "experts":
+        return f"{s['count']} experts of {s['size']}"
+    return str(s["size"])
+
+
+WORDS = {
+    "orthogonal": "orthogonal maps",
+    "planar": "a rotation for each RoPE pair",
+    "pair_signs": "a sign for each RoPE pair",
+    "coordinate_signs": "a sign for each coordinate",
+    "head_sign": "a sign for each head",
+    "split": "RoPE rotations, orthogonal on the rest",
+    "split_signs": "RoPE pair signs, signs on the rest",
+    "fixed": "none",
+}
+
+
+def group_of(space: Space, options: MatchOptions) -> str:
+    """The group that a local space is matched in, in words."""
+    if space.kind == "attention":
+        sizes = space.sizes
+        queries = group_for_queries(
+            options.attention, space.rotary, sizes["head_dim"], space.interleaved, space.norm, options.rescale
+        )
+        turns = options.attention != "none" and space.free_values
+        parts = [f"query/key: {WORDS[queries.kind]}", f"value/output: {WORDS['orthogonal' if turns else 'fixed']}"]
+        if options.heads != "none":
+            parts.insert(0, f"head order: {options.heads if space.free_order else 'fixed'}")
+        return "; ".join(parts) + (" (invertible where orthogonal)" if options.attention == "invertible" else "")
+    parts = ["permutation"] if options.ffn != "none" else []
+    if options.rescale and (space.gated or space.relu):
+        parts.append("signed rescaling" if space.gated else "positive rescaling")
+    if space.kind == "experts" and options.ffn != "none":
+        parts.insert(0, "order of experts")
+    return ", ".join(parts) or "none"
+
+
+def _unaligned(architecture: Architecture, options: MatchOptions, moved: list[TensorInfo]) -> list[str]:
+    reasons = []
+    for name, groups in architecture.stream_groups.items():
+        if options.residual == "none":
+            largest = groups[-1] if groups else "none"
+            more = f"; 'residual: {largest}' would match it" if largest != "none" else ": its outputs stand in it"
+            reasons.append(f"stream '{name}' keeps its coordinates (residual: none){more}")
+    reasons += list(architecture.limits)
+    spaces = [space for block in architecture.blocks for space in block.spaces.values()]
+    for name, space in {s.name.rsplit(".", 1)[-1]: s for s in spaces if s.kind == "attention"}.items():
+        if space.norm is not None:
+            reasons.append(f"'{name}' normalises queries and keys: only signs commute with that")
+        elif space.rotary:
+            reasons.append(f"'{name}' uses rotary positions: query/key maps turn each RoPE pair in its plane")
+        if not space.free_order:
+            reasons.append(f"heads of '{name}' keep their order: positions are tied to it")
+        if not space.free_values:
+            reasons.append(f"values of '{name}' keep their coordinates")
+    if (layers := options.layer_set()) is not None:
+        reasons.append(f"layers other than {options.layers} ({len(layers)} layers asked for)")
+    keys = {info.key for info in moved}
+    left = [info for info in architecture.tensors() if info.key not in keys]
+    if left:
+        names = ", ".join(list(dict.fromkeys(info.key.replace("{base}", "") for info in left))[:6])
+        reasons.append(
+            f"{len(left)} tensors have no axis in a matched space and are merged as they are, such as {names}"
+        )
+    return reasons
+
+
+def _work(architecture: Architecture, shapes: Shapes, options: MatchOptions) -> tuple[float, float]:
+    """Floating-point operations of all products, and seconds of all assignments."""
+    flops, seconds = 0.0, 0.0
+    passes = PASSES if options.residual != "none" else 1
+    for block in architecture.blocks:
+        for space in wanted_spaces(block, options):
+            for info in block.tensors:
+                if space in info.spaces():
+                    flops += passes * _product(space, _count(_shape(info, shapes)), options)
+            if space.kind in ("ffn", "experts"):
+                count, size = space.sizes.get("count", 1), space.sizes["size"]
+                pairs = count**2 if space.kind == "experts" and options.ffn != "none" else count
+                seconds += passes * pairs * ASSIGNMENT_SECONDS * size**2
+        if options.residual != "none":
+            for info in block.tensors:
+                for space in info.spaces():
+                    if space.kind == "stream":
+                        flops += passes * 4.0 * space.sizes["size"] * _count(_shape(info, shapes))
+    return flops, seconds
+
+
+def _shape(info: TensorInfo, shapes: Shapes) -> tuple[int, ...]:
+    shape = shapes.get(info.name, (0,))
+    return (len(info.names), *shape) if info.stacked else shape
+
+
+def _product(space: Space, weights: int, options: MatchOptions) -> float:
+    """Multiply-adds of the anchor-donor products over one tensor of `weights` entries."""
+    if space.kind == "attention":
+        heads = space.sizes["groups"] * space.sizes["per_group"] if options.heads != "none" else 1
+        return 2.0 * space.sizes["head_dim"] * weights * heads
+    return 2.0 * space.sizes["size"] * weights
+
+
+def _memory(architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int) -> int:
+    """Both models' tensors of the largest block, float32 copies of its largest tensors, and the similarity matrices."""
+    peak = 0
+    for block in architecture.blocks:
+        weights = [sum(sizes.get(name, 0) for name in info.names) for info in block.tensors]
+        neurons = [s.sizes["size"] for s in wanted_spaces(block, options) if s.kind in ("ffn", "experts")]
+        width = 3 if options.residual != "none" else 1
+        block_bytes = 2 * itemsize * sum(weights) + 8 * width * max(weights, default=0)
+        peak = max(peak, block_bytes + 12 * max(neurons, default=0) ** 2)
+    streams = [stream.sizes["size"] for stream in architecture.streams.values()] if options.residual != "none" else []
+    return peak + sum(6 * 8 * size**2 for size in streams)
+
+
+def flops_per_second() -> float:
+    """What products of this size reach on this machine, measured in a moment."""
+    x = torch.randn(768, 768)
+    x @ x
+    began = time.perf_counter()
+    for _ in range(3):
+        x @ x
+    return 3 * 2 * 768**3 / (time.perf_counter() - began) * 0.6
