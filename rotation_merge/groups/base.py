@@ -89,7 +89,9 @@ class GroupElement(ABC):
         """Rebuild an element; maps stored in half precision come back inside their group."""
 
     def is_identity(self) -> bool:
-        """True where nothing would be moved."""
+        """True where nothing would be moved; never of an element that is being learned."""
+        if any(tensor.requires_grad for tensor in self.tensors().values()):
+            return False
         return bool((self.distance() == 0).all())
 
     def to(self: Self, device: torch.device) -> Self:

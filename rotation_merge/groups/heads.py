@@ -35,6 +35,11 @@ class HeadTransform(SpaceTransform):
 
     space_kind = "attention"
 
+    @staticmethod
+    def identity_order(groups: int, per_group: int) -> tuple[Tensor, Tensor]:
+        """`groups` and `queries` of heads that stay where they are."""
+        return torch.arange(groups), torch.arange(per_group).repeat(groups, 1)
+
     def act(self, x: Tensor, role: str, dim: int) -> Tensor:
         x = self._reorder(x, role, dim)
         if role in ("q", "k") and not self.qk.is_identity():

@@ -1,0 +1,113 @@
+"""Models between anchor and donors, with the donors' coordinates inside the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from rotation_merge.architectures import Architecture, resolve
+from rotation_merge.errors import CheckpointError
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.fold import Fold
+from rotation_merge.matching.state import TensorSource, read_block, unstack
+
+Batch = Mapping[str, Tensor]
+
+
+def untie_heads(model: nn.Module, architecture: Architecture) -> None:
+    """Give every head that shares an embedding's tensor a copy of its own, in place."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for info in architecture.tensors():
+        if info.tied and info.name in parameters and any(parameters[info.name] is parameters.get(t) for t in info.tied):
+            owner, _, leaf = info.name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(parameters[info.name].detach().clone()))
+    if hasattr(model, "config"):
+        model.config.tie_word_embeddings = False
+
+
+def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:
+    """The architecture of a loaded model, under the names of its own state dict."""
+    config = model.config.to_dict()  # type: ignore[operator, union-attr]
+    config["architectures"] = [type(model).__name__]
+    return resolve(config, list(model.state_dict()), type(model).__name__, untie=untie)
+
+
+@dataclass
+class Path:
+    """All models ``w_0 anchor + sum_i w_i moved donor_i``.
+
+    Attributes:
+        model: an instance of the class, whose own weights are not used.
+        anchor: the anchor's tensors by name, folded, float32.
+        donors: by block and key, each donor's tensors, folded, float32.
+    """
+
+    model: nn.Module
+    architecture: Architecture
+    anchor: dict[str, Tensor]
+    donors: list[list[dict[str, Tensor]]]
+    parameters: frozenset[str]
+
+    @classmethod
+    def between(
+        cls,
+        model: nn.Module,
+        architecture: Architecture,
+        anchor: TensorSource,
+        donors: Sequence[TensorSource],
+        folded: Sequence[str],
+        device: torch.device,
+    ) -> Path:
+        """Read all models, folding what `folded` asks for."""
+        fold = Fold(architecture, folded)
+
+        def blocks(source: TensorSource) -> list[dict[str, Tensor]]:
+            read = [fold.block(block, read_block(block, source)) for block in architecture.blocks]
+            return [{k: t.to(device, torch.float32) for k, t in tensors.items()} for tensors in read]
+
+        base: dict[str, Tensor] = {}
+        for block, tensors in zip(architecture.blocks, blocks(anchor), strict=True):
+            for key, tensor in tensors.items():
+                info = block.tensor(key)
+                if info is not None:
+                    base.update(unstack(info, tensor))
+        names = frozenset(name for name, _ in model.named_parameters())
+        return cls(model, architecture, base, [blocks(donor) for donor in donors], names)
+
+    def weights(self, transforms: Sequence[Mapping[str, SpaceTransform]], coefficients: Tensor) -> dict[str, Tensor]:
+        """Tensors of one model on the path.
+
+        Args:
+            transforms: one mapping a donor.
+            coefficients: (1 + donors,), the anchor's first; their sum is one.
+        """
+        result = {name: coefficients[0] * tensor for name, tensor in self.anchor.items() if name in self.parameters}
+        for donor, maps, share in zip(self.donors, transforms, coefficients[1:], strict=True):
+            for block, tensors in zip(self.architecture.blocks, donor, strict=True):
+                for info in block.tensors:
+                    if info.key in tensors and info.name in self.parameters:
+                        moved = transform_tensor(tensors[info.key], info, maps)
+                        for name, piece in unstack(info, moved).items():
+                            result[name] = result[name] + share * piece
+        return result
+
+    def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Any:
+        """The model's outputs with these weights."""
+        return functional_call(self.model, dict(weights), args=(), kwargs=dict(batch))
+
+
+def same_names(anchor: nn.Module, donor: nn.Module) -> None:
+    """Refuse a donor of another class or with other tensors.
+
+    Raises:
+        CheckpointError: names the first tensor that only one of the two has.
+    """
+    odd = sorted(set(anchor.state_dict()) ^ set(donor.state_dict()))
+    if odd:
+        raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="fit models of one class")

@@ -1,0 +1,316 @@
+"""Learned matching: from weight matching on, the group elements follow the loss of models between the parents.
+
+Generalized Linear Mode Connectivity for Transformers (Theus and others, 2025) learns permutations and a residual map in
+this way; here every space of any supported architecture is learned, inside its group, and the output is an alignment
+(`matching.file`) that recipes apply.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotation_merge.errors import RecipeError
+from rotation_merge.learning.engine import Batch, Path, architecture_of, same_names, untie_heads
+from rotation_merge.learning.objective import (
+    Teachers,
+    attention_mask,
+    choose,
+    distillation,
+    labels_loss,
+    unlabelled,
+)
+from rotation_merge.learning.parameters import LearnedTransforms, identities
+from rotation_merge.learning.resume import State
+from rotation_merge.matching.model import Alignment, Transforms, match_model
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.stream import check_group
+
+CONCENTRATION = 8.0
+"""Of the Dirichlet distribution that coefficients of three or more models are drawn from (RESULTS: joint fits)."""
+
+Watch = Callable[[int, int, dict[str, float]], None]
+"""Told about every step: steps done, steps in all, and the figures known now."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How to learn.
+
+    Attributes:
+        objective: auto, distill or labels (`learning.objective`).
+        steps: optimiser steps.
+        minutes: stop after so long, whatever the steps (0: no limit).
+        learning_rate: of Adam, at its peak; cosine decay to nothing.
+        coefficients: fixed shares of the models, anchor first; None draws them at random around the middle.
+        permutations: also learn the order of FFN neurons (straight-through).
+        start: auto (the better one on held-out samples), matched or identity.
+        held_out: fraction of the batches kept for choosing the best state.
+        seed: of everything random.
+        half: mixed precision (bfloat16) on CUDA.
+        checkpointing: gradient checkpointing, where the model offers it.
+        state: file for the state of an unfinished fit; found there, the fit goes on from it.
+    """
+
+    objective: str = "auto"
+    steps: int = 300
+    minutes: float = 0.0
+    learning_rate: float = 0.02
+    coefficients: tuple[float, ...] | None = None
+    permutations: bool = False
+    start: str = "auto"
+    held_out: float = 0.15
+    seed: int = 0
+    half: bool = False
+    checkpointing: bool = False
+    state: FilePath | None = None
+
+
+@dataclass
+class FitReport:
+    """What a fit did.
+
+    Attributes:
+        start: where it began: matched or identity.
+        objective: what was minimised.
+        before, after: held-out loss (nats, mean over the inner points of the path) at the start and of what was kept.
+        barrier_before, barrier_after: highest held-out loss above the straight line between the ends' losses.
+        unaligned: held-out loss of the plain merge, for comparison.
+        history: (step, seconds, held-out loss, barrier).
+    """
+
+    start: str
+    objective: str
+    before: float
+    after: float
+    barrier_before: float
+    barrier_after: float
+    unaligned: float
+    best_step: int
+    seconds: float
+    history: list[tuple[int, float, float, float]] = field(default_factory=list)
+
+    def verdict(self) -> str:
+        """One honest sentence."""
+        if self.after >= self.unaligned - 1e-3 * abs(self.unaligned) - 1e-4:
+            return f"the fit found nothing better than the plain merge (held-out loss {self.unaligned:.4g})"
+        return (
+            f"held-out loss between the models: plain {self.unaligned:.4g}, at the start {self.before:.4g}, "
+            f"learned {self.after:.4g} (barrier {self.barrier_after:.3g} nats)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict()}
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """One alignment for each donor, the names of spaces as in `architecture`; and the report."""
+
+    architecture: Any
+    alignments: list[Alignment]
+    report: FitReport
+
+
+def fit(
+    anchor: nn.Module,
+    donors: nn.Module | Sequence[nn.Module],
+    batches: Sequence[Batch],
+    match: MatchOptions | None = None,
+    options: FitOptions | None = None,
+    watch: Watch | None = None,
+) -> FitResult:
+    """Learn the transforms that make the models between an anchor and its donors behave well.
+
+    Args:
+        anchor: a transformers model; not modified.
+        donors: one or more of the same class and sizes; not modified. More than one are learned jointly.
+        batches: inputs by the names the model's forward takes, with `labels` where there are any.
+        match: groups to use and to start from; by default every local group and the largest residual one.
+        options: how to learn.
+        watch: told about every step.
+
+    Returns:
+        Alignments that are never worse on the held-out batches than where the fit started.
+
+    Raises:
+        RotationMergeError: models that do not fit together, groups that are not admitted, data without use.
+    """
+    options = options or FitOptions()
+    parents = [anchor, *([donors] if isinstance(donors, nn.Module) else donors)]
+    for donor in parents[1:]:
+        same_names(anchor, donor)
+    if len(batches) < 2:
+        raise RecipeError("at least two batches are needed", remedy="give more data, or smaller batches")
+    return _Fit(parents, list(batches), match or widest(anchor), options, watch or (lambda *_: None)).run()
+
+
+def widest(model: nn.Module) -> MatchOptions:
+    """The largest groups a model admits: head order, and the residual group that moves most."""
+    architecture = architecture_of(model)
+    group = "none"
+    for wanted in ("permutation", "signed_permutation", "rotation"):
+        if architecture.streams and all(wanted in groups for groups in architecture.stream_groups.values()):
+            group = wanted
+    return MatchOptions(heads="permutation", residual=group)
+
+
+class _Fit:
+    """One fit in progress."""
+
+    def __init__(
+        self, parents: list[nn.Module], batches: list[Batch], match: MatchOptions, options: FitOptions, watch: Watch
+    ) -> None:
+        torch.manual_seed(options.seed)
+        self.options, self.match, self.watch = options, match, watch
+        self.device = next(parents[0].parameters()).device
+        self.parents = [copy.deepcopy(p).eval().requires_grad_(False) for p in parents]
+        self.architecture = architecture_of(self.parents[0], untie=True)
+        if match.residual == "rotation":
+            for parent in self.parents:
+                untie_heads(parent, self.architecture)
+        self.folded = tuple(check_group(self.architecture, match.residual)) if match.residual == "rotation" else ()
+        states = [dict(p.state_dict()) for p in self.parents]
+        model = copy.deepcopy(self.parents[0])
+        if options.checkpointing and hasattr(model, "gradient_checkpointing_enable"):
+            model.gradient_checkpointing_enable()
+            model.train()
+        self.path = Path.between(model, self.architecture, states[0], states[1:], self.folded, self.device)
+        self.states = states
+        held = max(1, round(len(batches) * options.held_out))
+        shuffled = torch.randperm(len(batches), generator=torch.Generator().manual_seed(options.seed)).tolist()
+        self.batches = [{k: v.to(self.device) for k, v in b.items()} for b in batches]
+        self.held_out, self.training = shuffled[:held], shuffled[held:]
+        self.objective = choose(options.objective, self.batches[0])
+        self.teachers = Teachers(self.parents)
+        self.generator = torch.Generator().manual_seed(options.seed + 1)
+
+    # --- losses ------------------------------------------------------------------------------------------------
+
+    def loss(self, weights: dict[str, Tensor], index: int, coefficients: Tensor) -> Tensor:
+        batch = self.batches[index]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.half and self.device.type == "cuda"):
+            if self.objective == "labels":
+                return labels_loss(self.path.outputs(weights, batch))
+            outputs = self.path.outputs(weights, unlabelled(batch))
+            return distillation(outputs, self.teachers(index, batch), coefficients, attention_mask(batch))
+
+    @torch.no_grad()
+    def score(self, transforms: list[Transforms]) -> tuple[float, float]:
+        """Held-out loss inside the path (mean), and the barrier: highest loss above the straight line."""
+        losses = {}
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+            coefficients = self._along(share)
+            weights = self.path.weights(transforms, coefficients)
+            values = [float(self.loss(weights, index, coefficients)) for index in self.held_out]
+            losses[share] = sum(values) / len(values)
+        inner = [losses[s] for s in (0.25, 0.5, 0.75)]
+        line = [losses[0.0] + s * (losses[1.0] - losses[0.0]) for s in (0.25, 0.5, 0.75)]
+        barrier = max(value - straight for value, straight in zip(inner, line, strict=True))
+        if len(self.parents) > 2:
+            return losses[0.5], barrier
+        return sum(inner) / len(inner), barrier
+
+    def _along(self, share: float) -> Tensor:
+        """Coefficients at a point of the path from the anchor (0) over the uniform mean to the donors (1)."""
+        count = len(self.parents)
+        if count == 2:
+            return torch.tensor([1 - share, share], device=self.device)
+        even = torch.full((count,), 1.0 / count, device=self.device)
+        ends = torch.zeros(count, device=self.device)
+        if share <= 0.5:
+            ends[0] = 1.0
+            return ends + 2 * share * (even - ends)
+        ends[1:] = 1.0 / (count - 1)
+        return even + (2 * share - 1) * (ends - even)
+
+    def draw(self) -> Tensor:
+        """Coefficients of one step."""
+        if self.options.coefficients is not None:
+            return torch.tensor(self.options.coefficients, device=self.device)
+        if len(self.parents) == 2:
+            share = 0.1 + 0.8 * float(torch.rand((), generator=self.generator))
+            return torch.tensor([1 - share, share], device=self.device)
+        shape = torch.full((len(self.parents),), CONCENTRATION)
+        gamma = torch._standard_gamma(shape, generator=self.generator)
+        return (gamma / gamma.sum()).to(self.device)
+
+    # --- the fit -----------------------------------------------------------------------------------------------
+
+    def starts(self) -> dict[str, list[Transforms]]:
+        matched = [
+            match_model(self.architecture, self.states[0], state, self.match).transforms for state in self.states[1:]
+        ]
+        still = [identities(transforms) for transforms in matched]
+        starts = {"identity": still, "matched": matched}
+        return starts if self.options.start == "auto" else {self.options.start: starts[self.options.start]}
+
+    def run(self) -> FitResult:
+        began = time.perf_counter()
+        starts = self.starts()
+        scores = {name: self.score(transforms) for name, transforms in starts.items()}
+        plain = self.score([{} for _ in self.parents[1:]]) if not self.folded else scores.get("identity")
+        plain = plain or self.score([identities(t) for t in next(iter(starts.values()))])
+        name = min(scores, key=lambda n: scores[n][0])
+        learned = nn.ModuleList(
+            LearnedTransforms(self.architecture, t, bool(self.match.rescale), self.options.permutations)
+            for t in starts[name]
+        ).to(self.device)
+        report = FitReport(name, self.objective, *(scores[name][0],) * 2, *(scores[name][1],) * 2, plain[0], 0, 0.0)
+        best = self._optimise(learned, report, began)
+        learned.load_state_dict(best)
+        report.seconds = time.perf_counter() - began
+        alignments = [
+            Alignment(module.hardened(), self.folded, summary={"learned": report.to_dict()})  # type: ignore[operator]
+            for module in learned
+        ]
+        return FitResult(self.architecture, alignments, report)
+
+    def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> dict[str, Tensor]:
+        optimiser = torch.optim.Adam(learned.parameters(), lr=self.options.learning_rate, betas=(0.9, 0.95))
+        steps = self.options.steps
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
+        state = State(self.options.state, learned, optimiser, schedule, self.generator)
+        first, best = state.restore(report)
+        every = max(1, steps // 12)
+        report.history = report.history or [(0, 0.0, report.before, report.barrier_before)]
+        for step in range(first, steps):
+            index = self.training[int(torch.randint(len(self.training), (), generator=self.generator))]
+            coefficients = self.draw()
+            weights = self.path.weights([module() for module in learned], coefficients)
+            loss = self.loss(weights, index, coefficients)
+            optimiser.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
+            optimiser.step()
+            schedule.step()
+            late = self.options.minutes and time.perf_counter() - began > 60 * self.options.minutes
+            if (step + 1) % every == 0 or step + 1 == steps or late:
+                best = self._judge(learned, report, best, step + 1, time.perf_counter() - began)
+                state.save(step + 1, best, report)
+            self.watch(
+                step + 1, steps, {"loss": float(loss), "held out": report.after, "barrier": report.barrier_after}
+            )
+            if late:
+                break
+        state.remove()
+        return best
+
+    def _judge(
+        self, learned: nn.ModuleList, report: FitReport, best: dict[str, Tensor], step: int, seconds: float
+    ) -> dict[str, Tensor]:
+        """Keep the state if it is the best on the held-out samples so far."""
+        with torch.no_grad():
+            value, barrier = self.score([module() for module in learned])
+        report.history.append((step, seconds, value, barrier))
+        if value >= report.after:
+            return best
+        report.after, report.barrier_after, report.best_step = value, barrier, step
+        return {name: tensor.detach().clone() for name, tensor in learned.state_dict().items()}

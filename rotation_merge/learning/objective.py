@@ -1,0 +1,105 @@
+"""What a model on the path is asked for: to speak like its parents, to get labels right, to predict text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rotation_merge.errors import RecipeError
+from rotation_merge.learning.engine import Batch
+
+OBJECTIVES = ("auto", "distill", "labels")
+"""distill: the parents' outputs (no labels needed); labels: the model's own loss on the labels in the data."""
+
+
+def choose(objective: str, batch: Batch) -> str:
+    """Settle `auto`: the labels' loss where there are labels, else distillation.
+
+    Raises:
+        RecipeError: an objective that does not exist, or labels asked for that are not there.
+    """
+    if objective not in OBJECTIVES:
+        raise RecipeError(f"there is no objective '{objective}'", remedy=f"known: {', '.join(OBJECTIVES)}")
+    if objective == "labels" and "labels" not in batch:
+        raise RecipeError("objective 'labels' needs data with labels", remedy="use 'distill'")
+    if objective == "auto":
+        return "labels" if "labels" in batch else "distill"
+    return objective
+
+
+def unlabelled(batch: Batch) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def main_output(outputs: Any) -> Tensor:
+    """Logits where the model has them, else its last hidden state."""
+    for name in ("logits", "start_logits", "logits_per_image", "last_hidden_state", "pooler_output"):
+        value = getattr(outputs, name, None)
+        if isinstance(value, Tensor):
+            return value
+    raise RecipeError(
+        f"{type(outputs).__name__} holds neither logits nor hidden states to learn from",
+        remedy="load the models under another class",
+    )
+
+
+def is_distribution(outputs: Any) -> bool:
+    return isinstance(getattr(outputs, "logits", None), Tensor)
+
+
+class Teachers:
+    """The parents' outputs on every batch; kept if they fit into `budget` bytes, else computed again when asked."""
+
+    def __init__(self, parents: Sequence[nn.Module], budget: int = 1 << 30) -> None:
+        self.parents, self.budget = parents, budget
+        self._kept: dict[int, list[Tensor]] = {}
+        self._size = 0
+
+    @torch.no_grad()
+    def __call__(self, index: int, batch: Batch) -> list[Tensor]:
+        if index in self._kept:
+            return self._kept[index]
+        found = [main_output(parent(**unlabelled(batch))).float() for parent in self.parents]
+        size = sum(tensor.numel() * 4 for tensor in found)
+        if self._size + size <= self.budget:
+            self._size += size
+            self._kept[index] = found
+        return found
+
+
+def distillation(outputs: Any, taught: Sequence[Tensor], coefficients: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Distance from the parents' mean output, weighted as the parents are in the model.
+
+    For logits: KL(mean of the parents' distributions || model), in nats, mean over predictions that `mask` (of shape
+    logits.shape[:-1]) allows. For hidden states: mean squared difference over that of the parents' mean from zero.
+    """
+    student = main_output(outputs).float()
+    if not is_distribution(outputs):
+        target = sum(c * t for c, t in zip(coefficients, taught, strict=True))
+        return (student - target).square().mean() / torch.as_tensor(target).square().mean().clamp_min(1e-12)
+    mixture = sum(c * functional.softmax(t, dim=-1) for c, t in zip(coefficients, taught, strict=True))
+    target = torch.as_tensor(mixture).clamp_min(1e-12)
+    divergence = (target * (target.log() - functional.log_softmax(student, dim=-1))).sum(-1)
+    if mask is not None and mask.shape == divergence.shape:
+        return (divergence * mask).sum() / mask.sum().clamp_min(1)
+    return divergence.mean()
+
+
+def labels_loss(outputs: Any) -> Tensor:
+    """The model's own loss.
+
+    Raises:
+        RecipeError: the model gives none.
+    """
+    loss = getattr(outputs, "loss", None)
+    if loss is None:
+        raise RecipeError(f"{type(outputs).__name__} has no loss for these labels", remedy="use objective 'distill'")
+    return loss
+
+
+def attention_mask(batch: Mapping[str, Tensor]) -> Tensor | None:
+    return batch.get("attention_mask")
