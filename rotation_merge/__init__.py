@@ -12,12 +12,20 @@ if TYPE_CHECKING:
 
     from rotation_merge.api import align
     from rotation_merge.errors import RotationMergeError
+    from rotation_merge.learning.fit import FitOptions, fit
+    from rotation_merge.matching.options import MatchOptions
 
 __version__ = "0.1.0"
 
-_PUBLIC = {"align": "rotation_merge.api", "RotationMergeError": "rotation_merge.errors"}
+_PUBLIC = {
+    "align": "rotation_merge.api",
+    "fit": "rotation_merge.learning.fit",
+    "FitOptions": "rotation_merge.learning.fit",
+    "MatchOptions": "rotation_merge.matching.options",
+    "RotationMergeError": "rotation_merge.errors",
+}
 
-__all__ = ["RotationMergeError", "align"]
+__all__ = ["FitOptions", "MatchOptions", "RotationMergeError", "align", "fit"]
 
 
 def __getattr__(name: str) -> "Any":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.fold import Fold
+from rotation_merge.matching.model import Transforms
 from rotation_merge.matching.state import TensorSource, read_block, unstack
 
 Batch = Mapping[str, Tensor]
@@ -27,13 +28,12 @@ def untie_heads(model: nn.Module, architecture: Architecture) -> None:
         if info.tied and info.name in parameters and any(parameters[info.name] is parameters.get(t) for t in info.tied):
             owner, _, leaf = info.name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(parameters[info.name].detach().clone()))
-    if hasattr(model, "config"):
-        model.config.tie_word_embeddings = False
+    cast(Any, model).config.tie_word_embeddings = False
 
 
 def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:
     """The architecture of a loaded model, under the names of its own state dict."""
-    config = model.config.to_dict()  # type: ignore[operator, union-attr]
+    config = cast(Any, model).config.to_dict()
     config["architectures"] = [type(model).__name__]
     return resolve(config, list(model.state_dict()), type(model).__name__, untie=untie)
 
@@ -111,3 +111,14 @@ def same_names(anchor: nn.Module, donor: nn.Module) -> None:
     odd = sorted(set(anchor.state_dict()) ^ set(donor.state_dict()))
     if odd:
         raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="fit models of one class")
+
+
+def renamed(transforms: Mapping[str, SpaceTransform], own: Architecture, wanted: Architecture) -> Transforms:
+    """Transforms under the space names of another spelling of the same model (a checkpoint's instead of a module's)."""
+    names = {name: name for name in own.streams}
+    ours = {(b.module, b.place, b.index): b for b in own.blocks}
+    for block in wanted.blocks:
+        same = ours.get((block.module, block.place, block.index))
+        if same is not None:
+            names.update({s.name: block.spaces[k].name for k, s in same.spaces.items() if k in block.spaces})
+    return {names[name]: transform for name, transform in transforms.items()}

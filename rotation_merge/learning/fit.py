@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -180,7 +180,7 @@ class _Fit:
         states = [dict(p.state_dict()) for p in self.parents]
         model = copy.deepcopy(self.parents[0])
         if options.checkpointing and hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable()
+            cast(Any, model).gradient_checkpointing_enable()
             model.train()
         self.path = Path.between(model, self.architecture, states[0], states[1:], self.folded, self.device)
         self.states = states
@@ -268,7 +268,7 @@ class _Fit:
         learned.load_state_dict(best)
         report.seconds = time.perf_counter() - began
         alignments = [
-            Alignment(module.hardened(), self.folded, summary={"learned": report.to_dict()})  # type: ignore[operator]
+            Alignment(cast(LearnedTransforms, module).hardened(), self.folded, summary={"learned": report.to_dict()})
             for module in learned
         ]
         return FitResult(self.architecture, alignments, report)

@@ -189,10 +189,7 @@ def card(pair: Pair, report: MergeReport, name: str) -> str:
 
 def write_alignment(pair: Pair, alignment: Alignment, path: str, made: Mapping[str, Any], half: bool = False) -> None:
     """All transforms in one file, with the fingerprints of both models."""
-    anchor, donor = (
-        fingerprint(pair.architecture, source, model.config)
-        for source, model in zip(pair.sources, (pair.anchor, pair.donor), strict=True)
-    )
+    anchor, donor = (fingerprint(model.architecture, model, model.config) for model in (pair.anchor, pair.donor))
     parent = os.path.dirname(os.path.abspath(path))
     os.makedirs(parent, exist_ok=True)
     dtype = torch.float16 if half else torch.float32

@@ -1,0 +1,151 @@
+"""`rotation-merge fit`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import tqdm
+
+from rotation_merge.cli.data import KINDS, read_batches
+from rotation_merge.cli.functions import load
+from rotation_merge.cli.options import match_options, matching_options
+from rotation_merge.cli.show import json_option, print_json, say, shown
+from rotation_merge.errors import RecipeError
+from rotation_merge.learning.objective import OBJECTIVES
+from rotation_merge.matching.options import MatchOptions
+
+
+@click.command(
+    epilog="""Examples: rotation-merge fit recipe.yml --data samples.txt --alignment learned.safetensors;
+    rotation-merge fit org/anchor org/donor --data images/ --alignment learned.safetensors --residual rotation"""
+)
+@click.argument("models", nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR...")
+@click.option("--data", required=True, help=f"Samples to learn from, a few hundred: {KINDS}.")
+@click.option("--alignment", "out", required=True, metavar="FILE", help="Where to write the learned transforms.")
+@click.option(
+    "--objective",
+    type=click.Choice(OBJECTIVES),
+    default="auto",
+    show_default=True,
+    help="distill: speak like the parents, no labels needed; labels: the model's own loss; auto: labels if there.",
+)
+@click.option("--steps", default=300, show_default=True, type=click.IntRange(min=1))
+@click.option("--minutes", default=0.0, help="Stop after so long, whatever the steps.")
+@click.option("--learning-rate", default=0.02, show_default=True, type=click.FloatRange(min=0, min_open=True))
+@click.option("--batch-size", default=64, show_default=True, type=click.IntRange(min=1))
+@click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
+@click.option("--limit", type=click.IntRange(min=2), help="Use at most so many examples.")
+@click.option(
+    "--start",
+    type=click.Choice(["auto", "matched", "identity"]),
+    default="auto",
+    show_default=True,
+    help="Where to begin; auto: the better one on held-out samples.",
+)
+@click.option("--permutations", is_flag=True, help="Also learn the order of FFN neurons.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda; on cuda in mixed precision.")
+@click.option("--checkpointing", is_flag=True, help="Gradient checkpointing: less memory, more time.")
+@matching_options
+@json_option
+@shown
+def command(
+    models: tuple[str, ...],
+    data: str,
+    out: str,
+    untie: bool,
+    as_json: bool,
+    batch_size: int,
+    length: int,
+    limit: int | None,
+    device: str,
+    checkpointing: bool,
+    **values: Any,
+) -> int:
+    """Learn an alignment on data, so that the models between anchor and donor behave well.
+
+    Begins with weight matching, then follows the loss of the interpolated models. The donor's function is kept
+    exactly. Recipes use the file through 'alignment: FILE' under the donor; with several donors, fitted jointly, one
+    file each is written (FILE-1, FILE-2, ...). An interrupted fit goes on where it was.
+    """
+    from rotation_merge.learning.fit import FitOptions, fit
+
+    names, match, untie = _what(models, values, untie)
+    check_device(device)
+    loaded = [load(name).to(device) for name in names]
+    found = read_batches(data, names[0], loaded[0], limit=limit, batch_size=batch_size, length=length)
+    options = FitOptions(
+        **{k: v for k, v in values.items() if k in FitOptions.__dataclass_fields__},
+        half=device.startswith("cuda"),
+        checkpointing=checkpointing,
+        state=Path(f"{out}.unfinished"),
+    )
+    os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+    with tqdm.tqdm(desc="Learning", total=options.steps, disable=as_json) as bar:
+
+        def watch(done: int, total: int, figures: dict[str, float]) -> None:
+            bar.update(done - bar.n)
+            bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
+
+        result = fit(loaded[0], loaded[1:], found.batches, match, options, watch)
+    files = write(names, result, out, {"data": data, **asdict(match), "seed": options.seed}, untie)
+    if as_json:
+        print_json({"files": files, **result.report.to_dict()})
+        return 0
+    text = result.report.verdict()
+    say(f"{text[:1].upper()}{text[1:]}.")
+    for donor, file in zip(names[1:], files, strict=True):
+        say(f"Transforms of {donor} written to {file}.", "green")
+    return 0
+
+
+def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple[list[str], MatchOptions, bool]:
+    """Anchor and donors, what to match, and whether to untie: of a recipe, or as the command line says."""
+    given = match_options(values)
+    if len(models) > 1:
+        return list(models), given, untie
+    if not os.path.isfile(models[0]):
+        raise click.UsageError("give a recipe (a YAML file), or an anchor and its donors")
+    from rotation_merge.plugin.checking import donors_of
+
+    pairs = donors_of(models[0])
+    if not pairs:
+        raise RecipeError("the recipe has no donors", where=models[0], remedy="list them under 'models'")
+    if any(pair[2] != pairs[0][2] for pair in pairs):
+        raise RecipeError("donors have different options", where=models[0], remedy="fit needs the same for all")
+    return [pairs[0][0], *(donor for _, donor, _, _ in pairs)], pairs[0][2], any(pair[3] for pair in pairs)
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there.
+
+    Raises:
+        RecipeError: names it.
+    """
+    import torch
+
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RecipeError(f"device '{device}' cannot be used", remedy="use --device cpu") from error
+
+
+def write(names: list[str], result: Any, out: str, made: dict[str, Any], untie: bool) -> list[str]:
+    """One alignment file for each donor, under the checkpoint's names of spaces."""
+    from rotation_merge.learning.engine import renamed
+    from rotation_merge.plugin.aligning import open_pair, write_alignment
+
+    files = []
+    stem, ending = os.path.splitext(out)
+    for i, (donor, alignment) in enumerate(zip(names[1:], result.alignments, strict=True), start=1):
+        file = out if len(names) == 2 else f"{stem}-{i}{ending}"
+        pair = open_pair(names[0], donor, untie)
+        transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
+        facts = {**made, "anchor": names[0], "donor": donor, "learned": result.report.to_dict()}
+        write_alignment(pair, replace(alignment, transforms=transforms), file, facts)
+        files.append(file)
+    return files
