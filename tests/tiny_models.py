@@ -62,6 +62,9 @@ def make(case: Case, seed: int = 0) -> Any:
         for name, parameter in model.named_parameters():
             gain = parameter.ndim == 1 and not name.endswith("bias")
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.5) + float(gain))
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):
+                buffer.copy_(torch.randn_like(buffer))
     model.tie_weights()
     return model
 
@@ -75,6 +78,11 @@ def save(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def reload(case: Case, folder: Path, state: dict[str, Tensor]) -> Any:
     """The model in `folder` with other tensors."""
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return load(case, folder)
+
+
+def load(case: Case, folder: Path) -> Any:
+    """The model in `folder`, which must be complete, in float64."""
     model, info = case.model_class.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
     )

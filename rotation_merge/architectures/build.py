@@ -83,16 +83,20 @@ def build(
     }
     blocks: list[Block] = []
     modules = {name: module for name, module in spec.modules.items() if _holds(root, module.when)}
+    own = {name: (values.get(module.config) or {}) if module.config else {} for name, module in modules.items()}
     for module, definition in modules.items():
-        own = (values.get(definition.config) or {}) if definition.config else {}
-        blocks += _module_blocks(replace(root, config={**values, **own}, spaces=streams), module, definition)
+        scope = replace(root, config={**values, **own[module]}, spaces=streams)
+        blocks += _module_blocks(scope, module, definition)
     named = [_rename(block, base, spelling) for block in blocks]
     return Architecture(
         family=spec.family,
         streams=streams,
         stream_groups={name: _stream_groups(root, name, named) for name in streams},
         blocks=tuple(named),
-        layers_key={module: definition.layers_key for module, definition in modules.items()},
+        layers_key={
+            module: f"{definition.config}.{definition.layers_key}" if own[module] else definition.layers_key
+            for module, definition in modules.items()
+        },
         limits=tuple(spec.limits),
         base=base,
         spelling=tuple(spelling),
