@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 from click.testing import CliRunner, Result
+from mergekit import merge_methods
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -114,16 +115,15 @@ def relative_distances(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return {name: float((a[name].double() - b[name].double()).norm() / b[name].double().norm()) for name in b}
 
 
-def half_and_half(anchor: Path, donor: Path, **parameters: Any) -> dict[str, Any]:
-    """A recipe: linear, both at one half, every local group; `parameters` are added."""
+def recipe_for(delegate: str, anchor: Path, *donors: Path, **parameters: Any) -> dict[str, Any]:
+    """A recipe that merges the anchor and donors with every local group; `weight` is an even share where wanted."""
+    takes_weight = "weight" in [parameter.name for parameter in merge_methods.get(delegate).spec.parameters]
+    share = {"parameters": {"weight": 1 / (1 + len(donors))}} if takes_weight else {}
     return {
         "merge_method": "rotation_merge",
         "base_model": str(anchor),
-        "models": [
-            {"model": str(anchor), "parameters": {"weight": 0.5}},
-            {"model": str(donor), "parameters": {"weight": 0.5}},
-        ],
-        "parameters": {**EVERYTHING, **parameters},
+        "models": [{"model": str(path), **share} for path in (anchor, *donors)],
+        "parameters": {"delegate": delegate, **EVERYTHING, **parameters},
         "dtype": "float32",
     }
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from plugin_support import FAMILIES, half_and_half, make, merged, relative_distances, state, twin
+from plugin_support import FAMILIES, make, merged, recipe_for, relative_distances, state, twin
 
 DELEGATES = {
     "linear": {},
     "slerp": {"t": 0.5},
-    "ties": {"density": 0.5, "weight": 1.0},
+    "ties": {"density": 0.5},
 }
 
 
@@ -29,6 +29,6 @@ def test_twin_is_far_before(pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("delegate", sorted(DELEGATES))
 def test_merge_gives_anchor_back(pair: tuple[Path, Path], delegate: str, tmp_path: Path) -> None:
     anchor, donor = pair
-    result = merged(half_and_half(anchor, donor, delegate=delegate, **DELEGATES[delegate]), tmp_path / "out")
+    result = merged(recipe_for(delegate, anchor, donor, **DELEGATES[delegate]), tmp_path / "out")
     distances = relative_distances(result, state(anchor))
     assert max(distances.values()) <= 1e-5, sorted(distances.items(), key=lambda item: -item[1])[:5]

@@ -10,6 +10,7 @@ from mergekit.options import MergeOptions
 from transformers import PretrainedConfig
 
 from rotation_merge.architectures import Architecture, find
+from rotation_merge.errors import CheckpointError
 from rotation_merge.plugin.models import Models
 from rotation_merge.plugin.recipe import Recipe
 
@@ -58,7 +59,27 @@ def architecture_info(config: MergeConfiguration, options: MergeOptions) -> Mode
     recipe = Recipe.read(config)
     models = Models(options, recipe.unsupported, recipe.untie)
     models.check(recipe.base, config.referenced_models())
-    return describe(models[recipe.base].architecture, models[recipe.base].config)
+    anchor = models[recipe.base]
+    recipe.check_filters(block.name for block in anchor.architecture.blocks)
+    _check_depths(config, models)
+    resized = bool(config.tokenizer or config.tokenizer_source or options.unsafe_truncate_embeddings)
+    for reference in config.referenced_models():
+        anchor.check_shapes(models[reference], recipe.excluded, resized)
+    return describe(anchor.architecture, anchor.config)
+
+
+def _check_depths(config: MergeConfiguration, models: Models) -> None:
+    """Models that are merged as wholes have equally many layers."""
+    for part in (config, *(config.modules or {}).values()):
+        whole = [models[model.model] for model in part.models or []]
+        depths = [{m: len(model.architecture.layers(m)) for m in model.architecture.layers_key} for model in whole]
+        for model, depth in zip(whole, depths, strict=True):
+            if depth != depths[0]:
+                raise CheckpointError(
+                    f"has {sum(depth.values())} layers, {whole[0].reference} has {sum(depths[0].values())}",
+                    where=str(model.reference),
+                    remedy="say under 'slices' which layers belong together",
+                )
 
 
 def describe(architecture: Architecture, config: dict[str, Any]) -> ModelArchitecture:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
-from types import ModuleType
 from typing import Any
 
 from rotation_merge.plugin.console import one_line
@@ -21,12 +19,12 @@ def _once(target: Any) -> bool:
     return True
 
 
-def _resembles(name: object) -> bool:
-    """Whether `name` is our method's name, perhaps misspelt."""
-    return isinstance(name, str) and bool(difflib.get_close_matches(name.lower(), [METHOD], cutoff=0.8))
+def _mentions(obj: object) -> bool:
+    """A cheap test, so that other methods' recipes cost nothing: something at the top resembles our method's name."""
+    return isinstance(obj, dict) and any(isinstance(v, str) and "rotation" in v.lower() for v in obj.values())
 
 
-def extend_registry(module: ModuleType) -> None:
+def extend_registry(module: Any) -> None:
     """Register the merge method."""
     if METHOD not in module._METHODS:
         from rotation_merge.plugin.method import RotationMergeMethod
@@ -34,7 +32,7 @@ def extend_registry(module: ModuleType) -> None:
         module.register(RotationMergeMethod())
 
 
-def extend_config(module: ModuleType) -> None:
+def extend_config(module: Any) -> None:
     """Check top-level keys, which mergekit would ignore, where the recipe is ours."""
     configuration = module.MergeConfiguration
     if not _once(module):
@@ -43,18 +41,21 @@ def extend_config(module: ModuleType) -> None:
 
     @functools.wraps(validate)
     def model_validate(cls: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(obj, dict) and (METHOD in obj.values() or _resembles(obj.get("merge_method"))):
-            from rotation_merge.plugin.recipe import check_keys, restore_paths
+        if _mentions(obj):
+            from rotation_merge.plugin import strict
+            from rotation_merge.plugin.recipe import restore_paths
 
-            with one_line():
-                check_keys(obj)
-                return validate(cls, restore_paths(obj), *args, **kwargs)
+            if strict.is_ours(obj):
+                with one_line():
+                    document = restore_paths(obj)
+                    strict.check_document(document)
+                    return validate(cls, document, *args, **kwargs)
         return validate(cls, obj, *args, **kwargs)
 
     configuration.model_validate = classmethod(model_validate)
 
 
-def extend_architecture(module: ModuleType) -> None:
+def extend_architecture(module: Any) -> None:
     """Give our own architecture definitions to our own merges."""
     if not _once(module):
         return
@@ -71,7 +72,7 @@ def extend_architecture(module: ModuleType) -> None:
     module.get_architecture_info = get_architecture_info
 
 
-def extend_plan(module: ModuleType) -> None:
+def extend_plan(module: Any) -> None:
     """Let `MergePlanner(...)` build our planner for our recipes."""
     planner = module.MergePlanner
     if not _once(module):
@@ -87,7 +88,7 @@ def extend_plan(module: ModuleType) -> None:
     planner.__new__ = new
 
 
-def extend_merge(module: ModuleType) -> None:
+def extend_merge(module: Any) -> None:
     """Check our recipes before anything is read, and write their output whole or not at all."""
     if not _once(module):
         return
@@ -106,7 +107,7 @@ def extend_merge(module: ModuleType) -> None:
     module.run_merge = run_merge
 
 
-def extend_command(module: ModuleType) -> None:
+def extend_command(module: Any) -> None:
     """Make a command say in one line what is wrong with a recipe of ours, from its YAML syntax on."""
     command = module.main
     stock = command.callback
@@ -115,19 +116,24 @@ def extend_command(module: ModuleType) -> None:
 
     @functools.wraps(stock)
     def callback(*args: Any, **kwargs: Any) -> Any:
-        if not _is_ours(kwargs.get("config_file") or kwargs.get("config_path")):
+        path = str(kwargs.get("config_file") or kwargs.get("config_path"))
+        if not _is_ours(path):
             return stock(*args, **kwargs)
+        from rotation_merge.plugin import strict
+
         with one_line():
+            if module.__name__ != "mergekit.scripts.merge_raw_pytorch":
+                strict.check_file(path)
             return stock(*args, **kwargs)
 
     command.callback = callback
 
 
-def _is_ours(path: object) -> bool:
+def _is_ours(path: str) -> bool:
     """Whether the recipe in this file names our method, as far as can be told before it has been parsed."""
     try:
-        with open(str(path), "rb") as file:
+        with open(path, "rb") as file:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return False
-    return METHOD in text or any(map(_resembles, re.findall(r"merge_method:\s*['\"]?([\w-]+)", text)))
+    return METHOD in text or re.search(r"merge_method:\s*['\"]?\w*rotation", text) is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from rotation_merge.plugin.output import staged
+from rotation_merge.plugin.output import check_place, staged
 from rotation_merge.plugin.recipe import Recipe
 from rotation_merge.report import run as runs
 from rotation_merge.report.card import add_section
@@ -31,13 +31,26 @@ def run(
         RotationMergeError: bad input; nothing has been written.
     """
     recipe = Recipe.read(config)
+    check_place(out_path, [model.model.path for model in config.referenced_models()])
     this = runs.begin()
     try:
         with staged(out_path) as staging:
-            stock(config, staging, options, config_source)
+            stock(config, staging, _quiet_about_tokenizers(config, options), config_source)
             report = MergeReport.of(this, recipe.base, recipe.delegate.spec.name, config_source or config.to_yaml())
             report.write(os.path.join(staging, "rotation_merge.json"))
             if options.write_model_card:
                 add_section(os.path.join(staging, "README.md"), report)
     finally:
         runs.end(this)
+
+
+TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
+"""How names of files that make up a tokenizer begin."""
+
+
+def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -> MergeOptions:
+    """Do not let mergekit copy a tokenizer that is not there (it would log a traceback, for images too)."""
+    path = config.base_model.model.path if config.base_model else ""
+    if not os.path.isdir(path) or any(name.startswith(TOKENIZER_FILES) for name in os.listdir(path)):
+        return options
+    return options.model_copy(update={"copy_tokenizer": False})

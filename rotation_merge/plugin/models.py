@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
+from rotation_merge.architectures.model import Space
 from rotation_merge.architectures.registry import find, unaligned
 from rotation_merge.errors import ArchitectureError, CheckpointError
 from rotation_merge.matching.state import check_shape
-
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+from rotation_merge.plugin.headers import check_local, check_pickle, file_shapes, read_json
 
 
 class Model:
@@ -40,66 +32,57 @@ class Model:
     def config(self) -> dict[str, Any]:
         path = self.reference.model.path
         if os.path.isdir(path):
-            self._check_config(os.path.join(path, "config.json"))
+            read_json(os.path.join(path, "config.json"))
         try:
             config = self.reference.config(trust_remote_code=self.options.trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # transformers raises errors of many classes here
             detail = " ".join(str(error).split())[:160]
             raise CheckpointError(
-                f"no model config can be loaded ({detail})",
+                f"its config cannot be loaded ({detail})",
                 where=path,
-                remedy="check the path or the repository's name",
+                remedy="mend config.json" if os.path.isdir(path) else "check the repository's name",
             ) from error
         return config.to_dict()
 
-    @staticmethod
-    def _check_config(path: str) -> None:
-        try:
-            with open(path, encoding="utf-8") as file:
-                json.load(file)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                "config.json is missing", where=os.path.dirname(path), remedy="is it a model?"
-            ) from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"cannot be read ({error})", where=path, remedy="it must be a JSON object") from error
-
     def check_files(self) -> None:
-        """Refuse a missing directory or missing weight files, before mergekit opens anything."""
+        """Refuse a missing directory or missing weight files, before mergekit opens anything.
+
+        Raises:
+            CheckpointError: names the directory and what is missing.
+        """
+        if self.reference.lora is not None:
+            self._check_adapter(self.reference.lora.path)
         path = self.reference.model.path
-        looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
         if not os.path.exists(path):
-            if looks_local:
+            if _looks_local(path):
                 raise CheckpointError("no such directory", where=path, remedy="check the path")
-            return
-        if not any(os.path.exists(os.path.join(path, name)) for name in WEIGHT_FILES):
-            raise CheckpointError(
-                "no weights are there", where=path, remedy=f"one of {', '.join(WEIGHT_FILES)} is needed"
-            )
-        if self.reference.lora is not None and not self.options.lora_merge_cache:
+        elif not os.path.isdir(path):
+            raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model")
+        else:
+            check_local(path)
+
+    def _check_adapter(self, path: str) -> None:
+        if _looks_local(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
+            raise CheckpointError("no LoRA adapter is there", where=path, remedy="adapter_config.json is needed")
+        if not self.options.lora_merge_cache:
             raise CheckpointError(
                 "a LoRA needs a place to be merged in", where=str(self.reference), remedy="pass --lora-merge-cache DIR"
             )
 
     @cached_property
     def loader(self) -> Any:
+        """mergekit's own loader, shared with the merge; opened after a look at the files."""
         self.check_files()
+        path = self.reference.model.path
+        if self.reference.lora is None and os.path.isfile(os.path.join(path, "pytorch_model.bin")):
+            check_pickle(path)
         try:
-            loader = LoaderCache().get(self.reference)
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise self._unreadable(error) from error
-        for shard in sorted(set(loader.index.tensor_paths.values())):
-            if not os.path.exists(os.path.join(loader.index.base_path, shard)):
-                raise CheckpointError(
-                    f"shard {shard} is missing", where=str(self.reference), remedy="download it again"
-                )
-        return loader
-
-    def _unreadable(self, error: Exception) -> CheckpointError:
-        detail = " ".join(str(error).split())[:200]
-        return CheckpointError(
-            f"weights cannot be read ({detail})", where=str(self.reference), remedy="download them again"
-        )
+            return LoaderCache().get(self.reference)
+        except Exception as error:  # readers, adapters and downloads raise errors of many classes
+            detail = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"weights cannot be read ({detail})", where=str(self.reference), remedy="download them again"
+            ) from error
 
     @cached_property
     def names(self) -> list[str]:
@@ -111,12 +94,7 @@ class Model:
         index = self.loader.index
         result: dict[str, tuple[int, ...]] = {}
         for shard in sorted(set(index.tensor_paths.values())):
-            path = os.path.join(index.base_path, shard)
-            try:
-                shapes = safetensors_shapes(path) if shard.endswith(".safetensors") else _pickle_shapes(path)
-            except (OSError, ValueError, RuntimeError, EOFError, struct.error) as error:
-                raise self._unreadable(error) from error
-            result.update(shapes)
+            result.update(file_shapes(os.path.join(index.base_path, shard)))
         if absent := [name for name in index.tensor_paths if name not in result]:
             raise CheckpointError(
                 f"the index names '{absent[0]}', its shard does not hold it",
@@ -132,7 +110,12 @@ class Model:
         where = str(self.reference)
         if merge_anyway and find(self.config) is None:
             return unaligned(self.names)
-        architecture = resolve(self.config, self.names, where, keep_unknown=merge_anyway, untie=self.untie)
+        try:
+            architecture = resolve(self.config, self.names, where, keep_unknown=merge_anyway, untie=self.untie)
+        except ArchitectureError as error:
+            if error.where == where:
+                raise
+            raise ArchitectureError(error.what, where=f"{where}, {error.where}", remedy=error.remedy) from error
         for info in architecture.tensors():
             present = [name for name in info.names if name in self.shapes]
             if present:
@@ -148,6 +131,36 @@ class Model:
         untied = resolve(self.config, self.names, str(self.reference), keep_unknown=True, untie=True)
         return next((t.name for t in untied.tensors() if t.tied and t.name not in self.names), None)
 
+    def check_shapes(self, other: Model, excluded: Callable[[str], bool], resized: bool) -> None:
+        """Tensors in the same place of another model have the same shape.
+
+        Args:
+            excluded: says which tensors are not merged.
+            resized: whether vocabularies are brought together.
+
+        Raises:
+            CheckpointError: names the first tensor that differs.
+        """
+        mine = {(b.index, info.key): info for b in self.architecture.blocks for info in b.tensors}
+        for block in other.architecture.blocks:
+            for info in block.tensors:
+                same = mine.get((block.index, info.key))
+                ours, theirs = (model.shapes.get(i.name) if i else None for model, i in ((self, same), (other, info)))
+                if ours is None or theirs is None or excluded(info.name):
+                    continue
+                axis = info.vocabulary_axis
+                differing = [d for d in range(max(len(ours), len(theirs))) if ours[d : d + 1] != theirs[d : d + 1]]
+                if differing == [axis] and resized:
+                    continue
+                if differing:
+                    raise CheckpointError(
+                        f"tensor '{info.name}' is {list(theirs)}, in {self.reference} {list(ours)}",
+                        where=str(other.reference),
+                        remedy="add 'tokenizer: {source: base}' so that the vocabularies are brought together"
+                        if differing == [axis]
+                        else "only equal shapes can be merged; name it under 'exclude' to copy it from base_model",
+                    )
+
     def __contains__(self, name: object) -> bool:
         return name in self.loader.index.tensor_paths
 
@@ -155,33 +168,9 @@ class Model:
         return self.loader.get_tensor(name)
 
 
-def safetensors_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Shapes from a safetensors header; the file's length is checked against it.
-
-    Raises:
-        ValueError: the header is damaged, or the file is shorter or longer than the header says.
-    """
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-        if not 0 < length <= size - 8:
-            raise ValueError(f"{os.path.basename(path)} is truncated or not a safetensors file")
-        header = json.loads(file.read(length))
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    if size != 8 + length + end:
-        raise ValueError(f"{os.path.basename(path)} is {size} bytes long, its header says {8 + length + end}")
-    return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
-
-
-def _pickle_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    try:
-        state = torch.load(path, map_location="meta", weights_only=True)
-    except Exception as error:  # pickle errors come in every class
-        raise ValueError(f"{os.path.basename(path)} holds something else than tensors: {error}") from error
-    state = state.get("state_dict", state)
-    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+def _looks_local(path: str) -> bool:
+    """Whether this is a path of the file system, not a name on the hub."""
+    return path.startswith((".", "/", "~")) or path.count("/") != 1 or os.path.exists(path)
 
 
 class Models:
@@ -221,20 +210,29 @@ class Models:
                 where=where,
                 remedy="only models of one architecture can be aligned",
             )
-        ours_spaces, theirs_spaces = (
-            {space.name.split(".")[-1]: space for block in a.blocks for space in block.spaces.values()}
-            for a in (ours, theirs)
-        )
-        pairs = [(ours.streams.get(n), s) for n, s in theirs.streams.items()]
-        pairs += [(ours_spaces.get(n), s) for n, s in theirs_spaces.items()]
-        for mine, its in pairs:
-            if mine is not None and mine.sizes != its.sizes:
+        theirs_spaces = {**theirs.streams, **_spaces(theirs)}
+        for name, mine in {**ours.streams, **_spaces(ours)}.items():
+            if name in theirs_spaces and mine.sizes != theirs_spaces[name].sizes:
                 raise CheckpointError(
-                    f"space '{its.name}' has {_sizes(its.sizes)}, in {anchor.reference} it has {_sizes(mine.sizes)}",
+                    f"'{theirs_spaces[name].name}' has {_differences(theirs_spaces[name], mine)} in {anchor.reference}",
                     where=where,
                     remedy="only models of equal sizes can be aligned",
                 )
 
 
-def _sizes(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in sizes.items())
+def _spaces(architecture: Architecture) -> dict[str, Space]:
+    """The first local space of each name."""
+    found: dict[str, Space] = {}
+    for block in architecture.blocks:
+        for space in block.spaces.values():
+            found.setdefault(space.name.split(".")[-1], space)
+    return found
+
+
+_WORDS = {"groups": "KV heads", "per_group": "query heads for each KV head", "head_dim": "dimensions of a head"}
+
+
+def _differences(its: Space, mine: Space) -> str:
+    """The sizes that differ, as `4 KV heads, against 2`."""
+    differing = [name for name in its.sizes if its.sizes[name] != mine.sizes.get(name)]
+    return ", ".join(f"{_WORDS.get(n, n)} {its.sizes[n]}, against {mine.sizes.get(n)}" for n in differing)

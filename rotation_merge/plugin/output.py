@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from rotation_merge.errors import RotationMergeError
 
 MODEL_FILES = ("model", "pytorch_model")
 
 
+def check_place(out_path: str, inputs: Iterable[str]) -> None:
+    """Refuse a place that cannot be written to, or that holds a model which is merged.
+
+    Raises:
+        RotationMergeError: names the path and what is wrong with it.
+    """
+    target = os.path.realpath(out_path)
+    for path in inputs:
+        if os.path.realpath(path) == target:
+            raise RotationMergeError(
+                "the output directory is one of the models", where=out_path, remedy="write somewhere else"
+            )
+    place = target
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        raise RotationMergeError("a file stands in the way", where=place, remedy="write somewhere else")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise RotationMergeError("cannot be written to", where=place, remedy="check its permissions")
+
+
 @contextmanager
 def staged(out_path: str) -> Iterator[str]:
-    """A directory to write into, beside `out_path`; moved there when the block ends well, removed when it does not.
+    """A directory to write into, later moved to `out_path`; removed when the block does not end well.
 
+    It lies beside `out_path`, or inside, where that is already a directory (which may be a file system of its own).
     A directory that is already there keeps its other files. Its old weights, index and config go first (config.json
     before all, without which nothing loads), the new config.json comes last, so that at no moment a mixture of two
     models loads.
@@ -21,7 +45,7 @@ def staged(out_path: str) -> Iterator[str]:
     target = os.path.abspath(out_path)
     parent, name = os.path.split(target)
     missing = _first_missing(parent)
-    holder = os.path.join(parent, f".{name}.partial")
+    holder = os.path.join(target if os.path.isdir(target) else parent, f".{name}.partial")
     shutil.rmtree(holder, ignore_errors=True)
     staging = os.path.join(holder, name)
     try:
@@ -61,7 +85,7 @@ def _replace(staging: str, target: str) -> None:
             os.remove(os.path.join(target, name))
     for name in sorted(os.listdir(staging), key=lambda n: n == "config.json"):
         destination = os.path.join(target, name)
-        if os.path.isdir(destination):
+        if os.path.isdir(destination) and not os.path.islink(destination):
             shutil.rmtree(destination)
         os.replace(os.path.join(staging, name), destination)
 

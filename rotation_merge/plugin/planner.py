@@ -70,13 +70,12 @@ class RotationMergePlanner(MergePlanner):
             out_model_config.tie_word_embeddings = False
 
     def normalize_config(self) -> None:
-        """As mergekit's; but a delegate that takes one model only is given the donor, not the anchor too."""
-        if self._method.spec.contract.max_inputs == 1 and self.config.models and len(self.config.models) == 1:
-            base, self.config.base_model = self.config.base_model, None
-            super().normalize_config()
-            self.config.base_model = base
-        else:
-            super().normalize_config()
+        """As mergekit's; a delegate that takes these models only without a base is given none."""
+        base = self.config.base_model
+        if self.recipe.plain:
+            self.config.base_model = None
+        super().normalize_config()
+        self.config.base_model = base
         self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
         self.fold = self.donors.fold
 
@@ -129,8 +128,9 @@ class RotationMergePlanner(MergePlanner):
     def plan_block(self, sources: list[Source], index: int | None, reader: ConfigReader) -> None:
         """All tensors of one output block."""
         self._blocks_planned += 1
-        anchor = next((s for s in sources if s.model == self.recipe.base), sources[0])
-        moves = {s.model: self._move(anchor, s, index, reader) for s in sources}
+        anchor = next((s for s in sources if s.model == self.recipe.base), None)
+        anchor = anchor or self._same_block(self.recipe.base, sources[0].block)
+        moves = {s.model: self._move(anchor, s, index, reader) for s in (anchor, *sources)}
         for info in self._out_tensors(sources, anchor):
             self._plan_info(info, sources, anchor, moves, index, reader)
 
@@ -145,8 +145,9 @@ class RotationMergePlanner(MergePlanner):
         for source in sources:
             infos += [info for info in source.block.tensors if info.key not in known]
             known.update(info.key for info in source.block.tensors)
+        infos = [info for info in infos if not self._spare(info, anchor, sources)]
         for info in infos:
-            lacking = [s for s in sources if not self._has(s, info)]
+            lacking = [s for s in (anchor, *sources) if not self._has(s, info)]
             if lacking and not self.recipe.excluded(info.name):
                 holder = next(s for s in sources if s not in lacking)
                 raise CheckpointError(
@@ -157,10 +158,16 @@ class RotationMergePlanner(MergePlanner):
                 )
         return [info for info in infos if self._has(anchor, info)]
 
+    def _spare(self, info: TensorInfo, anchor: Source, sources: list[Source]) -> bool:
+        """Whether a tensor is a second copy of a tied one, which the anchor does not store."""
+        holders = [self.models[s.model] for s in sources if s.block.tensor(info.key) is not None]
+        tied = bool(info.tied) and anchor.block.tensor(info.key) is None
+        return tied and all(model.config.get("tie_word_embeddings") for model in holders)
+
     def _has(self, source: Source, info: TensorInfo) -> bool:
         if source.block.tensor(info.key) is not None:
             return True
-        return any(name in self.models[source.model] for name in info.tied)
+        return source.model != self.recipe.base and any(name in self.models[source.model] for name in info.tied)
 
     # --- tasks -------------------------------------------------------------------------------------------------
 
@@ -193,7 +200,7 @@ class RotationMergePlanner(MergePlanner):
             origin = self._same_block(donor.origin, source.block)
         if source is anchor and donor.whole is None:
             return Move(source, anchor.block, origin=origin)
-        if donor.whole is not None and (source.block.index == anchor.block.index or anchor.model != self.recipe.base):
+        if donor.whole is not None and source.block.index == anchor.block.index:
             frame = self._same_block(self.recipe.base, source.block)
             return Move(source, frame.block, None, donor.whole, origin)
         options = self.recipe.options(reader, anchor.block.name, source.model)
@@ -221,7 +228,8 @@ class RotationMergePlanner(MergePlanner):
         """The block of another model that stands at the same place."""
         architecture = self.models[model].architecture
         for other in architecture.blocks:
-            if (other.module, other.place, other.index) == (block.module, block.place, block.index):
+            same = (other.module, other.place, other.index) == (block.module, block.place, block.index)
+            if same and (block.index is not None or other.name == block.name):
                 return Source(model, architecture, other)
         raise CheckpointError(f"has no block like {block.name}", where=str(model), remedy="the models differ in depth")
 
@@ -325,7 +333,7 @@ class RotationMergePlanner(MergePlanner):
 
     def _base(self, reader: ConfigReader, models: dict[ModelReference, str]) -> ModelReference | None:
         base = reader.base_model
-        return base if base in models else None
+        return base if base in models and not self.recipe.plain else None
 
     def _with_vocabulary(self, weight: WeightInfo, gather: AlignedGather, reader: ConfigReader) -> Task:
         """The same vocabulary steps as mergekit's, after the alignment."""

@@ -8,22 +8,12 @@ from typing import Any
 
 from mergekit import merge_methods
 from mergekit.common import ModelReference
-from mergekit.config import (
-    ConditionalParameter,
-    ConfigReader,
-    InputModelDefinition,
-    InputSliceDefinition,
-    MergeConfiguration,
-    OutputModuleDefinition,
-    OutputSliceDefinition,
-    evaluate_setting,
-)
+from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
 from mergekit.merge_methods.base import MergeMethod
-from mergekit.tokenizer.config import TokenEmbeddingConfig, TokenizerConfig
-from pydantic import BaseModel
 
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import CHOICES, MatchOptions
+from rotation_merge.plugin.rules import check_dtypes, check_inputs, check_value, filters, groups, is_plain, leaves
 
 METHOD = "rotation_merge"
 
@@ -53,72 +43,12 @@ GLOBAL: dict[str, str] = {
 }
 """Options of the whole merge."""
 
-TOP_LEVEL = tuple(MergeConfiguration.model_fields)
-"""Keys of a recipe."""
-
 _GLOBAL_CHOICES: dict[str, tuple[Any, ...]] = {
     "unsupported": ("error", "merge"),
     "untie": (False, True),
     "anchor": ("base", "mean"),
     "report": (False, True),
 }
-
-
-def check_keys(document: Mapping[str, Any]) -> None:
-    """Refuse keys that mergekit would ignore, at every level, and a misspelt name of our method.
-
-    Raises:
-        RecipeError: an unknown key, with the nearest known one.
-    """
-    _check_level(document, MergeConfiguration, "recipe")
-    method = document.get("merge_method")
-    if method is not None and method not in (m.spec.name for m in merge_methods.registered_methods()):
-        raise RecipeError(f"there is no merge method '{method}'", where="recipe", remedy=f"did you mean '{METHOD}'?")
-
-
-def _check_level(document: Mapping[str, Any], schema: type[BaseModel], where: str) -> None:
-    for key, value in document.items():
-        if key not in schema.model_fields:
-            remedy = nearest(str(key), schema.model_fields)
-            if schema is MergeConfiguration and key in {**OPTIONS, **DONOR, **GLOBAL}:
-                remedy = "it stands under 'parameters'"
-            raise RecipeError(f"there is no key '{key}' here", where=where, remedy=remedy)
-        place = f"{where}, {key}" if where == "recipe" else f"{where}.{key}"
-        if key == "parameters" and isinstance(value, dict):
-            _check_conditions(value, place)
-        elif schema_below := _BELOW.get(key):
-            for step, item in _items(value, key in _MAPPINGS):
-                if isinstance(item, dict):
-                    _check_level(item, schema_below, place + step)
-
-
-def _check_conditions(settings: Mapping[str, Any], where: str) -> None:
-    """The keys of {filter, value} entries."""
-    for name, setting in settings.items():
-        for _, condition in _items(setting, mapping=False):
-            if isinstance(condition, dict):
-                for key in condition:
-                    if key not in ConditionalParameter.model_fields:
-                        known = nearest(str(key), ConditionalParameter.model_fields)
-                        raise RecipeError(f"there is no key '{key}' here", where=f"{where}.{name}", remedy=known)
-
-
-def _items(value: Any, mapping: bool) -> Iterable[tuple[str, Any]]:
-    """What stands below a key, each with how to write its place."""
-    if mapping:
-        return [(f".{name}", item) for name, item in value.items()] if isinstance(value, dict) else []
-    return [(f"[{i}]", item) for i, item in enumerate(value)] if isinstance(value, list) else [("", value)]
-
-
-_BELOW: dict[str, type[BaseModel]] = {
-    "models": InputModelDefinition,
-    "slices": OutputSliceDefinition,
-    "sources": InputSliceDefinition,
-    "modules": OutputModuleDefinition,
-    "tokenizer": TokenizerConfig,
-    "tokens": TokenEmbeddingConfig,
-}
-_MAPPINGS = ("modules", "tokens")
 
 
 def restore_paths(document: Any) -> Any:
@@ -141,11 +71,19 @@ def _paths(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parts of a merge configuration that concern the alignment."""
+    """The parts of a merge configuration that concern the alignment.
+
+    Attributes:
+        base: the anchor.
+        delegate: the method that averages.
+        plain: the delegate is not told that the anchor is the base (see `rules.is_plain`).
+        exclude: parts of names of tensors that are copied from the anchor.
+    """
 
     config: MergeConfiguration
     base: ModelReference
     delegate: MergeMethod
+    plain: bool
     exclude: tuple[str, ...]
     unsupported: str
     untie: bool
@@ -165,13 +103,19 @@ class Recipe:
             )
         values = config.parameters or {}
         delegate = _delegate(values)
+        check_dtypes(config)
         for where, settings, allowed in _scopes(config):
             _check_names(where, settings, allowed, delegate)
+            _check_values(where, settings, delegate)
+        found = list(groups(config))
+        plain = is_plain(delegate.spec.contract, [group.models for group in found], config.base_model)
+        check_inputs(delegate, found, None if plain else config.base_model)
         chosen = {name: _choice(name, values.get(name, choices[0])) for name, choices in _GLOBAL_CHOICES.items()}
         return cls(
             config=config,
             base=config.base_model,
             delegate=delegate,
+            plain=plain,
             exclude=tuple(part.strip() for part in str(values.get("exclude", "")).split(",") if part.strip()),
             unsupported=chosen["unsupported"],
             untie=chosen["untie"],
@@ -193,6 +137,27 @@ class Recipe:
         value = _setting(name, reader.parameter_sources(donor), "", 0.0)
         return None if value in (None, False, "none") else str(value)
 
+    def check_filters(self, blocks: Iterable[str]) -> None:
+        """Filters of our own options see blocks, not tensors: one that fits none was written for tensors.
+
+        Args:
+            blocks: module paths of the anchor's blocks.
+
+        Raises:
+            RecipeError: names the filter and what blocks are called.
+        """
+        names = list(blocks)
+        example = next((name for name in names if name.endswith(".0")), names[0])
+        for where, settings, _ in _scopes(self.config):
+            for option in settings.keys() & OPTIONS.keys():
+                for text in filters(settings[option]):
+                    if not any(text in name for name in names):
+                        raise RecipeError(
+                            f"the filter '{text}' of '{option}' matches no block",
+                            where=where,
+                            remedy=f"options of the alignment hold for whole blocks, which are called like '{example}'",
+                        )
+
     def excluded(self, tensor: str) -> bool:
         return any(part in tensor for part in self.exclude)
 
@@ -204,6 +169,36 @@ def _setting(name: str, scopes: Iterable[Mapping[str, Any] | None], block: str, 
             if value is not None:
                 return value
     return None
+
+
+def _check_values(where: str, settings: Mapping[str, Any], delegate: MergeMethod) -> None:
+    """Values of every setting in one scope."""
+    own = {parameter.name: parameter for parameter in delegate.spec.parameters}
+    for name, setting in settings.items():
+        if name in (*_WHOLE, *DONOR, *GLOBAL) and (isinstance(setting, list) or filters(setting)):
+            raise RecipeError(
+                f"parameter '{name}' holds for the whole model, lists and filters do not fit it",
+                where=where,
+                remedy="write ranges such as '0-5,11' in one string" if name == "layers" else "give one value",
+            )
+        if name in OPTIONS:
+            _check_option(name, setting, where)
+        elif name in own:
+            check_value(own[name], setting, where)
+        elif name in (*DONOR, "exclude") and not isinstance(setting, str) and setting is not False:
+            raise RecipeError(f"parameter '{name}' is {setting!r}", where=where, remedy="it must be a string")
+
+
+def _check_option(name: str, setting: Any, where: str) -> None:
+    for value in leaves(setting):
+        try:
+            MatchOptions.from_values({name: _normal(name, value)})
+        except RecipeError as error:
+            raise RecipeError(error.what, where=where, remedy=error.remedy) from None
+
+
+_WHOLE = ("residual", "layers")
+"""Options that have one value for a whole donor."""
 
 
 def _normal(name: str, value: Any) -> Any:
@@ -265,5 +260,7 @@ def _check_names(where: str, settings: Mapping[str, Any], allowed: tuple[str, ..
             place = "under 'parameters' of the recipe" if name in GLOBAL else "under one donor's 'parameters'"
             raise RecipeError(f"parameter '{name}' does not belong here", where=where, remedy=f"it stands {place}")
         raise RecipeError(
-            f"there is no parameter '{name}' (delegate {delegate.spec.name})", where=where, remedy=nearest(name, known)
+            f"there is no parameter '{name}' with delegate {delegate.spec.name}",
+            where=where,
+            remedy=nearest(name, known),
         )

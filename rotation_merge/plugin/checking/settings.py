@@ -26,6 +26,7 @@ from rotation_merge.plugin.checking.document import Document, Path
 from rotation_merge.plugin.recipe import DONOR, GLOBAL, METHOD, OPTIONS
 from rotation_merge.plugin.recipe import _choice as choice
 from rotation_merge.plugin.recipe import _normal as normal
+from rotation_merge.plugin.rules import is_plain
 
 MULTI_KEYS = ("name",)
 """Keys that mergekit-multi adds to a document."""
@@ -221,13 +222,14 @@ def _contract(document: Document, delegate: MergeMethod) -> None:
         return
     spec, base = delegate.spec, document.value.get("base_model")
     models = [str(entry["model"]) for entry in entries]
-    if spec.contract.max_inputs == 1 and len(models) == 1:
-        base = None
-    elif base is not None and str(base) not in models:
-        models.append(str(base))
     references = [ModelReference.parse(model) for model in models]
+    with_base = ModelReference.parse(str(base)) if base is not None else None
+    if is_plain(spec.contract, [references], with_base):
+        base = with_base = None
+    elif with_base is not None and with_base not in references:
+        models.append(str(base))
+        references.append(with_base)
     try:
-        with_base = ModelReference.parse(str(base)) if base is not None else None
         delegate.validate_inputs(references, None if spec.contract.base == BasePolicy.FORBIDDEN else with_base)
     except (ValueError, RuntimeError) as error:
         document.fault(

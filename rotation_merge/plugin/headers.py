@@ -1,0 +1,125 @@
+"""Names and shapes of a checkpoint's tensors from the heads of its files; pickles only ever as plain tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import CheckpointError
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CheckpointError: it is not there, or is something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        name, folder = os.path.basename(path), os.path.dirname(path)
+        raise CheckpointError(f"{name} is missing", where=folder, remedy="the model is incomplete") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot be read ({error})", where=path, remedy="download it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError("does not hold a JSON object", where=path, remedy="download it again")
+    return content
+
+
+def check_local(folder: str) -> None:
+    """What mergekit would open in a directory can be opened, and pickles hold tensors and nothing else.
+
+    mergekit takes safetensors before pickles, and an index before a single file.
+
+    Raises:
+        CheckpointError: no weights, a damaged index, a missing shard, or a pickle of something else.
+    """
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        single, index = os.path.join(folder, stem), os.path.join(folder, f"{stem}.index.json")
+        if os.path.exists(index):
+            shards = _shards(index)
+            for shard in shards:
+                if not os.path.isfile(os.path.join(folder, shard)):
+                    raise CheckpointError(f"shard {shard} is missing", where=folder, remedy="download it again")
+            return
+        if os.path.exists(single):
+            return
+    raise CheckpointError(
+        "no weights are there",
+        where=folder,
+        remedy="model.safetensors or pytorch_model.bin (or the index of shards of either) is needed",
+    )
+
+
+def check_pickle(folder: str) -> None:
+    """A single pickle is read as plain tensors before mergekit opens it (which, with an old torch, runs its code)."""
+    if not os.path.exists(os.path.join(folder, "model.safetensors")):
+        file_shapes(os.path.join(folder, "pytorch_model.bin"))
+
+
+def _shards(index: str) -> list[str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError("has no weight_map of names and files", where=index, remedy="download it again")
+    return sorted(set(weight_map.values()))
+
+
+def file_shapes(path: str) -> Shapes:
+    """Shapes of the tensors in one weight file.
+
+    Raises:
+        CheckpointError: the file is damaged, or a pickle of something else than tensors.
+    """
+    try:
+        return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
+    except (OSError, ValueError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, struct.error) as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"cannot be read: {text[:200]}", where=path, remedy="download it again") from error
+
+
+def safetensors_shapes(path: str) -> Shapes:
+    """Shapes from a safetensors header; the file's length is checked against it.
+
+    Raises:
+        ValueError: the header is damaged, or the file is shorter or longer than the header says.
+    """
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 0 < length <= size - 8:
+            raise ValueError("it is truncated or not a safetensors file")
+        head = file.read(length)
+    try:
+        header = {name: entry for name, entry in json.loads(head).items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise ValueError("its header is damaged") from None
+    if size != 8 + length + end:
+        raise ValueError(f"it is {size} bytes long, its header says {8 + length + end}; it is truncated or damaged")
+    return shapes
+
+
+def _pickle_shapes(path: str) -> Shapes:
+    try:
+        state = torch.load(path, map_location="meta", weights_only=True)
+    except Exception as error:  # pickle errors come in every class
+        detail = " ".join(str(error).split())
+        if "weights_only" in detail or "Weights only" in detail:
+            detail = "only plain tensors are read from pickles"
+        raise ValueError(f"the pickle is damaged or holds something else than tensors ({detail[:120]})") from error
+    if isinstance(state, dict):
+        state = state.get("state_dict", state)
+    found = {n: tuple(v.shape) for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}
+    if not found:
+        raise ValueError("the pickle holds no tensors by name")
+    return found
