@@ -12,11 +12,14 @@ from torch import Tensor
 RANK_TOLERANCE = 1e-10
 """Singular values below this fraction of the largest are taken for zero."""
 
+FLOAT32_RANK_TOLERANCE = 1e-6
+"""The same where the products were summed in float32."""
+
 TIE_TOLERANCE = 1e-12
 """A map whose gain over the identity is below this fraction of the optimum gives way to the identity."""
 
 
-def procrustes(products: Tensor) -> Tensor:
+def procrustes(products: Tensor, rank_tolerance: float = RANK_TOLERANCE) -> Tensor:
     r"""Orthogonal R maximising <R, M>; equivalently minimising ||R B - A||_F. May reflect.
 
     With M = U diag(s) V^T the optimum is R = U V^T. Where M is rank deficient the optimum is not unique: on
@@ -25,6 +28,8 @@ def procrustes(products: Tensor) -> Tensor:
 
     Args:
         products: M = A B^T, shape (..., d, d), floating.
+        rank_tolerance: singular values below this fraction of the largest are taken for zero; for products of
+            float32 matrices their rounding (`FLOAT32_RANK_TOLERANCE`).
 
     Returns:
         R, shape (..., d, d), float64, on M's device; use ``R @ donor``.
@@ -34,21 +39,23 @@ def procrustes(products: Tensor) -> Tensor:
     m = products.double()
     u, s, vh = torch.linalg.svd(m)
     rotation = u @ vh
-    rank = (s > RANK_TOLERANCE * s[..., :1]).sum(-1)
-    d = m.shape[-1]
-    flat = rotation.reshape(-1, d, d)
-    for index in (rank.reshape(-1) < d).nonzero().flatten().tolist():
-        r = int(rank.reshape(-1)[index])
-        left, right = u.reshape(-1, d, d)[index], vh.reshape(-1, d, d)[index]
-        flat[index] = left[:, :r] @ right[:r] + _nearest_completion(left[:, r:], right[r:])
-    rotation = flat.reshape(m.shape)
+    small = s <= rank_tolerance * s[..., :1]
+    if bool(small.any()):
+        rotation = torch.where(small.any(-1)[..., None, None], _completed(u, small, vh), rotation)
     return _snap_to_identity(rotation, s.sum(-1), m)
 
 
-def _nearest_completion(left: Tensor, right: Tensor) -> Tensor:
-    """The partial isometry from span(right rows) onto span(left columns) nearest to the identity, (d, d)."""
-    u, _, vh = torch.linalg.svd(left.T @ right.T)
-    return left @ (u @ vh) @ right
+def _completed(u: Tensor, small: Tensor, vh: Tensor) -> Tensor:
+    """U V^T on the range; from null space to null space the partial isometry nearest to the identity, (..., d, d).
+
+    In the bases U and V the map is the identity on the range and, between the null spaces, the polar factor of their
+    bases' inner products; both blocks are solved as one matrix.
+    """
+    kept = (~small)[..., None, :].to(u.dtype)
+    left, right = u * (1 - kept), vh * (1 - kept).mT
+    inner = left.mT @ right.mT + torch.diag_embed(kept[..., 0, :])
+    a, _, b = torch.linalg.svd(inner)
+    return u @ (a @ b) @ vh
 
 
 def _snap_to_identity(rotation: Tensor, optimum: Tensor, m: Tensor) -> Tensor:

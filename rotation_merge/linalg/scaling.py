@@ -4,10 +4,17 @@ A scale a acts on the primal side (keys, values, up) and 1/a on the dual side (q
 P, D the squared norms of the donor's primal and dual side and p, q its inner products with the anchor,
 
     cost(a) = a^2 P + D / a^2 - 2 a p - 2 q / a    (+ a constant).
+
+Put a = k x with k = (D/P)^(1/4), u = k p / sqrt(P D) and v = q / (k sqrt(P D)). Then cost / sqrt(P D) is
+x^2 + x^-2 - 2 u x - 2 v / x, with stationary points at the roots of x^4 - u x^3 + v x - 1. If u >= v the global minimum
+lies at x >= 1, where there is one root (the derivative in log x >= 0, over cosh, is convex or increasing and starts at
+or below zero); Newton's method from its right descends to it. If u < v, 1/x solves the problem with u and v exchanged;
+a negative scale changes the signs of both.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,7 +23,11 @@ from torch import Tensor
 LARGEST_LOG_SCALE = 4.6
 """Scales stay within exp(+-4.6), a factor of about 100: further out half precision is the limit, not the fit."""
 
-_NEWTON = 6
+_NEWTON = {torch.float32: 8, torch.float64: 14}
+_TIE = 1e-12  # gains below this share of the norms give way to the scale 1
+_ROUNDS = 60
+_SETTLED = 1e-8  # change of a log scale; the cost's error is its square
+_WIDE = 0.3  # log scales further apart than this from the best start are searched on a grid
 
 
 def cost(scale: Tensor, primal: Tensor, dual: Tensor, p: Tensor, q: Tensor) -> Tensor:
@@ -27,102 +38,126 @@ def cost(scale: Tensor, primal: Tensor, dual: Tensor, p: Tensor, q: Tensor) -> T
 def best_scale(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool = False) -> Tensor:
     r"""The scale that minimises `cost`: the right real root of P a^4 - p a^3 + q a - D = 0.
 
-    All roots come from the companion matrix, refined by Newton's method; 1 is kept where nothing is gained.
-
     Args:
-        primal, dual: P and D, >= 0, one shape (...).
-        p, q: inner products with the anchor, same shape.
+        primal, dual: P and D, >= 0, shapes that broadcast.
+        p, q: inner products with the anchor.
         signed: also allow negative scales.
 
     Returns:
-        a, shape (...), float64, within exp(+-LARGEST_LOG_SCALE).
+        a, in the inputs' dtype, 1 where nothing is gained. Where the optimum lies beyond exp(+-LARGEST_LOG_SCALE), the
+        limit, if that is better than 1.
+
+    Source: ICML 2025 paper, equation 12.
     """
-    primal, dual, p, q = (x.double() for x in (primal, dual, p, q))
-    shape = primal.shape
-    primal, dual, p, q = (x.reshape(-1) for x in (primal, dual, p, q))
-    one = torch.ones_like(primal)
+    primal, dual, p, q = torch.broadcast_tensors(primal, dual, p, q)
     usable = (primal > 0) & (dual > 0)
-    lead = torch.where(usable, primal, one)
-    companion = torch.zeros(len(lead), 4, 4, dtype=torch.float64, device=lead.device)
-    companion[:, 1, 0] = companion[:, 2, 1] = companion[:, 3, 2] = 1
-    companion[:, 0, 3] = dual / lead
-    companion[:, 1, 3] = -q / lead
-    companion[:, 3, 3] = p / lead
-    roots = torch.linalg.eigvals(companion).real
-    roots = _newton(roots, *(x[:, None] for x in (primal, dual, p, q)))
-    limit = float(torch.tensor(LARGEST_LOG_SCALE).exp())
-    magnitude = roots.abs().clamp(1 / limit, limit)
-    candidates = magnitude * (roots.sign() if signed else 1)
-    candidates = torch.where(candidates == 0, 1.0, candidates)
+    root = (torch.where(usable, dual, 1.0) / torch.where(usable, primal, 1.0)) ** 0.25
+    middle = torch.where(usable, primal, 1.0) * root * root
+    u, v = p * root / middle, q / (root * middle)
+    sign = torch.ones_like(u)
     if signed:
-        candidates = torch.cat([candidates, -candidates], dim=1)
-    return _keep_one(candidates, primal, dual, p, q, usable).reshape(shape)
+        sign = torch.where(u + v < 0, -sign, sign)
+        u, v = u * sign, v * sign
+    x = _largest_root(torch.maximum(u, v), torch.minimum(u, v))
+    x = torch.where(u >= v, x, 1 / x)
+    limit = math.exp(LARGEST_LOG_SCALE)
+    a = (x * root).clamp(1 / limit, limit) * sign
+    one = torch.ones_like(a)
+    a = torch.where(usable & a.isfinite(), a, one)
+    gains = cost(one, primal, dual, p, q) - cost(a, primal, dual, p, q) > _TIE * (primal + dual)
+    return torch.where(gains, a, one)
 
 
-def _newton(a: Tensor, primal: Tensor, dual: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    for _ in range(_NEWTON):
-        value = ((primal * a - p) * a * a + q) * a - dual
-        slope = (4 * primal * a - 3 * p) * a * a + q
-        step = torch.where(slope.abs() > 0, value / slope, torch.zeros_like(value))
-        better = a - step
-        residual = ((primal * better - p) * better * better + q) * better - dual
-        a = torch.where(residual.abs() < value.abs(), better, a)
-    return a
+def _largest_root(u: Tensor, v: Tensor) -> Tensor:
+    """The root x >= 1 of x^4 - u x^3 + v x - 1 for u >= v, elementwise: Newton from the right, where it is convex."""
+    start = u / 2 + (u * u / 4 + 1).sqrt()
+    safe = u.clamp_min(0) + ((-v).clamp_min(0) + 1) ** (1 / 3)
+    x = torch.where(u + v >= 0, start, safe)
+    for _ in range(_NEWTON.get(x.dtype, 14)):
+        value = ((x - u) * x * x + v) * x - 1
+        slope = (4 * x - 3 * u) * x * x + v
+        x = torch.where(slope > 0, x - value / slope, x).clamp_min(1.0)
+    return x
 
 
-def _keep_one(candidates: Tensor, primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, usable: Tensor) -> Tensor:
-    costs = cost(candidates, *(x[:, None] for x in (primal, dual, p, q)))
-    best = costs.argmin(1, keepdim=True)
-    value, chosen = costs.gather(1, best)[:, 0], candidates.gather(1, best)[:, 0]
-    at_one = cost(torch.ones_like(chosen), primal, dual, p, q)
-    gains = usable & (at_one - value > 1e-12 * (primal + dual))
-    return torch.where(gains, chosen, torch.ones_like(chosen))
-
-
-def joint_scale(value: Callable[[Tensor], Tensor], primal: Tensor, dual: Tensor, guess: Tensor) -> Tensor:
+def joint_scale(
+    value: Callable[[Tensor], Tensor],
+    inner: Callable[[Tensor], tuple[Tensor, Tensor]],
+    primal: Tensor,
+    dual: Tensor,
+    guess: Tensor,
+    bounds: tuple[Tensor, Tensor],
+) -> Tensor:
     r"""Scale of the joint problem over a map g and a scale a > 0, batched.
 
-    Minimises f(a) = a^2 P + D / a^2 - 2 h(a), where h(a) = max_g <g, a M_P + M_D / a> is what the best map
-    attains (the nuclear norm for O(d), a modulus for a plane). One dimension each: a coarse grid in log a around
-    a guess, then golden-section search around the best point.
+    Minimises f(a) = a^2 P + D / a^2 - 2 h(a), where h(a) = max_g <g, a M_P + M_D / a> is what the best map attains
+    (the nuclear norm for O(d), a modulus for a plane). Starts are 1, a guess and a grid of the scales that the bound
+    h(a) <= a max_g <g, M_P> + max_g <g, M_D> / a leaves in the running. From the best start, the best map for the scale
+    and the best scale for the map take turns, extrapolated (Aitken); f never rises.
 
     Args:
         value: h, maps scales of shape (...) to values of shape (...).
-        primal, dual: P and D, shape (...).
-        guess: centre of the search, > 0, shape (...); the scale that balances donor and anchor is a good one.
+        inner: maps scales to <g, M_P> and <g, M_D> of the best map g at that scale.
+        primal, dual: P and D, shape (...), float64.
+        guess: a start, > 0, shape (...); the scale that balances donor and anchor is a good one.
+        bounds: max_g <g, M_P> and max_g <g, M_D>.
 
     Returns:
         a, shape (...), float64; 1 where nothing is gained.
 
     Source: one-dimensional reduction of the ICML 2025 paper's open joint problem (its section 4.3).
     """
-    primal, dual = primal.double(), dual.double()
     usable = (primal > 0) & (dual > 0)
+    zero = torch.zeros_like(primal)
 
     def objective(log_scale: Tensor) -> Tensor:
         a = log_scale.exp()
         return a**2 * primal + dual / a**2 - 2 * value(a)
 
-    zero = torch.zeros_like(primal)
-    grid = torch.linspace(-1.5, 1.5, 7, dtype=torch.float64, device=primal.device)
-    middle = torch.where(usable, guess.double().log(), zero).clamp(-LARGEST_LOG_SCALE, LARGEST_LOG_SCALE)
-    centre = middle + grid[torch.stack([objective(middle + g) for g in grid]).argmin(0)]
-    log_scale = golden_section(objective, centre - 0.5, centre + 0.5, steps=32)
-    log_scale = log_scale.clamp(-LARGEST_LOG_SCALE, LARGEST_LOG_SCALE)
-    gains = usable & (objective(zero) - objective(log_scale) > 1e-12 * (primal + dual))
-    return torch.where(gains, log_scale, zero).exp()
+    at_one = objective(zero)
+    best, lowest = zero, at_one
+    middle = torch.where(usable, guess.log(), zero).clamp(-LARGEST_LOG_SCALE, LARGEST_LOG_SCALE)
+    starts = [middle] if bool((middle.abs() > 1e-3).any()) else []
+    for start in starts + _open_scales(primal, dual, bounds, middle, at_one, usable):
+        found = objective(start)
+        best, lowest = torch.where(found < lowest, start, best), torch.minimum(found, lowest)
+    refined = _alternate(inner, primal, dual, best)
+    gains = usable & (at_one - objective(refined) > _TIE * (primal + dual))
+    return torch.where(gains, refined, zero).exp()
 
 
-def golden_section(objective: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, steps: int) -> Tensor:
-    """Minimiser of a batch of functions unimodal on [low, high], elementwise, to (high - low) * 0.618^steps."""
-    ratio = (5**0.5 - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    f_left, f_right = objective(left), objective(right)
-    for _ in range(steps):
-        smaller = f_left < f_right
-        low, high = torch.where(smaller, low, left), torch.where(smaller, right, high)
-        probe = torch.where(smaller, high - ratio * (high - low), low + ratio * (high - low))
-        f_probe = objective(probe)
-        left, right = torch.where(smaller, probe, right), torch.where(smaller, left, probe)
-        f_left, f_right = torch.where(smaller, f_probe, f_right), torch.where(smaller, f_left, f_probe)
-    return (low + high) / 2
+def _open_scales(
+    primal: Tensor, dual: Tensor, bounds: tuple[Tensor, Tensor], middle: Tensor, known: Tensor, usable: Tensor
+) -> list[Tensor]:
+    """Grid points at which some element may still beat the values known, if they lie far from the starts."""
+    grid = torch.linspace(-2.0, 2.0, 17, dtype=torch.float64, device=primal.device)
+    points = (middle + grid.reshape(-1, *[1] * middle.ndim)).clamp(-LARGEST_LOG_SCALE, LARGEST_LOG_SCALE)
+    lower = cost(points.exp(), primal, dual, *bounds)
+    near = torch.minimum((points - middle).abs(), points.abs()) < _WIDE
+    is_open = usable & (lower < known) & ~near
+    return [point for point, wanted in zip(points, is_open.flatten(1).any(1), strict=True) if bool(wanted)]
+
+
+def _alternate(inner: Callable[[Tensor], tuple[Tensor, Tensor]], primal: Tensor, dual: Tensor, start: Tensor) -> Tensor:
+    """Log scale from the best map, map from the scale, until it settles; every third step is Aitken's."""
+
+    def evaluate(log_scale: Tensor) -> tuple[Tensor, Tensor]:
+        a = log_scale.exp()
+        p, q = inner(a)
+        return cost(a, primal, dual, p, q), best_scale(primal, dual, p, q).log()
+
+    point = start
+    value, following = evaluate(point)
+    for _ in range(_ROUNDS):
+        if bool(((following - point).abs() < _SETTLED).all()):
+            break
+        value, after = evaluate(following)
+        first, second = following - point, after - following
+        if bool((second.abs() < _SETTLED).all()):
+            return after
+        jump = following + second / (1 - second / torch.where(first == 0, 1.0, first)).clamp_min(0.05)
+        jump = torch.where(jump.isfinite(), jump, following).clamp(-LARGEST_LOG_SCALE, LARGEST_LOG_SCALE)
+        tried, beyond = evaluate(jump)
+        better = tried <= value
+        point, following = torch.where(better, jump, following), torch.where(better, beyond, after)
+    return following

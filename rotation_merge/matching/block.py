@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from rotation_merge.architectures.model import Block, Space
 from rotation_merge.errors import AlignmentError
-from rotation_merge.groups import SpaceTransform
+from rotation_merge.groups import HeadTransform, NeuronTransform, SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.attention import match_attention
-from rotation_merge.matching.experts import match_experts
-from rotation_merge.matching.ffn import match_ffn
+from rotation_merge.matching.attention import AttentionMatch, solve_attention
+from rotation_merge.matching.experts import ExpertsMatch, solve_experts
+from rotation_merge.matching.ffn import NeuronMatch, solve_ffn
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors, sides
+
+_BLOCK = 1 << 20  # entries widened at a time
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class SpaceMatch:
     Attributes:
         space, kind: the space's name and kind.
         group: the group its transform comes from.
-        before, after: squared Frobenius distance donor - anchor over the tensors that have an axis in the space.
+        before, after: squared Frobenius distance donor - anchor over the axes that live in the space.
         anchor: squared norm of the anchor's tensors there.
         distances: how far the transform is from the identity, by part.
         seconds: wall time.
@@ -95,21 +99,15 @@ def match_block(
     records, local = [], {}
     for space in wanted_spaces(block, options):
         begin = time.perf_counter()
-        transform, gap, notes = _match_space(block, space, anchor, donor, transforms, options)
-        before = squared_distances(block, space, anchor, donor, transforms)
+        transform, found = _match_space(block, space, anchor, donor, transforms, options)
         transforms[space.name] = local[space.name] = transform
-        after = squared_distances(block, space, anchor, donor, transforms) if not transform.is_identity() else before
         records.append(
             SpaceMatch(
                 *(space.name, space.kind, transform.group()),
-                before=before[0],
-                after=after[0],
-                anchor=before[1],
                 distances=transform.distances(),
                 seconds=time.perf_counter() - begin,
-                gap=gap,
-                head_order=transform.head_order().tolist() if hasattr(transform, "head_order") else None,
-                notes=notes,
+                head_order=transform.head_order().tolist() if isinstance(transform, HeadTransform) else None,
+                **found,
             )
         )
     return BlockMatch(local, records)
@@ -122,15 +120,21 @@ def _match_space(
     donor: Tensors,
     transforms: dict[str, SpaceTransform],
     options: MatchOptions,
-) -> tuple[SpaceTransform, float | None, list[str]]:
+) -> tuple[SpaceTransform, dict[str, Any]]:
+    """The best transform of one space, and what the record says of it."""
     if space.kind == "experts":
-        return match_experts(block, space, anchor, donor, transforms, options)
+        experts = solve_experts(block, space, anchor, donor, transforms, options)
+        return experts.transform, {**_distances(experts), "gap": experts.gap, "notes": experts.notes}
     found = sides(block, space, anchor, donor, transforms)
     if space.kind == "ffn":
-        transform, gap = match_ffn(space, found, options)
-        return transform, gap, []
-    heads, notes = match_attention(space, found, options)
-    return heads, None, notes
+        neurons = solve_ffn(space, found, options)
+        return NeuronTransform(neurons.element), {**_distances(neurons), "gap": neurons.gap}
+    attention = solve_attention(space, found, options)
+    return attention.transform, {**_distances(attention), "notes": attention.notes}
+
+
+def _distances(match: AttentionMatch | ExpertsMatch | NeuronMatch) -> dict[str, float]:
+    return {"before": match.before, "after": match.after, "anchor": match.anchor}
 
 
 def squared_distances(
@@ -140,17 +144,30 @@ def squared_distances(
     distance = norm = 0.0
     for info in block.tensors:
         if info.key in anchor and info.key in donor and (space is None or space in info.spaces()):
-            a = anchor[info.key].float()
-            b = transform_tensor(donor[info.key], info, transforms).float()
-            distance += float((a - b).square().sum(dtype=torch.float64))
-            norm += float(a.square().sum(dtype=torch.float64))
+            moved = transform_tensor(donor[info.key], info, transforms)
+            for a, b in _flat_blocks(anchor[info.key], moved):
+                distance += float((a - b).square_().sum())
+                norm += float((a * a).sum())
     return distance, norm
+
+
+def _flat_blocks(anchor: Tensor, donor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of two tensors of one shape along the first dimension, widened to float32 at least."""
+    dtype = torch.promote_types(torch.promote_types(anchor.dtype, donor.dtype), torch.float32)
+    rows = anchor.reshape(1) if anchor.ndim == 0 else anchor
+    other = donor.reshape(rows.shape)
+    step = max(1, _BLOCK * len(rows) // max(1, rows.numel()))
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step].to(dtype), other[start : start + step].to(rows.device, dtype)
 
 
 def _check_finite(block: Block, tensors: Tensors, whose: str) -> None:
     for info in block.tensors:
         tensor = tensors.get(info.key)
-        if tensor is not None and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor is None or not tensor.is_floating_point():
+            continue
+        # a sum of finite values may overflow, so a bad one is looked at again
+        if not bool(tensor.sum().isfinite()) and not bool(torch.isfinite(tensor).all()):
             raise AlignmentError(
                 f"tensor '{info.name}' of the {whose} holds NaN or infinity",
                 where=block.name,

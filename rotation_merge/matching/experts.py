@@ -1,6 +1,14 @@
-"""Matching the experts of one layer: their order by their own optima, then the neurons of each."""
+"""Matching the experts of one layer: their order by their own optima, then the neurons of each.
+
+What a pair of experts leaves, |r_i - r_j|^2 over the router's rows plus the squared distance of their neurons under the
+best order and scales, is known once that pair is matched, so the order of the experts is one assignment over these
+values. Matching a pair is dear: lower bounds stand in until an assignment asks for it, and an assignment all of whose
+pairs have been matched is optimal.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -8,15 +16,37 @@ from torch import Tensor
 from rotation_merge.architectures.model import Block, Space
 from rotation_merge.groups import ExpertTransform, Monomial, Permutation, Scaling, SpaceTransform
 from rotation_merge.linalg.assignment import assign
-from rotation_merge.matching.apply import split_axis, transform_tensor
-from rotation_merge.matching.ffn import Neurons, Pairs, match_neurons, neurons_of
+from rotation_merge.matching.ffn import NeuronMatch, match_neurons, neurons_of
+from rotation_merge.matching.nearest import least_distance
+from rotation_merge.matching.neurons import Neurons, Pairs
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.sides import Tensors
+from rotation_merge.matching.sides import Tensors, views
 
-MOST_EXACT_WORK = 4e11
-"""Every pair of experts is compared exactly while (experts^2 x neurons^2 x width) stays below this; else candidates."""
+MOST_WORK = 4e11
+"""Pairs of experts are matched beyond the first candidates while (pairs x neurons^2 x width) stays below this."""
 
-_CANDIDATES = 4
+_NOTE = "experts: ordered by bounds and {} matched pairs; not proven to be the best order"
+_SHARES = ((16, 16), (4, 64), (1, 256))  # rows looked at (one in ...), coordinates kept
+
+
+@dataclass(frozen=True)
+class ExpertsMatch:
+    """What matching found for the experts of one layer.
+
+    Attributes:
+        transform: order of experts and neurons.
+        gap: largest certified relative gap of the neurons' assignments, None where no order was asked for.
+        notes: for the report.
+        before, after: squared distance donor - anchor over the axes that live in the space.
+        anchor: the anchor's squared norm there.
+    """
+
+    transform: ExpertTransform
+    gap: float | None
+    notes: list[str]
+    before: float
+    after: float
+    anchor: float
 
 
 def match_experts(
@@ -32,95 +62,120 @@ def match_experts(
     Returns:
         The transform, the largest certified gap of the neurons' assignments, and notes for the report.
     """
-    count = space.sizes["count"]
+    match = solve_experts(block, space, anchor, donor, others, options)
+    return match.transform, match.gap, match.notes
+
+
+def solve_experts(
+    block: Block,
+    space: Space,
+    anchor: Tensors,
+    donor: Tensors,
+    others: dict[str, SpaceTransform],
+    options: MatchOptions,
+) -> ExpertsMatch:
+    """`match_experts` with the distances before and after."""
     router, stacks = _collect(block, space, anchor, donor, others)
-
-    def neurons(i: int, j: int) -> Neurons:
-        roles: dict[str, Pairs] = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in stacks.items()}
-        return neurons_of(space, roles, options)
-
-    order, notes = torch.arange(count), []
-    if options.ffn != "none" and count > 1:
-        order, notes = _order(count, space.sizes["size"], router, stacks, neurons)
-    elements, gaps = [], [0.0]
-    for i, j in enumerate(order.tolist()):
-        element, assignment = match_neurons(neurons(i, j), space.sizes["size"], options.ffn != "none")
-        elements.append(element)
-        gaps.append(assignment.gap if assignment else 0.0)
+    layer = _Layer(space, options, router, stacks)
+    order, notes = layer.order() if options.ffn != "none" else (torch.arange(layer.count), [])
+    chosen = [layer.match(i, j) for i, j in enumerate(order.tolist())]
+    own = [layer.neurons(i, i) for i in range(layer.count)]
     stacked = Monomial(
-        Permutation(torch.cat([e.permutation.index for e in elements])),
-        Scaling(torch.cat([e.scaling.factor for e in elements])),
+        Permutation(torch.cat([m.element.permutation.index for m in chosen])),
+        Scaling(torch.cat([m.element.scaling.factor for m in chosen])),
     )
-    return ExpertTransform(order, stacked), max(gaps), notes
+    gaps = [m.gap for m in chosen if m.gap is not None]
+    routed = layer.routing[torch.arange(layer.count), order]
+    return ExpertsMatch(
+        ExpertTransform(order, stacked),
+        max(gaps) if gaps else None,
+        notes,
+        before=sum(n.before for n in own) + float(layer.routing.diagonal().sum()),
+        after=sum(m.after for m in chosen) + float(routed.sum()),
+        anchor=sum(n.anchor_norm for n in own) + float(sum(a.double().square().sum().cpu() for a, _ in router)),
+    )
 
 
 def _collect(
     block: Block, space: Space, anchor: Tensors, donor: Tensors, others: dict[str, SpaceTransform]
 ) -> tuple[Pairs, dict[str, Pairs]]:
-    """Router rows (E, m), and by role the stacked neurons (E, n, m), of anchor and donor."""
+    """Router rows (E, m), and by role the neurons of all experts (E, n, m), of anchor and donor.
+
+    A tensor with a neuron axis counts its experts on dimension 0; one without is the router's.
+    """
     router: Pairs = []
     stacks: dict[str, Pairs] = {"in": [], "gate": [], "out": []}
-    for info in block.tensors:
-        if info.key not in anchor or info.key not in donor or space not in info.spaces():
-            continue
-        moved = transform_tensor(donor[info.key], info, others)
-        for dim, axis in enumerate(info.axes):
-            for k, part in enumerate(axis.parts):
-                if part.space != space:
-                    continue
-                a, b = (split_axis(x, dim, axis)[k] for x in (anchor[info.key], moved))
-                if part.role == "index":
-                    if sum(p.space == space for x in info.axes for p in x.parts) == 1:
-                        router.append((a.movedim(dim, 0).flatten(1), b.movedim(dim, 0).flatten(1)))
-                else:
-                    stacks[part.role].append(
-                        (
-                            a.movedim(dim, 1).flatten(2) if a.ndim > 2 else a[..., None],
-                            b.movedim(dim, 1).flatten(2) if b.ndim > 2 else b[..., None],
-                        )
-                    )
+    for info, part, dim, a, b in views(block, space, anchor, donor, others):
+        if part.role != "index":
+            # (E, n, m) without a copy: all but experts and neurons is one dimension, or none
+            moved = (x.movedim(dim, 1).reshape(space.sizes["count"], part.size, -1) for x in (a, b))
+            stacks[part.role].append((next(moved), next(moved)))
+        elif all(p.role == "index" for axis in info.axes for p in axis.parts if p.space == space):
+            router.append((a.movedim(dim, 0).flatten(1), b.movedim(dim, 0).flatten(1)))
     return router, stacks
 
 
-def _order(count: int, size: int, router: Pairs, stacks: dict[str, Pairs], neurons: object) -> tuple[Tensor, list[str]]:
-    width = sum(a.shape[-1] for pairs in stacks.values() for a, _ in pairs)
-    values = torch.zeros(count, count, dtype=torch.float64)
-    for a, b in router:
-        values += a.double().cpu() @ b.double().cpu().T
-    exact = count * count * size * size * width <= MOST_EXACT_WORK
-    rough = values + _norm_agreement(stacks)
-    candidates = torch.ones(count, count, dtype=torch.bool)
-    notes = []
-    if not exact:
-        best = rough.topk(min(_CANDIDATES, count), dim=1).indices
-        candidates = torch.zeros(count, count, dtype=torch.bool).scatter(1, best, True)
-        candidates |= torch.eye(count, dtype=torch.bool)
-        notes = [f"experts: {_CANDIDATES} candidates each, by router rows and neuron norms; not certified"]
-    for i, j in candidates.nonzero().tolist():
-        values[i, j] += _value(neurons(i, j), size)  # type: ignore[operator]
-    floor = float(values.min()) - 2 * float(values.abs().max()) - 1.0
-    values = torch.where(candidates, values, torch.full_like(values, floor))
-    return assign(values).permutation, notes
+@dataclass
+class _Layer:
+    """The experts of one layer, and what is known of their pairs."""
 
+    space: Space
+    options: MatchOptions
+    router: Pairs
+    stacks: dict[str, Pairs]
+    matched: dict[tuple[int, int], NeuronMatch] = field(default_factory=dict)
 
-def _norm_agreement(stacks: dict[str, Pairs]) -> Tensor:
-    """Upper bound on what two experts' neurons could agree: sorted neuron norms against sorted neuron norms."""
-    total: Tensor | float = 0.0
-    for pairs in stacks.values():
-        for a, b in pairs:
-            norms = [x.float().norm(dim=2).sort(dim=1).values.double().cpu() for x in (a, b)]
-            total = total + norms[0] @ norms[1].T
-    return torch.as_tensor(total)
+    def __post_init__(self) -> None:
+        self.count, self.size = self.space.sizes["count"], self.space.sizes["size"]
+        self.routing = torch.zeros(self.count, self.count, dtype=torch.float64)
+        for a, b in self.router:
+            self.routing += torch.cdist(
+                a.double().cpu(), b.double().cpu(), compute_mode="donot_use_mm_for_euclid_dist"
+            ).square()
 
+    def neurons(self, i: int, j: int) -> Neurons:
+        """The neurons of the anchor's expert i against those of the donor's expert j."""
+        roles: dict[str, Pairs] = {role: [(a[i], b[j]) for a, b in pairs] for role, pairs in self.stacks.items()}
+        return neurons_of(self.space, roles, self.options)
 
-def _value(neurons: Neurons, size: int) -> float:
-    """Inner product (per neuron scales included) of the best match of two experts' neurons, for ranking pairs."""
-    element, _ = match_neurons(neurons, size, permute=True)
-    total = 0.0
-    for pairs, role in ((neurons.ins, "in"), (neurons.gates, "gate"), (neurons.outs, "out")):
-        for a, b in pairs:
-            moved = b.float()[element.permutation.index[0].to(b.device)]
-            factor = element.scaling.factor[0].to(b.device)[:, None].float()
-            moved = moved * factor if role == "in" else moved / factor if role == "out" else moved
-            total += float((a.float() * moved).sum(dtype=torch.float64) - moved.square().sum(dtype=torch.float64) / 2)
-    return total
+    def match(self, i: int, j: int) -> NeuronMatch:
+        """The best match of a pair, remembered."""
+        if (i, j) not in self.matched:
+            self.matched[i, j] = match_neurons(self.neurons(i, j), self.options.ffn != "none")
+        return self.matched[i, j]
+
+    def order(self) -> tuple[Tensor, list[str]]:
+        """The order of the experts, int64 (E,), and notes for the report."""
+        rows = candidate = torch.arange(self.count)
+        left, exact = self.routing.clone(), torch.zeros(self.count, self.count, dtype=torch.bool)
+        width = sum(a.shape[-1] for pairs in self.stacks.values() for a, _ in pairs)
+        budget = max(2 * self.count, int(MOST_WORK / (self.size**2 * width)))
+        bounded = False
+        while True:
+            for i in rows[~exact[rows, candidate]].tolist():
+                j = int(candidate[i])
+                left[i, j] = self.routing[i, j] + self.match(i, j).after
+                exact[i, j] = True
+            if not bounded:
+                left, bounded = self._bounded(left, exact), True
+            candidate = assign(-left).permutation
+            if bool(exact[rows, candidate].all()):
+                return candidate, []
+            if int(exact.sum()) > budget:
+                worst = 2 * float(left.sum()) + 1
+                known = assign(-torch.where(exact, left, torch.full_like(left, worst))).permutation
+                return known, [_NOTE.format(int(exact.sum()))]
+
+    def _bounded(self, left: Tensor, exact: Tensor) -> Tensor:
+        """Lower bounds for the pairs not matched, sharpened until the donor's own order is proven or time is up."""
+        price = left.diagonal() / 2
+        work = 0.0
+        for share, width in _SHARES:
+            is_open = ~exact & (left < price[:, None] + price[None])
+            work += float(is_open.sum()) * self.size**2 / share * width
+            if not bool(is_open.any()) or work > MOST_WORK:
+                break
+            for i, j in is_open.nonzero().tolist():
+                bound = self.routing[i, j] + least_distance(self.neurons(i, j), share, width)
+                left[i, j] = max(float(left[i, j]), float(bound))
+        return left

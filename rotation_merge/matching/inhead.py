@@ -4,30 +4,42 @@ The squared distance that a map g (primal side) leaves is a constant minus the g
 
     gain(g) = 2 <g B_P, A_P> - |g B_P|^2 + 2 <g^-T B_D, A_D> - |g^-T B_D|^2,
 
-with P the primal side (keys, values), D the dual one (queries, outputs), A anchor and B donor. Everything needed
-is in the products ``A_P B_P^T`` and ``A_D B_D^T`` (d, d) and the squared norms of the coordinates.
+with P the primal side (keys, values), D the dual one (queries, outputs), A anchor and B donor. Everything needed is in
+the products of `Half.products` (how much of A B^T a group looks at is its `statistic`) and the squared norms of the
+coordinates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from rotation_merge.groups import DirectSum, GroupElement, Orthogonal, Planar, Scaled, Scaling
+from rotation_merge.groups import (
+    DirectSum,
+    GroupElement,
+    Monomial,
+    Orthogonal,
+    Permutation,
+    Planar,
+    Scaled,
+    Scaling,
+)
 from rotation_merge.groups.planar import pair_dims
-from rotation_merge.linalg.polar import nuclear_norm, procrustes
+from rotation_merge.linalg.polar import FLOAT32_RANK_TOLERANCE, RANK_TOLERANCE, nuclear_norm, procrustes
 from rotation_merge.linalg.scaling import best_scale, cost, joint_scale
 
 
 @dataclass(frozen=True)
 class Grams:
-    """Second-order statistics of a batch of (anchor head, donor head) pairs, float64.
+    """Second-order statistics of N (anchor head, donor head) pairs, float64 or complex128.
 
     Attributes:
-        primal, dual: A B^T of either side, shape (..., d, d).
-        donor_primal, donor_dual, anchor_primal, anchor_dual: squared norm of each coordinate, shape (..., d).
+        primal, dual: statistics of A B^T of either side, shape (N, *S) as the group's `statistic` says.
+        donor_primal, donor_dual, anchor_primal, anchor_dual: squared norm of each coordinate, shape (N, d).
+        rank_tolerance: relative rounding of the products.
     """
 
     primal: Tensor
@@ -36,25 +48,24 @@ class Grams:
     donor_dual: Tensor
     anchor_primal: Tensor
     anchor_dual: Tensor
+    rank_tolerance: float = field(default=RANK_TOLERANCE, kw_only=True)
 
-    def part(self, where: slice) -> Grams:
-        """The statistics of some coordinates."""
-        return Grams(
-            self.primal[..., where, where],
-            self.dual[..., where, where],
-            *(n[..., where] for n in (self.donor_primal, self.donor_dual, self.anchor_primal, self.anchor_dual)),
-        )
+    @staticmethod
+    def rounding(exact: bool) -> float:
+        """Relative rounding of products summed from float64 values, or from float32 ones."""
+        return RANK_TOLERANCE if exact else FLOAT32_RANK_TOLERANCE
 
-    def pick(self, index: tuple[Tensor, ...]) -> Grams:
-        """The statistics of some pairs of the batch."""
-        return Grams(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+    def pick(self, index: Tensor) -> Grams:
+        """The statistics of some of the pairs."""
+        tensors = [getattr(self, part.name)[index] for part in fields(self) if part.name != "rank_tolerance"]
+        return Grams(*tensors, rank_tolerance=self.rank_tolerance)
 
     def norms(self) -> Tensor:
-        """Squared norm of the donor's sides, shape (...)."""
+        """Squared norm of the donor's sides, shape (N,)."""
         return self.donor_primal.sum(-1) + self.donor_dual.sum(-1)
 
     def guess(self) -> Tensor:
-        """The scale that gives the donor the anchor's ratio of primal to dual norm, shape (...)."""
+        """The scale that gives the donor the anchor's ratio of primal to dual norm, shape (N,)."""
         return _balance(
             *(getattr(self, n).sum(-1) for n in ("donor_primal", "donor_dual", "anchor_primal", "anchor_dual"))
         )
@@ -70,7 +81,8 @@ class InHead:
     """A group that acts inside heads.
 
     Attributes:
-        kind: fixed, orthogonal, planar, pair_signs, coordinate_signs, head_sign, or split (rotary first, rest after).
+        kind: fixed, orthogonal, permutation, planar, pair_signs, coordinate_signs, head_sign, or split and split_signs
+            (rotary dimensions first, rest after), which are solved part by part (`parts`).
         rescale: False, True (jointly optimal) or "sequential" (after the map).
         interleaved: layout of RoPE pairs.
         rotary: for split: how many leading dimensions are rotary.
@@ -81,91 +93,154 @@ class InHead:
     interleaved: bool = False
     rotary: int = 0
 
-    def solve(self, grams: Grams) -> tuple[GroupElement, Tensor]:
-        """Best element and its gain for a batch (G,) of pairs."""
-        return getattr(self, f"_solve_{self.kind}")(grams)
+    @property
+    def statistic(self) -> str:
+        """What of the products the group looks at, as in `products.Half`."""
+        if self.kind in ("orthogonal", "permutation"):
+            return "full"
+        return "pairs" if self.kind in ("planar", "pair_signs") else "coordinates"
 
-    def without_scale(self) -> InHead:
-        return InHead(self.kind, False, self.interleaved, self.rotary)
-
-    def parts(self, d: int) -> tuple[tuple[InHead, slice], tuple[InHead, slice]]:
-        """For split: the group of the rotary dimensions and that of the rest."""
+    def parts(self, d: int) -> list[tuple[InHead, slice]]:
+        """The groups that act on consecutive coordinates: two for split, else this one."""
+        if self.kind not in ("split", "split_signs"):
+            return [(self, slice(0, d))]
         signs = self.kind == "split_signs"
         first = InHead("pair_signs" if signs else "planar", self.rescale, self.interleaved)
         second = InHead("coordinate_signs" if signs else "orthogonal", self.rescale)
-        return (first, slice(0, self.rotary)), (second, slice(self.rotary, d))
+        return [(first, slice(0, self.rotary)), (second, slice(self.rotary, d))]
 
-    def _solve_split(self, grams: Grams) -> tuple[GroupElement, Tensor]:
-        solved = [group.solve(grams.part(where)) for group, where in self.parts(grams.primal.shape[-1])]
-        return DirectSum(tuple(element for element, _ in solved)), solved[0][1] + solved[1][1]
+    def identity(self, batch: int, d: int) -> GroupElement:
+        """The identity as an element of the kind that `solve` gives."""
+        if self.kind in ("split", "split_signs"):
+            return DirectSum(tuple(part.identity(batch, where.stop - where.start) for part, where in self.parts(d)))
+        if self.kind == "planar":
+            start = Planar.identity(batch, d)
+            return Planar(start.angle, start.scale, self.interleaved)
+        kinds = {"orthogonal": Scaled if self.rescale else Orthogonal, "permutation": Monomial}
+        return kinds.get(self.kind, Scaling).identity(batch, d)
 
-    _solve_split_signs = _solve_split
+    def solve(self, grams: Grams) -> tuple[GroupElement, Tensor]:
+        """Best element and its gain, shape (N,)."""
+        return getattr(self, f"_solve_{self.kind}")(grams)
+
+    def gain_as_it_stands(self, grams: Grams) -> Tensor:
+        """The gain of the identity, shape (N,)."""
+        return 2 * (self._traces(grams.primal) + self._traces(grams.dual)) - grams.norms()
+
+    def _traces(self, products: Tensor) -> Tensor:
+        if self.statistic == "full":
+            return products.diagonal(dim1=-2, dim2=-1).sum(-1)
+        return products.real.sum(-1)
 
     def _solve_fixed(self, grams: Grams) -> tuple[GroupElement, Tensor]:
-        trace = (grams.primal + grams.dual).diagonal(dim1=-2, dim2=-1).sum(-1)
-        gain = 2 * trace - grams.norms()
-        return Scaling.identity(grams.primal.shape[0], grams.primal.shape[-1]), gain
+        identity = Scaling.identity(*grams.donor_primal.shape).to(grams.primal.device)
+        return identity, self.gain_as_it_stands(grams)
 
     def _solve_orthogonal(self, grams: Grams) -> tuple[GroupElement, Tensor]:
         if not self.rescale:
-            rotation = procrustes(grams.primal + grams.dual)
+            rotation = procrustes(grams.primal + grams.dual, grams.rank_tolerance)
             return Orthogonal(rotation), 2 * _inner(rotation, grams.primal + grams.dual) - grams.norms()
         primal, dual = grams.donor_primal.sum(-1), grams.donor_dual.sum(-1)
         scale = torch.ones_like(primal)
         if self.rescale != "sequential":
-            scale = joint_scale(lambda a: nuclear_norm(_mix(grams, a)), primal, dual, grams.guess())
-        rotation = procrustes(_mix(grams, scale))
+            scale = _joint_orthogonal(grams, primal, dual)
+        rotation = procrustes(_mix(grams, scale), grams.rank_tolerance)
         scale = best_scale(primal, dual, _inner(rotation, grams.primal), _inner(rotation, grams.dual))
-        if self.rescale != "sequential":
-            rotation = procrustes(_mix(grams, scale))
         inner = _inner(rotation, grams.primal), _inner(rotation, grams.dual)
         return Scaled(rotation, scale), -cost(scale, primal, dual, *inner)
 
+    def _solve_permutation(self, grams: Grams) -> tuple[GroupElement, Tensor]:
+        agreement = grams.primal + grams.dual
+        index = torch.stack([assign_small(m) for m in agreement])
+        element = Monomial(Permutation(index), Scaling.identity(*index.shape))
+        return element, 2 * agreement.gather(2, index.to(agreement.device)[..., None]).sum((1, 2)) - grams.norms()
+
     def _solve_planar(self, grams: Grams) -> tuple[GroupElement, Tensor]:
-        primal, dual = (_complex_products(m, self.interleaved) for m in (grams.primal, grams.dual))
-        norms = [_pair_sums(n, self.interleaved) for n in (grams.donor_primal, grams.donor_dual)]
-        anchor = [_pair_sums(n, self.interleaved) for n in (grams.anchor_primal, grams.anchor_dual)]
+        primal, dual = grams.primal, grams.dual
+        norms = self._pair_norms(grams.donor_primal, grams.donor_dual)
         scale = torch.ones_like(norms[0])
         if self.rescale is True:
-            scale = joint_scale(lambda a: (a * primal + dual / a).abs(), *norms, _balance(*norms, *anchor))
-        turn = _phase(scale * primal + dual / scale)
-        inner = [(turn.conj() * m).real for m in (primal, dual)]
-        if self.rescale == "sequential":
+            anchor = self._pair_norms(grams.anchor_primal, grams.anchor_dual)
+            scale = _joint_planar(primal, dual, norms, _balance(*norms, *anchor))
+        turn = _phase(scale * primal + dual / scale).conj()
+        inner = (turn * primal).real, (turn * dual).real
+        if self.rescale:
             scale = best_scale(*norms, *inner)
-        return Planar(turn.angle(), scale, self.interleaved), -cost(scale, *norms, *inner).sum(-1)
+        return Planar(-turn.angle(), scale, self.interleaved), -cost(scale, *norms, *inner).sum(-1)
+
+    def _pair_norms(self, primal: Tensor, dual: Tensor) -> tuple[Tensor, Tensor]:
+        return _pair_sums(primal, self.interleaved), _pair_sums(dual, self.interleaved)
 
     def _solve_pair_signs(self, grams: Grams) -> tuple[GroupElement, Tensor]:
-        agreement = _pair_sums((grams.primal + grams.dual).diagonal(dim1=-2, dim2=-1), self.interleaved)
-        d = grams.primal.shape[-1]
-        factor = torch.ones(grams.primal.shape[0], d, dtype=torch.float64, device=agreement.device)
-        for where in pair_dims(d, self.interleaved):
+        agreement = (grams.primal + grams.dual).real
+        factor = torch.ones_like(grams.donor_primal)
+        for where in pair_dims(factor.shape[-1], self.interleaved):
             factor[:, where] = _sign(agreement)
         return Scaling(factor), 2 * agreement.abs().sum(-1) - grams.norms()
 
     def _solve_coordinate_signs(self, grams: Grams) -> tuple[GroupElement, Tensor]:
-        agreement = (grams.primal + grams.dual).diagonal(dim1=-2, dim2=-1)
+        agreement = grams.primal + grams.dual
         return Scaling(_sign(agreement)), 2 * agreement.abs().sum(-1) - grams.norms()
 
     def _solve_head_sign(self, grams: Grams) -> tuple[GroupElement, Tensor]:
-        agreement = (grams.primal + grams.dual).diagonal(dim1=-2, dim2=-1).sum(-1)
+        agreement = (grams.primal + grams.dual).sum(-1)
         factor = _sign(agreement)[:, None].repeat(1, grams.primal.shape[-1])
         return Scaling(factor), 2 * agreement.abs() - grams.norms()
 
-    def bound(self, grams: Grams) -> Tensor:
-        """An upper bound on the gain, cheap where the exact one is a search: see `_solve_orthogonal`.
+    def bound(self, primal: Tensor, dual: Tensor, grams: Grams) -> Tensor:
+        """An upper bound on the gain from bounds on <g, M_P> and <g, M_D>, shape (N,); for O(d) these are |M|_*.
 
         By the triangle inequality ``|a M_P + M_D / a|_* <= a |M_P|_* + |M_D|_* / a``.
         """
-        if self.kind in ("split", "split_signs"):
-            bounds = [group.bound(grams.part(where)) for group, where in self.parts(grams.primal.shape[-1])]
-            return bounds[0] + bounds[1]
-        if self.kind != "orthogonal" or not self.rescale:
-            flat = grams.pick((torch.arange(len(grams.primal)),))
-            return self.solve(flat)[1]
-        primal, dual = grams.donor_primal.sum(-1), grams.donor_dual.sum(-1)
-        p, q = nuclear_norm(grams.primal), nuclear_norm(grams.dual)
-        scale = best_scale(primal, dual, p, q)
-        return -cost(scale, primal, dual, p, q)
+        if self.kind == "planar":
+            norms = self._pair_norms(grams.donor_primal, grams.donor_dual)
+        else:
+            norms = grams.donor_primal.sum(-1), grams.donor_dual.sum(-1)
+            primal, dual = (x.sum(-1) if x.ndim > 1 else x for x in (primal, dual))
+        scale = best_scale(*norms, primal, dual) if self.rescale else torch.ones_like(primal)
+        value = -cost(scale, *norms, primal, dual)
+        return value.sum(-1) if value.ndim > 1 else value
+
+    def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
+        """<A, g^-T B> for dual products of many heads, (N, r, r, *S), under one element for each N; (N, r, r)."""
+        if isinstance(element, Planar):
+            turn = torch.polar(1 / element.scale, -element.angle)
+            return torch.einsum("np,nabp->nab", turn, products).real
+        if self.statistic == "full":
+            d = products.shape[-1]
+            eye = torch.eye(d, dtype=products.dtype, device=products.device).expand(len(products), d, d)
+            return torch.einsum("nij,nabij->nab", element.act(eye, 0, 1, dual=True), products)
+        assert isinstance(element, Scaling)
+        factor = element.factor
+        if self.kind == "pair_signs":
+            factor = factor[:, pair_dims(element.size, self.interleaved)[0]]
+        return torch.einsum("np,nabp->nab", 1 / factor, products.real)
+
+
+def assign_small(values: Tensor) -> Tensor:
+    """The best assignment of a small matrix (n, n), the identity on ties; int64 (n,), on the CPU."""
+    matrix = values.detach().cpu().double()
+    index = torch.from_numpy(linear_sum_assignment(matrix.numpy(), maximize=True)[1]).long()
+    chosen, trace = float(matrix.gather(1, index[:, None]).sum()), float(matrix.trace())
+    return torch.arange(len(index)) if trace >= chosen - 1e-12 * abs(chosen) else index
+
+
+def _joint_orthogonal(grams: Grams, primal: Tensor, dual: Tensor) -> Tensor:
+    def inner(scale: Tensor) -> tuple[Tensor, Tensor]:
+        rotation = procrustes(_mix(grams, scale), grams.rank_tolerance)
+        return _inner(rotation, grams.primal), _inner(rotation, grams.dual)
+
+    bounds = nuclear_norm(grams.primal), nuclear_norm(grams.dual)
+    return joint_scale(lambda a: nuclear_norm(_mix(grams, a)), inner, primal, dual, grams.guess(), bounds)
+
+
+def _joint_planar(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor], guess: Tensor) -> Tensor:
+    def inner(scale: Tensor) -> tuple[Tensor, Tensor]:
+        turn = _phase(scale * primal + dual / scale).conj()
+        return (turn * primal).real, (turn * dual).real
+
+    bounds = primal.abs(), dual.abs()
+    return joint_scale(lambda a: (a * primal + dual / a).abs(), inner, *norms, guess, bounds)
 
 
 def group_for_queries(
@@ -208,16 +283,6 @@ def _sign(x: Tensor) -> Tensor:
 def _pair_sums(values: Tensor, interleaved: bool) -> Tensor:
     first, second = pair_dims(values.shape[-1], interleaved)
     return values[..., first] + values[..., second]
-
-
-def _complex_products(products: Tensor, interleaved: bool) -> Tensor:
-    """Sum over columns of anchor times conjugated donor, as complex numbers, for each pair: (..., d/2)."""
-    first, second = pair_dims(products.shape[-1], interleaved)
-    blocks = [
-        [products[..., rows, columns].diagonal(dim1=-2, dim2=-1) for columns in (first, second)]
-        for rows in (first, second)
-    ]
-    return torch.complex(blocks[0][0] + blocks[1][1], blocks[1][0] - blocks[0][1])
 
 
 def _phase(z: Tensor) -> Tensor:

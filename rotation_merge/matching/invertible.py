@@ -7,15 +7,13 @@ badly conditioned map loses digits in half precision.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from rotation_merge.groups import GroupElement, Invertible
-
-if TYPE_CHECKING:
-    from rotation_merge.matching.attention import HeadPair
+from rotation_merge.matching.inhead import Grams
+from rotation_merge.matching.pairing import Pairing
+from rotation_merge.matching.products import Order
 
 LARGEST_CONDITION = 30.0
 """Bound on the ratio of largest to smallest singular value of a map."""
@@ -23,43 +21,46 @@ LARGEST_CONDITION = 30.0
 _ITERATIONS = 60
 
 
-def refine(pair: HeadPair, groups: Tensor, queries: Tensor, start: GroupElement) -> Invertible:
+def refine(pairing: Pairing, order: Order | None, grams: Grams, start: GroupElement) -> tuple[Invertible, Tensor]:
     """The best map of GL(d) found from `start`, of condition number at most `LARGEST_CONDITION`.
 
     Args:
-        pair: the two sides of the in-head space.
-        groups, queries: order of the donor's heads, as `HeadPair.grams` takes it.
-        start: orthogonal maps with rescale, batch G.
+        pairing: the in-head space.
+        order: of the donor's heads (None: as they stand).
+        grams: its statistics under that order.
+        start: orthogonal maps, or these with a scale, batch G.
 
     Returns:
-        Maps with a squared distance no larger than that of `start`, head by head.
+        Maps that gain no less than `start`, head by head, and their gains (G,).
     """
-    objective = _Objective(pair, groups, queries)
-    eye = torch.eye(start.size, dtype=torch.float64, device=objective.m_primal.device).repeat(start.batch, 1, 1)
+    objective = _Objective(pairing, order, grams)
+    eye = torch.eye(start.size, dtype=torch.float64, device=grams.primal.device).repeat(start.batch, 1, 1)
     first = start.act(eye, 0, 1)
-    result = _descend(objective, first)
-    result = _bounded(result)
-    better = objective(result) < objective(first) * (1 - 1e-12)
-    return Invertible(torch.where(better[:, None, None], result, first))
+    result = _bounded(_descend(objective, first))
+    before, after = objective(first), objective(result)
+    better = before - after > _TIE * objective.scale
+    element = Invertible(torch.where(better[:, None, None], result, first))
+    return element, -torch.where(better, after, before)
+
+
+_TIE = 1e-10  # gains below this share of the norms leave the start as it is
 
 
 class _Objective:
     """The squared distance as a function of the maps, from second-order statistics; a constant is left out."""
 
-    def __init__(self, pair: HeadPair, groups: Tensor, queries: Tensor) -> None:
-        donor_primal = pair.donor_primal[groups]
-        donor_dual = pair.donor_dual[groups[:, None], queries]
-        self.m_primal = pair.anchor_primal @ donor_primal.mT
-        self.m_dual = (pair.anchor_dual @ donor_dual.mT).sum(1)
-        self.k_primal = donor_primal @ donor_primal.mT
-        self.k_dual = (donor_dual @ donor_dual.mT).sum(1)
-        self.constant = pair.anchor_primal.square().sum((1, 2)) + pair.anchor_dual.square().sum((1, 2, 3))
+    def __init__(self, pairing: Pairing, order: Order | None, grams: Grams) -> None:
+        primal, dual = (half.own_products(1) for half in (pairing.primal, pairing.dual))
+        groups = slice(None) if order is None else order.donor.to(primal.device)
+        self.k_primal, self.k_dual = primal[groups], dual[groups]
+        self.m_primal, self.m_dual = grams.primal, grams.dual
+        self.scale = (grams.norms() + grams.anchor_primal.sum(-1) + grams.anchor_dual.sum(-1)).clamp_min(1e-300)
 
     def __call__(self, maps: Tensor) -> Tensor:
         dual = torch.linalg.inv(maps).mT
         primal_part = ((maps @ self.k_primal - 2 * self.m_primal) * maps).sum((1, 2))
         dual_part = ((dual @ self.k_dual - 2 * self.m_dual) * dual).sum((1, 2))
-        return self.constant + primal_part + dual_part
+        return primal_part + dual_part
 
 
 def _descend(objective: _Objective, first: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def _descend(objective: _Objective, first: Tensor) -> Tensor:
 
         def closure() -> Tensor:
             optimiser.zero_grad()
-            loss = objective(maps).sum()
+            loss = (objective(maps) / objective.scale).sum()
             loss.backward()
             return loss
 

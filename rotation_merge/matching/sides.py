@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Block, Space, TensorInfo
+from rotation_merge.architectures.model import Block, Part, Space, TensorInfo
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import split_axis, transform_tensor
 
@@ -41,39 +40,29 @@ def sides(
         anchor, donor: the block's tensors by key.
         others: transforms of other spaces (this one's, if there, is left out).
     """
-    result = []
+    return [
+        Side(part.role, *(_to_front(x, dim, len(part.factors)) for x in pieces))
+        for _, part, dim, *pieces in views(block, space, anchor, donor, others)
+    ]
+
+
+def views(
+    block: Block, space: Space, anchor: Tensors, donor: Tensors, others: Mapping[str, SpaceTransform]
+) -> Iterator[tuple[TensorInfo, Part, int, Tensor, Tensor]]:
+    """As `sides`, with axes where they stand: tensor, part, the part's first dimension, and both models' views."""
     rest = {name: transform for name, transform in others.items() if name != space.name}
     for info in block.tensors:
-        if info.key in anchor and info.key in donor and space in info.spaces():
-            moved = transform_tensor(donor[info.key], info, rest)
-            result += _sides_of(info, space, anchor[info.key], moved)
-    return result
-
-
-def _sides_of(info: TensorInfo, space: Space, anchor: Tensor, donor: Tensor) -> list[Side]:
-    found = []
-    for dim, axis in enumerate(info.axes):
-        if not any(part.space == space for part in axis.parts):
+        if info.key not in anchor or info.key not in donor or space not in info.spaces():
             continue
-        pieces = zip(axis.parts, split_axis(anchor, dim, axis), split_axis(donor, dim, axis), strict=True)
-        for part, a, b in pieces:
-            if part.space == space:
-                count = len(part.factors)
-                found.append(Side(part.role, _to_front(a, dim, count), _to_front(b, dim, count)))
-    return found
+        moved = transform_tensor(donor[info.key], info, rest)
+        for dim, axis in enumerate(info.axes):
+            if any(part.space == space for part in axis.parts):
+                pieces = (split_axis(x, dim, axis) for x in (anchor[info.key], moved))
+                for part, a, b in zip(axis.parts, *pieces, strict=True):
+                    if part.space == space:
+                        yield info, part, dim, a, b
 
 
 def _to_front(x: Tensor, dim: int, count: int) -> Tensor:
     moved = x.movedim(tuple(range(dim, dim + count)), tuple(range(count)))
     return moved.reshape(*moved.shape[:count], -1)
-
-
-def joined(found: list[Side], role: str) -> tuple[Tensor, Tensor] | None:
-    """All sides of one role side by side along the last dimension, float64; None where there is none."""
-    chosen = [side for side in found if side.role == role]
-    if not chosen:
-        return None
-    return (
-        torch.cat([side.anchor.double() for side in chosen], dim=-1),
-        torch.cat([side.donor.double() for side in chosen], dim=-1),
-    )

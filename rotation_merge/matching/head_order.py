@@ -1,0 +1,219 @@
+"""The joint optimum of the order of heads and the maps inside them.
+
+What a pair of KV groups gains under the best maps is known exactly once its statistics are, so the order of the groups
+is one assignment over these values. Products of whole heads are dear, so upper bounds stand in for the values until an
+assignment asks for them: an assignment all of whose values are exact is optimal. The order of the query heads inside a
+group is found the same way among all orders; where there are too many, maps and order are alternated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rotation_merge.linalg.assignment import assign
+from rotation_merge.linalg.polar import nuclear_norm
+from rotation_merge.matching.inhead import Grams, InHead, assign_small
+from rotation_merge.matching.pairing import Pairing
+from rotation_merge.matching.products import Order
+
+MOST_ENUMERATED = 4096
+"""Orders of query heads are enumerated up to this many (pairs of KV groups) x (orders); beyond, they alternate."""
+
+_ALTERNATIONS = 20
+_TIE = 1e-12
+
+EXACT_NOTE = "query heads inside KV groups: the best of all orders"
+ALTERNATED_NOTE = "query heads inside KV groups: alternated from two starts (shared keys and values couple them)"
+
+
+def head_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
+    """The best order of KV groups and of the query heads inside them, and notes for the report."""
+    groups, per_group = pairings[0].dual.shape[:2]
+    search = _Search(pairings, groups, per_group)
+    values, exact = search.bounds().reshape(groups, groups), torch.zeros(groups, groups, dtype=torch.bool)
+    queries = torch.arange(per_group).repeat(groups, groups, 1)
+    rows = candidate = torch.arange(groups)
+    while True:
+        wanted = rows[~exact[rows, candidate]]
+        if len(wanted):
+            found = search.evaluate(wanted, candidate[wanted])
+            values[wanted, candidate[wanted]], queries[wanted, candidate[wanted]] = found
+            exact[wanted, candidate[wanted]] = True
+        candidate = assign(values).permutation
+        if bool(exact[rows, candidate].all()):
+            notes = [] if per_group == 1 else [EXACT_NOTE if search.enumerated else ALTERNATED_NOTE]
+            return Order(rows, candidate, queries[rows, candidate]), notes
+
+
+@dataclass
+class _Search:
+    """Gains of pairs of KV groups, bounded or exact.
+
+    Attributes:
+        pairings: of one layer; those whose statistics are small are tabulated for all pairs of heads.
+        groups, per_group: G and r.
+    """
+
+    pairings: list[Pairing]
+    groups: int
+    per_group: int
+    tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.enumerated = self.groups**2 * math.factorial(self.per_group) <= MOST_ENUMERATED
+        self.enumerated = self.enumerated or self.per_group == 1
+        if self.enumerated:
+            self.orders = torch.tensor(list(itertools.permutations(range(self.per_group))))
+        for k, pairing in enumerate(self.pairings):
+            if pairing.compact:
+                primal, dual = pairing.primal.all_products(), pairing.dual.all_products()
+                self.tables[k] = primal[:, 0, :, 0].cpu(), dual.transpose(1, 2).cpu()
+
+    def bounds(self) -> Tensor:
+        """Upper bounds on the gain of every pair of groups under any order inside, (G G,), on the CPU."""
+        i, j = (x.flatten() for x in torch.meshgrid(*[torch.arange(self.groups)] * 2, indexing="ij"))
+        if self.enumerated:
+            return self._order_bounds(i, j).amax(1)
+        total = torch.zeros(len(i), dtype=torch.float64)
+        for k, pairing in enumerate(self.pairings):
+            if k in self.tables:
+                primal, dual = self.tables[k]
+                likeliest = _size(pairing.group, dual[i, j]).amax(2).sum(1)
+                total += _bound(pairing, i, j, _size(pairing.group, primal[i, j]), likeliest)
+            else:
+                total += pairing.anchor_norm().cpu()[i]
+        return total
+
+    def _order_bounds(self, i: Tensor, j: Tensor) -> Tensor:
+        """Upper bounds on the gain of N pairs of groups under each order inside, (N, T)."""
+        count = len(self.orders)
+        total = torch.zeros(len(i) * count, dtype=torch.float64)
+        first, second = i.repeat_interleave(count), j.repeat_interleave(count)
+        queries = self.orders.repeat(len(i), 1)
+        for k, pairing in enumerate(self.pairings):
+            if k in self.tables:
+                grams = self._tabulated(k, Order(first, second, queries))
+                sizes = (_size(pairing.group, x) for x in (grams.primal, grams.dual))
+                total += _bound(pairing, first, second, *sizes)
+            else:
+                total += pairing.anchor_norm().cpu()[first]
+        return total.reshape(len(i), count)
+
+    def _tabulated(self, k: int, order: Order) -> Grams:
+        primal, dual = self.tables[k]
+        rows = torch.arange(self.per_group)
+        summed = dual[order.anchor[:, None], order.donor[:, None], rows, order.queries].sum(1)
+        norms = [x.cpu() for x in self.pairings[k].norms(order)]
+        return Grams(primal[order.anchor, order.donor], summed, *norms)
+
+    def grams(self, k: int, order: Order) -> Grams:
+        """Statistics of one pairing under an order."""
+        return self._tabulated(k, order) if k in self.tables else self.pairings[k].grams(order)
+
+    def gain(self, order: Order) -> Tensor:
+        """Exact gains of N pairs of groups under an order, (N,), on the CPU."""
+        solved = (pairing.group.solve(self.grams(k, order))[1].cpu() for k, pairing in enumerate(self.pairings))
+        return sum(solved, torch.zeros(len(order.anchor), dtype=torch.float64))
+
+    def evaluate(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        """Gains of N pairs of groups, (N,), and the orders inside that attain them, (N, r)."""
+        if self.enumerated:
+            return self._best_of_all(i, j)
+        return _alternated(self, i, j)
+
+    def _best_of_all(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        values = self._order_bounds(i, j)
+        exact = torch.zeros_like(values, dtype=torch.bool)
+        rows = torch.arange(len(i))
+        for attempt in range(2 * values.shape[1]):
+            best = values.argmax(1)
+            settled = exact.gather(1, best[:, None])[:, 0]
+            if bool(settled.all()):
+                break
+            if attempt == 1:
+                values = torch.where(exact, values, torch.minimum(values, self._tighter(i, j)))
+                best = values.argmax(1)
+                settled = exact.gather(1, best[:, None])[:, 0]
+            left = rows[~settled]
+            values[left, best[left]] = self.gain(Order(i[left], j[left], self.orders[best[left]]))
+            exact[left, best[left]] = True
+        own = exact[:, 0] & (values[:, 0] >= values.amax(1) - _TIE * values.amax(1).abs())
+        best = torch.where(own, 0, values.argmax(1))
+        return values[rows, best], self.orders[best]
+
+    def _tighter(self, i: Tensor, j: Tensor) -> Tensor:
+        """As `_order_bounds`, with nuclear norms of the single heads for what is not tabulated."""
+        count = len(self.orders)
+        total = torch.zeros(len(i), count, dtype=torch.float64)
+        for k, pairing in enumerate(self.pairings):
+            if k in self.tables:
+                part = _Search([pairing], self.groups, self.per_group, {0: self.tables[k]})
+                total += part._order_bounds(i, j)
+                continue
+            shared = nuclear_norm(pairing.primal.head_products(i, j)[:, 0, 0]).cpu()
+            single = nuclear_norm(pairing.dual.head_products(i, j)).cpu()
+            summed = single[:, torch.arange(self.per_group), self.orders].sum(-1)
+            norms = (x.cpu().repeat_interleave(count, 0) for x in pairing.norms(Order(i, j, self.orders[:1])))
+            shared = shared.repeat_interleave(count)
+            grams = Grams(shared, summed.flatten(), *norms)
+            total += pairing.group.bound(shared, summed.flatten(), grams).reshape(len(i), count)
+        return total
+
+
+def _size(group: InHead, products: Tensor) -> Tensor:
+    """What a group can make of each product at most, real."""
+    if group.kind == "fixed":
+        return products
+    return products.abs()
+
+
+def _bound(pairing: Pairing, i: Tensor, j: Tensor, primal: Tensor, dual: Tensor) -> Tensor:
+    """Upper bounds on gains from bounds (N, S) on what each product can contribute."""
+    norms = (x.cpu() for x in pairing.norms(Order(i, j, torch.arange(pairing.dual.shape[1])[None])))
+    return pairing.group.bound(primal, dual, Grams(primal, dual, *norms))
+
+
+def _alternated(search: _Search, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+    """Maps for the order, order for the maps, until neither changes; the better of two starts, the gain never falls."""
+    products = [
+        search.tables[k][1][i, j] if k in search.tables else pairing.dual.head_products(i, j)
+        for k, pairing in enumerate(search.pairings)
+    ]
+    own = torch.arange(search.per_group).repeat(len(i), 1)
+    best, highest = own, search.gain(Order(i, j, own))
+    for start in (own, _independent(search.pairings, products)):
+        queries, gain = start, search.gain(Order(i, j, start))
+        for _ in range(_ALTERNATIONS):
+            after = _improved(search, products, Order(i, j, queries))
+            reached = search.gain(Order(i, j, after))
+            rises = reached > gain + _TIE * gain.abs()
+            if not bool(rises.any()):
+                break
+            queries = torch.where(rises[:, None], after, queries)
+            gain = torch.where(rises, reached, gain)
+        better = gain > highest + _TIE * highest.abs()
+        best, highest = torch.where(better[:, None], queries, best), torch.where(better, gain, highest)
+    return highest, best
+
+
+def _independent(pairings: list[Pairing], products: list[Tensor]) -> Tensor:
+    """Orders from what each pair of heads could agree on by itself, (N, r)."""
+    total: Tensor | float = 0.0
+    for pairing, dual in zip(pairings, products, strict=True):
+        value = _size(pairing.group, dual).sum(-1) if pairing.compact else nuclear_norm(dual)
+        total = total + value.cpu()
+    return torch.stack([assign_small(m) for m in torch.as_tensor(total)])
+
+
+def _improved(search: _Search, products: list[Tensor], order: Order) -> Tensor:
+    """The best orders for the best maps of an order, (N, r)."""
+    total: Tensor | float = 0.0
+    for k, pairing in enumerate(search.pairings):
+        element, _ = pairing.group.solve(search.grams(k, order))
+        total = total + pairing.group.agreement(element, products[k]).cpu()
+    return torch.stack([assign_small(m) for m in torch.as_tensor(total)])

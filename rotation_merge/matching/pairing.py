@@ -1,0 +1,143 @@
+"""The in-head spaces of one attention layer, each with its group and the two halves of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architectures.model import Space
+from rotation_merge.groups import DirectSum, GroupElement
+from rotation_merge.groups.planar import pair_dims
+from rotation_merge.matching.inhead import Grams, InHead, group_for_queries
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.products import Half, Order
+from rotation_merge.matching.sides import Side
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Coordinates of heads that one group acts on.
+
+    Attributes:
+        side: qk, vo, or rest (numbers that only follow the order of the heads).
+        group: not a split one.
+        primal: keys or values, one head a group.
+        dual: queries or outputs, r heads a group.
+    """
+
+    side: str
+    group: InHead
+    primal: Half
+    dual: Half
+
+    @property
+    def compact(self) -> bool:
+        """Whether the statistics of all pairs of heads together are small."""
+        return self.group.statistic != "full"
+
+    def grams(self, order: Order | None = None) -> Grams:
+        """Statistics of the pairs of groups that `order` puts together (None: the donor's own order)."""
+        norms = self.norms(order)
+        rounding = Grams.rounding(self.primal.exact and self.dual.exact)
+        return Grams(self.primal.products(order), self.dual.products(order), *norms, rank_tolerance=rounding)
+
+    def norms(self, order: Order | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Squared norms in `Grams`' order, (N, d) each; a group's do not depend on the order inside it."""
+        donor = [half.donor_norms.sum(1) for half in (self.primal, self.dual)]
+        anchor = [half.anchor_norms.sum(1) for half in (self.primal, self.dual)]
+        if order is not None:
+            donor = [x[order.donor.to(x.device)] for x in donor]
+            anchor = [x[order.anchor.to(x.device)] for x in anchor]
+        return donor[0], donor[1], anchor[0], anchor[1]
+
+    def distance(self, order: Order | None = None) -> Tensor:
+        """Squared distance of the pairs before any map, (N,)."""
+        return self.primal.distance(order) + self.dual.distance(order)
+
+    def anchor_norm(self) -> Tensor:
+        """Squared norm of the anchor's groups, (G,): no map gains more."""
+        return self.primal.anchor_norms.sum((1, 2)) + self.dual.anchor_norms.sum((1, 2))
+
+    def settled(self, grams: Grams, distance: Tensor) -> Grams:
+        """The statistics with those of equal pairs freed of rounding, so that nothing moves there."""
+        equal = distance == 0
+        if not bool(equal.any()):
+            return grams
+        primal, dual = (
+            torch.where(equal.reshape(-1, *[1] * (given.ndim - 1)), self._own(norms), given)
+            for given, norms in ((grams.primal, grams.anchor_primal), (grams.dual, grams.anchor_dual))
+        )
+        anchor = grams.anchor_primal, grams.anchor_dual
+        donor_primal, donor_dual = (
+            torch.where(equal[:, None], own, given)
+            for own, given in zip(anchor, (grams.donor_primal, grams.donor_dual), strict=True)
+        )
+        return Grams(primal, dual, donor_primal, donor_dual, *anchor, rank_tolerance=grams.rank_tolerance)
+
+    def _own(self, norms: Tensor) -> Tensor:
+        if self.group.statistic == "full":
+            return torch.diag_embed(norms)
+        if self.group.statistic == "coordinates":
+            return norms
+        first, second = pair_dims(norms.shape[-1], self.primal.interleaved)
+        return torch.complex(norms[..., first] + norms[..., second], torch.zeros_like(norms[..., first]))
+
+
+def pairings_of(space: Space, found: list[Side], options: MatchOptions) -> list[Pairing]:
+    """Everything of an attention space that moves with its heads, by side: qk, vo, rest."""
+    sizes = space.sizes
+    qk, vo = groups_of(space, options)
+    result = _parts("qk", qk, space, found, ("k", "q"), sizes["head_dim"])
+    result += _parts("vo", vo, space, found, ("v", "o"), sizes["value_dim"])
+    for roles, size in ((("k_gain", "q_gain"), sizes["head_dim"]), (("kv_head", "head"), 1)):
+        if any(side.role in roles for side in found):
+            result += _parts("rest", InHead("fixed"), space, found, roles, size)
+    return result
+
+
+def groups_of(space: Space, options: MatchOptions) -> tuple[InHead, InHead]:
+    """The groups of the query/key and of the value/output coordinates."""
+    qk = group_for_queries(
+        options.attention, space.rotary, space.sizes["head_dim"], space.interleaved, space.norm, options.rescale
+    )
+    turns = options.attention != "none" and space.free_values
+    vo = InHead("orthogonal", options.rescale) if turns else InHead("fixed")
+    if options.heads == "spectral":  # TransFusion permutes the coordinates of a head; with rotary it cannot
+        qk, vo = (InHead("permutation" if group.kind == "orthogonal" else "fixed") for group in (qk, vo))
+    return qk, vo
+
+
+def assembled(pairings: list[Pairing], elements: list[GroupElement], side: str) -> GroupElement:
+    """The elements of one side as one."""
+    parts = [element for pairing, element in zip(pairings, elements, strict=True) if pairing.side == side]
+    return parts[0] if len(parts) == 1 else DirectSum(tuple(parts))
+
+
+def _parts(
+    name: str, group: InHead, space: Space, found: list[Side], roles: tuple[str, str], size: int
+) -> list[Pairing]:
+    primal, dual = (_half(space, found, role, size) for role in roles)
+    if not primal.pairs:
+        primal.device = dual.device
+    if not dual.pairs:
+        dual.device = primal.device
+    return [
+        Pairing(name, part, *(half.narrowed(where, part.statistic) for half in (primal, dual)))
+        for part, where in group.parts(size)
+    ]
+
+
+def _half(space: Space, found: list[Side], role: str, size: int) -> Half:
+    groups, per_group = space.sizes["groups"], space.sizes["per_group"]
+    heads = per_group if role in ("q", "o", "q_gain", "head") else 1
+    shape = (groups, heads, size)
+    pairs = [(_shaped(s.anchor, shape), _shaped(s.donor, shape)) for s in found if s.role == role]
+    return Half(pairs, shape, "full", space.interleaved)
+
+
+def _shaped(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """A side's matrix (*factors, m) as (G, r, d, m), without a copy where its layout allows."""
+    rest = x.shape[-1]
+    return x if x.shape == (*shape, rest) else x.reshape(*shape, rest)

@@ -1,0 +1,191 @@
+"""Second-order statistics of anchor and donor heads, summed block by block from the tensors as they are stored.
+
+Blocks are widened to float32 (float64 for float64 tensors) and their sums kept in float64, so that no copy of a whole
+tensor is made. What is summed depends on the group that acts inside the heads: all products of two coordinates
+(`full`), one complex number for each RoPE pair (`pairs`), or one number for each coordinate (`coordinates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rotation_merge.groups.planar import pair_dims
+
+_BLOCK = 1 << 20
+"""Entries of a tensor that are widened at a time."""
+
+
+class Half:
+    """One side of an in-head space: the same rows of one or more tensors, by KV group and head.
+
+    Attributes:
+        pairs: (anchor, donor), each of shape (G, r, d, m) with one G, r, d; r is 1 for keys and values.
+        statistic: full, pairs or coordinates.
+        interleaved: layout of RoPE pairs, for `pairs`.
+    """
+
+    def __init__(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], shape: tuple[int, int, int], statistic: str, interleaved: bool
+    ) -> None:
+        self.pairs, self.shape, self.statistic, self.interleaved = list(pairs), shape, statistic, interleaved
+        self.device = self.pairs[0][0].device if self.pairs else torch.device("cpu")
+
+    def narrowed(self, where: slice, statistic: str) -> Half:
+        """Some of the coordinates."""
+        groups, per_group, _ = self.shape
+        pairs = [(a[:, :, where], b[:, :, where]) for a, b in self.pairs]
+        return Half(pairs, (groups, per_group, where.stop - where.start), statistic, self.interleaved)
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums are over float64 values."""
+        return all(torch.float64 in (a.dtype, b.dtype) for a, b in self.pairs)
+
+    @cached_property
+    def anchor_norms(self) -> Tensor:
+        """Squared norms (G, r, d)."""
+        return self._norms(0)
+
+    @cached_property
+    def donor_norms(self) -> Tensor:
+        """Squared norms (G, r, d)."""
+        return self._norms(1)
+
+    def _norms(self, which: int) -> Tensor:
+        total = self._zeros(self.shape)
+        for pair in self.pairs:
+            for part, (x,) in _blocks(pair[which]):
+                total[part] += (x * x).sum(-1)
+        return total
+
+    def _zeros(self, shape: tuple[int, ...], complex_: bool = False) -> Tensor:
+        return torch.zeros(shape, dtype=torch.complex128 if complex_ else torch.float64, device=self.device)
+
+    def distance(self, order: Order | None = None) -> Tensor:
+        """Squared distance of the pairs of groups that `order` puts together (None: the donor's own order), (N,)."""
+        total = self._zeros((len(order.anchor) if order else self.shape[0],))
+        for picked in self._picked(order):
+            for part, (x, y) in _blocks(*picked):
+                total[part] += (x - y).square_().sum(-1).sum((1, 2), dtype=torch.float64)
+        return total
+
+    def _picked(self, order: Order | None) -> Iterator[tuple[Tensor, Tensor]]:
+        for a, b in self.pairs:
+            yield (a, b) if order is None else (a[order.anchor.to(a.device)], order.moved(b))
+
+    def products(self, order: Order | None = None) -> Tensor:
+        """Statistics of the N pairs that `order` puts together, shape (N, *S): S is (d, d), (d/2,) or (d,)."""
+        shape = self._statistic_shape()
+        total = self._zeros((len(order.anchor) if order else self.shape[0], *shape), self.statistic == "pairs")
+        for picked in self._picked(order):
+            for part, (x, y) in _blocks(*picked):
+                total[part] += self._summed(x, y)
+        return total
+
+    def own_products(self, which: int) -> Tensor:
+        """Products of one model's coordinates with each other, 0 the anchor's, 1 the donor's; shape (G, *S)."""
+        pairs = [(pair[which], pair[which]) for pair in self.pairs]
+        return Half(pairs, self.shape, self.statistic, self.interleaved).products()
+
+    def _statistic_shape(self) -> tuple[int, ...]:
+        d = self.shape[2]
+        return {"full": (d, d), "pairs": (d // 2,), "coordinates": (d,)}[self.statistic]
+
+    def _summed(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.statistic == "full":
+            n, r, d, m = x.shape
+            flat = torch.bmm(x.reshape(n * r, d, m), y.reshape(n * r, d, m).mT)
+            return flat.reshape(n, r, d, d).sum(1, dtype=torch.float64)
+        if self.statistic == "coordinates":
+            return (x * y).sum(-1).sum(1, dtype=torch.float64)
+        first, second = pair_dims(x.shape[2], self.interleaved)
+        own = (x * y).sum(-1).sum(1, dtype=torch.float64)
+        turned = (x[:, :, second] * y[:, :, first]).sum(-1) - (x[:, :, first] * y[:, :, second]).sum(-1)
+        return torch.complex(own[:, first] + own[:, second], turned.sum(1, dtype=torch.float64))
+
+    def all_products(self) -> Tensor:
+        """Statistics of all pairs of heads, shape (G, r, G, r, *S); for `full` only where that is small."""
+        groups, per_group, d = self.shape
+        heads = groups * per_group
+        rows = 2 * heads if self.statistic == "pairs" else heads
+        batch = d // 2 if self.statistic == "pairs" else d
+        total = self._zeros((batch, rows, rows))
+        for a, b in self.pairs:
+            step = max(1, _BLOCK // (heads * d))
+            for start in range(0, a.shape[-1], step):
+                x, y = (self._by_coordinate(t[..., start : start + step]) for t in _widened(a, b))
+                total += torch.bmm(x, y.mT)
+        if self.statistic == "pairs":
+            n = heads
+            real = total[:, :n, :n] + total[:, n:, n:]
+            total = torch.complex(real, total[:, n:, :n] - total[:, :n, n:])
+        return total.permute(1, 2, 0).reshape(groups, per_group, groups, per_group, batch)
+
+    def _by_coordinate(self, x: Tensor) -> Tensor:
+        """(G, r, d, m) as (d, heads, m), or (d/2, 2 heads, m) with first and second coordinates stacked."""
+        flat = x.flatten(0, 1).movedim(1, 0)
+        if self.statistic == "coordinates":
+            return flat
+        first, second = pair_dims(flat.shape[0], self.interleaved)
+        return torch.cat([flat[first], flat[second]], dim=1)
+
+    def head_products(self, anchor: Tensor, donor: Tensor) -> Tensor:
+        """For N pairs of groups the `full` products of every pair of their heads, (N, r, r, d, d)."""
+        _, r, d = self.shape
+        total = self._zeros((len(anchor), r, r, d, d))
+        for a, b in self.pairs:
+            for n, (i, j) in enumerate(zip(anchor.tolist(), donor.tolist(), strict=True)):
+                x, y = (t.flatten(0, 1) for t in _widened(a[i], b[j]))
+                total[n] += (x @ y.T).reshape(r, d, r, d).movedim(2, 1)
+        return total
+
+
+@dataclass(frozen=True)
+class Order:
+    """N pairs of KV groups and the order of the query heads inside each.
+
+    Attributes:
+        anchor, donor: group indices, int64 (N,).
+        queries: int64 (N, r): head a of the anchor's group meets head queries[:, a] of the donor's.
+    """
+
+    anchor: Tensor
+    donor: Tensor
+    queries: Tensor
+
+    def moved(self, x: Tensor) -> Tensor:
+        """The donor's entries (G, r or 1, ...) in the anchor's order, (N, r or 1, ...)."""
+        donor = self.donor.to(x.device)
+        if x.shape[1] == 1:
+            return x[donor]
+        return x[donor[:, None], self.queries.to(x.device)]
+
+    def pick(self, which: Tensor) -> Order:
+        """Some of the pairs."""
+        return Order(self.anchor[which], self.donor[which], self.queries[which])
+
+
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    double = any(x.dtype == torch.float64 for x in tensors)
+    device = tensors[0].device
+    return [x.to(device=device, dtype=torch.float64 if double else torch.float32) for x in tensors]
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Blocks of equal shape of the tensors (N, r, d, m), widened, and the slice of the first dimension they cover."""
+    n, columns = tensors[0].shape[0], tensors[0].shape[-1]
+    row = tensors[0][0].numel() if n else 0
+    if tensors[0].stride(-1) == 1 or columns == 1:
+        step = max(1, _BLOCK // max(1, row))
+        for start in range(0, n, step):
+            part = slice(start, min(n, start + step))
+            yield part, _widened(*(x[part] for x in tensors))
+        return
+    step = max(16, _BLOCK * columns // max(1, n * row))
+    for start in range(0, columns, step):
+        yield slice(0, n), _widened(*(x[..., start : start + step] for x in tensors))

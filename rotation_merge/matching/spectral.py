@@ -1,0 +1,52 @@
+"""Pairing heads by their singular values, as TransFusion does: a variant for comparison.
+
+TransFusion (Rinaldi and others, 2025) pairs heads by the distance of the singular values of their matrices, which no
+map inside a head changes, and then permutes the coordinates inside each pair. Directions play no part in the pairing,
+so the joint optimum of `head_order` is never worse.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rotation_merge.matching.inhead import assign_small
+from rotation_merge.matching.pairing import Pairing
+from rotation_merge.matching.products import Half, Order
+
+
+def spectral_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
+    """KV groups and, inside them, query heads assigned by the distance of their spectra."""
+    shared: Tensor | float = 0.0
+    heads: Tensor | float = 0.0
+    for pairing in pairings:
+        if pairing.side != "rest":
+            shared = shared + _distances(pairing.primal)[:, 0, :, 0]
+            heads = heads + _distances(pairing.dual).permute(0, 2, 1, 3)
+    cost, inner = torch.as_tensor(shared), torch.as_tensor(heads)
+    groups, per_group = inner.shape[0], inner.shape[-1]
+    queries = torch.stack([assign_small(-m) for m in inner.flatten(0, 1)]).reshape(groups, groups, per_group)
+    chosen = inner.cpu().gather(3, queries[..., None])[..., 0].sum(-1)
+    donor = assign_small(-(cost.cpu() + chosen))
+    rows = torch.arange(groups)
+    return Order(rows, donor, queries[rows, donor]), ["heads paired by their singular values, as TransFusion does"]
+
+
+def _distances(half: Half) -> Tensor:
+    """Euclidean distances between the singular values of the anchor's and the donor's heads, (G, r, G, r)."""
+    groups, per_group, d = half.shape
+    anchor, donor = (_spectra(half, which).reshape(groups * per_group, d) for which in (0, 1))
+    return torch.cdist(anchor, donor).reshape(groups, per_group, groups, per_group)
+
+
+def _spectra(half: Half, which: int) -> Tensor:
+    """Singular values of each head's matrix (bias included as a column), (G, r, d), float64."""
+    own = Half([(pair[which], pair[which]) for pair in half.pairs], half.shape, "full", half.interleaved)
+    squares = torch.stack([_gram(own, head) for head in range(half.shape[1])], dim=1)
+    return torch.linalg.eigvalsh(squares).clamp_min(0).sqrt()
+
+
+def _gram(half: Half, head: int) -> Tensor:
+    pairs = [(a[:, head : head + 1], b[:, head : head + 1]) for a, b in half.pairs]
+    groups, _, d = half.shape
+    return Half(pairs, (groups, 1, d), "full", half.interleaved).products()
