@@ -196,6 +196,9 @@ def _block(
             scales.append(Scale(scale.stream, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
     used = {space.name for tensor in tensors for space in tensor.spaces()}
     present = {local: space for local, space in spaces.items() if space.name in used}
+    for local, space in present.items():
+        if 0 in space.sizes.values():
+            raise scope.error(f"space '{local}' of {name} has no size in this config", "check the keys in config.json")
     return Block(name, module, index, place, tuple(tensors), present, tuple(norms), tuple(scales))
 
 

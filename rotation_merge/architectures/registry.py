@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -15,10 +16,13 @@ from pydantic import ValidationError
 from rotation_merge.architectures.build import build, required, variables
 from rotation_merge.architectures.expression import evaluate
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
-from rotation_merge.architectures.schema import ArchitectureSpec
+from rotation_merge.architectures.schema import ArchitectureSpec, explain
 from rotation_merge.errors import ArchitectureError, CheckpointError, nearest
 
 DATA = Path(__file__).parent / "data"
+
+FOLDERS = "ROTATION_MERGE_ARCHITECTURES"
+"""Environment variable that names folders with architecture files of one's own."""
 
 OWN = ("family", "title", "extends", "classes", "bare", "model_types", "limits")
 """Entries that a file does not take over from the family it extends."""
@@ -35,15 +39,8 @@ def load_file(path: Path) -> ArchitectureSpec:
     try:
         return ArchitectureSpec.model_validate(_read(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        entry = ".".join(str(step) for step in first["loc"])
-        known = ArchitectureSpec.model_fields
-        remedy = (
-            nearest(str(first["loc"][0]), known)
-            if first["type"] == "extra_forbidden"
-            else "see docs/add-architecture.md"
-        )
-        raise ArchitectureError(f"entry '{entry}': {first['msg']}", where=str(path), remedy=remedy) from error
+        entry, what, remedy = explain(error)
+        raise ArchitectureError(f"entry '{entry}': {what}", where=str(path), remedy=remedy) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -86,8 +83,14 @@ def shipped() -> dict[str, ArchitectureSpec]:
 
 
 def families() -> dict[str, ArchitectureSpec]:
-    """Every known family: the shipped ones and those registered since."""
-    return {**shipped(), **_extra}
+    """Every known family: the shipped ones, those in the folders that FOLDERS names, and those registered since."""
+    return {**shipped(), **_found(os.environ.get(FOLDERS, "")), **_extra}
+
+
+@cache
+def _found(folders: str) -> dict[str, ArchitectureSpec]:
+    paths = [path for folder in folders.split(os.pathsep) if folder for path in sorted(Path(folder).glob("*.json"))]
+    return {spec.family: spec for spec in map(load_file, paths)}
 
 
 def register(path: Path) -> ArchitectureSpec:

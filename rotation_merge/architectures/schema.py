@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rotation_merge.errors import nearest
 
 Expression = str | int | float | bool | None
 
@@ -163,7 +165,7 @@ class ExpertsSpec(Strict):
     activation: Expression = None
 
 
-LocalSpace = AttentionSpec | FfnSpec | ExpertsSpec
+LocalSpace = Annotated[AttentionSpec | FfnSpec | ExpertsSpec, Field(discriminator="kind")]
 
 
 class StreamSpec(Strict):
@@ -245,3 +247,18 @@ class ArchitectureSpec(Strict):
     ignored: list[str] = Field(default_factory=list)
     vocab_size_key: str = "vocab_size"
     tagalong_files: list[str] = Field(default_factory=list)
+
+
+def explain(error: ValidationError) -> tuple[str, str, str]:
+    """What is wrong with a file: the entry, what is wrong with it, how to mend it; of several faults the plainest."""
+    plain = ("value_error", "extra_forbidden", "union_tag_invalid", "missing", "literal_error")
+    faults = sorted(error.errors(), key=lambda e: plain.index(e["type"]) if e["type"] in plain else len(plain))
+    fault = faults[0]
+    models = {
+        model.__name__: model for model in (ArchitectureSpec, *Strict.__subclasses__(), *Section.__subclasses__())
+    }
+    steps = [str(step) for step in fault["loc"] if "[" not in str(step) and str(step) not in models]
+    if fault["type"] != "extra_forbidden":
+        return ".".join(steps), fault["msg"].removeprefix("Value error, "), "see docs/add-architecture.md"
+    known = {name for model in models.values() for name in model.model_fields}
+    return ".".join(steps), "there is no such entry", nearest(steps[-1], known)
