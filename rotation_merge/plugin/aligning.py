@@ -134,7 +134,7 @@ def write_aligned(
         os.makedirs(staging, exist_ok=True)
         writer = TensorWriter(staging, max_shard_size=shard_size)
         total = sum(len(info.names) for info in pair.architecture.tensors())
-        written = set()
+        written: set[str] = set()
         for name, tensor in aligned_tensors(pair.architecture, pair.sources[1], alignment):
             if progress is not None:
                 progress("writing", len(written), total)

@@ -12,6 +12,7 @@ from rotation_merge.plugin.output import check_place, staged
 from rotation_merge.plugin.recipe import Recipe
 from rotation_merge.report import run as runs
 from rotation_merge.report.card import add_section
+from rotation_merge.report.html import write_page
 from rotation_merge.report.record import MergeReport
 
 
@@ -38,6 +39,8 @@ def run(
             stock(config, staging, _quiet_about_tokenizers(config, options), config_source)
             report = MergeReport.of(this, recipe.base, recipe.delegate.spec.name, config_source or config.to_yaml())
             report.write(os.path.join(staging, "rotation_merge.json"))
+            if recipe.report:
+                write_page(staging)
             if options.write_model_card:
                 add_section(os.path.join(staging, "README.md"), report)
     finally:

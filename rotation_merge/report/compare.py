@@ -55,9 +55,9 @@ class _Sums:
 
     def gap(self, block: str, layer: int | None, space: str, kind: str, identity: dict[str, float]) -> Gap:
         before, after = (self.bb, self.ab), (self.cc, self.ac)
-        distances = [math.sqrt(max(self.aa + s - 2 * p, 0.0) / self.aa) if self.aa else 0.0 for s, p in (before, after)]
-        angles = [_angle(self.aa, s, p) for s, p in (before, after)]
-        return Gap(block, layer, space, kind, *distances, *angles, identity)
+        d0, d1 = (math.sqrt(max(self.aa + s - 2 * p, 0.0) / self.aa) if self.aa else 0.0 for s, p in (before, after))
+        a0, a1 = (_angle(self.aa, s, p) for s, p in (before, after))
+        return Gap(block, layer, space, kind, d0, d1, a0, a1, identity)
 
 
 def _angle(aa: float, bb: float, ab: float) -> float:

@@ -50,9 +50,9 @@ def text_plot(barrier: Barrier, height: int = 12, width: int = 56) -> str:
             row = round((high - _at(curve.t, curve.loss, t)) / span * (height - 1))
             grid[row][x] = mark
     lines = []
-    for i, row in enumerate(grid):
+    for i, cells in enumerate(grid):
         label = f"{high:8.3f}" if i == 0 else f"{low:8.3f}" if i == height - 1 else " " * 8
-        lines.append(f"{label} |{''.join(row)}".rstrip())
+        lines.append(f"{label} |{''.join(cells)}".rstrip())
     lines.append(" " * 9 + "+" + "-" * width)
     lines.append(" " * 10 + "anchor" + "donor".rjust(width - 6))
     lines.append(" " * 10 + "   ".join(f"{m} {c.name}" for c, m in zip(barrier.curves, MARKS, strict=False)))

@@ -84,8 +84,10 @@ class MergeReport:
         return list(dict.fromkeys([row.donor for row in self.rows] + list(self.whole)))
 
     def relative_distances(self, donor: str) -> tuple[float, float]:
-        """Relative distance of a donor before and after, over all its matched spaces."""
+        """Relative distance of a donor before and after: of the whole model where its stream was matched (the stream's
+        row says it), else over its matched spaces."""
         rows = [row for row in self.rows if row.donor == donor]
+        rows = [row for row in rows if row.kind == "stream"][:1] or rows
         norm = math.sqrt(sum(row.anchor_norm**2 for row in rows)) or 1.0
         before = math.sqrt(sum(row.distance_before**2 for row in rows))
         after = math.sqrt(sum(row.distance_after**2 for row in rows))

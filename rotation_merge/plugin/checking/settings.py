@@ -114,7 +114,7 @@ def _types(document: Document) -> None:
     try:
         MergeConfiguration.__pydantic_validator__.validate_python(content)
     except ValidationError as error:
-        seen = set()
+        seen: set[Path] = set()
         for found in error.errors():
             path = _shorten(document, tuple(found["loc"]))
             if path not in seen and not any(known[: len(path)] == path for known in seen):

@@ -60,7 +60,7 @@ def references(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
         yield ("base_model",), value["base_model"]
     for path, _ in scopes(value):
         if path[-1] == "parameters" and len(path) > 1:
-            entry = value
+            entry: Any = value
             for step in path[:-1]:
                 entry = entry[step]
             if isinstance(entry, Mapping) and isinstance(entry.get("model"), str):

@@ -1,0 +1,222 @@
+"""The parts of the HTML report, each as HTML text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from rotation_merge.report import svg
+from rotation_merge.report.curves import Barrier
+from rotation_merge.report.record import MergeReport, SpaceRow
+
+KINDS = {
+    "attention": ("attention", "s0"),
+    "ffn": ("FFN", "s1"),
+    "experts": ("experts", "s2"),
+    "stream": ("stream", "s3"),
+}
+PARTS = {
+    "heads": "head order",
+    "qk": "query/key",
+    "vo": "value/output",
+    "neurons": "neuron order",
+    "scale": "neuron scale",
+    "experts": "expert order",
+    "stream": "stream",
+}
+
+
+def card(title: str, hint: str, content: str, wide: bool = False) -> str:
+    kind = "card wide" if wide else "card"
+    return f'<section class="{kind}"><h3>{escape(title)}</h3><p class="hint">{escape(hint)}</p>{content}</section>'
+
+
+def sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def header(report: MergeReport, title: str) -> str:
+    """Title, and one sentence for each donor."""
+    done = f"merged by {report.delegate}" if report.delegate != "none" else "aligned, not merged"
+    lines = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="soft">Anchor <code>{escape(report.anchor)}</code>, {escape(done)}.</p>',
+    ]
+    for name in report.donors():
+        prefix = f"<code>{escape(name)}</code>: " if len(report.donors()) > 1 else ""
+        lines.append(f'<p class="lead">{prefix}{escape(sentence(report.verdict(name)))}</p>')
+    lines += [f"<p>{escape(note)}</p>" for note in report.notes]
+    if not report.donors():
+        lines.append('<p class="lead">Nothing was matched.</p>')
+    return "\n".join(lines)
+
+
+def donor(report: MergeReport, name: str) -> str:
+    """Everything about one donor."""
+    rows = [row for row in report.rows if row.donor == name]
+    before, after = report.relative_distances(name)
+    gain = 1 - after / before if before else 0.0
+    figures = [
+        (f"{before:.4g}", "relative distance before"),
+        (f"{after:.4g}", "after alignment"),
+        (f"{gain:.0%}", "less"),
+        (f"{len(rows)}", "spaces matched"),
+    ]
+    if not any(row.kind == "stream" for row in rows):
+        figures.append((f"{sum(row.seconds for row in rows):.1f} s", "matching"))
+    numbers = "".join(f"<div><b>{value}</b><span>{words}</span></div>" for value, words in figures)
+    layered = [row for row in rows if row.layer is not None]
+    cards = [by_layer(layered), identity(layered), cumulative(layered), stream(report, name), orders(layered)]
+    return "\n".join(
+        [
+            f"<h2>{escape(name)}</h2>",
+            f'<div class="numbers">{numbers}</div>',
+            f'<div class="grid-cards">{"".join(part for part in cards if part)}</div>',
+            spaces(rows),
+        ]
+    )
+
+
+def _series(rows: Sequence[SpaceRow], kind: str) -> dict[int, tuple[float, float]]:
+    """Relative distances before and after of one kind of space, by layer (several in one layer: together)."""
+    sums: dict[int, list[float]] = {}
+    for row in rows:
+        if row.kind == kind and row.layer is not None:
+            total = sums.setdefault(row.layer, [0.0, 0.0, 0.0])
+            for i, value in enumerate((row.distance_before, row.distance_after, row.anchor_norm)):
+                total[i] += value**2
+    return {
+        layer: (math.sqrt(b / a) if a else 0.0, math.sqrt(c / a) if a else 0.0)
+        for layer, (b, c, a) in sorted(sums.items())
+    }
+
+
+def by_layer(rows: Sequence[SpaceRow]) -> str:
+    lines = []
+    for kind, (word, style) in KINDS.items():
+        series = _series(rows, kind)
+        if series:
+            xs = list(series)
+            lines.append(svg.Line(f"{word}, before", xs, [v[0] for v in series.values()], style, dashed=True))
+            lines.append(svg.Line(f"{word}, after", xs, [v[1] for v in series.values()], style))
+    if not lines:
+        return ""
+    hint = "Norm of donor - anchor over the norm of the anchor, for the tensors that touch the space."
+    return card("Distance by layer", hint, svg.chart(lines, "layer", "relative distance"))
+
+
+def identity(rows: Sequence[SpaceRow]) -> str:
+    layers = sorted({row.layer for row in rows if row.layer is not None})
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for part, value in row.from_identity.items():
+            if row.layer is not None:
+                found.setdefault(part, {})[row.layer] = max(value, found.get(part, {}).get(row.layer, 0.0))
+    lines = [(PARTS.get(part, part), [values.get(layer) for layer in layers]) for part, values in found.items()]
+    if not lines:
+        return ""
+    hint = "How far each map is from doing nothing; for orders, the share that moved."
+    return card("Distance of the maps from the identity", hint, svg.heatmap(lines, [str(x) for x in layers], "layer"))
+
+
+def cumulative(rows: Sequence[SpaceRow]) -> str:
+    """Which layers matter: the gain summed from the first layer on (the ICML 2025 paper's figure 6)."""
+    total = sum(row.distance_before**2 for row in rows)
+    layers = sorted({row.layer for row in rows if row.layer is not None})
+    if not total or len(layers) < 2:
+        return ""
+    lines = []
+    for kind, (word, style) in [("", ("all spaces", "s4")), *KINDS.items()]:
+        chosen = [row for row in rows if not kind or row.kind == kind]
+        if not chosen or (not kind and len({row.kind for row in rows}) < 2):
+            continue
+        gains, so_far = [], 0.0
+        for layer in layers:
+            so_far += sum(row.distance_before**2 - row.distance_after**2 for row in chosen if row.layer == layer)
+            gains.append(100 * so_far / total)
+        lines.append(svg.Line(word, layers, gains, style))
+    hint = "Squared distance removed by aligning the layers up to here, in percent of all that was there."
+    return card("Which layers matter", hint, svg.chart(lines, "layers aligned, from the first", "gain (%)"))
+
+
+def stream(report: MergeReport, name: str) -> str:
+    whole = report.whole.get(name) or {}
+    objective = whole.get("objective")
+    rows = [row for row in report.rows if row.donor == name and row.kind == "stream"]
+    if not rows and not objective:
+        return ""
+    items = [f"{escape(row.space)}: {escape(row.group)}, {_parts(row)} from the identity" for row in rows]
+    facts = [f"{key} {escape(str(whole[key]))}" for key in ("start", "passes") if key in whole]
+    picture = ""
+    if isinstance(objective, list) and len(objective) > 1:
+        relative = [float(value) / float(objective[0]) for value in objective]
+        line = svg.Line("weighted squared distance", range(1, len(relative) + 1), relative, "s3")
+        picture = svg.chart([line], "pass", "share of the first", zero=False)
+    text = "".join(f"<p>{item}</p>" for item in items)
+    hint = "Matched in passes over the whole model" + (f" ({', '.join(facts)})." if facts else ".")
+    return card("Residual stream", hint, text + picture)
+
+
+def _parts(row: SpaceRow) -> str:
+    return ", ".join(f"{PARTS.get(part, part)} {value:.3g}" for part, value in row.from_identity.items()) or "0"
+
+
+def orders(rows: Sequence[SpaceRow]) -> str:
+    """Head order as a matrix for each layer where heads moved."""
+    moved = [r for r in rows if r.head_order is not None and r.head_order != list(range(len(r.head_order)))]
+    if not moved:
+        return ""
+    pictures = "".join(svg.order_matrix(row.head_order or [], f"layer {row.layer}") for row in moved)
+    hint = "Row: aligned head; column: the donor head it was. Layers whose heads all stayed are left out."
+    return card("Head order", hint, f'<div class="orders">{pictures}</div>', wide=len(moved) > 12)
+
+
+def spaces(rows: Sequence[SpaceRow]) -> str:
+    """Every space in a table, folded away."""
+    top = max((row.distance_before / row.anchor_norm for row in rows if row.anchor_norm), default=1.0)
+    lines = []
+    for row in rows:
+        norm = row.anchor_norm or 1.0
+        before, after = row.distance_before / norm, row.distance_after / norm
+        notes = "; ".join(row.notes) + (f" certified gap {row.gap:.1g}" if row.gap else "")
+        block = "model" if row.kind == "stream" else row.block
+        texts = (block, row.space.rsplit(".", 1)[-1], row.group)
+        lines.append(
+            "<tr>"
+            + "".join(f"<td>{escape(text)}</td>" for text in texts)
+            + f"<td class=n>{before:.4f}</td><td class=n>{after:.4f}</td><td>{svg.bar(before, after, top)}</td>"
+            + f"<td>{escape(_parts(row))}</td><td class=n>{row.seconds:.3f}</td><td>{escape(notes)}</td></tr>"
+        )
+    heads = ("block", "space", "group", "before", "after", "", "map, from the identity", "seconds", "notes")
+    head = "".join(f"<th{' class=n' if h in ('before', 'after', 'seconds') else ''}>{h}</th>" for h in heads)
+    table = f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+    return f"<details><summary>All {len(rows)} spaces</summary>{table}</details>"
+
+
+def barrier(found: Barrier) -> str:
+    """Loss along the path, where it was measured."""
+    styles = ("s4", "s0", "s1", "s2")
+    losses = [
+        svg.Line(f"{c.name} (barrier {c.barrier():.3g} nats)", c.t, c.loss, s, dashed=s == "s4")
+        for c, s in zip(found.curves, styles, strict=False)
+    ]
+    rates = [
+        svg.Line(c.name, c.t, [100 * a for a in c.accuracy], s, dashed=s == "s4")
+        for c, s in zip(found.curves, styles, strict=False)
+    ]
+    x = "from the anchor (0) to the donor (1)"
+    hint = f"{found.task}, {found.examples} examples of {found.data}"
+    cards = card("Loss on the path (nats)", hint, svg.chart(losses, x, "loss", whole_x=False))
+    cards += card("Accuracy on the path (%)", hint, svg.chart(rates, x, "accuracy", whole_x=False))
+    title = f"Barrier: {escape(found.anchor)} to {escape(found.donor)}"
+    return f'<h2>{title}</h2><div class="grid-cards">{cards}</div>'
+
+
+def footer(report: MergeReport) -> str:
+    """The recipe, the time, the versions."""
+    made = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    return (
+        f"<h2>How it was made</h2><pre>{escape(report.recipe.strip()) or 'no recipe'}</pre>"
+        f'<p class="soft">{report.seconds:.1f} s in all. {escape(made)}.</p>'
+    )
