@@ -318,7 +318,7 @@ def _stream_groups(scope: _Scope, stream: str, blocks: list[Block]) -> tuple[str
         for axis in tensor.axes
         if any(part.space.name == stream and part.role == "read" for part in axis.parts)
     }
-    local = all(_read_in_its_block(block, blocks) for block in blocks)
+    local = all(_read_in_its_block(block, stream, blocks) for block in blocks)
     if local and all(norm.reads for norm in norms) and (not layer or readers <= {_stem(key) for key in folded}):
         groups.append("rotation")
     if limit is not None:
@@ -326,9 +326,9 @@ def _stream_groups(scope: _Scope, stream: str, blocks: list[Block]) -> tuple[str
     return tuple(groups)
 
 
-def _read_in_its_block(block: Block, blocks: list[Block]) -> bool:
-    """Whether what reads the block's norms stands in the same block, as folding one block at a time needs it."""
-    reads = {_stem(key) for norm in block.norms for key in norm.reads}
+def _read_in_its_block(block: Block, stream: str, blocks: list[Block]) -> bool:
+    """Whether what reads the block's norms of a stream is in the same block, as folding block by block needs it."""
+    reads = {_stem(key) for norm in block.norms if norm.stream == stream for key in norm.reads}
     elsewhere = {_stem(tensor.key) for other in blocks if other is not block for tensor in other.tensors}
     return not reads.intersection(elsewhere - {_stem(tensor.key) for tensor in block.tensors})
 

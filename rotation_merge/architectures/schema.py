@@ -254,9 +254,8 @@ def explain(error: ValidationError) -> tuple[str, str, str]:
     plain = ("value_error", "extra_forbidden", "union_tag_invalid", "missing", "literal_error")
     faults = sorted(error.errors(), key=lambda e: plain.index(e["type"]) if e["type"] in plain else len(plain))
     fault = faults[0]
-    models = {
-        model.__name__: model for model in (ArchitectureSpec, *Strict.__subclasses__(), *Section.__subclasses__())
-    }
+    every: list[type[BaseModel]] = [*Strict.__subclasses__(), *Section.__subclasses__()]
+    models = {model.__name__: model for model in every}
     steps = [str(step) for step in fault["loc"] if "[" not in str(step) and str(step) not in models]
     if fault["type"] != "extra_forbidden":
         return ".".join(steps), fault["msg"].removeprefix("Value error, "), "see docs/add-architecture.md"

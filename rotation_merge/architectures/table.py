@@ -1,0 +1,118 @@
+"""The page docs/architectures.md, from the architecture files: `python -m rotation_merge.architectures.table`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rotation_merge.architectures.build import build
+from rotation_merge.architectures.model import Architecture, Space
+from rotation_merge.architectures.registry import shipped
+from rotation_merge.architectures.schema import ArchitectureSpec
+
+INTRO = """\
+# Architectures
+
+Which models can be aligned, and by which groups. This page is written from the architecture files by
+`python -m rotation_merge.architectures.table > docs/architectures.md`; the tests compare it with them, and prove for
+each family, on real transformers models, that every group listed leaves the outputs unchanged. To add one, see
+[Add your architecture](add-architecture.md).
+
+What is listed is the largest group of each space; where a config switches something on that makes it smaller, the notes
+say so. A model without a head (`...Model`) gives out its residual stream itself, so that no stream of it is moved.
+Task heads go through the delegate like any other tensor.
+
+Words: *planar* is a rotation and a rescaling of each RoPE pair; *O(d)* an orthogonal map with one rescaling, or with
+`attention: invertible` any invertible map; *sign* stands for plus or minus one; *scaled* is a positive rescaling of
+each neuron, or one of either sign where the FFN is gated; *free* heads may change places (query heads within their KV
+group, and KV groups), *fixed* ones may not.
+
+| Family | Residual stream | Queries and keys | Values and outputs | Order of heads | Neurons |
+|---|---|---|---|---|---|
+"""
+
+SIZES = {
+    "head_dim d_kv": 16,
+    "rotary_dim": 8,
+    "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers decoder_layers": 2,
+    "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads": 4,
+    "num_key_value_heads num_kv_heads num_experts num_local_experts mlp_ratio": 2,
+    "hidden_size n_embd d_model dim intermediate_size moe_intermediate_size shared_expert_intermediate_size": 64,
+    "d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim hidden_dim": 64,
+}
+"""Config keys, by what they count, and a value that makes a small model."""
+
+RESIDUAL = {
+    "rotation": "rotations",
+    "signed_permutation": "signed permutations",
+    "permutation": "permutations",
+    "none": "none",
+}
+
+
+def sample(spec: ArchitectureSpec) -> Architecture:
+    """The family's architecture at small sizes, everything optional left at its default."""
+    sizes = {key: size for keys, size in SIZES.items() for key in keys.split()}
+    parts = {module.config: sizes for module in spec.modules.values() if module.config}
+    headed = [name for name in spec.classes if name not in spec.bare]
+    named = {"architectures": headed[:1], "model_type": (spec.model_types or [""])[0]}
+    config: dict[str, Any] = {**sizes, **parts, **named, "do_layer_norm_before": True}
+    return build(spec, config, spec.bases[0], [])
+
+
+def page() -> str:
+    """The whole page."""
+    specs = sorted(shipped().values(), key=lambda spec: spec.title.lower())
+    rows = "".join(_row(spec) for spec in specs)
+    return f"{INTRO}{rows}\n## What is not aligned, and why\n\n{''.join(map(_notes, specs))}## Classes\n\n" + "".join(
+        f"- {spec.title}: {', '.join(f'`{name}`' for name in spec.classes)}\n" for spec in specs
+    )
+
+
+def _row(spec: ArchitectureSpec) -> str:
+    architecture = sample(spec)
+    spaces: dict[str, Space] = {}
+    for block in architecture.blocks:
+        spaces.update(block.spaces)
+    attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
+    neurons = {name: space for name, space in spaces.items() if space.kind != "attention"}
+    cells = [
+        _joined({name: RESIDUAL[groups[-1]] for name, groups in architecture.stream_groups.items()}),
+        _joined({name: _queries(space) for name, space in attention.items()}),
+        _joined({name: "O(d)" if space.free_values else "none" for name, space in attention.items()}),
+        _joined({name: "free" if space.free_order else "fixed" for name, space in attention.items()}),
+        _joined({name: _neurons(space) for name, space in neurons.items()}),
+    ]
+    return f"| {spec.title} | {' | '.join(cells)} |\n"
+
+
+def _queries(space: Space) -> str:
+    rest = space.sizes["head_dim"] - space.rotary
+    if space.norm == "affine_head":
+        return "none"
+    if space.norm == "layer_head":
+        return "sign of a KV group"
+    if space.norm is not None:
+        return "sign of each RoPE pair" if space.rotary else "sign of each coordinate"
+    if not space.rotary:
+        return "O(d)"
+    return "planar, O(d) on what rotary leaves alone" if rest else "planar"
+
+
+def _neurons(space: Space) -> str:
+    group = "permuted, scaled" if space.gated else "permuted; scaled with ReLU"
+    return f"experts permuted, neurons of each {group}" if space.kind == "experts" else group
+
+
+def _joined(words: dict[str, str]) -> str:
+    """One word for all, or each with the name of its space."""
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return "; ".join(f"{name}: {word}" for name, word in words.items())
+
+
+def _notes(spec: ArchitectureSpec) -> str:
+    return "".join([f"**{spec.title}**\n\n", *(f"- {limit}\n" for limit in spec.limits), "\n"]) if spec.limits else ""
+
+
+if __name__ == "__main__":
+    print(page(), end="")
