@@ -118,11 +118,13 @@ def relative_distances(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 def recipe_for(delegate: str, anchor: Path, *donors: Path, **parameters: Any) -> dict[str, Any]:
     """A recipe that merges the anchor and donors with every local group; `weight` is an even share where wanted."""
     takes_weight = "weight" in [parameter.name for parameter in merge_methods.get(delegate).spec.parameters]
-    share = {"parameters": {"weight": 1 / (1 + len(donors))}} if takes_weight else {}
     return {
         "merge_method": "rotation_merge",
         "base_model": str(anchor),
-        "models": [{"model": str(path), **share} for path in (anchor, *donors)],
+        "models": [
+            {"model": str(path), **({"parameters": {"weight": 1 / (1 + len(donors))}} if takes_weight else {})}
+            for path in (anchor, *donors)
+        ],
         "parameters": {"delegate": delegate, **EVERYTHING, **parameters},
         "dtype": "float32",
     }

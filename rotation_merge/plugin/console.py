@@ -6,7 +6,6 @@ import errno
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import click
 import yaml
@@ -47,7 +46,7 @@ def line(error: Exception) -> str:
         case RotationMergeError():
             return str(error)
         case ValidationError():
-            return str(validation_error(error))
+            return str(_validation_error(error))
         case yaml.MarkedYAMLError():
             mark = error.problem_mark or error.context_mark
             where = f"recipe, line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
@@ -76,28 +75,11 @@ def _file_error(error: Exception) -> RotationMergeError:
     return RotationMergeError(text, remedy="check the path and its permissions")
 
 
-def validation_error(error: ValidationError) -> RecipeError:
-    """The first fault that mergekit's own schema finds in a recipe."""
+def _validation_error(error: ValidationError) -> RecipeError:
+    """The first fault that mergekit's own schema finds."""
+    from rotation_merge.plugin.checking.document import dotted
+    from rotation_merge.plugin.checking.settings import explain
+
     first = error.errors()[0]
-    place, in_parameters = _place(first["loc"])
-    if in_parameters:
-        what = "is neither a value, nor a list of values, nor a list of {filter, value}"
-        return RecipeError(what, where=f"recipe, {place}", remedy="see the recipe reference")
-    words = {"missing": "is missing", "extra_forbidden": "is not known"}
-    what = words.get(first["type"], first["msg"].removeprefix("Value error, "))
-    given = first.get("input")
-    shown = f", it is {given!r:.60}" if first["type"] != "missing" and isinstance(given, (str, int, float)) else ""
-    return RecipeError(f"{what}{shown}", where=f"recipe, {place}" if place else "recipe", remedy="mend the recipe")
-
-
-def _place(steps: tuple[Any, ...]) -> tuple[str, bool]:
-    """A place in the recipe as `models[0].model`; and whether it is a value under `parameters`."""
-    text = ""
-    for i, step in enumerate(steps):
-        if i and steps[i - 1] == "parameters" and isinstance(step, str):
-            return f"{text}.{step}", True
-        if isinstance(step, int):
-            text += f"[{step}]"
-        elif step.replace("_", "").isalnum() and step == step.lower() and step not in ("dict", "list", "str", "int"):
-            text += f".{step}" if text else step
-    return text, False
+    what, remedy = explain(first)
+    return RecipeError(what, where=f"recipe, {dotted(first['loc'])}" if first["loc"] else "recipe", remedy=remedy)

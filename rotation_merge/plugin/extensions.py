@@ -117,7 +117,7 @@ def extend_command(module: Any) -> None:
     @functools.wraps(stock)
     def callback(*args: Any, **kwargs: Any) -> Any:
         path = str(kwargs.get("config_file") or kwargs.get("config_path"))
-        if not _is_ours(path):
+        if kwargs.get("verbosity", 0) > 1 or not _is_ours(path):
             return stock(*args, **kwargs)
         from rotation_merge.plugin import strict
 

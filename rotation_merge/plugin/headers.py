@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import textwrap
 from typing import Any
 
 import torch
@@ -59,10 +60,19 @@ def check_local(folder: str) -> None:
     )
 
 
-def check_pickle(folder: str) -> None:
-    """A single pickle is read as plain tensors before mergekit opens it (which, with an old torch, runs its code)."""
-    if not os.path.exists(os.path.join(folder, "model.safetensors")):
-        file_shapes(os.path.join(folder, "pytorch_model.bin"))
+def check_single(folder: str) -> None:
+    """A single file's head is read before mergekit opens it (which, of a pickle and with an old torch, runs its code).
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        path = os.path.join(folder, stem)
+        if os.path.exists(f"{path}.index.json"):
+            return
+        if os.path.exists(path):
+            file_shapes(path)
+            return
 
 
 def _shards(index: str) -> list[str]:
@@ -81,8 +91,8 @@ def file_shapes(path: str) -> Shapes:
     try:
         return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, struct.error) as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"cannot be read: {text[:200]}", where=path, remedy="download it again") from error
+        text = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
+        raise CheckpointError(f"cannot be read: {text}", where=path, remedy="download it again") from error
 
 
 def safetensors_shapes(path: str) -> Shapes:
@@ -113,10 +123,10 @@ def _pickle_shapes(path: str) -> Shapes:
     try:
         state = torch.load(path, map_location="meta", weights_only=True)
     except Exception as error:  # pickle errors come in every class
-        detail = " ".join(str(error).split())
+        detail = textwrap.shorten(str(error), 120, placeholder=" ...")
         if "weights_only" in detail or "Weights only" in detail:
             detail = "only plain tensors are read from pickles"
-        raise ValueError(f"the pickle is damaged or holds something else than tensors ({detail[:120]})") from error
+        raise ValueError(f"the pickle is damaged or holds something else than tensors ({detail})") from error
     if isinstance(state, dict):
         state = state.get("state_dict", state)
     found = {n: tuple(v.shape) for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}

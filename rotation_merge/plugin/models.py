@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from rotation_merge.architectures.model import Space
 from rotation_merge.architectures.registry import find, unaligned
 from rotation_merge.errors import ArchitectureError, CheckpointError
 from rotation_merge.matching.state import check_shape
-from rotation_merge.plugin.headers import check_local, check_pickle, file_shapes, read_json
+from rotation_merge.plugin.headers import check_local, check_single, file_shapes, read_json
 
 
 class Model:
@@ -36,7 +37,7 @@ class Model:
         try:
             config = self.reference.config(trust_remote_code=self.options.trust_remote_code)
         except Exception as error:  # transformers raises errors of many classes here
-            detail = " ".join(str(error).split())[:160]
+            detail = textwrap.shorten(str(error), 160, placeholder=" ...")
             raise CheckpointError(
                 f"its config cannot be loaded ({detail})",
                 where=path,
@@ -74,12 +75,12 @@ class Model:
         """mergekit's own loader, shared with the merge; opened after a look at the files."""
         self.check_files()
         path = self.reference.model.path
-        if self.reference.lora is None and os.path.isfile(os.path.join(path, "pytorch_model.bin")):
-            check_pickle(path)
+        if self.reference.lora is None and os.path.isdir(path):
+            check_single(path)
         try:
             return LoaderCache().get(self.reference)
         except Exception as error:  # readers, adapters and downloads raise errors of many classes
-            detail = " ".join(str(error).split())[:200]
+            detail = textwrap.shorten(str(error), 200, placeholder=" ...")
             raise CheckpointError(
                 f"weights cannot be read ({detail})", where=str(self.reference), remedy="download them again"
             ) from error

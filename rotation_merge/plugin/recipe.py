@@ -13,7 +13,16 @@ from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import CHOICES, MatchOptions
-from rotation_merge.plugin.rules import check_dtypes, check_inputs, check_value, filters, groups, is_plain, leaves
+from rotation_merge.plugin.rules import (
+    check_dtypes,
+    check_inputs,
+    check_slices,
+    check_value,
+    filters,
+    groups,
+    is_plain,
+    leaves,
+)
 
 METHOD = "rotation_merge"
 
@@ -104,6 +113,7 @@ class Recipe:
         values = config.parameters or {}
         delegate = _delegate(values)
         check_dtypes(config)
+        check_slices(config)
         for where, settings, allowed in _scopes(config):
             _check_names(where, settings, allowed, delegate)
             _check_values(where, settings, delegate)

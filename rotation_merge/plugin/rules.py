@@ -60,6 +60,34 @@ def groups(config: MergeConfiguration) -> Iterator[Group]:
                 )
 
 
+def check_slices(config: MergeConfiguration) -> None:
+    """Sources of a slice have equally long ranges of layers, from a first to a later one.
+
+    Raises:
+        RecipeError: names the slice.
+    """
+    modules = {"": config, **{f"modules.{name}.": module for name, module in (config.modules or {}).items()}}
+    for prefix, part in modules.items():
+        for i, piece in enumerate(part.slices or []):
+            where = f"{prefix}slices[{i}]"
+            lengths = []
+            for source in piece.sources:
+                first, last = source.layer_range
+                if not 0 <= first < last:
+                    raise RecipeError(
+                        f"layer_range is [{first}, {last}]",
+                        where=f"{where}, {source.model}",
+                        remedy="write [first layer, one after the last]",
+                    )
+                lengths.append(last - first)
+            if len(set(lengths)) != 1:
+                raise RecipeError(
+                    f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources",
+                    where=where,
+                    remedy="give every source of a slice the same number of layers",
+                )
+
+
 def is_plain(contract: InputContract, models: Collection[list[ModelReference]], base: ModelReference | None) -> bool:
     """Whether the delegate gets the anchor without being told that it is the base.
 

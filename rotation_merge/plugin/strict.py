@@ -32,7 +32,8 @@ def check_document(content: dict[str, Any]) -> None:
     document = Document(content)
     check_settings(document)
     if errors := [fault for fault in document.faults if fault.error]:
-        raise RecipeError(errors[0].what, where=errors[0].where or "recipe", remedy=errors[0].remedy)
+        first = min(errors, key=_urgency)
+        raise RecipeError(first.what, where=first.where or "recipe", remedy=first.remedy)
 
 
 def check_file(path: str) -> None:
@@ -52,8 +53,13 @@ def check_file(path: str) -> None:
         check_settings(document)
     errors = [fault for document in ours for fault in document.faults if fault.error]
     if errors:
-        first = min(errors, key=lambda fault: (fault.document, fault.line, fault.column))
+        first = min(errors, key=_urgency)
         raise RecipeError(first.what, where=_place(path, first), remedy=_remedy(path, first, len(errors) - 1))
+
+
+def _urgency(fault: Fault) -> tuple[bool, int, int, int]:
+    """A misspelt word comes first: what is missing for its sake is only its echo."""
+    return ("did you mean" not in fault.remedy, fault.document, fault.line, fault.column)
 
 
 def _place(path: str, fault: Fault) -> str:

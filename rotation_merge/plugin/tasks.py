@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from rotation_merge.architectures.model import Block, TensorInfo
-from rotation_merge.errors import AlignmentError
+from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.block import match_block
@@ -208,6 +208,17 @@ class AlignedGather(GatherTensors):
             value = values[str(i)]
             tensor = value[piece] if isinstance(value, tuple) else value
             if tensor is not None:
+                _check_finite(tensor, self.label, model)
                 dtype = dtype_from_name(self.storage) if tensor.is_floating_point() else None
                 result[model] = tensor if dtype is None else tensor.to(dtype)
         return result
+
+
+def _check_finite(tensor: Tensor, name: str, model: ModelReference) -> None:
+    """NaN would go through every delegate in silence. A finite sum is proof enough, and cheap."""
+    if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+        return
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(
+            f"tensor '{name}' holds NaN or infinity", where=str(model), remedy="repair or replace the checkpoint"
+        )

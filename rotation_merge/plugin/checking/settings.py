@@ -119,9 +119,25 @@ def _types(document: Document) -> None:
             path = _shorten(document, tuple(found["loc"]))
             if path not in seen and not any(known[: len(path)] == path for known in seen):
                 seen.add(path)
-                document.fault(path, f"{found['msg'][:1].lower()}{found['msg'][1:]}", "see mergekit's documentation")
+                document.fault(path, *explain(found))
     except (RuntimeError, TypeError, ValueError) as error:
         document.fault((), str(error), "see mergekit's documentation")
+
+
+def explain(found: Mapping[str, Any]) -> tuple[str, str]:
+    """One of pydantic's errors in a user's words: what is wrong, and the remedy."""
+    place = found["loc"]
+    if found["type"] == "missing":
+        return f"'{place[-1]}' is missing", f"add '{place[-1]}: ...'"
+    if "parameters" in place[:-1]:
+        return "this is no value", "write a number or a word, a list of them, or a list of {filter: ..., value: ...}"
+    wanted = {"list_type": "a list", "dict_type": "a mapping of keys to values", "string_type": "a word"}
+    if found["type"].startswith("model") or found["type"] in wanted:
+        word = wanted.get(found["type"], "a mapping of keys to values")
+        if place[-1] in ("model", "base_model"):
+            word = "a directory or org/name"
+        return f"{word} is expected here", f"it is {str(found.get('input'))[:60]!r}"
+    return f"{found['msg'][:1].lower()}{found['msg'][1:]}", "see mergekit's documentation"
 
 
 def _shorten(document: Document, path: Path) -> Path:
