@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from plugin_support import half_and_half, merged
+from plugin_support import merged, recipe_for
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL, Case, difference, inputs, load, make, outputs, save
 
@@ -34,7 +34,7 @@ def test_planted_twin_is_recovered(case: Case, tmp_path: Path) -> None:
     model = make(case).float()
     config, state = save(model, tmp_path / "anchor")
     planted(tmp_path / "anchor", tmp_path / "donor", config, MatchOptions(heads="permutation"))
-    result = merged(half_and_half(tmp_path / "anchor", tmp_path / "donor", delegate="linear"), tmp_path / "out")
+    result = merged(recipe_for("linear", tmp_path / "anchor", tmp_path / "donor"), tmp_path / "out")
     assert set(result) == set(state)
     off = {name: float((result[name] - state[name]).norm() / (state[name].norm() + 1e-9)) for name in state}
     assert max(off.values()) <= 1e-5, sorted(off.items(), key=lambda item: -item[1])[:5]

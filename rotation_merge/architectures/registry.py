@@ -105,9 +105,8 @@ def find(config: Mapping[str, Any]) -> ArchitectureSpec | None:
     classes = set(config.get("architectures") or [])
     model_type = config.get("model_type")
     fits = [spec for spec in families().values() if classes & set(spec.classes)]
-    exact = [spec for spec in fits if not spec.model_types or model_type in spec.model_types]
-    if exact:
-        return exact[0]
+    if fits:
+        return next((spec for spec in fits if model_type in spec.model_types), fits[0])
     if classes:
         return None
     return next((spec for spec in families().values() if model_type in spec.model_types), None)

@@ -220,7 +220,7 @@ class ArchitectureSpec(Strict):
             what names a family (family, title, classes, bare, model_types, limits) is not taken over.
         classes: names that stand under `architectures` in config.json.
         bare: those of them whose output is a residual stream itself, so that no stream may be moved.
-        model_types: where given, the config's model_type must be one of them.
+        model_types: what stands under `model_type` there; decides where no class does, or several families name one.
         bases: prefixes that `{base}` may stand for, the likeliest first.
         spellings: ways in which tensor names may differ from this file: lists of [ours, theirs] substitutions.
         variables: named expressions for use in other expressions, beside the config's keys and `model_class`.
