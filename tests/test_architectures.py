@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ALL, Case, difference, inputs, make, outputs, reload, save
+from tiny_models import ALL, Case, difference, further, inputs, make, outputs, reload, save
 
 from rotation_merge.architectures import Architecture, families, registry, resolve
 from rotation_merge.architectures.schema import OUTSIDE, ArchitectureSpec
@@ -66,6 +66,19 @@ def test_declared_groups_are_symmetries(case: Case, tmp_path: Path) -> None:
         still = [name for name in state if torch.equal(after[name], state[name])]
         assert not must_move(architecture, option.residual).intersection(still), what
         assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9, what
+
+
+@pytest.mark.parametrize("case", further(), ids=lambda case: f"{case.family}-{case.name}")
+def test_every_class_that_a_file_names(case: Case, tmp_path: Path) -> None:
+    """Heads of every kind: the local groups are symmetries, and nothing is unknown."""
+    model = make(case)
+    given = inputs(case, model)
+    config, state = save(model, tmp_path)
+    expected = outputs(reload(case, tmp_path, state), given)
+    architecture = resolve(config, list(state), case.name)
+    residual = "permutation" if any(len(groups) > 1 for groups in architecture.stream_groups.values()) else "none"
+    after = moved(config, state, MatchOptions(heads="permutation", residual=residual), case.name)
+    assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9
 
 
 @by_case

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from rotation_merge.architectures.registry import shipped
 
 CONFIGS = Path(__file__).parent / "architectures"
 torch.set_num_threads(1)
@@ -49,6 +52,17 @@ def cases(path: Path) -> list[Case]:
 
 
 ALL = [case for path in sorted(CONFIGS.glob("*.json")) for case in cases(path)]
+
+
+def further() -> list[Case]:
+    """A case for each class that a family names and no file has: with the config of the class most like it."""
+    found = []
+    for family, spec in shipped().items():
+        known = [case for case in ALL if case.family == family]
+        for name in sorted(set(spec.classes) - {case.class_name for case in known}):
+            like = max(known, key=lambda case: len(os.path.commonprefix([case.class_name, name])))
+            found.append(Case(family, name, name, like.config))
+    return found
 
 
 def make(case: Case, seed: int = 0) -> Any:
