@@ -91,5 +91,5 @@ def _solve(
     grams = pairing.settled(pairing.grams(order), distance)
     element, gain = pairing.group.solve(grams)
     if options.attention == "invertible" and pairing.group.kind == "orthogonal":
-        element, gain = refine(pairing, order, grams, element)
+        element, gain = refine(pairing, order, grams, element, distance == 0)
     return element, gain - pairing.group.gain_as_it_stands(grams)

@@ -25,7 +25,9 @@ MOST_ENUMERATED = 4096
 """Orders of query heads are enumerated up to this many (pairs of KV groups) x (orders); beyond, they alternate."""
 
 _ALTERNATIONS = 20
-_TIE = 1e-12
+_AT_ONCE = 32  # orders of one pair of groups whose gains are computed together
+_TIE = 1e-12  # relative difference of gains that counts as a tie
+_TIE_FLOAT32 = 1e-7  # the same where products are summed in float32
 
 EXACT_NOTE = "query heads inside KV groups: the best of all orders"
 ALTERNATED_NOTE = "query heads inside KV groups: alternated from two starts (shared keys and values couple them)"
@@ -37,17 +39,27 @@ def head_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
     search = _Search(pairings, groups, per_group)
     values, exact = search.bounds().reshape(groups, groups), torch.zeros(groups, groups, dtype=torch.bool)
     queries = torch.arange(per_group).repeat(groups, groups, 1)
-    rows = candidate = torch.arange(groups)
-    while True:
+    rows = torch.arange(groups)
+
+    def know(candidate: Tensor) -> float:
+        """The exact total of a candidate."""
         wanted = rows[~exact[rows, candidate]]
         if len(wanted):
             found = search.evaluate(wanted, candidate[wanted])
             values[wanted, candidate[wanted]], queries[wanted, candidate[wanted]] = found
             exact[wanted, candidate[wanted]] = True
+        return float(values[rows, candidate].sum())
+
+    candidate = assign(values).permutation
+    while not bool(exact[rows, candidate].all()):
+        know(candidate)
         candidate = assign(values).permutation
-        if bool(exact[rows, candidate].all()):
-            notes = [] if per_group == 1 else [EXACT_NOTE if search.enumerated else ALTERNATED_NOTE]
-            return Order(rows, candidate, queries[rows, candidate]), notes
+    if not torch.equal(candidate, rows):
+        total = know(candidate)
+        if know(rows) >= total - search.rounding * abs(total):
+            candidate = rows
+    notes = [] if per_group == 1 else [EXACT_NOTE if search.enumerated else ALTERNATED_NOTE]
+    return Order(rows, candidate, queries[rows, candidate]), notes
 
 
 @dataclass
@@ -65,6 +77,8 @@ class _Search:
     tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        double = all(half.exact for pairing in self.pairings for half in (pairing.primal, pairing.dual))
+        self.rounding = _TIE if double else _TIE_FLOAT32
         self.enumerated = self.groups**2 * math.factorial(self.per_group) <= MOST_ENUMERATED
         self.enumerated = self.enumerated or self.per_group == 1
         if self.enumerated:
@@ -129,19 +143,19 @@ class _Search:
     def _best_of_all(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         values = self._order_bounds(i, j)
         exact = torch.zeros_like(values, dtype=torch.bool)
-        rows = torch.arange(len(i))
-        for attempt in range(2 * values.shape[1]):
-            best = values.argmax(1)
-            settled = exact.gather(1, best[:, None])[:, 0]
-            if bool(settled.all()):
+        for count in itertools.chain((1, 8), itertools.repeat(_AT_ONCE)):
+            left = (~exact.gather(1, values.argmax(1)[:, None])[:, 0]).nonzero()[:, 0]
+            if not len(left):
                 break
-            if attempt == 1:
-                values = torch.where(exact, values, torch.minimum(values, self._tighter(i, j)))
-                best = values.argmax(1)
-                settled = exact.gather(1, best[:, None])[:, 0]
-            left = rows[~settled]
-            values[left, best[left]] = self.gain(Order(i[left], j[left], self.orders[best[left]]))
-            exact[left, best[left]] = True
+            if count == 8:
+                values[left] = torch.where(exact[left], values[left], self._tighter(i[left], j[left]))
+            wanted = torch.where(exact, -torch.inf, values)[left].topk(min(count, values.shape[1]), 1).indices
+            pairs, which = left.repeat_interleave(wanted.shape[1]), wanted.flatten()
+            fresh = ~exact[pairs, which]
+            pairs, which = pairs[fresh], which[fresh]
+            values[pairs, which] = self.gain(Order(i[pairs], j[pairs], self.orders[which]))
+            exact[pairs, which] = True
+        rows = torch.arange(len(i))
         own = exact[:, 0] & (values[:, 0] >= values.amax(1) - _TIE * values.amax(1).abs())
         best = torch.where(own, 0, values.argmax(1))
         return values[rows, best], self.orders[best]

@@ -21,7 +21,9 @@ LARGEST_CONDITION = 30.0
 _ITERATIONS = 60
 
 
-def refine(pairing: Pairing, order: Order | None, grams: Grams, start: GroupElement) -> tuple[Invertible, Tensor]:
+def refine(
+    pairing: Pairing, order: Order | None, grams: Grams, start: GroupElement, equal: Tensor
+) -> tuple[Invertible, Tensor]:
     """The best map of GL(d) found from `start`, of condition number at most `LARGEST_CONDITION`.
 
     Args:
@@ -29,6 +31,7 @@ def refine(pairing: Pairing, order: Order | None, grams: Grams, start: GroupElem
         order: of the donor's heads (None: as they stand).
         grams: its statistics under that order.
         start: orthogonal maps, or these with a scale, batch G.
+        equal: groups that are equal in both models, (G,): they keep their start.
 
     Returns:
         Maps that gain no less than `start`, head by head, and their gains (G,).
@@ -38,7 +41,7 @@ def refine(pairing: Pairing, order: Order | None, grams: Grams, start: GroupElem
     first = start.act(eye, 0, 1)
     result = _bounded(_descend(objective, first))
     before, after = objective(first), objective(result)
-    better = before - after > _TIE * objective.scale
+    better = (before - after > _TIE * objective.scale) & ~equal
     element = Invertible(torch.where(better[:, None, None], result, first))
     return element, -torch.where(better, after, before)
 

@@ -1,0 +1,99 @@
+"""Small attention layers and FFNs as matching sees them, planted twins of them, and what a match leaves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architectures.model import Space
+from rotation_merge.groups import HeadTransform, Orthogonal, SpaceTransform
+from rotation_merge.matching.gauge import _random_transform
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.sides import Side
+
+torch.set_num_threads(1)
+QUERY = ("q", "o", "q_gain", "head")
+
+
+def gen(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def attention(groups: int, per_group: int, d: int, **facts: object) -> Space:
+    sizes = {"groups": groups, "per_group": per_group, "head_dim": d, "value_dim": d}
+    return Space("attn", "attention", sizes, **facts)  # type: ignore[arg-type]
+
+
+def ffn(n: int, gated: bool = False, relu: bool = False) -> Space:
+    return Space("ffn", "ffn", {"size": n}, gated=gated, relu=relu)
+
+
+def roles_of(space: Space) -> tuple[str, ...]:
+    if space.kind == "attention":
+        return ("q", "k", "v", "o")
+    return ("in", "gate", "out") if space.gated else ("in", "out")
+
+
+def tensors(
+    space: Space, width: int, seed: int, spread: float = 0.0, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    """Random tensors by role, (*factors, width); `spread` makes their norms differ, as trained ones do."""
+    g, found = gen(seed), {}
+    for role in roles_of(space):
+        shape = space.factors(role)
+        norms = (spread * torch.randn(*shape, 1, generator=g, dtype=torch.float64)).exp()
+        side = (spread * torch.randn(1, generator=g, dtype=torch.float64)).exp()
+        found[role] = (torch.randn(*shape, width, generator=g, dtype=torch.float64) * norms * side).to(dtype)
+    return found
+
+
+def noisy(given: dict[str, Tensor], noise: float, seed: int) -> dict[str, Tensor]:
+    """Every tensor with Gaussian noise of this share of its norm."""
+    g, result = gen(seed), {}
+    for role, x in given.items():
+        e = torch.randn(x.shape, generator=g, dtype=torch.float64)
+        result[role] = (x + noise * x.norm() / e.norm() * e).to(x.dtype)
+    return result
+
+
+def moved(given: dict[str, Tensor], transform: SpaceTransform) -> dict[str, Tensor]:
+    return {role: transform.act(x, role, 0) for role, x in given.items()}
+
+
+def planted(space: Space, options: MatchOptions, seed: int) -> SpaceTransform:
+    return _random_transform(space, options, gen(seed))
+
+
+def sides_of(anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> list[Side]:
+    return [Side(role, anchor[role], donor[role]) for role in anchor]
+
+
+def distance(anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> float:
+    return float(sum((anchor[r].double() - donor[r].double()).square().sum() for r in anchor))
+
+
+def left(anchor: dict[str, Tensor], donor: dict[str, Tensor], transform: SpaceTransform) -> float:
+    """Squared distance after the transform, computed by applying it."""
+    return distance(anchor, moved({r: x.double() for r, x in donor.items()}, transform))
+
+
+def head_orders(groups: int, per_group: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """All orders of KV groups and of the query heads inside each."""
+    inner = list(itertools.permutations(range(per_group)))
+    for order in itertools.permutations(range(groups)):
+        for queries in itertools.product(inner, repeat=groups):
+            yield torch.tensor(order), torch.tensor(queries)
+
+
+def reordered(space: Space, donor: dict[str, Tensor], order: Tensor, queries: Tensor) -> dict[str, Tensor]:
+    groups = space.sizes["groups"]
+    still = HeadTransform(
+        order,
+        queries,
+        Orthogonal.identity(groups, space.sizes["head_dim"]),
+        Orthogonal.identity(groups, space.sizes["value_dim"]),
+    )
+    return moved(donor, still)
