@@ -18,8 +18,9 @@ ABOVE: dict[str, tuple[str, ...]] = {
     "matching": ("errors", "linalg", "groups", "architectures"),
     "report": ("errors", "linalg", "groups", "architectures", "matching"),
     "api": ("errors", "linalg", "groups", "architectures", "matching", "report"),
-    "plugin": ("errors", "linalg", "groups", "architectures", "matching", "report", "api"),
-    "cli": ("errors", "linalg", "groups", "architectures", "matching", "report", "api", "plugin"),
+    "learning": ("errors", "linalg", "groups", "architectures", "matching", "report"),
+    "plugin": ("errors", "linalg", "groups", "architectures", "matching", "report", "api", "learning"),
+    "cli": ("errors", "linalg", "groups", "architectures", "matching", "report", "api", "learning", "plugin"),
 }
 """What each part may import besides itself."""
 

@@ -1,0 +1,245 @@
+"""A merge that is killed, stopped, or runs out of room never leaves a directory that loads as a model it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from plugin_support import command, make, merged, one_error, recipe_for, state, twin, write_recipe
+from transformers import AutoModelForCausalLM
+
+from rotation_merge.plugin import output
+
+SERVER = """
+import os, sys
+from click.testing import CliRunner
+import rotation_merge.plugin.planner, torch
+from mergekit.scripts.run_yaml import main
+torch.set_num_threads(1)
+print("ready", flush=True)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try:
+            main(line.split(), standalone_mode=False)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Forks a merge for every line of arguments: it has imported everything, so a merge takes well under a second."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    anchor = make("llama", folder / "anchor", num_hidden_layers=6)
+    return anchor, twin(anchor, folder / "donor")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def start(server: subprocess.Popen[str], *arguments: object) -> int:
+    """Begin a merge; returns its process id."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(" ".join(map(str, arguments)) + "\n")
+    server.stdin.flush()
+    return int(server.stdout.readline())
+
+
+def finish(server: subprocess.Popen[str]) -> int:
+    assert server.stdout is not None
+    return int(server.stdout.readline())
+
+
+def load(where: Path) -> dict[str, torch.Tensor] | None:
+    """What transformers makes of a directory; None where it does not load. Weights made up are an error."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True)
+    except (OSError, ValueError):
+        return None
+    assert not info["missing_keys"], where
+    assert not info["mismatched_keys"], where
+    return model.state_dict()
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_whole_or_not_at_all(folder: Path, *models: dict[str, torch.Tensor]) -> int:
+    """Every directory that loads is one of the models; returns how many do."""
+    found = 0
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir() and (path / "config.json").exists():
+            loaded = load(path)
+            if loaded is not None:
+                assert any(equal(loaded, model) for model in models), path
+                found += 1
+    return found
+
+
+def test_killed_twenty_times(models: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Into the same directory, where an older merge lies, with other shards each time."""
+    anchor, donor = models
+    old_recipe = {**recipe_for("linear", anchor, donor), "merge_method": "linear", "parameters": {}}
+    out = tmp_path / "work" / "out"
+    old = merged(old_recipe, out, "--out-shard-size", "20000")
+    recipe = write_recipe(recipe_for("linear", anchor, donor), tmp_path / "recipe.yml")
+    fresh = tmp_path / "fresh" / "out"
+    begin = time.perf_counter()
+    start(server, recipe, fresh, "--quiet")
+    assert finish(server) == 0
+    usual = time.perf_counter() - begin
+    new = state(fresh)
+    assert not equal(old, new)
+    chance = random.Random(0)
+    killed = 0
+    for i in range(20):
+        target = out if i % 2 else tmp_path / "work" / f"new{i}"
+        child = start(server, recipe, target, "--quiet", "--out-shard-size", chance.choice([4000, 9000, 10**9]))
+        time.sleep(usual * chance.uniform(0.05, 1.0))
+        os.kill(child, signal.SIGKILL)
+        killed += finish(server) != 0
+        assert_whole_or_not_at_all(tmp_path / "work", old, new)
+    assert killed >= 10
+    start(server, recipe, out, "--quiet", "--out-shard-size", 5000)
+    assert finish(server) == 0
+    assert equal(load(out) or {}, new)
+    assert not list(out.glob(".*"))
+    assert len(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]) == len(new)
+
+
+def test_a_stale_index_cannot_win(models: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor, donor = models
+    out = tmp_path / "out"
+    plain = {**recipe_for("linear", anchor, donor), "merge_method": "linear", "parameters": {}}
+    old = merged(plain, out, "--out-shard-size", "9000")
+    (out / "notes.txt").write_text("mine")
+    new = merged(recipe_for("linear", anchor, donor), out)
+    assert sorted(path.name for path in out.glob("*.safetensors*")) == ["model.safetensors"]
+    assert not equal(old, new)
+    assert equal(load(out) or {}, new)
+    assert (out / "notes.txt").read_text() == "mine"
+    pickled = merged(recipe_for("linear", anchor, donor), out, "--no-safe-serialization")
+    assert pickled == {}
+    assert equal(load(out) or {}, new)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing is cleaned up afterwards."""
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_killed_at_every_step_of_the_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, models: tuple[Path, Path]
+) -> None:
+    anchor, donor = models
+    recipe = recipe_for("linear", anchor, donor)
+    plain = {**recipe, "merge_method": "linear", "parameters": {}}
+    old = merged(plain, tmp_path / "old", "--out-shard-size", "20000")
+    new = merged(recipe, tmp_path / "new", "--out-shard-size", {1: "5B", 3: "15000"}[shards])
+    for step in range(1, 40):
+        target, staging = tmp_path / f"target{step}", tmp_path / f"staging{step}"
+        subprocess.run(["cp", "-r", tmp_path / "old", target], check=True)
+        subprocess.run(["cp", "-r", tmp_path / "new", staging], check=True)
+        left = step
+
+        def dying(real: object) -> object:
+            def call(*arguments: object) -> object:
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise Killed
+                return real(*arguments)  # type: ignore[operator]
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("remove", "replace", "rename"):
+                patch.setattr(output.os, name, dying(getattr(os, name)))
+            try:
+                output._replace(str(staging), str(target))
+            except Killed:
+                assert_whole_or_not_at_all(target, old, new)
+                continue
+        assert equal(load(target) or {}, new)
+        return
+    raise AssertionError("the exchange never came to its end")
+
+
+def test_interrupted_by_the_user(models: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Ctrl-C: nothing is left, not even the directories above the output."""
+    recipe = write_recipe(recipe_for("linear", *models), tmp_path / "recipe.yml")
+    outcomes = []
+    for delay in (0.05, 0.15, 0.3):
+        out = tmp_path / "deep" / "er" / "out"
+        child = start(server, recipe, out, "--quiet")
+        time.sleep(delay)
+        os.kill(child, signal.SIGINT)
+        outcomes.append(finish(server))
+        if outcomes[-1]:
+            assert not (tmp_path / "deep").exists()
+        else:
+            subprocess.run(["rm", "-r", tmp_path / "deep"], check=True)
+    assert 1 in outcomes
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-safe-serialization",), ("--async-write",)])
+def test_files_that_cannot_grow(models: tuple[Path, Path], tmp_path: Path, flags: tuple[str, ...]) -> None:
+    recipe = write_recipe(recipe_for("linear", *models), tmp_path / "recipe.yml")
+    result = command(
+        "mergekit-yaml",
+        *(recipe, tmp_path / "out", "--quiet", *flags),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+    )
+    assert result.returncode == 2, result.stderr
+    error = one_error(result.stderr)
+    assert "grew over the limit" in error or "disk" in error, error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yml"]
+
+
+def test_full_disk(models: tuple[Path, Path], tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", small], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        recipe = write_recipe(recipe_for("linear", *models), tmp_path / "recipe.yml")
+        result = command("mergekit-yaml", recipe, small / "out", "--quiet")
+        assert result.returncode == 2, result.stderr
+        assert "disk is full" in one_error(result.stderr)
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", small], check=True)

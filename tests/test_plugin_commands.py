@@ -1,0 +1,206 @@
+"""mergekit's other ways in: mergekit-multi, fresh worker processes, planning in memory, an explicit import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner, Result
+from plugin_support import (
+    command,
+    make,
+    one_error,
+    recipe_for,
+    relative_distances,
+    state,
+    twin,
+    write_recipe,
+    write_state,
+)
+
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("commands")
+    anchor = make("llama", folder / "anchor")
+    return anchor, twin(anchor, folder / "donor")
+
+
+def multi(documents: list[dict], folder: Path) -> Result:
+    from mergekit.io.tasks import LoaderCache
+    from mergekit.scripts.multimerge import main
+
+    LoaderCache.loaders.clear()
+    path = folder / "stages.yml"
+    path.write_text("\n---\n".join(yaml.safe_dump(document, sort_keys=False) for document in documents))
+    arguments = [path, "--intermediate-dir", folder / "stages", "--out-path", folder / "out", "--quiet"]
+    return CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
+
+
+def test_two_stages(pair: Pair, tmp_path: Path) -> None:
+    """The second stage aligns what the first has made, and names it where strings and models may stand."""
+    anchor, donor = pair
+    first = {"name": "first", **recipe_for("slerp", anchor, donor, t=0.5)}
+    second = recipe_for("linear", anchor, Path("first"))
+    result = multi([first, second], tmp_path)
+    assert result.exit_code == 0, result.output
+    assert max(relative_distances(state(tmp_path / "out"), state(anchor)).values()) <= 1e-5
+    report = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
+    assert report["delegate"] == "linear"
+
+
+def test_a_stage_as_origin_of_a_fine_tune(pair: Pair, tmp_path: Path) -> None:
+    """finetuned_from names a stage; mergekit-multi turns that word into a mapping, which we turn back."""
+    anchor, donor = pair
+    generator = torch.Generator().manual_seed(0)
+    tuned = {name: t + 0.01 * torch.randn(t.shape, generator=generator) for name, t in state(donor).items()}
+    fine = write_state(tuned, anchor, tmp_path / "fine")
+    stage = {
+        "name": "stage",
+        "merge_method": "linear",
+        "models": [{"model": str(donor), "parameters": {"weight": 1.0}}],
+        "dtype": "float32",
+    }
+    final = recipe_for("task_arithmetic", anchor, fine)
+    final["models"][1]["parameters"] = {"weight": 1.0, "finetuned_from": "stage"}
+    result = multi([stage, final], tmp_path)
+    assert result.exit_code == 0, result.output
+    distances = relative_distances(state(tmp_path / "out"), state(anchor))
+    assert 1e-4 < max(distances.values()) < 0.2
+
+
+def test_misspelt_word_in_a_stage(pair: Pair, tmp_path: Path) -> None:
+    first = {"name": "first", **recipe_for("slerp", *pair, t=0.5)}
+    second = recipe_for("linear", pair[0], Path("first"))
+    second["parameters"]["hedas"] = "permutation"
+    result = multi([first, second], tmp_path)
+    assert result.exit_code == 2
+    assert "'heads'" in one_error(result.output)
+    assert not (tmp_path / "stages" / "first").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_mergekit_multi_in_a_process_of_its_own(pair: Pair, tmp_path: Path) -> None:
+    first = {"name": "first", **recipe_for("slerp", *pair, t=0.5)}
+    path = tmp_path / "stages.yml"
+    path.write_text(yaml.safe_dump(first, sort_keys=False))
+    result = command("mergekit-multi", path, "--intermediate-dir", tmp_path / "stages", "--quiet")
+    assert result.returncode == 0, result.stderr
+    distances = relative_distances(state(tmp_path / "stages" / "first"), state(pair[0]))
+    assert max(distances.values()) <= 1e-5
+
+
+WORKER = """
+import sys
+sys.modules["mergekit.scripts"] = None
+from mergekit.plan import MergePlanner
+from mergekit.architecture import get_architecture_info
+from mergekit.config import MergeConfiguration
+from mergekit.graph import Executor
+from mergekit.merge import _model_out_config
+from mergekit.options import MergeOptions
+import torch, yaml
+config = MergeConfiguration.model_validate(yaml.safe_load(open(sys.argv[1])))
+options = MergeOptions()
+info = get_architecture_info(config, options)
+planner = MergePlanner(config, info, options, _model_out_config(config, info))
+cpu = torch.device("cpu")
+Executor(planner.plan_to_disk(sys.argv[2]), math_device=cpu, storage_device=cpu).execute()
+print(type(planner).__name__)
+"""
+"""What a worker of mergekit-evolve does: it imports the planner and never sees a command."""
+
+
+def test_fresh_worker_process(pair: Pair, tmp_path: Path) -> None:
+    recipe = write_recipe(recipe_for("linear", *pair), tmp_path / "recipe.yml")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WORKER, recipe, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "RotationMergePlanner"
+    assert max(relative_distances(state(tmp_path / "out"), state(pair[0])).values()) <= 1e-5
+
+
+def test_planning_in_memory(pair: Pair) -> None:
+    """As mergekit-evolve --in-memory plans; where stock mergekit cannot, ours need not."""
+    from mergekit.architecture import get_architecture_info
+    from mergekit.config import MergeConfiguration
+    from mergekit.graph import Executor
+    from mergekit.merge import _model_out_config
+    from mergekit.options import MergeOptions
+    from mergekit.plan import MergePlanner
+
+    def in_memory(recipe: dict) -> dict[str, torch.Tensor]:
+        config, options = MergeConfiguration.model_validate(recipe), MergeOptions()
+        info = get_architecture_info(config, options)
+        tasks = MergePlanner(config, info, options, _model_out_config(config, info)).plan_in_memory()
+        return {task.weight_info.name: value for task, value in Executor(tasks).run(quiet=True)}
+
+    recipe = recipe_for("linear", *pair)
+    try:
+        in_memory({**recipe, "merge_method": "linear", "parameters": {}})
+    except TypeError as error:
+        pytest.skip(f"stock mergekit cannot plan in memory here: {error}")
+    assert max(relative_distances(in_memory(recipe), state(pair[0])).values()) <= 1e-5
+
+
+def test_explicit_import_registers_once() -> None:
+    """Before or after mergekit, twice or without the .pth file."""
+    after = (
+        "import mergekit.merge_methods as m, mergekit.plan, mergekit.merge, mergekit.config, mergekit.architecture\n"
+        "import rotation_merge, importlib\n"
+        "importlib.reload(rotation_merge); rotation_merge.install()\n"
+        "import sys; print(sum(type(f).__name__ == 'MergekitFinder' for f in sys.meta_path))\n"
+        "print([x.spec.name for x in m.registered_methods()].count('rotation_merge'))\n"
+        "print(mergekit.plan._rotation_merge, mergekit.merge._rotation_merge)\n"
+    )
+    # -S: no site-packages, so no .pth file is processed; the path is then added by hand
+    for flags, path in (([], ""), (["-S"], f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n")):
+        result = subprocess.run(
+            [sys.executable, "-W", "ignore", *flags, "-c", path + after], capture_output=True, text=True, check=False
+        )
+        assert result.stdout.split() == ["1", "1", "True", "True"], result.stderr
+
+
+@pytest.mark.slow
+def test_install_and_uninstall_leave_nothing(tmp_path: Path) -> None:
+    """pip install . and -e ., then uninstall, in an environment that borrows this one's packages."""
+    for builder in ("hatchling", "editables"):
+        pytest.importorskip(builder, reason="without it a build needs the network")
+    root = Path(__file__).resolve().parent.parent
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(*arguments: object) -> str:
+        result = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, env=environment, check=False)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    probe = (
+        "import sys; print([type(f).__name__ for f in sys.meta_path if 'Mergekit' in type(f).__name__])\n"
+        "try:\n import rotation_merge; print(rotation_merge.__file__)\nexcept ImportError: print('gone')"
+    )
+    for how in ([root], ["-e", root]):
+        home = tmp_path / ("editable" if len(how) > 1 else "plain")
+        run(sys.executable, "-m", "venv", "--system-site-packages", home)
+        site = next(home.glob("lib/python*/site-packages"))
+        before = {path.name for path in site.iterdir()}
+        # the borrowed packages are those of the running environment, not of the interpreter below it
+        (site / "_borrowed.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
+        run(home / "bin" / "python", "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--quiet", *how)
+        added = {path.name for path in site.iterdir()} - before
+        assert "rotation_merge.pth" in added
+        run(home / "bin" / "python", "-m", "pip", "uninstall", "-y", "--quiet", "rotation-merge")
+        assert {path.name for path in site.iterdir()} - before == {"_borrowed.pth"}
+        (site / "_borrowed.pth").unlink()
+        assert run(home / "bin" / "python", "-I", "-c", probe).splitlines() == ["[]", "gone"]
