@@ -68,11 +68,10 @@ class Planar(GroupElement):
         first, second = (_along(x, dim, part) for part in pair_dims(self.size, self.interleaved))
         cos = broadcast(self.angle.cos() * scale, first, batch_dim, dim)
         sin = broadcast(self.angle.sin() * scale, first, batch_dim, dim)
-        out = torch.empty_like(x)
-        targets = [_along(out, dim, part) for part in pair_dims(self.size, self.interleaved)]
-        targets[0].copy_(cos * first - sin * second)
-        targets[1].copy_(sin * first + cos * second)
-        return out
+        turned = (cos * first - sin * second).to(x.dtype), (sin * first + cos * second).to(x.dtype)
+        if self.interleaved:
+            return torch.stack(turned, dim=dim % x.ndim + 1).flatten(dim % x.ndim, dim % x.ndim + 1)
+        return torch.cat(turned, dim=dim)
 
     def distance(self) -> Tensor:
         """Root mean square over pairs of |angle| / pi and |log scale|."""

@@ -232,11 +232,12 @@ class _Fit:
         return even + (2 * share - 1) * (ends - even)
 
     def draw(self) -> Tensor:
-        """Coefficients of one step."""
+        """Coefficients of one step: of two models, dense around the middle and thin towards the ends."""
         if self.options.coefficients is not None:
             return torch.tensor(self.options.coefficients, device=self.device)
         if len(self.parents) == 2:
-            share = 0.1 + 0.8 * float(torch.rand((), generator=self.generator))
+            first, second = torch.rand(2, generator=self.generator).tolist()
+            share = 0.5 + 0.9 * (first - 0.5) * second
             return torch.tensor([1 - share, share], device=self.device)
         shape = torch.full((len(self.parents),), CONCENTRATION)
         gamma = torch._standard_gamma(shape, generator=self.generator)
@@ -295,9 +296,8 @@ class _Fit:
             if (step + 1) % every == 0 or step + 1 == steps or late:
                 best = self._judge(learned, report, best, step + 1, time.perf_counter() - began)
                 state.save(step + 1, best, report)
-            self.watch(
-                step + 1, steps, {"loss": float(loss), "held out": report.after, "barrier": report.barrier_after}
-            )
+            figures = {"loss": float(loss.detach()), "held out": report.after, "barrier": report.barrier_after}
+            self.watch(step + 1, steps, figures)
             if late:
                 break
         state.remove()

@@ -1,0 +1,270 @@
+"""Learned matching: elements stay in their groups, functions are kept, nothing gets worse, files reach mergekit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors import safe_open
+from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForCausalLM
+
+from rotation_merge.cli.demo.data import CHECKPOINTS, digits
+from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
+from rotation_merge.groups import HeadTransform, Monomial, NeuronTransform, Orthogonal, StreamTransform
+from rotation_merge.learning.engine import Path as ModelPath
+from rotation_merge.learning.engine import architecture_of, renamed
+from rotation_merge.learning.fit import FitOptions, fit, widest
+from rotation_merge.learning.parameters import LearnedTransforms, identities
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import transform_state
+
+
+@pytest.fixture(scope="module")
+def vits():
+    return [
+        AutoModelForImageClassification.from_pretrained(CHECKPOINTS / n, dtype=torch.float32)
+        for n in ("vit-0", "vit-1")
+    ]
+
+
+def batches(count: int, labels: bool, size: int = 32) -> list[dict[str, torch.Tensor]]:
+    pixels, classes, _, _ = digits()
+    made = []
+    for i in range(0, count, size):
+        extra = {"labels": classes[i : i + size]} if labels else {}
+        made.append({"pixel_values": pixels[i : i + size], **extra})
+    return made
+
+
+def tiny_llama(seed: int, **kwargs) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **kwargs,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def token_batches(count: int = 4) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(0, 40, (4, 12), generator=generator)} for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def learned(vits):
+    return fit(vits[0], vits[1], batches(256, labels=True), options=FitOptions(steps=40))
+
+
+def test_learning_lowers_the_loss_between_the_models(learned):
+    assert learned.report.after < 0.7 * learned.report.before
+    assert learned.report.after < 0.7 * learned.report.unaligned
+    assert learned.report.barrier_after < learned.report.barrier_before
+
+
+def test_the_donors_function_is_kept(vits, learned):
+    _, _, pixels, _ = digits()
+    path = ModelPath.between(
+        vits[0],
+        learned.architecture,
+        vits[0].state_dict(),
+        [vits[1].state_dict()],
+        learned.alignments[0].folded,
+        torch.device("cpu"),
+    )
+    for share, parent in ((0.0, vits[0]), (1.0, vits[1])):
+        weights = path.weights([learned.alignments[0].transforms], torch.tensor([1 - share, share]))
+        with torch.no_grad():
+            moved = path.outputs(weights, {"pixel_values": pixels[:64]}).logits
+            expected = parent(pixel_values=pixels[:64]).logits
+        assert (moved - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+def test_learned_elements_are_inside_their_groups(learned):
+    seen = 0
+    for transform in learned.alignments[0].transforms.values():
+        if isinstance(transform, StreamTransform) and isinstance(transform.element, Orthogonal):
+            matrix = transform.element.matrix[0]
+            torch.testing.assert_close(
+                matrix @ matrix.T, torch.eye(len(matrix), dtype=matrix.dtype), atol=1e-12, rtol=0
+            )
+            ones = torch.ones(len(matrix), dtype=matrix.dtype)
+            torch.testing.assert_close(matrix @ ones, ones, atol=1e-12, rtol=0)
+            seen += 1
+        if isinstance(transform, HeadTransform):
+            for element in (transform.qk, transform.vo):
+                matrix = element.matrix  # type: ignore[attr-defined]
+                eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype).expand_as(matrix)
+                torch.testing.assert_close(matrix @ matrix.mT, eye, atol=1e-12, rtol=0)
+                seen += 1
+    assert seen > 3
+
+
+def test_a_fit_is_deterministic_and_resumes_where_it_was(vits, tmp_path: Path):
+    data = batches(128, labels=True)
+    once = fit(vits[0], vits[1], data, options=FitOptions(steps=12, start="matched"))
+    state = tmp_path / "state"
+
+    def stop(done: int, total: int, figures: dict[str, float]) -> None:
+        if done == 6:
+            raise KeyboardInterrupt
+
+    options = FitOptions(steps=12, start="matched", state=state)
+    with pytest.raises(KeyboardInterrupt):
+        fit(vits[0], vits[1], data, options=options, watch=stop)
+    assert state.exists()
+    again = fit(vits[0], vits[1], data, options=options)
+    assert not state.exists()
+    assert [row[2] for row in again.report.history] == [row[2] for row in once.report.history]
+    for name, transform in once.alignments[0].transforms.items():
+        for key, tensor in transform.tensors().items():
+            assert torch.equal(tensor, again.alignments[0].transforms[name].tensors()[key])
+
+
+def test_a_damaged_state_is_refused(vits, tmp_path: Path):
+    state = tmp_path / "state"
+    state.write_bytes(b"nonsense")
+    with pytest.raises(AlignmentError, match="delete it"):
+        fit(vits[0], vits[1], batches(64, labels=True), options=FitOptions(steps=2, start="matched", state=state))
+
+
+def test_never_worse_than_the_start_and_says_when_nothing_was_found():
+    anchor = tiny_llama(0)
+    donor = tiny_llama(0)
+    result = fit(anchor, donor, token_batches(), options=FitOptions(steps=6))
+    assert result.report.after <= result.report.before
+    assert "nothing better" in result.report.verdict()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_three_models_are_learned_jointly(tied: bool):
+    models = [tiny_llama(seed, tie_word_embeddings=tied) for seed in (0, 1, 2)]
+    match = MatchOptions(heads="permutation", residual="signed_permutation" if tied else "rotation")
+    result = fit(models[0], models[1:], token_batches(), match, FitOptions(steps=8, objective="distill"))
+    assert len(result.alignments) == 2
+    assert result.report.after <= result.report.before
+
+
+def test_permutations_are_learned_only_when_asked(vits):
+    architecture = architecture_of(vits[0])
+    start = random_gauge(architecture, MatchOptions(), torch.Generator().manual_seed(0))
+    moved = []
+    for permutations in (False, True):
+        module = LearnedTransforms(architecture, start, permutations=permutations)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if name.endswith("scores"):
+                    parameter.copy_(parameter.roll(1, 0))
+        orders = [
+            (t.element, module.start[n].element)  # type: ignore[attr-defined]
+            for n, t in module.hardened().items()
+            if isinstance(t, NeuronTransform)
+        ]
+        assert all(isinstance(a, Monomial) for a, _ in orders)
+        moved.append(any(not torch.equal(a.permutation.index, b.permutation.index) for a, b in orders))
+    assert moved == [False, True]
+
+
+def test_soft_and_hardened_elements_agree(vits):
+    """What is trained is what is stored: the differentiable transforms and the exact ones do the same."""
+    architecture = architecture_of(vits[0])
+    state = {k: v.double() for k, v in vits[0].state_dict().items()}
+    start = random_gauge(architecture, MatchOptions(heads="permutation"), torch.Generator().manual_seed(1))
+    module = LearnedTransforms(architecture, start, permutations=True)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        soft = transform_state(architecture, state, module())
+    hard = transform_state(architecture, state, module.hardened())
+    for name, tensor in hard.items():
+        torch.testing.assert_close(soft[name], tensor, atol=1e-5, rtol=1e-5)
+        assert not name.endswith("q_proj.weight") or not torch.equal(tensor, state[name])
+
+
+def test_identities_move_nothing(vits):
+    architecture = architecture_of(vits[0])
+    start = random_gauge(architecture, MatchOptions(heads="permutation"), torch.Generator().manual_seed(1))
+    assert all(transform.is_identity() for transform in identities(start).values())
+
+
+def test_names_of_spaces_follow_the_checkpoint(vits):
+    own = architecture_of(vits[0])
+    config = {**vits[0].config.to_dict(), "architectures": ["ViTForImageClassification"]}
+    from rotation_merge.architectures import resolve
+
+    with safe_open(CHECKPOINTS / "vit-0" / "model.safetensors", framework="pt") as file:
+        wanted = resolve(config, list(file.keys()), "vit-0")
+    start = random_gauge(own, MatchOptions(), torch.Generator().manual_seed(0))
+    names = {space.name for block in wanted.blocks for space in block.spaces.values()}
+    assert set(renamed(start, own, wanted)) == names
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"objective": "labels"}, "needs data with labels"),
+        ({"objective": "telepathy"}, "no objective 'telepathy'"),
+    ],
+)
+def test_impossible_objectives_are_refused(vits, change, message):
+    with pytest.raises(RecipeError, match=message):
+        fit(vits[0], vits[1], batches(64, labels=False), options=replace(FitOptions(steps=1), **change))
+
+
+def test_models_of_other_classes_are_refused(vits):
+    with pytest.raises(CheckpointError, match="only in one"):
+        fit(vits[0], tiny_llama(0), batches(64, labels=False))
+    with pytest.raises(RecipeError, match="two batches"):
+        fit(vits[0], vits[1], batches(32, labels=False))
+
+
+def test_the_widest_groups_follow_the_architecture(vits):
+    assert widest(vits[0]).residual == "rotation"
+
+
+RECIPE = """
+merge_method: rotation_merge
+base_model: {anchor}
+models:
+  - model: {anchor}
+    parameters: {{weight: 0.5}}
+  - model: {donor}
+    parameters: {{weight: 0.5{alignment}}}
+parameters: {{delegate: linear, heads: permutation, residual: rotation}}
+dtype: float32
+"""
+
+
+def test_from_recipe_to_merged_model_through_the_commands(tmp_path: Path):
+    from mergekit.scripts.run_yaml import main
+
+    from rotation_merge.cli.app import app as command
+
+    anchor, donor = CHECKPOINTS / "vit-0", CHECKPOINTS / "vit-1"
+    file = tmp_path / "learned.safetensors"
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(RECIPE.format(anchor=anchor, donor=donor, alignment=""))
+    runner = CliRunner()
+    fitted = runner.invoke(
+        command,
+        ["fit", str(recipe), "--data", "demo:digits", "--limit", "256", "--alignment", str(file), "--steps", "40"],
+    )
+    assert fitted.exit_code == 0, fitted.output
+    assert file.exists()
+    recipe.write_text(RECIPE.format(anchor=anchor, donor=donor, alignment=f", alignment: {file}"))
+    merged = runner.invoke(main, [str(recipe), str(tmp_path / "out"), "--quiet"])
+    assert merged.exit_code == 0, merged.output
+    _, _, pixels, classes = digits()
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        accuracy = (model(pixel_values=pixels).logits.argmax(-1) == classes).float().mean()
+    assert accuracy > 0.6
