@@ -130,8 +130,8 @@ def fit(
     """Learn the transforms that make the models between an anchor and its donors behave well.
 
     Args:
-        anchor: a transformers model; not modified.
-        donors: one or more of the same class and sizes; not modified. More than one are learned jointly.
+        anchor: a transformers model; put into evaluation mode, its weights are not modified.
+        donors: one or more of the same class and sizes; likewise. More than one are learned jointly.
         batches: inputs by the names the model's forward takes, with `labels` where there are any.
         match: groups to use and to start from; by default every local group and the largest residual one.
         options: how to learn.
@@ -171,17 +171,18 @@ class _Fit:
         torch.manual_seed(options.seed)
         self.options, self.match, self.watch = options, match, watch
         self.device = next(parents[0].parameters()).device
-        self.parents = [copy.deepcopy(p).eval().requires_grad_(False) for p in parents]
+        self.parents = [parent.eval() for parent in parents]
         self.architecture = architecture_of(self.parents[0], untie=True)
-        if match.residual == "rotation":
+        self.folded = tuple(check_group(self.architecture, match.residual)) if match.residual == "rotation" else ()
+        if self.folded and any(info.tied for info in self.architecture.tensors()):
+            self.parents = [copy.deepcopy(parent) for parent in self.parents]
             for parent in self.parents:
                 untie_heads(parent, self.architecture)
-        self.folded = tuple(check_group(self.architecture, match.residual)) if match.residual == "rotation" else ()
         states = [dict(p.state_dict()) for p in self.parents]
-        model = copy.deepcopy(self.parents[0])
+        model = self.parents[0]
         if options.checkpointing and hasattr(model, "gradient_checkpointing_enable"):
+            model = copy.deepcopy(model).train()
             cast(Any, model).gradient_checkpointing_enable()
-            model.train()
         self.path = Path.between(model, self.architecture, states[0], states[1:], self.folded, self.device)
         self.states = states
         held = max(1, round(len(batches) * options.held_out))

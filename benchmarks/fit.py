@@ -1,0 +1,234 @@
+"""Learned matching on checkpoints trained by benchmarks/train_checkpoints.py: what it reaches, and how long it takes.
+
+    python benchmarks/fit.py vits CHECKPOINTS           three pairs, with labels and with 300 unlabelled images
+    python benchmarks/fit.py joint CHECKPOINTS          four ViTs at once
+    python benchmarks/fit.py llamas CHECKPOINTS         pairs of independent Llamas, 200k characters of text
+    python benchmarks/fit.py finetunes CHECKPOINTS      far and near fine-tunes of one base
+    python benchmarks/fit.py step CHECKPOINTS           time and memory of one step of a 300M-parameter pair
+
+CHECKPOINTS holds vit-0 ... vit-5, llama-0 ... llama-3, llama-0-english, llama-0-c and their `-long` kin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, ViTForImageClassification
+
+from rotation_merge.cli.demo.data import digits, windows
+from rotation_merge.learning.engine import Path as ModelPath
+from rotation_merge.learning.fit import FitOptions, FitResult, fit
+from rotation_merge.matching.options import MatchOptions
+
+torch.set_num_threads(1)
+
+
+def load(kind: type, root: Path, names: Sequence[str]) -> list[nn.Module]:
+    return [kind.from_pretrained(root / name, dtype=torch.float32).eval() for name in names]
+
+
+def measure(models: Sequence[nn.Module], result: FitResult | None, shares: Sequence[float], score) -> object:
+    """`score` of the model at these coefficients: of the fitted path, or of the plain average."""
+    if result is None:
+        state = {
+            k: sum(s * m.state_dict()[k] for s, m in zip(shares, models, strict=True)) for k in models[0].state_dict()
+        }
+        weights, path = state, lambda batch: torch.func.functional_call(models[0], state, (), batch)
+    else:
+        states = [m.state_dict() for m in models]
+        folded = result.alignments[0].folded
+        between = ModelPath.between(models[0], result.architecture, states[0], states[1:], folded, torch.device("cpu"))
+        weights = between.weights([a.transforms for a in result.alignments], torch.tensor(shares))
+        path = lambda batch: between.outputs(weights, batch)  # noqa: E731
+    with torch.no_grad():
+        return score(path)
+
+
+def on_digits(path) -> tuple[float, float]:
+    _, _, pixels, classes = digits()
+    logits = path({"pixel_values": pixels}).logits
+    return 100 * float((logits.argmax(-1) == classes).float().mean()), float(functional.cross_entropy(logits, classes))
+
+
+def on_text(name: str):
+    def score(path) -> float:
+        tokens = windows(name)
+        losses = []
+        for part in tokens.split(64):
+            logits = path({"input_ids": part}).logits
+            losses.append(
+                functional.cross_entropy(logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+            )
+        return float(sum(losses)) / (tokens.numel() - len(tokens))
+
+    return score
+
+
+def images(count: int, labels: bool, size: int = 64) -> list[dict[str, torch.Tensor]]:
+    pixels, classes, _, _ = digits()
+    return [
+        {
+            "pixel_values": pixels[i : min(i + size, count)],
+            **({"labels": classes[i : min(i + size, count)]} if labels else {}),
+        }
+        for i in range(0, count, size)
+    ]
+
+
+def text_of(domain: str, characters: int) -> bytes:
+    """Training text as benchmarks/train_checkpoints.py takes it; never what the demo evaluates on."""
+    if domain == "python":
+        root, ending = Path(sysconfig.get_paths()["stdlib"]), "*.py"
+    elif domain == "c":
+        root, ending = Path(sysconfig.get_paths()["include"]), "*.h"
+    else:
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[k] for k in sorted(topics)).encode()[:characters]
+    skipped = ("site-packages", "test", "encodings", "pydoc_data")
+    files = sorted(p for p in root.rglob(ending) if not set(p.relative_to(root).parts) & set(skipped))
+    held_out = set(files[9::10])
+    share = characters // 40 + 1
+    chosen = [p for p in files if p not in held_out][:: max(1, len(files) // 60)]
+    return b"".join(p.read_bytes()[:share] for p in chosen)[:characters]
+
+
+def tokens_of(
+    domains: Sequence[str], characters: int, size: int = 16, length: int = 128
+) -> list[dict[str, torch.Tensor]]:
+    parts = []
+    for domain in domains:
+        raw = torch.tensor(list(text_of(domain, characters // len(domains))))
+        parts.append(raw[: len(raw) // length * length].view(-1, length))
+    rows = torch.cat(parts)[torch.randperm(sum(map(len, parts)), generator=torch.Generator().manual_seed(0))]
+    return [{"input_ids": batch, "labels": batch} for batch in rows.split(size)]
+
+
+def timed(models: Sequence[nn.Module], batches, options: FitOptions) -> tuple[FitResult, float]:
+    began = time.perf_counter()
+    result = fit(models[0], models[1:], batches, options=options)
+    return result, time.perf_counter() - began
+
+
+def vits(root: Path, args: argparse.Namespace) -> None:
+    for title, count, labels in (("1257 images with labels", 1257, True), ("300 images without labels", 300, False)):
+        rows = []
+        for a, b in ((0, 1), (2, 3), (4, 5)):
+            models = load(ViTForImageClassification, root, [f"vit-{a}", f"vit-{b}"])
+            result, seconds = timed(models, images(count, labels), FitOptions(steps=args.steps or 800))
+            points = [measure(models, result, [1 - i / 20, i / 20], on_digits) for i in range(21)]
+            ends, middle = (points[0], points[20]), points[10]
+            barrier = max(p[1] - (ends[0][1] + (ends[1][1] - ends[0][1]) * i / 20) for i, p in enumerate(points))
+            rows.append((middle[0] - (ends[0][0] + ends[1][0]) / 2, middle[0], barrier, seconds))
+            print(
+                f"{title}, seeds {a} and {b}: parents {ends[0][0]:.1f} / {ends[1][0]:.1f} %, middle {middle[0]:.1f} %, "
+                f"barrier {barrier:.3f} nats (21 points), {seconds:.0f} s, from {result.report.start}",
+                flush=True,
+            )
+        for name, column in (
+            ("middle - parents (points)", 0),
+            ("middle (%)", 1),
+            ("barrier (nats)", 2),
+            ("seconds", 3),
+        ):
+            values = [row[column] for row in rows]
+            print(f"  {name}: mean {mean(values):.3f}, spread {stdev(values):.3f}", flush=True)
+
+
+def joint(root: Path, args: argparse.Namespace) -> None:
+    models = load(ViTForImageClassification, root, [f"vit-{i}" for i in range(4)])
+    result, seconds = timed(models, images(1257, True), FitOptions(steps=args.steps or 1200))
+    even = [0.25] * 4
+    parents = [on_digits(lambda batch, m=m: m(**batch)) for m in models]
+    plain, learned = measure(models, None, even, on_digits), measure(models, result, even, on_digits)
+    print(f"parents {', '.join(f'{a:.1f} % ({loss:.3f})' for a, loss in parents)}")
+    print(
+        f"uniform average: plain {plain[0]:.1f} % ({plain[1]:.3f}), learned {learned[0]:.1f} % ({learned[1]:.3f}), {seconds:.0f} s"
+    )
+
+
+def llamas(root: Path, args: argparse.Namespace) -> None:
+    for a, b in ((0, 1), (2, 3), (0, 2)):
+        models = load(LlamaForCausalLM, root, [f"llama-{a}", f"llama-{b}"])
+        batches = tokens_of(["python"], 200_000)
+        result, seconds = timed(models, batches, FitOptions(steps=args.steps or 400, minutes=4.5))
+        score = on_text("python")
+        ends = [score(lambda batch, m=m: m(**batch)) for m in models]
+        plain, learned = (measure(models, r, [0.5, 0.5], score) for r in (None, result))
+        middle = sum(ends) / 2
+        print(
+            f"llamas {a} and {b}: parents {ends[0]:.3f} / {ends[1]:.3f}, plain {plain:.3f}, learned {learned:.3f}; barrier "
+            f"{plain - middle:.3f} -> {learned - middle:.3f} nats (1/{(plain - middle) / (learned - middle):.1f}), {seconds:.0f} s",
+            flush=True,
+        )
+        print(
+            "  held-out barrier by time:",
+            ", ".join(f"{r[1]:.0f} s {r[3]:.3f}" for r in result.report.history),
+            flush=True,
+        )
+
+
+def finetunes(root: Path, args: argparse.Namespace) -> None:
+    for ending in ("-long", ""):
+        models = load(LlamaForCausalLM, root, [f"llama-0-english{ending}", f"llama-0-c{ending}"])
+        result, seconds = timed(
+            models, tokens_of(["english", "c"], 200_000), FitOptions(steps=args.steps or 300, minutes=4.5)
+        )
+        rows = {}
+        for name, found in (("plain", None), ("learned", result)):
+            rows[name] = [measure(models, found, [0.5, 0.5], on_text(domain)) for domain in ("english", "c")]
+        print(
+            f"{'far' if ending else 'near'} fine-tunes, half and half, mean of english and c: plain {mean(rows['plain']):.3f}, "
+            f"learned {mean(rows['learned']):.3f} nats, {seconds:.0f} s, from {result.report.start}: {result.report.verdict()}",
+            flush=True,
+        )
+
+
+def step(root: Path, args: argparse.Namespace) -> None:
+    """One measured step of a 300M-parameter pair (random weights), and what a fit of 300 steps would take."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+    )
+    models = [LlamaForCausalLM(config).eval().to(device) for _ in range(2)]
+    size = sum(p.numel() for p in models[0].parameters())
+    batches = [{"input_ids": torch.randint(0, 8192, (4, 128), device=device)} for _ in range(2)]
+    marks: list[float] = []
+    match = MatchOptions(residual="rotation", ffn="none", rescale=False)
+    options = FitOptions(steps=args.steps or 3, objective="distill", start="matched", half=device == "cuda")
+    fit(models[0], models[1], batches, match, options, watch=lambda *_: marks.append(time.perf_counter()))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    seconds = min(b - a for a, b in zip(marks, marks[1:], strict=False))
+    print(f"{size / 1e6:.0f}M parameters, 4 x 128 tokens a step on {device}: {seconds:.1f} s a step (a held-out look")
+    print(f"included), 300 steps about {seconds * 300 / 60:.0f} minutes; peak memory of the process {peak:.1f} GiB")
+    if device == "cuda":
+        print(f"peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["vits", "joint", "llamas", "finetunes", "step"])
+    parser.add_argument("checkpoints", type=Path)
+    parser.add_argument("--steps", type=int, default=0)
+    args = parser.parse_args()
+    {"vits": vits, "joint": joint, "llamas": llamas, "finetunes": finetunes, "step": step}[args.what](
+        args.checkpoints, args
+    )
+
+
+if __name__ == "__main__":
+    main()
