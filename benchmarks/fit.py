@@ -12,8 +12,8 @@ CHECKPOINTS holds vit-0 ... vit-5, llama-0 ... llama-3, llama-0-english, llama-0
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
-import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +22,7 @@ from statistics import mean, stdev
 import torch
 from torch import nn
 from torch.nn import functional
+from train_checkpoints import documents
 from transformers import LlamaConfig, LlamaForCausalLM, ViTForImageClassification
 
 from rotation_merge.cli.demo.data import digits, windows
@@ -85,21 +86,11 @@ def images(count: int, labels: bool, size: int = 64) -> list[dict[str, torch.Ten
 
 
 def text_of(domain: str, characters: int) -> bytes:
-    """Training text as benchmarks/train_checkpoints.py takes it; never what the demo evaluates on."""
-    if domain == "python":
-        root, ending = Path(sysconfig.get_paths()["stdlib"]), "*.py"
-    elif domain == "c":
-        root, ending = Path(sysconfig.get_paths()["include"]), "*.h"
-    else:
-        from pydoc_data.topics import topics
-
-        return "\n\n".join(topics[k] for k in sorted(topics)).encode()[:characters]
-    skipped = ("site-packages", "test", "encodings", "pydoc_data")
-    files = sorted(p for p in root.rglob(ending) if not set(p.relative_to(root).parts) & set(skipped))
-    held_out = set(files[9::10])
-    share = characters // 40 + 1
-    chosen = [p for p in files if p not in held_out][:: max(1, len(files) // 60)]
-    return b"".join(p.read_bytes()[:share] for p in chosen)[:characters]
+    """Training documents of a domain, in a seeded order; held-out documents and the demo's texts are not among them."""
+    train, _ = documents(domain)
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    share = max(2000, characters // 100)
+    return b"".join(train[i][:share] for i in order)[:characters]
 
 
 def tokens_of(
@@ -150,10 +141,9 @@ def joint(root: Path, args: argparse.Namespace) -> None:
     even = [0.25] * 4
     parents = [on_digits(lambda batch, m=m: m(**batch)) for m in models]
     plain, learned = measure(models, None, even, on_digits), measure(models, result, even, on_digits)
-    print(f"parents {', '.join(f'{a:.1f} % ({loss:.3f})' for a, loss in parents)}")
-    print(
-        f"uniform average: plain {plain[0]:.1f} % ({plain[1]:.3f}), learned {learned[0]:.1f} % ({learned[1]:.3f}), {seconds:.0f} s"
-    )
+    print("parents", ", ".join(f"{a:.1f} % ({loss:.3f})" for a, loss in parents))
+    print(f"uniform average: plain {plain[0]:.1f} % ({plain[1]:.3f}), learned {learned[0]:.1f} % ({learned[1]:.3f})")
+    print(f"{seconds:.0f} s")
 
 
 def llamas(root: Path, args: argparse.Namespace) -> None:
@@ -165,11 +155,9 @@ def llamas(root: Path, args: argparse.Namespace) -> None:
         ends = [score(lambda batch, m=m: m(**batch)) for m in models]
         plain, learned = (measure(models, r, [0.5, 0.5], score) for r in (None, result))
         middle = sum(ends) / 2
-        print(
-            f"llamas {a} and {b}: parents {ends[0]:.3f} / {ends[1]:.3f}, plain {plain:.3f}, learned {learned:.3f}; barrier "
-            f"{plain - middle:.3f} -> {learned - middle:.3f} nats (1/{(plain - middle) / (learned - middle):.1f}), {seconds:.0f} s",
-            flush=True,
-        )
+        before, after = plain - middle, learned - middle
+        print(f"llamas {a} and {b}: parents {ends[0]:.3f} / {ends[1]:.3f}, plain {plain:.3f}, learned {learned:.3f}")
+        print(f"  barrier {before:.3f} -> {after:.3f} nats (1/{before / after:.1f}), {seconds:.0f} s", flush=True)
         print(
             "  held-out barrier by time:",
             ", ".join(f"{r[1]:.0f} s {r[3]:.3f}" for r in result.report.history),
@@ -186,11 +174,10 @@ def finetunes(root: Path, args: argparse.Namespace) -> None:
         rows = {}
         for name, found in (("plain", None), ("learned", result)):
             rows[name] = [measure(models, found, [0.5, 0.5], on_text(domain)) for domain in ("english", "c")]
-        print(
-            f"{'far' if ending else 'near'} fine-tunes, half and half, mean of english and c: plain {mean(rows['plain']):.3f}, "
-            f"learned {mean(rows['learned']):.3f} nats, {seconds:.0f} s, from {result.report.start}: {result.report.verdict()}",
-            flush=True,
-        )
+        means = mean(rows["plain"]), mean(rows["learned"])
+        print(f"{'far' if ending else 'near'} fine-tunes, half and half, mean of english and c:", end=" ")
+        print(f"plain {means[0]:.3f}, learned {means[1]:.3f} nats, {seconds:.0f} s, from {result.report.start}")
+        print(f"  {result.report.verdict()}", flush=True)
 
 
 def step(root: Path, args: argparse.Namespace) -> None:
@@ -212,7 +199,7 @@ def step(root: Path, args: argparse.Namespace) -> None:
     options = FitOptions(steps=args.steps or 3, objective="distill", start="matched", half=device == "cuda")
     fit(models[0], models[1], batches, match, options, watch=lambda *_: marks.append(time.perf_counter()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    seconds = min(b - a for a, b in zip(marks, marks[1:], strict=False))
+    seconds = min(b - a for a, b in itertools.pairwise(marks))
     print(f"{size / 1e6:.0f}M parameters, 4 x 128 tokens a step on {device}: {seconds:.1f} s a step (a held-out look")
     print(f"included), 300 steps about {seconds * 300 / 60:.0f} minutes; peak memory of the process {peak:.1f} GiB")
     if device == "cuda":
