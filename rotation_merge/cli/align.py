@@ -46,24 +46,24 @@ def command(
     tool can average it with the anchor. Written whole or not at all, large models in shards. OUT may be left out where
     only --alignment is wanted.
     """
-    from mergekit.common import dtype_from_name, parse_kmb
-
-    from rotation_merge.plugin.aligning import match_pair, open_pair, write_aligned, write_alignment
+    from rotation_merge.plugin import aligning
 
     if out is None and alignment_file is None:
         raise click.UsageError("name OUT, or a file for --alignment")
     if out is not None:
         check_out(out, anchor, donor)
-    dtype_from_name(dtype)
-    shard_bytes = parse_kmb(shard_size)
+    aligning.check_dtype(dtype)
+    shard_bytes = aligning.parse_size(shard_size)
     options = match_options(values)
-    pair = open_pair(anchor, donor, untie)
+    pair = aligning.open_pair(anchor, donor, untie)
     progress = Progress()
-    alignment, report = match_pair(pair, options, progress)
+    alignment, report = aligning.match_pair(pair, options, progress)
     if alignment_file is not None:
-        write_alignment(pair, alignment, alignment_file, {"anchor": anchor, "donor": donor, **asdict(options)}, half)
+        aligning.write_alignment(
+            pair, alignment, alignment_file, {"anchor": anchor, "donor": donor, **asdict(options)}, half
+        )
     if out is not None:
-        write_aligned(pair, alignment, report, out, shard_bytes, dtype, untie, progress)
+        aligning.write_aligned(pair, alignment, report, out, shard_bytes, dtype, untie, progress)
         if html:
             from rotation_merge.report.html import write_page
 

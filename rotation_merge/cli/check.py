@@ -23,11 +23,9 @@ def command(recipe: Path, lora_merge_cache: str | None, as_json: bool) -> int:
     architectures, shapes (from the files' headers), groups asked for, vocabularies. Models on the hub are checked if
     they are in the local cache; nothing is downloaded.
     """
-    from mergekit.options import MergeOptions
-
     from rotation_merge.plugin.checking import check_text
 
-    faults = check_text(read(recipe), MergeOptions(lora_merge_cache=lora_merge_cache))
+    faults = check_text(read(recipe), lora_merge_cache)
     bad = [fault for fault in faults if fault.error]
     if as_json:
         print_json({"recipe": str(recipe), "ok": not bad, "faults": [asdict(fault) for fault in faults]})

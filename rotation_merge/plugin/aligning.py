@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import yaml
-from mergekit.common import ModelReference, dtype_from_name
+from mergekit.common import ModelReference, dtype_from_name, parse_kmb
 from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.matching.file import fingerprint, save_alignment
 from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
@@ -146,6 +146,32 @@ def write_aligned(
         writer.finalize()
         report.write(os.path.join(staging, "rotation_merge.json"))
         _write_beside(pair, report, staging, dtype, untie)
+
+
+def parse_size(text: str) -> int:
+    """A file size such as 500M or 5B.
+
+    Raises:
+        RotationMergeError: it is none.
+    """
+    try:
+        size = parse_kmb(text)
+    except (ValueError, IndexError) as error:
+        raise RotationMergeError(f"'{text}' is no size", remedy="write bytes, or 500M, or 5B") from error
+    if size <= 0:
+        raise RotationMergeError(f"'{text}' is no size", remedy="it must be positive")
+    return size
+
+
+def check_dtype(name: str | None) -> None:
+    """Refuse a dtype that weights cannot be stored in.
+
+    Raises:
+        RotationMergeError: names the nearest known one.
+    """
+    known = ("bfloat16", "float16", "float32", "float64")
+    if name is not None and name not in known:
+        raise RotationMergeError(f"there is no dtype '{name}'", remedy=nearest(name, known))
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

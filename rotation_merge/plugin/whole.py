@@ -121,7 +121,7 @@ def progress_bar(title: str, quiet: bool) -> Iterator[Progress]:
     with tqdm.tqdm(desc=title, disable=quiet, leave=True) as bar:
 
         def show(what: str, done: int, total: int) -> None:
-            if bar.desc != f"{title} ({what})":
+            if getattr(bar, "desc", None) != f"{title} ({what})":
                 bar.reset(total)
                 bar.set_description(f"{title} ({what})", refresh=False)
             bar.update(done - bar.n)

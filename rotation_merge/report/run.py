@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from rotation_merge.architectures.model import Block
 from rotation_merge.matching.block import SpaceMatch
@@ -19,7 +20,7 @@ class Run:
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
         with self._lock:

@@ -17,13 +17,13 @@ from rotation_merge.plugin.recipe import METHOD, Recipe
 __all__ = ["Document", "Fault", "check_text", "documents", "donors_of"]
 
 
-def check_text(text: str, options: MergeOptions | None = None) -> list[Fault]:
+def check_text(text: str, lora_merge_cache: str | None = None) -> list[Fault]:
     """Every fault of a recipe for mergekit-yaml, mergekit-multi or mergekit-evolve, in the order of the text.
 
     Raises:
         RecipeError: the text is not YAML.
     """
-    options = options or MergeOptions()
+    options = MergeOptions(lora_merge_cache=lora_merge_cache)
     found = documents(text)
     names: set[str] = set()
     for document in found:

@@ -1,0 +1,180 @@
+"""The demo's merges, each from recipe to measured result."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotation_merge.cli.data import Data
+from rotation_merge.cli.demo import data
+from rotation_merge.cli.demo.twin import make_twin
+from rotation_merge.cli.evaluate import evaluate
+from rotation_merge.cli.functions import load
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.plugin.merging import merge_recipe
+from rotation_merge.report.html import REPORT_FILE, read_report, write_page
+
+LOCAL = {"heads": "permutation"}
+WHOLE = {"residual": "rotation"}
+OFF = {"attention": "none", "ffn": "none", "rescale": "false"}
+"""Plain averaging of what mergekit's own linear would write incomplete: it drops most of a ViT's tensors."""
+SCALE = 0.75
+"""Of the task vector that is carried over; chosen before measuring."""
+
+
+@dataclass
+class Result:
+    """One row of the demo's table; accuracies or losses in nats by name of the merge."""
+
+    title: str
+    measure: str
+    parents: list[float]
+    merges: dict[str, float]
+    before: float = 0.0
+    after: float = 0.0
+    reports: list[str] = field(default_factory=list)
+
+    def row(self) -> list[str]:
+        def text(value: float | None) -> str:
+            return "" if value is None else f"{value:.1%}" if self.measure == "accuracy" else f"{value:.3f}"
+
+        cells = [text(self.merges.get(name)) for name in ("plain", "local", "whole")]
+        parents = " / ".join(text(value) for value in self.parents)
+        return [self.title, self.measure, parents, *cells, f"{self.before:.3g}", f"{self.after:.3g}"]
+
+
+def twin(place: Path) -> Result:
+    """The headline, through the stock command."""
+    parent, other = data.CHECKPOINTS / "vit-0", place / "vit-0-twin"
+    make_twin(parent, other)
+    options = {**LOCAL, **WHOLE}
+    return _halves("ViT and its rotated twin", place / "twin", parent, other, _digits, {"whole": options}, stock=True)
+
+
+def vits(place: Path) -> Result:
+    a, b = data.CHECKPOINTS / "vit-0", data.CHECKPOINTS / "vit-1"
+    return _halves("two ViTs, seeds 0 and 1", place / "vits", a, b, _digits, {"local": LOCAL, "whole": WHOLE})
+
+
+def finetunes(place: Path) -> Result:
+    a, b = data.CHECKPOINTS / "llama-0-english", data.CHECKPOINTS / "llama-0-c"
+    return _halves("two fine-tunes of one Llama", place / "finetunes", a, b, _both, {"local": LOCAL})
+
+
+def llamas(place: Path) -> Result:
+    a, b = data.CHECKPOINTS / "llama-0", data.CHECKPOINTS / "llama-1"
+    return _halves("two Llamas, seeds 0 and 1", place / "llamas", a, b, _python, {"local": LOCAL, "whole": WHOLE})
+
+
+def transport(place: Path) -> Result:
+    """base + SCALE (fine-tune - old base), the difference as it is or carried into the new base's coordinates."""
+    base, old, tuned = (data.CHECKPOINTS / name for name in ("llama-1", "llama-0", "llama-0-english"))
+    parent = _english(base)
+    result = Result(f"English fine-tune carried to Llama 1 (x {SCALE})", "loss (nats)", [parent], {})
+    wanted: dict[str, dict[str, Any] | None] = {"plain": None, "local": LOCAL, "whole": WHOLE}
+    for name, options in wanted.items():
+        if options is None:
+            text = _plain_addition(base, old, tuned)
+        else:
+            donor = {"finetuned_from": str(old), "weight": SCALE}
+            text = _recipe(base, {str(tuned): donor}, {"delegate": "task_arithmetic", **options})
+        out = place / "transport" / name
+        _merge(text, out)
+        result.merges[name] = _english(out)
+        if name == "whole":
+            _distances(result, out)
+    return result
+
+
+def _halves(
+    title: str, place: Path, a: Path, b: Path, measure: Any, aligned: dict[str, dict[str, Any]], stock: bool = False
+) -> Result:
+    """Half a, half b: plainly, and aligned under each set of options."""
+    kind = "accuracy" if measure is _digits else "loss (nats)"
+    result = Result(title, kind, [measure(a), measure(b)], {})
+    models = {str(a): {"weight": 0.5}, str(b): {"weight": 0.5}}
+    plain = OFF if measure is _digits else None
+    for name, options in {"plain": plain, **aligned}.items():
+        out = place / name
+        parameters = None if options is None else {"delegate": "linear", **options}
+        _merge(_recipe(a, models, parameters), out, stock=stock and name != "plain")
+        result.merges[name] = measure(out)
+        if name != "plain":
+            _distances(result, out)
+    return result
+
+
+def _distances(result: Result, out: Path) -> None:
+    if (out / REPORT_FILE).exists():
+        report = read_report(str(out / REPORT_FILE))
+        result.before, result.after = report.relative_distances(report.donors()[0])
+        result.reports.append(write_page(str(out)))
+
+
+def _recipe(base: Path, models: dict[str, dict[str, Any]], parameters: dict[str, Any] | None) -> str:
+    """A recipe as text; parameters None: mergekit's plain linear."""
+    lines = [f"merge_method: {'linear' if parameters is None else 'rotation_merge'}"]
+    if parameters is not None:
+        lines.append(f"base_model: {base}")
+    lines.append("models:")
+    for model, settings in models.items():
+        lines += [f"  - model: {model}", "    parameters:"] + [
+            f"      {key}: {value}" for key, value in settings.items()
+        ]
+    if parameters:
+        lines += ["parameters:"] + [f"  {key}: {value}" for key, value in parameters.items()]
+    return "\n".join([*lines, "dtype: float32", ""])
+
+
+def _plain_addition(base: Path, old: Path, tuned: Path) -> str:
+    """base + SCALE tuned - SCALE old, by mergekit's linear without normalisation."""
+    weights = {base: 1.0, tuned: SCALE, old: -SCALE}
+    text = _recipe(base, {str(model): {"weight": weight} for model, weight in weights.items()}, None)
+    return text.replace("dtype:", "parameters:\n  normalize: false\ndtype:")
+
+
+def _merge(text: str, out: Path, stock: bool = False) -> None:
+    """Merge; `stock`: by the installed mergekit-yaml command in a process of its own."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    recipe = out.with_suffix(".yml")
+    recipe.write_text(text, encoding="utf-8")
+    command = shutil.which("mergekit-yaml", path=sysconfig.get_path("scripts")) or shutil.which("mergekit-yaml")
+    if not stock or command is None:
+        merge_recipe(text, str(out))
+        return
+    done = subprocess.run([command, str(recipe), str(out), "--quiet"], capture_output=True, text=True)
+    if done.returncode:
+        raise RotationMergeError(f"mergekit-yaml failed: {done.stderr[-500:]}", where=str(recipe))
+
+
+def _digits(path: Path) -> float:
+    _, _, pixels, labels = data.digits()
+    return evaluate(load(str(path)), Data([{"pixel_values": pixels, "labels": labels}], "class", len(labels)))[1]
+
+
+def _loss(path: Path, *names: str) -> float:
+    model = load(str(path))
+    losses = []
+    for name in names:
+        parts = data.windows(name)[:160].split(32)
+        batches: list[dict[str, torch.Tensor]] = [{"input_ids": part, "labels": part} for part in parts]
+        losses.append(evaluate(model, Data(batches, "next token", sum(map(len, parts))))[0])
+    return sum(losses) / len(losses)
+
+
+def _python(path: Path) -> float:
+    return _loss(path, "python")
+
+
+def _english(path: Path) -> float:
+    return _loss(path, "english")
+
+
+def _both(path: Path) -> float:
+    return _loss(path, "english", "c")

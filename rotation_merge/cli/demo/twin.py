@@ -1,0 +1,23 @@
+"""A parent's twin: the same function in other coordinates, every space moved by a random element of its group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.plugin.aligning import open_pair, write_aligned
+from rotation_merge.report.record import MergeReport
+from rotation_merge.report.run import Run
+
+
+def make_twin(parent: Path, out: Path, seed: int = 0) -> None:
+    """Write the twin of a checkpoint: heads and neurons reordered, rotated, rescaled; the residual stream rotated."""
+    pair = open_pair(str(parent), str(parent))
+    options = MatchOptions(heads="permutation", residual="rotation")
+    moves = random_gauge(pair.architecture, options, torch.Generator().manual_seed(seed))
+    report = MergeReport.of(Run(), parent, "none", "")
+    write_aligned(pair, Alignment(moves, folded=tuple(pair.architecture.streams)), report, str(out), dtype="float32")
