@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import test_architectures as contract
+import tiny_models
 import torch
 import transformers
 from tiny_models import Case, cases
@@ -94,7 +95,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mine" / "quokka.json").write_text(ARCHITECTURE, encoding="utf-8")
     (tmp_path / "quokka.json").write_text(CONFIG, encoding="utf-8")
     monkeypatch.setenv(FOLDERS, str(tmp_path / "mine"))
-    monkeypatch.setattr(transformers, "QuokkaForCausalLM", QuokkaForCausalLM, raising=False)
+    monkeypatch.setattr(tiny_models.transformers, "QuokkaForCausalLM", QuokkaForCausalLM, raising=False)
     transformers.AutoConfig.register("quokka", QuokkaConfig, exist_ok=True)
     found = {case.name: case for case in cases(tmp_path / "quokka.json")}
     assert set(found) == {"grouped", "ungrouped"}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def further() -> list[Case]:
     for family, spec in shipped().items():
         known = [case for case in ALL if case.family == family]
         for name in sorted(set(spec.classes) - {case.class_name for case in known}):
-            like = max(known, key=lambda case: len(os.path.commonprefix([case.class_name, name])))
+            like = max(known, key=lambda case: SequenceMatcher(None, case.class_name, name).ratio())
             found.append(Case(family, name, name, like.config))
     return found
 
