@@ -56,7 +56,8 @@ def head_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
         candidate = assign(values).permutation
     if not torch.equal(candidate, rows):
         total = know(candidate)
-        if know(rows) >= total - search.rounding * abs(total):
+        tie = total - search.rounding * abs(total)
+        if float(values.diagonal().sum()) >= tie and know(rows) >= tie:
             candidate = rows
     notes = [] if per_group == 1 else [EXACT_NOTE if search.enumerated else ALTERNATED_NOTE]
     return Order(rows, candidate, queries[rows, candidate]), notes

@@ -1,0 +1,312 @@
+"""Matching FFN neurons and experts: optimal against brute force, ties, planted truth; whole blocks."""
+
+import itertools
+
+import pytest
+import torch
+from matching_support import distance, ffn, gen, left, moved, noisy, planted, sides_of, tensors
+from scipy.optimize import linear_sum_assignment
+
+from rotation_merge.architectures.build import build
+from rotation_merge.architectures.registry import shipped
+from rotation_merge.errors import AlignmentError
+from rotation_merge.groups import Monomial, NeuronTransform, Permutation, Scaling
+from rotation_merge.linalg.assignment import assign_factored
+from rotation_merge.matching import experts as experts_module
+from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.block import match_block, squared_distances
+from rotation_merge.matching.experts import _collect, _Layer, solve_experts
+from rotation_merge.matching.ffn import match_ffn, solve_ffn
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.nearest import nearest_order
+from rotation_merge.matching.neurons import Neurons
+from rotation_merge.matching.options import MatchOptions
+
+KINDS = {"plain": {}, "relu": {"relu": True}, "gated": {"gated": True}}
+kinds = pytest.mark.parametrize("facts", KINDS.values(), ids=KINDS.keys())
+SCALES = torch.linspace(-3, 3, 2001, dtype=torch.float64).exp()
+
+
+def grid_costs(anchor, donor, facts, rescale):
+    """Squared distance of every pair of neurons at its best scale, by a dense grid over scales (and signs)."""
+    scales = torch.ones(1, dtype=torch.float64)
+    if rescale and facts:
+        scales = torch.cat([SCALES, -SCALES]) if facts.get("gated") else SCALES
+    scales = scales[:, None, None]
+    n = len(anchor["in"])
+    total = torch.zeros(len(scales), n, n, dtype=torch.float64)
+    for role, x in anchor.items():
+        factor = {"in": scales, "gate": torch.ones_like(scales), "out": 1 / scales}[role]
+        y = donor[role]
+        total += x.square().sum(1)[None, :, None] - 2 * factor * (x @ y.T) + factor**2 * y.square().sum(1)
+    return total.amin(0)
+
+
+@kinds
+@pytest.mark.parametrize("rescale", [True, False])
+@pytest.mark.parametrize("spread", [0.0, 0.7])
+def test_order_signs_and_scales_against_brute_force(facts, rescale, spread):
+    space = ffn(6, **facts)
+    for seed in range(3):
+        anchor, donor = tensors(space, 5, seed, spread=spread), tensors(space, 5, seed + 50, spread=spread)
+        costs = grid_costs(anchor, donor, facts, rescale)
+        best = min(float(costs[torch.arange(6), list(p)].sum()) for p in itertools.permutations(range(6)))
+        match = solve_ffn(space, sides_of(anchor, donor), MatchOptions(rescale=rescale))
+        assert match.after <= best * (1 + 1e-9)
+        assert match.after == pytest.approx(best, rel=1e-4)
+        assert left(anchor, donor, NeuronTransform(match.element)) == pytest.approx(match.after, rel=1e-9)
+        assert match.before == pytest.approx(distance(anchor, donor))
+        assert match.gap == 0
+
+
+def test_joint_optimum_beats_balanced_norms():
+    """The assignment on balanced norms (each side's in and out norms made equal) is close, not optimal."""
+    space, worse, shares = ffn(40, gated=True), 0, []
+    for seed in range(6):
+        anchor, donor = tensors(space, 30, seed, spread=0.5), tensors(space, 30, seed + 50, spread=0.5)
+
+        def balanced(x):
+            b = (x["out"].square().sum(1) / x["in"].square().sum(1)).pow(0.25)[:, None]
+            return [x["in"] * b, x["out"] / b]
+
+        pairs = list(zip(balanced(anchor), balanced(donor), strict=True))
+        index = assign_factored([(anchor["gate"], donor["gate"])], pairs).permutation
+        still = {role: x[index] for role, x in donor.items()}
+        rough = solve_ffn(space, sides_of(anchor, still), MatchOptions(ffn="none")).after
+        joint = solve_ffn(space, sides_of(anchor, donor), MatchOptions()).after
+        assert joint <= rough * (1 + 1e-12)
+        worse += joint < rough * (1 - 1e-9)
+        shares.append(rough / joint - 1)
+    assert worse >= 4
+    assert max(shares) < 0.2
+
+
+@kinds
+def test_larger_problems_attain_the_assignments_bound(facts):
+    space = ffn(150, **facts)
+    anchor, donor = tensors(space, 20, 0, spread=0.5), tensors(space, 20, 1, spread=0.5)
+    match = solve_ffn(space, sides_of(anchor, donor), MatchOptions())
+    i, j = (x.flatten() for x in torch.meshgrid(torch.arange(150), torch.arange(150), indexing="ij"))
+    roles = {r: [(anchor[r], donor[r])] for r in anchor}
+    neurons = Neurons(
+        roles["in"], roles.get("gate", []), roles["out"], bool(facts.get("gated")), bool(facts.get("relu"))
+    )
+    costs = neurons.pair_distances(i, j).reshape(150, 150)
+    rows, columns = linear_sum_assignment(costs.numpy())
+    assert match.after == pytest.approx(float(costs[rows, columns].sum()), rel=1e-9)
+
+
+@kinds
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5, 1.0])
+def test_planted_neurons_are_recovered(facts, noise):
+    space, options = ffn(200, **facts), MatchOptions()
+    anchor = tensors(space, 120, 0, spread=0.3)
+    truth = planted(space, options, 1)
+    donor = moved(noisy(anchor, noise, 2), truth.inverse())
+    match = solve_ffn(space, sides_of(anchor, donor), options)
+    assert torch.equal(match.element.permutation.index, truth.element.permutation.index)
+    assert torch.equal(match.element.scaling.factor.sign(), truth.element.scaling.factor.sign())
+    assert match.after <= distance(anchor, noisy(anchor, noise, 2)) * (1 + 1e-9) + 1e-14 * match.anchor
+    if noise == 0:
+        torch.testing.assert_close(match.element.scaling.factor, truth.element.scaling.factor)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_near_models_are_proven_without_all_pairs(facts, dtype):
+    """The quick proof finds what the full assignment finds, for the donor's own order and for a planted one."""
+    space = ffn(300, **facts)
+    anchor = tensors(space, 256, 0, dtype=dtype)
+    order = torch.randperm(300, generator=gen(3))
+    for index in (torch.arange(300), order):
+        donor = {r: x[index.argsort()] for r, x in noisy(anchor, 0.05, 1).items()}
+        roles = {r: [(anchor[r], donor[r])] for r in anchor}
+        neurons = Neurons(
+            roles["in"], roles.get("gate", []), roles["out"], bool(facts.get("gated")), bool(facts.get("relu"))
+        )
+        proven = nearest_order(neurons)
+        if facts.get("relu"):
+            assert proven is None  # every coordinate may be rescaled: nothing to tell neurons apart by quickly
+        else:
+            assert torch.equal(proven[0], index)
+        found, gap = match_ffn(space, sides_of(anchor, donor), MatchOptions())
+        assert torch.equal(found.element.permutation.index[0], index)
+        assert gap == 0
+
+
+def test_the_quick_proof_never_accepts_a_wrong_order():
+    space = ffn(100)
+    anchor = tensors(space, 64, 0)
+    donor = noisy(anchor, 0.05, 1)
+    for role in donor:
+        donor[role][[3, 8]] = donor[role][[8, 3]]
+    neurons = Neurons([(anchor["in"], donor["in"])], [], [(anchor["out"], donor["out"])], False, False)
+    assert nearest_order(neurons) is None  # the donor's own order looks right, two neurons are exchanged
+    found, _ = match_ffn(space, sides_of(anchor, donor), MatchOptions())
+    assert found.element.permutation.index[0, [3, 8]].tolist() == [8, 3]
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [12, 200])
+def test_equal_models_stay_bit_for_bit(facts, dtype, n):
+    space = ffn(n, **facts)
+    anchor = tensors(space, 33, 0, dtype=dtype)
+    for x in anchor.values():
+        x[0] = x[1] = 0
+        x[3] = x[4] = x[5]
+    donor = {r: x.clone() for r, x in anchor.items()}
+    transform, gap = match_ffn(space, sides_of(anchor, donor), MatchOptions())
+    assert transform.is_identity()
+    assert gap == 0
+    donor["in"][7] *= 1.01
+    transform, _ = match_ffn(space, sides_of(anchor, donor), MatchOptions())
+    kept = torch.arange(n) != 7
+    result = moved(donor, transform)
+    assert all(torch.equal(result[r][kept], anchor[r][kept]) for r in anchor)
+
+
+def test_scale_alone_where_no_order_is_asked_for():
+    space = ffn(9, gated=True)
+    anchor, donor = tensors(space, 5, 0), tensors(space, 5, 1)
+    transform, gap = match_ffn(space, sides_of(anchor, donor), MatchOptions(ffn="none"))
+    assert gap is None
+    assert transform.element.permutation.is_identity()
+    element = Monomial(Permutation.identity(1, 9), Scaling(transform.element.scaling.factor * 1.01))
+    assert left(anchor, donor, transform) < left(anchor, donor, NeuronTransform(element))
+
+
+# --- experts
+
+
+def mixtral(experts=4, hidden=16, size=12, spelling=0, fused=False):
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": hidden,
+        "intermediate_size": size, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1,
+        "num_local_experts": experts,
+    }  # fmt: skip
+    spec = shipped()["mixtral"]
+    block = build(spec, config, "model.", spec.spellings[spelling]).layers("default")[0]
+    space = next(s for s in block.spaces.values() if s.kind == "experts")
+    stacked = any("gate_up_proj" in t.key for t in block.tensors)
+    keys = [
+        t
+        for t in block.tensors
+        if space in t.spaces() and (not stacked or ("proj" in t.key) == fused or t.key.endswith("gate.weight"))
+    ]
+    return block, space, [t for t in keys if not t.key.endswith("bias")]
+
+
+def block_tensors(infos, seed, spread=0.3):
+    g = gen(seed)
+    return {
+        t.key: torch.randn([a.size or 8 for a in t.axes], generator=g, dtype=torch.float64)
+        * (spread * torch.randn(t.axes[0].size or 8, *[1] * (len(t.axes) - 1), generator=g, dtype=torch.float64)).exp()
+        for t in infos
+    }
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rescale", [True, False])
+def test_experts_against_all_orders(fused, rescale):
+    block, space, infos = mixtral(experts=3, size=6, fused=fused)
+    anchor, donor = block_tensors(infos, 0), block_tensors(infos, 1)
+    options = MatchOptions(rescale=rescale)
+    match = solve_experts(block, space, anchor, donor, {}, options)
+    alone = [[None] * 3 for _ in range(3)]
+    layer = _Layer(space, options, *_collect(block, space, anchor, donor, {}))
+    for i, j in itertools.product(range(3), repeat=2):
+        alone[i][j] = layer.match(i, j).after + float(layer.routing[i, j])
+    best = min(sum(alone[i][p[i]] for i in range(3)) for p in itertools.permutations(range(3)))
+    assert match.after == pytest.approx(best, rel=1e-9)
+    assert match.notes == []
+    after = squared_distances(block, space, anchor, donor, {space.name: match.transform})
+    assert after[0] == pytest.approx(match.after, rel=1e-5)
+    assert squared_distances(block, space, anchor, donor, {})[0] == pytest.approx(match.before, rel=1e-5)
+    assert after[1] == pytest.approx(match.anchor, rel=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5, 1.0])
+def test_planted_experts_are_recovered(fused, noise):
+    block, space, infos = mixtral(experts=5, hidden=40, size=20, fused=fused)
+    anchor = block_tensors(infos, 0)
+    truth = planted(space, MatchOptions(), 3)
+    twin = noisy(anchor, noise, 2)
+    donor = {t.key: transform_tensor(twin[t.key], t, {space.name: truth.inverse()}) for t in infos}
+    match = solve_experts(block, space, anchor, donor, {}, MatchOptions())
+    assert torch.equal(match.transform.order, truth.order)
+    assert torch.equal(match.transform.neurons.permutation.index, truth.neurons.permutation.index)
+    assert match.after <= distance(anchor, twin) * (1 + 1e-9) + 1e-12
+
+
+def test_experts_out_of_budget_say_so(monkeypatch):
+    monkeypatch.setattr(experts_module, "MOST_WORK", 0.0)
+    block, space, infos = mixtral(experts=6, hidden=8, size=6)
+    anchor, donor = block_tensors(infos, 0), block_tensors(infos, 1)
+    match = solve_experts(block, space, anchor, donor, {}, MatchOptions())
+    assert "not proven" in match.notes[0]
+    own = solve_experts(block, space, anchor, donor, {}, MatchOptions(ffn="none"))
+    assert match.after < own.after
+
+
+# --- whole blocks
+
+
+def llama_block(dtype=torch.float64, seed=0):
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 1,
+    }  # fmt: skip
+    architecture = build(shipped()["llama"], config, "model.", [])
+    block = architecture.layers("default")[0]
+    infos = [t for t in block.tensors if not t.optional]
+    return architecture, block, {k: x.to(dtype) for k, x in block_tensors(infos, seed).items()}
+
+
+@pytest.mark.parametrize("heads", ["none", "permutation", "spectral"])
+@pytest.mark.parametrize("attention", ["none", "rotation", "invertible"])
+def test_block_records_what_applying_gives(heads, attention):
+    _, block, anchor = llama_block()
+    _, _, donor = llama_block(seed=1)
+    options = MatchOptions(heads=heads, attention=attention)
+    match = match_block(block, anchor, donor, options)
+    assert [r.kind for r in match.records] == ["attention", "ffn"] if (attention, heads) != ("none", "none") else True
+    for record in match.records:
+        space = next(s for s in block.spaces.values() if s.name == record.space)
+        after = squared_distances(block, space, anchor, donor, match.transforms)
+        assert after[0] == pytest.approx(record.after, rel=1e-6)
+        assert after[1] == pytest.approx(record.anchor, rel=1e-6)
+        assert record.after <= record.before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_planted_in_storage_dtypes(dtype):
+    architecture, block, anchor = llama_block(dtype)
+    options = MatchOptions(heads="permutation")
+    gauge = random_gauge(architecture, options, gen(4))
+    donor = {t.key: transform_tensor(anchor[t.key], t, gauge).to(dtype) for t in block.tensors if t.key in anchor}
+    match = match_block(block, anchor, donor, options)
+    for record in match.records:
+        assert record.after < (1e-7 if dtype == torch.float32 else 1e-4) * record.anchor
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("whose", ["anchor", "donor"])
+def test_bad_values_are_named(bad, whose):
+    _, block, anchor = llama_block()
+    donor = {k: x.clone() for k, x in anchor.items()}
+    broken = {"anchor": anchor, "donor": donor}[whose]
+    key = next(k for k in broken if "up_proj" in k)
+    broken[key][3, 3] = bad
+    with pytest.raises(AlignmentError, match=rf"up_proj.weight' of the {whose}"):
+        match_block(block, anchor, donor, MatchOptions())
+
+
+def test_inputs_are_not_modified():
+    _, block, anchor = llama_block(torch.float32)
+    _, _, donor = llama_block(torch.float32, seed=1)
+    copies = [{k: x.clone() for k, x in side.items()} for side in (anchor, donor)]
+    match_block(block, anchor, donor, MatchOptions(heads="permutation", attention="invertible"))
+    for side, copy in zip((anchor, donor), copies, strict=True):
+        assert all(torch.equal(side[k], copy[k]) for k in side)
