@@ -175,7 +175,7 @@ def main() -> None:
     family, *sizes = SHAPES[args.shape]
     sizes = [family, *(args.sizes or sizes)]
     print(
-        "| shape | donor | what | seconds | times faster | parts | added MiB (layer, float32) | distance² before, after |"
+        "| shape | donor | what | seconds | times faster | parts | added MiB (layer) | distance², before, after |"
     )
     print("|---|---|---|---|---|---|---|---|")
     context = multiprocessing.get_context("spawn")

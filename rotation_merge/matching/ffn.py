@@ -79,6 +79,6 @@ def match_neurons(neurons: Neurons, permute: bool) -> NeuronMatch:
 
 
 def _finished(neurons: Neurons, moved: Neurons, index: Tensor, gap: float | None) -> NeuronMatch:
-    element = Monomial(Permutation(index[None].cpu()), Scaling(moved.factor[None]))
+    element = Monomial(Permutation(index[None].cpu()), Scaling(moved.factor[None].cpu()))
     after = float(moved.distances.clamp_min(0).sum())
     return NeuronMatch(element, gap, neurons.before, after, neurons.anchor_norm)
