@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotation_merge.cli.dataset import is_dataset, read_dataset
 from rotation_merge.cli.functions import Batch, local_path
 from rotation_merge.errors import RotationMergeError
 
-KINDS = "text (.txt, .md, .py ...), .jsonl or .json, .npz, .safetensors, a folder of images, or demo:NAME"
+KINDS = (
+    "text (.txt, .md, .py ...), .jsonl or .json, .npz, .safetensors, a folder of images, a directory written by "
+    "datasets' save_to_disk, or demo:NAME"
+)
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tiff")
 ARRAYS = (".npz", ".safetensors")
 
@@ -92,6 +97,8 @@ def _read(source: str, model_path: str, model: Any, length: int) -> Any:
     if not path.exists():
         raise DataError("no such file", where=source, remedy=f"give {KINDS}")
     try:
+        if path.is_dir() and is_dataset(path):
+            return _dataset(path, model_path, model, length)
         if path.is_dir():
             return _images(path, model_path, model)
         if path.suffix in ARRAYS:
@@ -165,6 +172,10 @@ def _records(text: str, source: str, model_path: str, length: int) -> list[Batch
         records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
     except json.JSONDecodeError as error:
         raise DataError(f"is no JSON ({error})", where=source, remedy="one object a line") from error
+    return _encoded(records, source, model_path, length)
+
+
+def _encoded(records: Sequence[Any], source: str, model_path: str, length: int) -> list[Batch]:
     tokenizer = None
     result = []
     for number, record in enumerate(records, 1):
@@ -182,6 +193,22 @@ def _records(text: str, source: str, model_path: str, length: int) -> list[Batch
             example["labels"] = torch.tensor(label, dtype=torch.long)
         result.append(example)
     return result
+
+
+def _dataset(path: Path, model_path: str, model: Any, length: int) -> Any:
+    prepare = _preparer(Path(local_path(model_path)) / "preprocessor_config.json", model.config)
+    found = read_dataset(path, prepare, lambda: _extractor(model_path))
+    return _encoded(found, str(path), model_path, length) if isinstance(found, list) else found
+
+
+def _extractor(model_path: str) -> Any:
+    from transformers import AutoFeatureExtractor
+
+    try:
+        return AutoFeatureExtractor.from_pretrained(local_path(model_path), local_files_only=True)
+    except Exception as error:
+        detail = " ".join(str(error).split())[:120]
+        raise DataError(f"no feature extractor ({detail})", where=model_path, remedy="add its files") from error
 
 
 def _images(folder: Path, model_path: str, model: Any) -> dict[str, Tensor]:
@@ -225,8 +252,8 @@ def _preparer(path: Path, config: Any) -> Any:
     mean = torch.tensor(says.get("image_mean", [0.5] * channels) if normalise else [0.0]).view(-1, 1, 1)
     deviation = torch.tensor(says.get("image_std", [0.5] * channels) if normalise else [1.0]).view(-1, 1, 1)
 
-    def prepare(file: Path) -> Tensor:
-        with Image.open(file) as image:
+    def prepare(file: Any) -> Tensor:
+        with Image.open(file) if isinstance(file, Path) else nullcontext(file) as image:
             converted = image.convert("L" if channels == 1 else "RGB")
             if converted.size != (size[1], size[0]):
                 converted = converted.resize((size[1], size[0]), Image.Resampling.BICUBIC)

@@ -1,0 +1,62 @@
+"""Data that people have reaches the models: dataset directories with text, images and audio."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rotation_merge.cli.data import DataError, read_batches
+from rotation_merge.cli.dataset import read_dataset
+from rotation_merge.cli.demo.data import CHECKPOINTS
+from rotation_merge.cli.functions import load
+
+datasets = pytest.importorskip("datasets")
+
+
+def test_text_columns_are_tokenised_with_the_models_tokenizer(tmp_path: Path):
+    datasets.Dataset.from_dict({"text": ["import os", "def f(): pass"] * 3}).save_to_disk(tmp_path / "d")
+    path = str(CHECKPOINTS / "llama-0")
+    found = read_batches(str(tmp_path / "d"), path, load(path), batch_size=2)
+    assert found.task == "next token"
+    assert found.examples == 6
+    assert bytes(found.batches[0]["input_ids"][0][:9].tolist()) == b"import os"
+
+
+def test_image_columns_become_pixels_with_labels(tmp_path: Path):
+    image = pytest.importorskip("PIL.Image")
+    pictures = [image.fromarray(np.full((8, 8), 16 * i, dtype=np.uint8)) for i in range(4)]
+    datasets.Dataset.from_dict(
+        {"image": pictures, "label": [0, 1, 2, 3]},
+        features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}),
+    ).save_to_disk(tmp_path / "d")
+    path = str(CHECKPOINTS / "vit-0")
+    found = read_batches(str(tmp_path / "d"), path, load(path))
+    assert found.batches[0]["pixel_values"].shape == (4, 1, 8, 8)
+    assert found.batches[0]["labels"].tolist() == [0, 1, 2, 3]
+
+
+def test_audio_columns_go_through_the_feature_extractor(tmp_path: Path):
+    class Extractor:
+        sampling_rate = 16000
+
+        def __call__(self, clips, sampling_rate, return_tensors, padding):
+            assert sampling_rate == self.sampling_rate
+            return {"input_features": torch.tensor(np.stack(clips)), "attention_mask": torch.ones(1)}
+
+    clip = {"array": [0.0, 0.5], "sampling_rate": 16000}
+    datasets.Dataset.from_dict({"audio": [clip, clip]}).save_to_disk(tmp_path / "d")
+    found = read_dataset(tmp_path / "d", lambda picture: picture, Extractor)
+    assert found["input_features"].shape == (2, 2)
+    datasets.Dataset.from_dict({"audio": [{**clip, "sampling_rate": 8000}]}).save_to_disk(tmp_path / "slow")
+    with pytest.raises(ValueError, match="8000 Hz"):
+        read_dataset(tmp_path / "slow", lambda picture: picture, Extractor)
+
+
+def test_a_dataset_without_a_known_column_is_refused_in_one_line(tmp_path: Path):
+    datasets.Dataset.from_dict({"answer": [42]}).save_to_disk(tmp_path / "d")
+    path = str(CHECKPOINTS / "llama-0")
+    with pytest.raises(DataError, match="columns are answer"):
+        read_batches(str(tmp_path / "d"), path, load(path))
