@@ -1,0 +1,35 @@
+# `make test`, `make demo` and `make lint` first make a virtual environment and install from the lock, if need be.
+PYTHON ?= python3
+VENV ?= .venv
+# Tests run in two processes with one thread each; `make test PYTEST="-k heads"` picks some.
+PYTEST ?= -n 2
+BIN = $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install test demo lint format clean
+
+install: $(VENV)/installed
+
+$(VENV)/installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+test: install
+	$(BIN)/python -m pytest $(PYTEST)
+
+demo: install
+	$(BIN)/rotation-merge demo
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
