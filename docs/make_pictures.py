@@ -1,0 +1,153 @@
+"""Draw the pictures of concepts.md: `python docs/make_pictures.py` writes docs/pictures/*.svg.
+
+Colours are of middle brightness on no background, so that one file serves light and dark pages.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+BLUE, ORANGE, GREEN, RED, GREY = "#3d85c6", "#d97d1a", "#4a9d5b", "#c9504a", "#858c94"
+COLOURS = (BLUE, ORANGE, GREEN, RED)
+FOLDER = Path(__file__).parent / "pictures"
+
+
+def picture(width: int, height: int, title: str, parts: list[str]) -> str:
+    """One SVG file; the title is what screen readers say."""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+            'font-family="system-ui, sans-serif" font-size="14">',
+            f"<title>{title}</title>",
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def text(x: float, y: float, words: str, colour: str = GREY, anchor: str = "middle", size: int = 14) -> str:
+    return f'<text x="{x:g}" y="{y:g}" fill="{colour}" text-anchor="{anchor}" font-size="{size}">{words}</text>'
+
+
+def dot(x: float, y: float, colour: str, radius: float = 9) -> str:
+    return f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" fill="{colour}"/>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, colour: str = GREY, width: float = 1.5, dash: str = "") -> str:
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return (
+        f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{colour}" stroke-width="{width:g}"{dashed}/>'
+    )
+
+
+def box(x: float, y: float, width: float, height: float, colour: str, words: str, below: str) -> list[str]:
+    middle = x + width / 2
+    return [
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8" fill="{colour}" fill-opacity="0.12" '
+        f'stroke="{colour}" stroke-width="1.5"/>',
+        text(middle, y + height / 2 - 3, words, colour),
+        text(middle, y + height / 2 + 16, below, GREY, size=12),
+    ]
+
+
+def neurons() -> str:
+    """The same four neurons in two orders; averaged as they stand, and in one order."""
+    orders = {"anchor": (0, 1, 2, 3), "donor": (2, 0, 3, 1), "donor, aligned": (0, 1, 2, 3)}
+    parts: list[str] = []
+    for column, (name, order) in enumerate(orders.items()):
+        left = 90 + 210 * column
+        parts += [text(left, 22, name), dot(left - 55, 100, GREY, 5), dot(left + 55, 100, GREY, 5)]
+        for row, neuron in enumerate(order):
+            y = 50 + 34 * row
+            parts += [line(left - 50, 100, left - 10, y, COLOURS[neuron]), line(left + 10, y, left + 50, 100, GREY)]
+            parts.append(dot(left, y, COLOURS[neuron]))
+    for column, (name, order) in enumerate((("plain average", (2, 0, 3, 1)), ("aligned average", (0, 1, 2, 3)))):
+        left = 690 + 120 * column
+        parts.append(text(left, 22, name))
+        for row, neuron in enumerate(order):
+            y = 50 + 34 * row
+            parts.append(f'<path d="M{left} {y - 9} a9 9 0 0 0 0 18z" fill="{COLOURS[row]}"/>')
+            parts.append(f'<path d="M{left} {y - 9} a9 9 0 0 1 0 18z" fill="{COLOURS[neuron]}"/>')
+    words = "the donor computes the same before and after: only the order of its neurons changes"
+    parts.append(text(300, 196, words, size=12))
+    parts.append(text(750, 196, "halves of unlike, then of like neurons", size=12))
+    return picture(880, 210, "The same neurons in another order, averaged before and after alignment", parts)
+
+
+def orbit() -> str:
+    """The donor's orbit, its point nearest to the anchor, and the two straight paths."""
+    cx, cy, radius = 500.0, 150.0, 105.0
+    ax, ay = 150.0, 150.0
+    angle = math.radians(125)
+    dx, dy = cx - radius * math.cos(angle), cy - radius * math.sin(angle)
+    nx, ny = cx - radius, cy
+    turn = f"M{dx - 9:g} {dy + 7:g} A{radius - 4:g} {radius - 4:g} 0 0 0 {nx + 6:g} {ny - 14:g}"
+    return picture(
+        760,
+        290,
+        "The donor's orbit: points of equal function, one of them nearest to the anchor",
+        [
+            f'<circle cx="{cx:g}" cy="{cy:g}" r="{radius:g}" fill="none" stroke="{GREY}" stroke-width="1.5" '
+            'stroke-dasharray="5 5"/>',
+            text(cx, cy + 5, "the donor's orbit:"),
+            text(cx, cy + 25, "every point computes the same", size=12),
+            line(ax, ay, dx, dy, RED, 1.5, "6 4"),
+            line(ax, ay, nx, ny, GREEN, 2.5),
+            f'<path d="{turn}" fill="none" stroke="{ORANGE}" stroke-width="2.5"/>',
+            dot(ax, ay, BLUE, 11),
+            text(ax, ay + 32, "anchor", BLUE),
+            dot(dx, dy, ORANGE, 11),
+            text(dx + 18, dy - 10, "donor", ORANGE, "start"),
+            dot(nx, ny, GREEN, 11),
+            text(nx - 4, ny + 32, "aligned donor", GREEN, "end"),
+            dot((ax + dx) / 2, (ay + dy) / 2, RED, 6),
+            text((ax + dx) / 2, (ay + dy) / 2 - 16, "plain average", RED, "end"),
+            dot((ax + nx) / 2, ay, GREEN, 6),
+            text((ax + nx) / 2, ay - 14, "aligned average", GREEN),
+        ],
+    )
+
+
+def spaces() -> str:
+    """One layer of a transformer and the spaces in it."""
+    parts = [
+        f'<rect x="20" y="200" width="860" height="46" rx="8" fill="{GREY}" fill-opacity="0.15" stroke="{GREY}"/>',
+        text(450, 219, "residual stream"),
+        text(450, 238, "permutations, signed permutations or rotations: one map for the whole model", size=12),
+    ]
+    boxes = (
+        (60, 190, BLUE, "queries, keys", "a rotation in each head"),
+        (270, 190, ORANGE, "values, outputs", "a rotation in each head"),
+        (600, 230, GREEN, "FFN neurons", "their order and scale"),
+    )
+    for x, width, colour, words, below in boxes:
+        parts += box(x, 75, width, 62, colour, words, below)
+        parts += [
+            line(x + width / 3, 200, x + width / 3, 139, GREY),
+            f'<path d="M{x + width / 3 - 5:g} 147 l5 -9 l5 9z" fill="{GREY}"/>',
+        ]
+    for x in (425.0, 790.0):
+        parts += [line(x, 137, x, 198, GREY), f'<path d="M{x - 5:g} 190 l5 9 l5 -9z" fill="{GREY}"/>']
+    parts += [
+        f'<rect x="40" y="36" width="440" height="116" rx="10" fill="none" stroke="{GREY}" stroke-dasharray="5 5"/>',
+        text(260, 58, "attention: also the order of the heads"),
+        text(65, 176, "read", size=12, anchor="end"),
+        text(440, 176, "write", size=12, anchor="start"),
+        text(660, 176, "read", size=12, anchor="end"),
+        text(805, 176, "write", size=12, anchor="start"),
+    ]
+    return picture(900, 260, "The spaces of one layer and the group of each", parts)
+
+
+PICTURES = {"neurons.svg": neurons, "orbit.svg": orbit, "spaces.svg": spaces}
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / name).write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
