@@ -309,7 +309,7 @@ class RotationMergePlanner(MergePlanner):
         alone = len(originals) == 1 and self.recipe.excluded(name)
         method = "passthrough" if alone else self._method.spec.name
         shared, per_input = (
-            ({}, {m: {} for m in originals})
+            ({}, {m: {"scale": None} for m in originals})
             if alone
             else resolve_parameters(
                 self._method.spec,
