@@ -137,3 +137,8 @@ def _is_ours(path: str) -> bool:
     except OSError:
         return False
     return METHOD in text or re.search(r"merge_method:\s*['\"]?\w*rotation", text) is not None
+
+
+def extend_genome(module: ModuleType) -> None:
+    """Let mergekit-evolve search over the weights of aligned models."""
+    module.METHOD_PARAM_MAPS.setdefault(METHOD, ["weight"])

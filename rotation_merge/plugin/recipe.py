@@ -42,6 +42,9 @@ DONOR: dict[str, str] = {
 }
 """Options that belong to one donor."""
 
+LEGACY = ("int8_mask",)
+"""Parameters that mergekit-evolve writes into every recipe although no method reads them any more."""
+
 GLOBAL: dict[str, str] = {
     "delegate": "the mergekit method that does the averaging",
     "unsupported": "error, or merge: merge without alignment what cannot be aligned",
@@ -264,7 +267,7 @@ def _check_names(where: str, settings: Mapping[str, Any], allowed: tuple[str, ..
     known = [*own, *(name for group in allowed for name in groups[group])]
     elsewhere = {name for group in groups.values() for name in group}
     for name in settings:
-        if name in known:
+        if name in known or name in LEGACY:
             continue
         if name in elsewhere:
             place = "under 'parameters' of the recipe" if name in GLOBAL else "under one donor's 'parameters'"

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import CHOICES, MatchOptions
 from rotation_merge.plugin.checking.document import Document, Path
-from rotation_merge.plugin.recipe import DONOR, GLOBAL, METHOD, OPTIONS
+from rotation_merge.plugin.recipe import DONOR, GLOBAL, LEGACY, METHOD, OPTIONS
 from rotation_merge.plugin.recipe import _choice as choice
 from rotation_merge.plugin.recipe import _normal as normal
 from rotation_merge.plugin.rules import is_plain
@@ -193,7 +193,7 @@ def _parameters(document: Document, path: Path, groups: tuple[str, ...], delegat
             document.fault(here, f"parameter '{name}' does not belong here", "move it under the recipe's 'parameters'")
         elif name in DONOR:
             document.fault(here, f"parameter '{name}' does not belong here", "move it under one donor's 'parameters'")
-        elif delegate is not None:
+        elif delegate is not None and name not in LEGACY:
             what = f"there is no parameter '{name}' (delegate {delegate.spec.name})"
             document.fault(here, what, nearest(str(name), known))
 
