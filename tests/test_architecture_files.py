@@ -186,6 +186,12 @@ def test_unaligned_keeps_stacks_apart() -> None:
     assert {block.module for block in architecture.blocks} == {"encoder.layer", "decoder.layer", "default"}
 
 
+def test_unaligned_finds_the_number_of_layers_in_the_config() -> None:
+    stored = ["x", "h.0.w", "h.1.w"]
+    assert unaligned(stored, {"n_heads": 2, "n_layer": 2}).layers_key == {"default": "n_layer"}
+    assert unaligned(stored).layers_key == {"default": "num_hidden_layers"}
+
+
 @pytest.mark.parametrize(
     ("expression", "value"),
     [

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from rotation_merge.architectures.expression import evaluate
+from rotation_merge.architectures.expression import evaluate, word
 from rotation_merge.architectures.model import (
     ROLES,
     Architecture,
@@ -32,6 +32,7 @@ from rotation_merge.architectures.schema import (
     Section,
     TensorSpec,
 )
+from rotation_merge.architectures.streams import stream_groups
 from rotation_merge.errors import ArchitectureError
 
 T = TypeVar("T")
@@ -91,7 +92,7 @@ def build(
     return Architecture(
         family=spec.family,
         streams=streams,
-        stream_groups={name: _stream_groups(root, name, named) for name in streams},
+        stream_groups={name: stream_groups(spec, values, name, named) for name in streams},
         blocks=tuple(named),
         layers_key={
             module: f"{definition.config}.{definition.layers_key}" if own[module] else definition.layers_key
@@ -161,17 +162,10 @@ def _attention(scope: _Scope, name: str, spec: AttentionSpec) -> Space:
         {"groups": groups, "per_group": heads // groups, "head_dim": head_dim, "value_dim": value_dim},
         rotary=rotary,
         interleaved=bool(spec.rotary and spec.rotary.layout == "interleaved"),
-        norm=_word(spec.norm, scope.config, ("rms_head", "layer_head", "affine_head", "rms_all", "l2_head")),
-        free_order=_word(spec.order, scope.config, ("free", "fixed")) != "fixed",
-        free_values=_word(spec.values, scope.config, ("free", "fixed")) != "fixed",
+        norm=word(spec.norm, scope.config, ("rms_head", "layer_head", "affine_head", "rms_all", "l2_head")),
+        free_order=word(spec.order, scope.config, ("free", "fixed")) != "fixed",
+        free_values=word(spec.values, scope.config, ("free", "fixed")) != "fixed",
     )
-
-
-def _word(expression: Any, config: Mapping[str, Any], words: tuple[str, ...]) -> str | None:
-    """A word as it stands, or an expression that gives one (or something false)."""
-    if expression in words:
-        return str(expression)
-    return evaluate(expression, config) or None
 
 
 def _block(
@@ -233,7 +227,7 @@ def _norm_tensors(scope: _Scope, path: str, norm: NormSpec) -> list[TensorInfo]:
 
 
 def _norm(scope: _Scope, path: str, norm: NormSpec) -> Norm:
-    kind = _word(norm.kind, scope.config, ("rms", "layer"))
+    kind = word(norm.kind, scope.config, ("rms", "layer"))
     if kind not in ("rms", "layer"):
         raise scope.error(f"norm '{path}' is of kind {kind!r}", "write rms or layer")
     dot = "" if norm.gain == "" else f".{norm.gain}"
@@ -297,44 +291,6 @@ def _rename(block: Block, base: str, spelling: list[tuple[str, str]]) -> Block:
         for t in block.tensors
     )
     return replace(block, name=rename(block.name), tensors=tensors)
-
-
-def _stream_groups(scope: _Scope, stream: str, blocks: list[Block]) -> tuple[str, ...]:
-    """The residual groups a stream admits, from its norms: see DESIGN section 2."""
-    named = scope.config.get("architectures") or []
-    if not named or set(named) & set(scope.spec.bare):
-        return ("none",)
-    norms = [norm for block in blocks for norm in block.norms if norm.stream == stream]
-    limit = _word(scope.spec.streams[stream].limit, scope.config, ("none", "permutation", "signed_permutation"))
-    groups = ["none", "permutation"]
-    layer = any(norm.layer for norm in norms)
-    if not layer:
-        groups.append("signed_permutation")
-    folded = {key for norm in norms for key in norm.reads}
-    readers = {
-        tensor.key.removesuffix(".weight").removesuffix(".bias")
-        for block in blocks
-        for tensor in block.tensors
-        for axis in tensor.axes
-        if any(part.space.name == stream and part.role == "read" for part in axis.parts)
-    }
-    local = all(_read_in_its_block(block, stream, blocks) for block in blocks)
-    if local and all(norm.reads for norm in norms) and (not layer or readers <= {_stem(key) for key in folded}):
-        groups.append("rotation")
-    if limit is not None:
-        groups = groups[: groups.index(limit) + 1] if limit in groups else groups
-    return tuple(groups)
-
-
-def _read_in_its_block(block: Block, stream: str, blocks: list[Block]) -> bool:
-    """Whether what reads the block's norms of a stream is in the same block, as folding block by block needs it."""
-    reads = {_stem(key) for norm in block.norms if norm.stream == stream for key in norm.reads}
-    elsewhere = {_stem(tensor.key) for other in blocks if other is not block for tensor in other.tensors}
-    return not reads.intersection(elsewhere - {_stem(tensor.key) for tensor in block.tensors})
-
-
-def _stem(key: str) -> str:
-    return key.removesuffix(".weight").removesuffix(".bias")
 
 
 def required(architecture: Architecture) -> Collection[str]:

@@ -53,6 +53,13 @@ def evaluate(expression: str | int | float | bool | None, config: Mapping[str, A
         ) from error
 
 
+def word(expression: Any, config: Mapping[str, Any], words: tuple[str, ...]) -> str | None:
+    """A word as it stands, or an expression that gives one (or something false)."""
+    if expression in words:
+        return str(expression)
+    return evaluate(expression, config) or None
+
+
 def _value(node: ast.AST, config: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant():

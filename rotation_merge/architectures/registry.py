@@ -197,10 +197,11 @@ def _present_only(architecture: Architecture, present: set[str], untie: bool) ->
 _LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")
 
 
-def unaligned(names: Collection[str]) -> Architecture:
+def unaligned(names: Collection[str], config: Mapping[str, Any] | None = None) -> Architecture:
     """An architecture without spaces, for plain merging of a checkpoint whose architecture is not known.
 
     Tensors whose names share a layer number (`model.layers.3.`) form a block; each other tensor is one of its own.
+    The config key of the number of layers is the one that names layers and holds that number.
     """
     found = {name: _LAYER.match(name) for name in names}
     stacks = dict.fromkeys(match["stack"] for match in found.values() if match)
@@ -217,5 +218,11 @@ def unaligned(names: Collection[str]) -> Architecture:
         )
         blocks[place] = replace(block, tensors=(*block.tensors, TensorInfo(name, (name,), ())))
     ordered = sorted(blocks.values(), key=lambda b: (b.module, -1 if b.index is None else b.index, b.name))
-    keys = dict.fromkeys(module.values(), "num_hidden_layers")
+    keys = {name: _layers_key(config, ordered, name) for name in module.values()}
     return Architecture("unknown", {}, {}, tuple(ordered), keys or {"default": "num_hidden_layers"})
+
+
+def _layers_key(config: Mapping[str, Any] | None, blocks: Collection[Block], module: str) -> str:
+    count = 1 + max(block.index for block in blocks if block.module == module and block.index is not None)
+    fits = [key for key, value in (config or {}).items() if "layer" in key and type(value) is int and value == count]
+    return fits[0] if fits and "num_hidden_layers" not in fits else "num_hidden_layers"
