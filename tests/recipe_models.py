@@ -1,0 +1,88 @@
+"""Tiny checkpoints that stand in for the models that recipes and docs name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+
+from rotation_merge.cli.demo.data import CHECKPOINTS
+from rotation_merge.plugin.checking import documents
+from rotation_merge.plugin.checking.sources import references
+
+DECODER = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**ENCODER, "vocab_size": 256, "max_position_embeddings": 64}
+PICTURE = {**ENCODER, "image_size": 16, "patch_size": 8}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "meta-llama/": ("LlamaForCausalLM", DECODER),
+    "allenai/": ("LlamaForCausalLM", DECODER),
+    "org/": ("LlamaForCausalLM", DECODER),
+    "Qwen/": ("Qwen2ForCausalLM", DECODER),
+    "./aligned-coder": ("Qwen2ForCausalLM", DECODER),
+    "mistralai/": ("MistralForCausalLM", DECODER),
+    "HuggingFaceH4/": ("MistralForCausalLM", DECODER),
+    "teknium/": ("MistralForCausalLM", DECODER),
+    "sentence-transformers/": ("BertModel", TEXT),
+    "google/multiberts": ("BertForPreTraining", TEXT),
+    "cardiffnlp/twitter-roberta-base-sentiment": ("RobertaForSequenceClassification", {**TEXT, "num_labels": 3}),
+    "cardiffnlp/twitter-roberta-base-emotion": ("RobertaForSequenceClassification", {**TEXT, "num_labels": 4}),
+    "google/vit": ("ViTForImageClassification", {**PICTURE, "num_labels": 10}),
+    "nateraw/": ("ViTForImageClassification", {**PICTURE, "num_labels": 3}),
+    "openai/clip": ("CLIPModel", {"text_config": TEXT, "vision_config": PICTURE, "projection_dim": 16}),
+    "patrickjohncyh/": ("CLIPModel", {"text_config": TEXT, "vision_config": PICTURE, "projection_dim": 16}),
+}
+"""Class and sizes by the beginning of a model's name."""
+
+
+def stand_in(name: str, folder: Path) -> Path:
+    """The tiny checkpoint for a model's name; the same name gives the same checkpoint."""
+    out = folder / name.replace("/", "--").strip(".-")
+    if not out.exists():
+        class_name, sizes = next(value for start, value in FAMILIES.items() if name.startswith(start))
+        torch.manual_seed(len(list(folder.iterdir())) if folder.exists() else 0)
+        model_class = getattr(transformers, class_name)
+        model_class(model_class.config_class(**sizes)).save_pretrained(out)
+        if "vision" not in str(sizes) and "image_size" not in sizes:
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(CHECKPOINTS / "llama-0" / file, out / file)
+    return out
+
+
+def names(text: str) -> list[str]:
+    """Models that a recipe names."""
+    found: list[str] = []
+    made: set[str] = set()
+    for document in documents(text):
+        if "genome" in document.value:
+            found += document.value["genome"]["models"]
+        else:
+            found += [name for _, name in references(document.value) if name not in made]
+            made.add(str(document.value.get("name")))
+    return list(dict.fromkeys(found))
+
+
+def localised(text: str, folder: Path) -> str:
+    """The recipe with tiny checkpoints in the place of every model."""
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: replace(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [replace(item) for item in value]
+        return str(stand_in(value, folder)) if value in models else value
+
+    models = names(text)
+    return yaml.safe_dump_all([replace(document) for document in yaml.safe_load_all(text)], sort_keys=False)
