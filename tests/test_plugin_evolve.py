@@ -15,7 +15,7 @@ def test_a_genomes_recipe_merges_aligned_models(tmp_path: Path):
     from mergekit.evo.genome import ModelGenome, ModelGenomeDefinition
 
     anchor = make("llama", tmp_path / "anchor")
-    donor = twin(anchor, tmp_path / "donor")
+    donor = twin(anchor, tmp_path / "donor", heads="none")
     definition = ModelGenomeDefinition(
         models=[str(anchor), str(donor)], base_model=str(anchor), merge_method="rotation_merge", normalize=True
     )

@@ -139,6 +139,6 @@ def _is_ours(path: str) -> bool:
     return METHOD in text or re.search(r"merge_method:\s*['\"]?\w*rotation", text) is not None
 
 
-def extend_genome(module: ModuleType) -> None:
+def extend_genome(module: "ModuleType") -> None:
     """Let mergekit-evolve search over the weights of aligned models."""
     module.METHOD_PARAM_MAPS.setdefault(METHOD, ["weight"])
