@@ -1,0 +1,155 @@
+"""Write the generated parts of these pages from the code: `python docs/generate.py`; `--check` only compares.
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; what is around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import click
+
+import rotation_merge  # noqa: F401  (registers the method)
+from rotation_merge.cli.app import COMMANDS, app
+from rotation_merge.learning.fit import FitOptions
+from rotation_merge.plugin.delegates import delegates, options
+
+FOLDER = Path(__file__).resolve().parent
+PART = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+MEANINGS = {
+    "attention": "Maps inside attention heads. `rotation`: the largest compact group that the layer admits; "
+    "`invertible`: any invertible map, where the layer admits it.",
+    "heads": "Order of attention heads. `permutation`: the joint optimum of the order and the maps inside heads; "
+    "`spectral`: TransFusion's pairing, for comparison.",
+    "ffn": "Order of FFN neurons, and of experts.",
+    "rescale": "Rescaling, of either sign where the layer allows it. `sequential`: after the rotation, as the ICML "
+    "2025 paper does, instead of solving for both.",
+    "residual": "Group of the residual stream: one map for the whole model. See [The residual stream](residual.md).",
+    "layers": "Which layers to match; ranges such as `0-5,11`.",
+    "finetuned_from": "The donor is a fine-tune of this model. The map from it to the anchor is found, and the delegate "
+    "sees anchor + map(donor - this model).",
+    "alignment": "File of transforms, written by `rotation-merge align --alignment` or `rotation-merge fit`, that is "
+    "applied instead of matching.",
+    "delegate": "The merge method that averages. See [Delegates](delegates.md).",
+    "unsupported": "`merge`: what cannot be aligned is merged as it stands, and the report says so.",
+    "exclude": "Comma-separated parts of tensor names; such tensors are copied from `base_model`.",
+    "untie": "Give a tied output its own tensor, where residual rotation needs it.",
+    "anchor": "`mean`: align all models to their running mean, expressed in the coordinates of `base_model`.",
+    "report": "Also write the report as an HTML page, `report.html`.",
+}
+"""Longer words than the code's own; a parameter that is not here gets those."""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def code(words: str) -> str:
+    return f"`{words}`"
+
+
+def parameters(place: str) -> str:
+    """Our own parameters that stand at one place."""
+    rows = []
+    for option in options():
+        if option.where == place:
+            values = option.values
+            if "," in values and " or " not in values:
+                values = ", ".join(code(word) for word in values.split(", "))
+            rows.append((code(option.name), values, code(option.default), MEANINGS.get(option.name, option.text)))
+    return table(("parameter", "values", "default", "meaning"), rows)
+
+
+def delegate_table() -> str:
+    """Delegates of mergekit itself; those that plugins add are listed by `rotation-merge methods` alone."""
+    rows = []
+    for d in delegates():
+        name = f"[`{d.name}`]({d.url})" if d.url else code(d.name)
+        required, optional = (", ".join(map(code, names)) for names in (d.required, d.optional))
+        rows.append((name, d.models, d.base, required, optional))
+    return table(("delegate", "models", "`base_model`", "must be given", "may be given"), rows)
+
+
+def shared_names() -> str:
+    """Parameters that we and some delegate have both."""
+    own = {option.name for option in options()}
+    rows = []
+    for d in delegates():
+        both = sorted({name.rstrip("*") for name in (*d.required, *d.optional)} & own)
+        rows += [(code(name), code(d.name)) for name in both]
+    names = sorted({name for name, _ in rows})
+    return table(
+        ("parameter", "also of"), [(name, ", ".join(d for other, d in rows if other == name)) for name in names]
+    )
+
+
+def fit_options() -> str:
+    """Fields, defaults and meanings of FitOptions; rows only, the head stands in the page."""
+    text = re.sub(r"\n\s{12,}", " ", FitOptions.__doc__ or "")
+    said = dict(re.findall(r"^\s+(\w+): (.+)$", text, re.MULTILINE))
+    return table(
+        ("field", "default", "meaning"),
+        [(code(field.name), code(repr(field.default)), said[field.name]) for field in fields(FitOptions)],
+    )
+
+
+def commands() -> str:
+    """Every command: what it does, its arguments and options."""
+    context = click.Context(app)
+    parts = []
+    for name in COMMANDS:
+        command = app.get_command(context, name)
+        assert command is not None
+        inner = click.Context(command, parent=context, info_name=name)
+        help_text = " ".join((command.help or "").split("\n\n")[0].split())
+        rest = ["\n" + " ".join(p.split()) for p in (command.help or "").split("\n\n")[1:]]
+        usage = " ".join(["rotation-merge", name, *command.collect_usage_pieces(inner)])
+        rows = []
+        for parameter in command.get_params(inner):
+            record = parameter.get_help_record(inner) if isinstance(parameter, click.Option) else None
+            if record is not None and parameter.name != "help":
+                rows.append((code(record[0]), record[1]))
+        parts += [f"## {name}\n", "```text", usage, "```\n", help_text, *rest, "", table(("option", ""), rows)]
+    return "\n".join(parts)
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "options": lambda: parameters("anywhere"),
+    "donor parameters": lambda: parameters("under one donor"),
+    "global parameters": lambda: parameters("under the recipe"),
+    "shared names": shared_names,
+    "delegates": delegate_table,
+    "fit options": fit_options,
+    "commands": commands,
+}
+
+
+def filled(text: str) -> str:
+    """A page with its generated parts written anew."""
+    return PART.sub(lambda match: f"{match[1]}\n{GENERATED[match[2]]()}\n{match[3]}", text)
+
+
+def stale() -> dict[Path, str]:
+    """Pages that differ from what the code says, and what they should be."""
+    pages = {path: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
+    made = {path: filled(text) for path, text in pages.items() if PART.search(text)}
+    return {path: text for path, text in made.items() if text != pages[path]}
+
+
+def main() -> int:
+    found = stale()
+    for path, text in found.items():
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+        print(path.name)
+    return 1 if found and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
