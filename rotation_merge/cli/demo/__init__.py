@@ -27,7 +27,7 @@ def command(only: tuple[str, ...], keep: Path | None, as_json: bool) -> None:
     """Merge the tiny checkpoints that come with the package and print what alignment did.
 
     Two ViTs on scikit-learn's digits and Llamas on bytes of text, each merged half and half by mergekit: as they are,
-    with heads and neurons aligned, and with the whole model aligned. Takes about two minutes on one core.
+    with heads and neurons aligned, and with the whole model aligned. Takes about a minute on one core.
     """
     from rotation_merge.cli.show import shown
 
@@ -37,9 +37,12 @@ def command(only: tuple[str, ...], keep: Path | None, as_json: bool) -> None:
 def _run(only: tuple[str, ...], keep: Path | None, as_json: bool) -> int:
     from dataclasses import asdict
 
+    import torch
+
     from rotation_merge.cli.demo import stages
     from rotation_merge.cli.show import note, print_json, say, table
 
+    torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rotation-merge-demo-") as scratch:
         place = keep or Path(scratch)

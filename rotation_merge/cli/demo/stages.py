@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sysconfig
@@ -148,7 +149,8 @@ def _merge(text: str, out: Path, stock: bool = False) -> None:
     if not stock or command is None:
         merge_recipe(text, str(out))
         return
-    done = subprocess.run([command, str(recipe), str(out), "--quiet"], capture_output=True, text=True)
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([command, str(recipe), str(out), "--quiet"], capture_output=True, text=True, env=threads)
     if done.returncode:
         raise RotationMergeError(f"mergekit-yaml failed: {done.stderr[-500:]}", where=str(recipe))
 
