@@ -110,7 +110,7 @@ class Model:
         merge_anyway = self.unsupported == "merge"
         where = str(self.reference)
         if merge_anyway and find(self.config) is None:
-            return unaligned(self.names)
+            return unaligned(self.names, self.config)
         try:
             architecture = resolve(self.config, self.names, where, keep_unknown=merge_anyway, untie=self.untie)
         except ArchitectureError as error:
@@ -123,6 +123,13 @@ class Model:
                 shape = self.shapes[present[0]]
                 check_shape(info, (len(info.names), *shape) if info.stacked else shape, where)
         return architecture
+
+    @cached_property
+    def ignored(self) -> list[str]:
+        """Stored tensors that are no weights and are not written again (position ids, rotary tables)."""
+        known = self.architecture.named()
+        tied = {name for info in self.architecture.tensors() for name in info.tied}
+        return [name for name in self.names if name not in known and name not in tied]
 
     @cached_property
     def tied_head(self) -> str | None:

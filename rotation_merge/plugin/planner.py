@@ -78,6 +78,8 @@ class RotationMergePlanner(MergePlanner):
         self.config.base_model = base
         self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
         self.fold = self.donors.fold
+        if left_out := self.models[self.recipe.base].ignored:
+            self.run.note(f"Not written, as they hold no weights: {', '.join(left_out)}.")
 
     def plan_module(self, module_name: str, definition: OutputModuleDefinition) -> None:
         reader = ConfigReader(config=self.config, t=0, module=definition)
