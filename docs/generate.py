@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -19,6 +20,7 @@ from rotation_merge.learning.fit import FitOptions
 from rotation_merge.plugin.delegates import delegates, options
 
 FOLDER = Path(__file__).resolve().parent
+VERSION = f"mergekit {version('mergekit')}:"
 PART = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 MEANINGS = {
@@ -31,8 +33,8 @@ MEANINGS = {
     "2025 paper does, instead of solving for both.",
     "residual": "Group of the residual stream: one map for the whole model. See [The residual stream](residual.md).",
     "layers": "Which layers to match; ranges such as `0-5,11`.",
-    "finetuned_from": "The donor is a fine-tune of this model. The map from it to the anchor is found, and the delegate "
-    "sees anchor + map(donor - this model).",
+    "finetuned_from": "The donor is a fine-tune of this model. The map from it to the anchor is found, and the "
+    "delegate sees anchor + map(donor - this model).",
     "alignment": "File of transforms, written by `rotation-merge align --alignment` or `rotation-merge fit`, that is "
     "applied instead of matching.",
     "delegate": "The merge method that averages. See [Delegates](delegates.md).",
@@ -67,13 +69,14 @@ def parameters(place: str) -> str:
 
 
 def delegate_table() -> str:
-    """Delegates of mergekit itself; those that plugins add are listed by `rotation-merge methods` alone."""
+    """Every delegate; the first line says of which mergekit."""
     rows = []
     for d in delegates():
         name = f"[`{d.name}`]({d.url})" if d.url else code(d.name)
         required, optional = (", ".join(map(code, names)) for names in (d.required, d.optional))
         rows.append((name, d.models, d.base, required, optional))
-    return table(("delegate", "models", "`base_model`", "must be given", "may be given"), rows)
+    head = ("delegate", "models", "`base_model`", "must be given", "may be given")
+    return f"{VERSION}\n\n{table(head, rows)}"
 
 
 def shared_names() -> str:
@@ -84,13 +87,12 @@ def shared_names() -> str:
         both = sorted({name.rstrip("*") for name in (*d.required, *d.optional)} & own)
         rows += [(code(name), code(d.name)) for name in both]
     names = sorted({name for name, _ in rows})
-    return table(
-        ("parameter", "also of"), [(name, ", ".join(d for other, d in rows if other == name)) for name in names]
-    )
+    shared = [(name, ", ".join(d for other, d in rows if other == name)) for name in names]
+    return f"{VERSION}\n\n{table(('parameter', 'also of'), shared)}"
 
 
 def fit_options() -> str:
-    """Fields, defaults and meanings of FitOptions; rows only, the head stands in the page."""
+    """Fields, defaults and meanings of FitOptions."""
     text = re.sub(r"\n\s{12,}", " ", FitOptions.__doc__ or "")
     said = dict(re.findall(r"^\s+(\w+): (.+)$", text, re.MULTILINE))
     return table(
@@ -130,20 +132,26 @@ GENERATED: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(text: str) -> str:
-    """A page with its generated parts written anew."""
-    return PART.sub(lambda match: f"{match[1]}\n{GENERATED[match[2]]()}\n{match[3]}", text)
+def filled(text: str, keep: bool) -> str:
+    """A page with its generated parts written anew; `keep` those of another mergekit than the one installed."""
+
+    def part(match: re.Match[str]) -> str:
+        if keep and "\nmergekit " in match[0] and f"\n{VERSION}\n" not in match[0]:
+            return match[0]
+        return f"{match[1]}\n{GENERATED[match[2]]()}\n{match[3]}"
+
+    return PART.sub(part, text)
 
 
-def stale() -> dict[Path, str]:
+def stale(keep: bool) -> dict[Path, str]:
     """Pages that differ from what the code says, and what they should be."""
     pages = {path: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
-    made = {path: filled(text) for path, text in pages.items() if PART.search(text)}
+    made = {path: filled(text, keep) for path, text in pages.items() if PART.search(text)}
     return {path: text for path, text in made.items() if text != pages[path]}
 
 
 def main() -> int:
-    found = stale()
+    found = stale(keep="--check" in sys.argv)
     for path, text in found.items():
         if "--check" not in sys.argv:
             path.write_text(text, encoding="utf-8")

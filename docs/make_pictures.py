@@ -36,9 +36,7 @@ def dot(x: float, y: float, colour: str, radius: float = 9) -> str:
 
 def line(x1: float, y1: float, x2: float, y2: float, colour: str = GREY, width: float = 1.5, dash: str = "") -> str:
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return (
-        f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{colour}" stroke-width="{width:g}"{dashed}/>'
-    )
+    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{colour}" stroke-width="{width:g}"{dashed}/>'
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, words: str, below: str) -> list[str]:
@@ -90,8 +88,8 @@ def orbit() -> str:
         [
             f'<circle cx="{cx:g}" cy="{cy:g}" r="{radius:g}" fill="none" stroke="{GREY}" stroke-width="1.5" '
             'stroke-dasharray="5 5"/>',
-            text(cx, cy + 5, "the donor's orbit:"),
-            text(cx, cy + 25, "every point computes the same", size=12),
+            text(cx, cy + 45, "the donor's orbit:"),
+            text(cx, cy + 65, "all compute the same", size=12),
             line(ax, ay, dx, dy, RED, 1.5, "6 4"),
             line(ax, ay, nx, ny, GREEN, 2.5),
             f'<path d="{turn}" fill="none" stroke="{ORANGE}" stroke-width="2.5"/>',
@@ -100,11 +98,11 @@ def orbit() -> str:
             dot(dx, dy, ORANGE, 11),
             text(dx + 18, dy - 10, "donor", ORANGE, "start"),
             dot(nx, ny, GREEN, 11),
-            text(nx - 4, ny + 32, "aligned donor", GREEN, "end"),
+            text(nx + 18, ny + 5, "aligned donor", GREEN, "start"),
             dot((ax + dx) / 2, (ay + dy) / 2, RED, 6),
             text((ax + dx) / 2, (ay + dy) / 2 - 16, "plain average", RED, "end"),
             dot((ax + nx) / 2, ay, GREEN, 6),
-            text((ax + nx) / 2, ay - 14, "aligned average", GREEN),
+            text((ax + nx) / 2, ay + 26, "aligned average", GREEN),
         ],
     )
 

@@ -1,0 +1,145 @@
+"""Every command, recipe and Python example that README and docs show runs on tiny checkpoints, in the page's order.
+
+Commands of ```bash blocks that begin with `rotation-merge` or a command of mergekit are run in a folder of their own,
+with a tiny checkpoint for each model named; ```yaml recipes are checked and merged there. The demo takes a minute and
+has tests of its own: its options are parsed only.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from mergekit.io.tasks import LoaderCache
+from mergekit.scripts.multimerge import main as mergekit_multi
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+from recipe_models import FAMILIES, localised, stand_in
+
+from rotation_merge.cli.app import app
+from rotation_merge.cli.demo.data import CHECKPOINTS, TEXTS
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": mergekit_multi}
+OTHER = ("pip ", "pytest ", "python ", "git ", "cd ")
+"""Beginnings of lines in ```bash blocks that are no commands of ours."""
+
+PARSED_ONLY = ("demo",)
+SHORTER = {"fit": {"--steps": "2", "--limit": "8", "--batch-size": "2"}, "barrier": {"--points": "3", "--limit": "4"}}
+"""Options that replace or join those on the page."""
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    title: str | None
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(language, title or None, text) for language, title, text in FENCE.findall(page.read_text("utf-8"))]
+
+
+def lines(block: Block) -> Iterator[str]:
+    """Commands of a block, continued lines joined, remarks left out."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            yield line.strip()
+
+
+def is_recipe(block: Block) -> bool:
+    return block.language == "yaml" and re.search(r"^merge_method:", block.text, re.MULTILINE) is not None
+
+
+def has_work(page: Path) -> bool:
+    return any(is_recipe(b) or (b.language == "bash" and any(ours(line) for line in lines(b))) for b in blocks(page))
+
+
+def ours(line: str) -> bool:
+    return line.split()[0] in RUN
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def invoke(program: click.Command, arguments: list[str]) -> Result:
+    LoaderCache.loaders.clear()
+    result = CliRunner().invoke(program, arguments)
+    assert result.exit_code == 0, f"{arguments}: {result.output} {result.exception!r}"
+    return result
+
+
+def local(word: str, models: Path) -> str:
+    """A tiny checkpoint for a word that names a model; `C/` is how the pages write the folder of the shipped ones."""
+    if word.startswith("C/vit"):
+        return str(CHECKPOINTS / word[2:])
+    name = word.replace("C/llama", "org/llama")
+    return str(stand_in(name, models)) if name.startswith(tuple(FAMILIES)) else word
+
+
+def run(line: str, models: Path) -> None:
+    program, *arguments = shlex.split(line, comments=True)
+    arguments = [local(word, models) for word in arguments]
+    if program == "rotation-merge" and arguments[0] in PARSED_ONLY:
+        command = app.get_command(click.Context(app), arguments[0])
+        assert command is not None
+        command.make_context(arguments[0], arguments[1:])
+        return
+    if program == "rotation-merge":
+        for option, value in SHORTER.get(arguments[0], {}).items():
+            if option in arguments:
+                arguments[arguments.index(option) + 1] = value
+            else:
+                arguments += [option, value]
+    else:
+        arguments.append("--quiet")
+    invoke(RUN[program], arguments)
+
+
+def run_recipe(block: Block, name: str, merge: bool, models: Path) -> None:
+    Path(name).write_text(localised(block.text, models), encoding="utf-8")
+    invoke(app, ["check", name])
+    if merge:
+        invoke(mergekit_yaml, [name, f"merged-{name}", "--quiet"])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_work(page)], ids=lambda page: page.name)
+def test_page(page: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("samples.txt").write_text((TEXTS / "python.txt").read_text("utf-8")[:4000], encoding="utf-8")
+    found = blocks(page)
+    commands = "\n".join(block.text for block in found if block.language == "bash")
+    for number, block in enumerate(found):
+        if is_recipe(block):
+            name = block.title or f"recipe-{number}.yml"
+            run_recipe(block, name, f"mergekit-yaml {name} " not in commands, models)
+        elif block.language == "bash":
+            for line in lines(block):
+                if ours(line):
+                    run(line, models)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nothing_in_a_bash_block_goes_unread(page: Path) -> None:
+    shown = [line for block in blocks(page) if block.language == "bash" for line in lines(block)]
+    assert [line for line in shown if not ours(line) and not line.startswith(OTHER)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_examples(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All examples of a page, one after the other, in one namespace."""
+    code = "\n".join(block.text for block in blocks(page) if block.language == "python")
+    if code:
+        exec(compile(code, str(page), "exec"), {"__name__": "example"})

@@ -1,0 +1,49 @@
+"""What the docs take from the code is up to date: tables, pictures; and links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+LINK = re.compile(r"\]\(([^)#:\s]*)(#[^)\s]+)?\)")
+
+
+def test_tables_are_what_the_code_says() -> None:
+    """In a process of its own, where no test has registered methods; `python docs/generate.py` mends it."""
+    done = subprocess.run(
+        [sys.executable, DOCS / "generate.py", "--check"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"out of date: {done.stdout}{done.stderr}; run python docs/generate.py"
+
+
+def test_pictures_are_what_the_script_draws() -> None:
+    pictures = runpy.run_path(str(DOCS / "make_pictures.py"))["PICTURES"]
+    for name, draw in pictures.items():
+        assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == draw(), f"run make_pictures.py for {name}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Names that links may use after the #, as mkdocs makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for file, anchor in LINK.findall(text):
+        target = page if not file else DOCS / file
+        assert target.exists(), f"no such file: {file}"
+        assert not anchor or anchor[1:] in anchors(target), f"no heading {anchor} in {target.name}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if f" {page.name}\n" not in navigation] == []
