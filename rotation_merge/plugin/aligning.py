@@ -87,6 +87,14 @@ def open_pair(anchor: str, donor: str, untie: bool = False) -> Pair:
     models.check(first, [second])
     a, d = models[first], models[second]
     architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)
+    counts = [{m: len(x.architecture.layers(m)) for m in x.architecture.layers_key} for x in (a, d)]
+    if counts[0] != counts[1]:
+        mine, its = (", ".join(map(str, count.values())) for count in counts)
+        raise CheckpointError(
+            f"has {its} layers, {anchor} has {mine}",
+            where=donor,
+            remedy="pick layers of either with 'slices' in a recipe",
+        )
     for info in architecture.tensors():
         ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)
         if ours is not None and theirs is not None and ours != theirs:
