@@ -107,8 +107,9 @@ def straight_tensors(family: str, tensors: dict[str, Tensor]) -> dict[str, Tenso
     found = {}
     for key, x in tensors.items():
         for ending, role in ROLES[family].items():
-            if key.endswith(f"{ending}.weight") and role not in found:
+            if key.endswith(f"{ending}.weight"):
                 found[role] = x.T.contiguous() if role in ("o", "down") else x
+                break
     return found
 
 

@@ -73,10 +73,13 @@ def _largest_root(u: Tensor, v: Tensor) -> Tensor:
     start = u / 2 + (u * u / 4 + 1).sqrt()
     safe = u.clamp_min(0) + ((-v).clamp_min(0) + 1) ** (1 / 3)
     x = torch.where(u + v >= 0, start, safe)
+    eps = torch.finfo(x.dtype).eps
     for _ in range(_NEWTON.get(x.dtype, 14)):
         value = ((x - u) * x * x + v) * x - 1
         slope = (4 * x - 3 * u) * x * x + v
-        x = torch.where(slope > 0, x - value / slope, x).clamp_min(1.0)
+        before, x = x, torch.where(slope > 0, x - value / slope, x).clamp_min_(1.0)
+        if bool((before - x <= eps * x).all()):
+            break
     return x
 
 

@@ -51,9 +51,14 @@ def head_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
         return float(values[rows, candidate].sum())
 
     candidate = assign(values).permutation
+    rounds = 0
     while not bool(exact[rows, candidate].all()):
         know(candidate)
         candidate = assign(values).permutation
+        rounds += 1
+        if rounds == 1 and per_group == 1 and not bool(exact[rows, candidate].all()):
+            values = torch.where(exact, values, torch.minimum(values, search.sharper_bounds()))
+            candidate = assign(values).permutation
     if not torch.equal(candidate, rows):
         total = know(candidate)
         tie = total - search.rounding * abs(total)
@@ -103,6 +108,20 @@ class _Search:
             else:
                 total += pairing.anchor_norm().cpu()[i]
         return total
+
+    def sharper_bounds(self) -> Tensor:
+        """As `bounds`, shape (G, G), for one query head a group, from |M|_* <= sqrt(d) |M|_F."""
+        i, j = (x.flatten() for x in torch.meshgrid(*[torch.arange(self.groups)] * 2, indexing="ij"))
+        total = torch.zeros(self.groups**2, dtype=torch.float64)
+        for k, pairing in enumerate(self.pairings):
+            if k in self.tables:
+                primal, dual = self.tables[k][0][i, j], self.tables[k][1][i, j, 0, 0]
+                sizes = _size(pairing.group, primal), _size(pairing.group, dual)
+            else:
+                d = pairing.dual.shape[2]
+                sizes = tuple(half.product_norms().cpu().flatten() * d**0.5 for half in (pairing.primal, pairing.dual))
+            total += _bound(pairing, i, j, *sizes)
+        return total.reshape(self.groups, self.groups)
 
     def _order_bounds(self, i: Tensor, j: Tensor) -> Tensor:
         """Upper bounds on the gain of N pairs of groups under each order inside, (N, T)."""

@@ -16,9 +16,9 @@ from rotation_merge.matching.neurons import Neurons, Pairs
 SMALLEST = 64
 """Below this many neurons all similarities are cheaper."""
 
-_WIDTHS = (16, 64, 256)
+_WIDTHS = (16, 32, 64, 128, 256)
 _PROBED = 64
-_MOST_OPEN = 4  # open pairs a neuron that are evaluated exactly
+_MOST_OPEN = 8  # open pairs a neuron that are evaluated exactly
 _ROUNDING = 1e-5  # share of the squared norms by which float32 may be wrong
 _TIE = 1e-12
 _BLOCK = 1 << 20

@@ -126,6 +126,20 @@ class Half:
             total = torch.complex(real, total[:, n:, :n] - total[:, :n, n:])
         return total.permute(1, 2, 0).reshape(groups, per_group, groups, per_group, batch)
 
+    def product_norms(self) -> Tensor:
+        """Frobenius norms of the `full` products of all pairs of groups of one head each, (G, G)."""
+        groups = self.shape[0]
+        result = self._zeros((groups, groups))
+        for i in range(groups):
+            total: Tensor | None = None
+            for a, b in self.pairs:
+                x, y = _widened(a[i, 0], b[:, 0])
+                product = torch.matmul(x, y.mT)
+                total = product if total is None else total.add_(product)
+            if total is not None:
+                result[i] = torch.linalg.vector_norm(total.double(), dim=(1, 2))
+        return result
+
     def _by_coordinate(self, x: Tensor) -> Tensor:
         """(G, r, d, m) as (d, heads, m), or (d/2, 2 heads, m) with first and second coordinates stacked."""
         flat = x.flatten(0, 1).movedim(1, 0)
