@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block
-from rotation_merge.groups import SpaceTransform, StreamTransform
+from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.block import SpaceMatch, match_block, squared_distances, wanted_spaces
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors
 from rotation_merge.matching.state import TensorSource, read_block, read_tensor, unstack
-from rotation_merge.matching.stream import StreamStatistics, check_group, identity, layer_normed, weight_of
+from rotation_merge.matching.stream import Statistics, check_group, identity
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done, and how many there are."""
@@ -24,8 +24,9 @@ Progress = Callable[[str, int, int], None]
 Transforms = dict[str, SpaceTransform]
 
 MOST_PASSES = 24
-LEAST_GAIN = 1e-4
-"""Passes over the model stop when the objective falls by less than this fraction."""
+LEAST_GAIN = 1e-2
+"""Passes over the model stop when the objective falls by less than this fraction. Passes beyond bring the models a
+little nearer and the merge nothing (benchmarks/residual.md)."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def match_model(
         anchor, donor: the models as they are stored (folding, where needed, is done here).
         options: which groups to use.
         progress: told about every block.
-        starts: residual transforms to start from, by name of the start, instead of the identity and the embeddings.
+        starts: residual transforms to start from, by name of the start, instead of the identity and what
+            embeddings and heads say.
         fold: False where both sources are folded already.
 
     Raises:
@@ -92,40 +94,43 @@ class _Walk:
     options: MatchOptions
     progress: Progress
 
-    def blocks(self, what: str) -> Iterator[tuple[Block, Tensors, Tensors]]:
-        blocks = self.architecture.blocks
+    def blocks(self, what: str, layers: bool = True) -> Iterator[tuple[Block, Tensors, Tensors]]:
+        """Every block (without `layers`: what stands before and after them), one at a time."""
+        blocks = [block for block in self.architecture.blocks if layers or block.index is None]
         for done, block in enumerate(blocks):
             self.progress(what, done, len(blocks))
             yield block, read_block(block, self.anchor), read_block(block, self.donor)
         self.progress(what, len(blocks), len(blocks))
 
-    def pass_over(
-        self, streams: list[str], transforms: Transforms, what: str, only: str | None = None
-    ) -> tuple[dict[str, StreamStatistics], float]:
+    def ends(self, transforms: Transforms) -> Statistics:
+        """What embeddings and heads alone say about the streams."""
+        statistics = Statistics(self.architecture, equal=True)
+        for block, anchor, donor in self.blocks("embeddings and heads", layers=False):
+            statistics.add(block, anchor, donor, transforms)
+        return statistics
+
+    def pass_over(self, transforms: Transforms, what: str, weights: Mapping[str, float]) -> Statistics:
         """Match all local spaces under the stream transforms; collect the streams' statistics and the objective.
 
         Args:
-            streams: streams to collect for.
             transforms: of the streams; not modified.
-            only: look at blocks of this place only (`before`: the embeddings).
+            what: shown as progress.
+            weights: of tensors by name, for the local spaces; one not named counts as it stands.
         """
-        statistics = {s: StreamStatistics(self.architecture.streams[s].sizes["size"]) for s in streams}
-        objective = 0.0
+        statistics = Statistics(self.architecture)
         for block, anchor, donor in self.blocks(what):
-            if only is not None and block.place != only:
-                continue
-            anchor, donor = _weighted(block, anchor, donor)
-            local = match_block(block, anchor, donor, self.options, transforms).transforms if only is None else {}
-            everything = {**transforms, **local}
-            for stream in streams:
-                statistics[stream].add(self.architecture, block, stream, anchor, donor, everything)
-            objective += squared_distances(block, None, anchor, donor, everything)[0]
-        return statistics, objective
+            local: Transforms = {}
+            if wanted_spaces(block, self.options):
+                a, b = _weighted(block, anchor, donor, weights)
+                local = match_block(block, a, b, self.options, transforms).transforms
+                del a, b
+            statistics.add(block, anchor, donor, {**transforms, **local})
+        return statistics
 
     def final(self, transforms: Transforms) -> list[tuple[Block, list[SpaceMatch]]]:
         """Match the local spaces once more, unweighted, into `transforms`; record every space, streams included."""
         records = []
-        totals = [0.0, 0.0, 0.0]
+        before = after = norm = 0.0
         streams = dict(transforms)
         began = time.perf_counter()
         for block, anchor, donor in self.blocks("matching"):
@@ -135,12 +140,17 @@ class _Walk:
             transforms.update(match.transforms)
             records.append((block, match.records))
             if streams:
-                before = squared_distances(block, None, anchor, donor, {})
-                after = squared_distances(block, None, anchor, donor, {**streams, **match.transforms})
-                totals = [t + x for t, x in zip(totals, (before[0], after[0], before[1]), strict=True)]
+                apart, own = squared_distances(block, None, anchor, donor, {})
+                before, norm = before + apart, norm + own
+                after += squared_distances(block, None, anchor, donor, {**streams, **match.transforms})[0]
         for name, transform in streams.items():
             record = SpaceMatch(
-                *(name, "stream", transform.group(), *totals),
+                space=name,
+                kind="stream",
+                group=transform.group(),
+                before=before,
+                after=after,
+                anchor=norm,
                 distances=transform.distances(),
                 seconds=time.perf_counter() - began,
                 notes=["distances of all tensors of the model"],
@@ -149,70 +159,62 @@ class _Walk:
         return records
 
 
-def _weighted(block: Block, anchor: Tensors, donor: Tensors) -> tuple[Tensors, Tensors]:
-    """Both models' tensors divided so that no single matrix drowns the rest: see `weight_of`."""
-    weights = {info.key: weight_of(info, anchor[info.key]) for info in block.tensors if info.key in anchor}
-    scaled = [
-        {key: x.float() * weights[key] for key, x in tensors.items() if key in weights} for tensors in (anchor, donor)
-    ]
-    return scaled[0], scaled[1]
+def _weighted(
+    block: Block, anchor: Tensors, donor: Tensors, weights: Mapping[str, float]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Both models' tensors times the root of their weights, so that squared distances count by them."""
+    factors = {info.key: weights[info.name] ** 0.5 for info in block.tensors if info.name in weights}
+    first, second = (
+        {key: x.float() * factors[key] if key in factors else x for key, x in tensors.items()}
+        for tensors in (anchor, donor)
+    )
+    return first, second
 
 
 def _match_streams(
     walk: _Walk, streams: list[str], starts: Mapping[str, Transforms] | None
 ) -> tuple[Transforms, dict[str, object]]:
-    """Alternate residual and local spaces from several starts; the best kept."""
-    group = walk.options.residual
+    """Alternate residual and local spaces from the start that is nearest after its first pass."""
     if starts is None:
+        group = walk.options.residual
         still: Transforms = {s: identity(group, walk.architecture.streams[s].sizes["size"]) for s in streams}
-        starts = {"identity": still, "embeddings": _from_embeddings(walk, streams, still)}
-    runs = {name: _alternate(walk, streams, start, name) for name, start in starts.items()}
-    best = min(runs, key=lambda name: runs[name][1][-1])
-    transforms, history = runs[best]
+        starts = {"identity": still, "embeddings and heads": _solved(walk, walk.ends(still), still)}
+    runs = {name: walk.pass_over(start, f"residual, from {name}", {}) for name, start in starts.items()}
+    best = min(runs, key=lambda name: runs[name].objective)
+    transforms, history = _alternate(walk, dict(starts[best]), runs[best])
     return transforms, {
         "start": best,
         "passes": len(history),
         "objective": history,
-        "starts": {name: run[1][-1] for name, run in runs.items()},
+        "starts": {name: run.objective for name, run in runs.items()},
     }
 
 
-def _from_embeddings(walk: _Walk, streams: list[str], still: Transforms) -> Transforms:
-    """Stream transforms from what stands before the layers: token, patch and position embeddings."""
-    statistics, _ = walk.pass_over(streams, still, "embeddings", only="before")
-    return {
-        s: _solve(walk, s, statistics[s]) if bool((statistics[s].products != 0).any()) else still[s] for s in streams
-    }
+def _solved(walk: _Walk, statistics: Statistics, current: Transforms) -> Transforms:
+    """Every stream's best transform; the current one of a stream about which nothing is known."""
+    return {name: statistics.solve(name, walk.options.residual) or current[name] for name in current}
 
 
-def _solve(walk: _Walk, stream: str, statistics: StreamStatistics) -> SpaceTransform:
-    return StreamTransform(statistics.solve(walk.options.residual, layer_normed(walk.architecture, stream)))
+def _alternate(walk: _Walk, transforms: Transforms, statistics: Statistics) -> tuple[Transforms, list[float]]:
+    """Streams for the local spaces, local spaces for the streams, until the objective stands still.
 
-
-def _alternate(walk: _Walk, streams: list[str], start: Transforms, name: str) -> tuple[Transforms, list[float]]:
-    """Local spaces for the streams, streams for the local spaces, until the objective stands still.
-
-    With several streams one is solved a pass, in turn, so that the objective never rises.
+    Args:
+        transforms: of the streams, at the start.
+        statistics: of the first pass, under them.
 
     Returns:
-        The best transforms, and the objective of every pass.
+        The best transforms, and the objective of every pass, never rising.
     """
-    transforms, best = dict(start), dict(start)
-    history: list[float] = []
-    quiet = 0
-    for turn in range(MOST_PASSES * len(streams)):
-        statistics, objective = walk.pass_over(streams, transforms, f"residual, from {name}, pass {turn + 1}")
-        if history and objective > history[-1] * (1 - LEAST_GAIN):
-            quiet += 1
-        else:
-            quiet = 0
-        if not history or objective <= min(history):
-            best = dict(transforms)
-        history.append(min([objective, *history]))
-        if quiet >= len(streams) or objective == 0.0:
+    best, history = transforms, [statistics.objective]
+    while len(history) < MOST_PASSES and not statistics.exact:
+        transforms = _solved(walk, statistics, transforms)
+        statistics = walk.pass_over(transforms, f"residual, pass {len(history) + 1}", statistics.weights)
+        if statistics.objective >= history[-1]:
             break
-        stream = streams[turn % len(streams)]
-        transforms = {**transforms, stream: _solve(walk, stream, statistics[stream])}
+        best = transforms
+        history.append(statistics.objective)
+        if history[-1] > history[-2] * (1 - LEAST_GAIN):
+            break
     return best, history
 
 

@@ -1,20 +1,27 @@
 r"""Matching a residual stream: one element for the whole model, from every axis that lives in the stream.
 
-With the local spaces held fixed, the best element maximises <Q, sum_k w_k A_k B_k^T> over all axes k of the stream:
-an assignment for permutations (on absolute values for signed ones, the sign read off afterwards), Procrustes for
-rotations; with LayerNorm, Procrustes in the complement of the all-ones vector, which every rotation has to fix.
+With the local spaces held fixed, the best element maximises <R, sum_k w_k A_k B_k^T> over all tensors k that touch the
+stream: an assignment for permutations (on absolute values for signed ones, the sign read off afterwards), Procrustes
+for rotations; with LayerNorm, Procrustes in the complement of the all-ones vector, which every rotation has to fix.
+
+What is minimised is sum_k n_k log(|A_k - R B_k|^2 / |A_k|^2 + FLOOR), n_k the number of entries: the likelihood of a
+donor whose tensors each carry noise of their own, unknown strength. It is invariant under rescaling of single tensors,
+so that no large matrix drowns the rest. The weights w_k = n_k / (|A_k - R B_k|^2 + FLOOR |A_k|^2) of one pass bound it
+from above (the logarithm is concave), hence it never rises; benchmarks/residual.md compares it with other weightings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, Block, TensorInfo
-from rotation_merge.errors import RecipeError
+from rotation_merge.architectures.model import Architecture, Axis, Block, TensorInfo
+from rotation_merge.errors import AlignmentError, RecipeError
 from rotation_merge.groups import (
     GroupElement,
     Monomial,
@@ -26,56 +33,153 @@ from rotation_merge.groups import (
 )
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.polar import complement_of_ones, procrustes
-from rotation_merge.matching.sides import Tensors, sides
+from rotation_merge.matching.apply import split_axis, transform_tensor
+from rotation_merge.matching.sides import Tensors
 
 GROUPS = ("permutation", "signed_permutation", "rotation")
 
+FLOOR = 1e-2
+"""Relative squared distance below which a tensor's agreement no longer raises its weight."""
+
+_ENTRIES = 1 << 22  # of a matrix widened at a time
+
 
 @dataclass
-class StreamStatistics:
-    """What accumulates over the blocks of one pass, for one stream.
+class Statistics:
+    """What one pass over both models accumulates.
 
     Attributes:
-        products: sum of w A B^T over the axes on which the donor's signs count, (d, d), float64.
+        architecture: whose streams are matched.
+        equal: give every tensor the same say, 1 / |A| |B|, in the products: for a start, when nothing is known of
+            how well each of them agrees.
+        products: by stream, sum of w A B^T over the axes on which the donor's signs count, (d, d), float64.
         gains: the same over norm gains and layer scales, which follow a permutation but not its signs.
+        weights: of every tensor seen, by name; they belong to the next pass.
     """
 
-    size: int
-    products: Tensor = field(init=False)
-    gains: Tensor = field(init=False)
+    architecture: Architecture
+    equal: bool = False
+    products: dict[str, Tensor] = field(default_factory=dict)
+    gains: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    _logs: float = 0.0
+    _entries: int = 0
 
-    def __post_init__(self) -> None:
-        self.products = torch.zeros(self.size, self.size, dtype=torch.float64)
-        self.gains = torch.zeros(self.size, self.size, dtype=torch.float64)
+    @property
+    def objective(self) -> float:
+        """Geometric mean over all entries of their tensor's relative squared distance, plus `FLOOR`."""
+        return math.exp(self._logs / self._entries) if self._entries else 0.0
 
-    def add(
-        self,
-        architecture: Architecture,
-        block: Block,
-        stream: str,
-        anchor: Tensors,
-        donor: Tensors,
-        transforms: Mapping[str, SpaceTransform],
-    ) -> None:
-        """Add the axes of one block, the donor's other axes moved by `transforms`."""
-        space = architecture.streams[stream]
-        for side in sides(block, space, anchor, donor, transforms):
-            a, b = side.anchor.float(), side.donor.float()
-            product = (a @ b.T).double().to(self.products.device)
-            if side.role == "gain":
-                self.gains += product
-            else:
-                self.products += product
+    @property
+    def exact(self) -> bool:
+        """Whether both models agree up to the rounding of float32."""
+        return self.objective <= FLOOR * (1 + 1e-3)
 
-    def solve(self, group: str, layer_norm: bool) -> GroupElement:
-        """The best element of a group for what has accumulated."""
-        if group == "rotation":
-            return Orthogonal(_rotation(self.products, layer_norm)[None])
-        if group == "permutation":
-            return _monomial(assign(self.products + self.gains).permutation, None)
-        found = assign(self.products.abs() + self.gains).permutation
-        picked = self.products[torch.arange(self.size), found]
-        return _monomial(found, torch.where(picked < 0, -1.0, 1.0).double())
+    def add(self, block: Block, anchor: Tensors, donor: Tensors, transforms: Mapping[str, SpaceTransform]) -> None:
+        """Add one block, the donor's axes moved by `transforms`, which name all streams."""
+        for info in block.tensors:
+            a, b = anchor.get(info.key), donor.get(info.key)
+            if a is not None and b is not None and a.is_floating_point() and a.shape == b.shape:
+                self._add_tensor(info, a, b, transforms)
+
+    def _add_tensor(self, info: TensorInfo, a: Tensor, b: Tensor, transforms: Mapping[str, SpaceTransform]) -> None:
+        found = []
+        distance: float | None = None
+        norm, other = _square(a), 0.0
+        for dim, axis in enumerate(info.axes):
+            if not axis.parts or any(part.space.kind != "stream" for part in axis.parts):
+                continue
+            moved = transform_tensor(b, _without(info, dim), transforms)
+            other = _square(moved)
+            distance = norm + other
+            for part, x, y in zip(axis.parts, split_axis(a, dim, axis), split_axis(moved, dim, axis), strict=True):
+                product = _product(x.movedim(dim, 0), y.movedim(dim, 0))
+                distance -= 2 * _overlap(transforms[part.space.name], product, part.role)
+                found.append((part.space.name, part.role, product))
+        if norm == 0 or (found and all(role == "gain" and _mixes(transforms[name]) for name, role, _ in found)):
+            return
+        if distance is None:
+            distance = _square(a - transform_tensor(b, info, transforms))
+        if not math.isfinite(distance):
+            raise AlignmentError(
+                f"tensor '{info.name}' of the anchor or the donor holds NaN or infinity",
+                remedy="repair or replace the checkpoint",
+            )
+        lifted = max(distance, 0.0) + FLOOR * norm
+        self._logs += a.numel() * math.log(lifted / norm)
+        self._entries += a.numel()
+        self.weights[info.name] = a.numel() / lifted
+        weight = (norm * other or math.inf) ** -0.5 if self.equal else self.weights[info.name]
+        for name, role, product in found:
+            self._gather(name, role, product * weight)
+
+    def _gather(self, stream: str, role: str, product: Tensor) -> None:
+        chosen = self.gains if role == "gain" else self.products
+        chosen[stream] = chosen[stream] + product if stream in chosen else product
+
+    def solve(self, stream: str, group: str) -> StreamTransform | None:
+        """The best element of a group for what has accumulated; None where nothing has."""
+        size = self.architecture.streams[stream].sizes["size"]
+        nothing = torch.zeros(size, size, dtype=torch.float64)
+        if stream not in self.products and stream not in self.gains:
+            return None
+        products, gains = (x.get(stream, nothing) for x in (self.products, self.gains))
+        return StreamTransform(_best(products, gains, group, layer_normed(self.architecture, stream)))
+
+
+def _without(info: TensorInfo, dim: int) -> TensorInfo:
+    """The same tensor, one axis held still."""
+    return dataclasses.replace(info, axes=(*info.axes[:dim], Axis(), *info.axes[dim + 1 :]))
+
+
+def _chunks(x: Tensor) -> Iterator[Tensor]:
+    """The columns of a matrix, widened to float32 at least, as many at a time as are not too many."""
+    step = max(1, _ENTRIES // max(1, x.shape[0]))
+    for piece in x.split(step, dim=1):
+        yield piece.to(torch.promote_types(piece.dtype, torch.float32))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """A B^T over all other dimensions, (d, d), float64 (summed in float32 inside a chunk)."""
+    pairs = zip(_chunks(a.reshape(len(a), -1)), _chunks(b.reshape(len(b), -1)), strict=True)
+    total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
+    for x, y in pairs:
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        total += (x.to(dtype) @ y.to(a.device, dtype).T).double()
+    return total
+
+
+def _square(x: Tensor) -> float:
+    """Squared norm."""
+    flat = x.reshape(len(x), -1) if x.ndim else x.reshape(1, 1)
+    return sum(float(piece.square().sum(dtype=torch.float64)) for piece in _chunks(flat))
+
+
+def _mixes(transform: SpaceTransform) -> bool:
+    return isinstance(transform, StreamTransform) and isinstance(transform.element, Orthogonal)
+
+
+def _overlap(transform: SpaceTransform, product: Tensor, role: str) -> float:
+    """<R, A B^T> for a stream's present element R."""
+    assert isinstance(transform, StreamTransform)
+    element = transform.element
+    if isinstance(element, Monomial):
+        index, factor = element.permutation.index[0], element.scaling.factor[0]
+        picked = product[torch.arange(len(product)), index.to(product.device)]
+        return float((picked if role == "gain" else picked * factor.to(picked)).sum())
+    assert isinstance(element, Orthogonal)
+    return float(product.trace() if role == "gain" else (element.matrix[0].to(product) * product).sum())
+
+
+def _best(products: Tensor, gains: Tensor, group: str, layer_norm: bool) -> GroupElement:
+    if group == "rotation":
+        return Orthogonal(_rotation(products, layer_norm)[None])
+    gains = gains.to(products.device)
+    if group == "permutation":
+        return _monomial(assign(products + gains).permutation, None)
+    found = assign(products.abs() + gains).permutation
+    picked = products[torch.arange(len(products)), found.to(products.device)]
+    return _monomial(found, torch.where(picked < 0, -1.0, 1.0).double())
 
 
 def _rotation(products: Tensor, layer_norm: bool) -> Tensor:
@@ -123,16 +227,3 @@ def check_group(architecture: Architecture, group: str, model: str = "the model"
 def layer_normed(architecture: Architecture, stream: str) -> bool:
     """Whether the stream's norms subtract the mean."""
     return "signed_permutation" not in architecture.stream_groups[stream]
-
-
-def weight_of(info: TensorInfo, anchor: Tensor) -> float:
-    """The factor by which a tensor counts in whole-model matching (its square weighs the squared distance).
-
-    Each tensor is divided by its anchor's norm to the power of `NORM_POWER` (see benchmarks/README.md for the
-    comparison): 0 lets large matrices drown the rest, 1 gives every tensor the same say, whatever its size.
-    """
-    norm = float(anchor.float().square().sum(dtype=torch.float64)) ** 0.5
-    return 1.0 if norm == 0 else norm**-NORM_POWER
-
-
-NORM_POWER = 0.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import tqdm
@@ -27,7 +28,7 @@ from rotation_merge.report.run import Run
 class WholeTask(KeyedTask):
     """Runs once, before everything that depends on it, on the main thread."""
 
-    def arguments(self) -> dict[str, KeyedTask]:  # type: ignore[override]
+    def arguments(self) -> dict[str, KeyedTask]:
         return {}
 
     def priority(self) -> int:
@@ -58,7 +59,7 @@ class MatchWhole(WholeTask):
     donor_name: str
     options: MatchOptions
     run: Run = Field(repr=False)
-    device: str | None = None
+    device: str = "cpu"
     quiet: bool = False
 
     def execute(self) -> Alignment:
@@ -77,7 +78,7 @@ class MatchMean(WholeTask):
     base: str
     options: MatchOptions
     run: Run = Field(repr=False)
-    device: str | None = None
+    device: str = "cpu"
     quiet: bool = False
 
     def execute(self) -> dict[str, Alignment]:
@@ -95,7 +96,7 @@ class Pick(WholeTask):
     all: MatchMean = Field(repr=False)
     name: str
 
-    def arguments(self) -> dict[str, KeyedTask]:  # type: ignore[override]
+    def arguments(self) -> dict[str, KeyedTask]:
         return {"all": self.all}
 
     def execute(self, all: dict[str, Alignment]) -> Alignment:
@@ -110,9 +111,10 @@ def record(run: Run, name: str, alignment: Alignment) -> None:
         run.whole[name] = dict(alignment.summary)
 
 
-def _on(source: object, device: str | None) -> TensorSource:
-    assert hasattr(source, "__getitem__")
-    return source if device in (None, "cpu") else OnDevice(source, torch.device(device))  # type: ignore[return-value]
+def _on(source: object, device: str) -> TensorSource:
+    """A task's source, its tensors moved to a device as they are read."""
+    found = cast(TensorSource, source)
+    return found if device == "cpu" else OnDevice(found, torch.device(device))
 
 
 @contextmanager
