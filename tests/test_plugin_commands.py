@@ -162,7 +162,7 @@ def test_explicit_import_registers_once() -> None:
         "import rotation_merge, importlib\n"
         "importlib.reload(rotation_merge); rotation_merge.install()\n"
         "import sys; print(sum(type(f).__name__ == 'MergekitFinder' for f in sys.meta_path))\n"
-        "print([x.spec.name for x in m.registered_methods()].count('rotation_merge'))\n"
+        "print(m.get('rotation_merge').spec.name == 'rotation_merge')\n"
         "print(mergekit.plan._rotation_merge, mergekit.merge._rotation_merge)\n"
     )
     # -S: no site-packages, so no .pth file is processed; the path is then added by hand
@@ -170,7 +170,7 @@ def test_explicit_import_registers_once() -> None:
         result = subprocess.run(
             [sys.executable, "-W", "ignore", *flags, "-c", path + after], capture_output=True, text=True, check=False
         )
-        assert result.stdout.split() == ["1", "1", "True", "True"], result.stderr
+        assert result.stdout.split() == ["1", "True", "True", "True"], result.stderr
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ def line(error: Exception) -> str:
             return str(RotationMergeError("out of memory", remedy="merge on a machine with more, or in a lower dtype"))
     text = " ".join(f"{error}".split())
     if "inline_container" in text:  # how torch reports that a pickle could not be written to its end
-        return str(RotationMergeError("a weight file cannot be written, the disk may be full", remedy="free some space"))
+        what = "a weight file cannot be written to its end, the disk may be full"
+        return str(RotationMergeError(what, remedy="free some space"))
     if type(error) in (RuntimeError, ValueError) and text:
         return text
     return f"{type(error).__name__}: {text or 'no message'}; run again with -vv to see where"

@@ -25,11 +25,11 @@ def _mentions(obj: object) -> bool:
 
 
 def extend_registry(module: Any) -> None:
-    """Register the merge method."""
-    if METHOD not in module._METHODS:
-        from rotation_merge.plugin.method import RotationMergeMethod
+    """Let the merge method be found by its name."""
+    from rotation_merge.plugin.method import Methods
 
-        module.register(RotationMergeMethod())
+    if not isinstance(module._METHODS, Methods):
+        module._METHODS = Methods(module._METHODS)
 
 
 def extend_config(module: Any) -> None:
@@ -139,6 +139,6 @@ def _is_ours(path: str) -> bool:
     return METHOD in text or re.search(r"merge_method:\s*['\"]?\w*rotation", text) is not None
 
 
-def extend_genome(module: "ModuleType") -> None:
+def extend_genome(module: Any) -> None:
     """Let mergekit-evolve search over the weights of aligned models."""
     module.METHOD_PARAM_MAPS.setdefault(METHOD, ["weight"])

@@ -16,6 +16,18 @@ _REFUSAL = "merge_method rotation_merge aligns whole models and cannot merge sin
 _REMEDY = "use mergekit-yaml, mergekit-multi or mergekit-evolve instead of mergekit-pytorch"
 
 
+class Methods(dict[str, MergeMethod]):
+    """mergekit's methods by name, ours among them only when it is asked for by name.
+
+    `registered_methods()` lists what merges single tensors; ours needs the planner and cannot.
+    """
+
+    def __missing__(self, name: str) -> MergeMethod:
+        if name == METHOD:
+            return _ours
+        raise KeyError(name)
+
+
 class RotationMergeMethod(MergeMethod):
     """Stands in the registry so that recipes may name it."""
 
@@ -44,3 +56,6 @@ class RotationMergeMethod(MergeMethod):
         with one_line():
             raise RecipeError(_REFUSAL, remedy=_REMEDY)
         return ()
+
+
+_ours = RotationMergeMethod()

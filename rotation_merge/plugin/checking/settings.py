@@ -39,7 +39,7 @@ def check_settings(document: Document) -> None:
         _keys(document, path, _at(document.value, path), tuple(kind.model_fields))
     _types(document)
     method = document.value.get("merge_method")
-    known = [m.spec.name for m in merge_methods.registered_methods()]
+    known = [METHOD, *(m.spec.name for m in merge_methods.registered_methods())]
     if method != METHOD:
         if isinstance(method, str) and method not in known:
             document.fault(("merge_method",), f"there is no merge method '{method}'", nearest(method, known))
