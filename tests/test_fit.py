@@ -227,6 +227,25 @@ def test_models_of_other_classes_are_refused(vits):
         fit(vits[0], vits[1], batches(32, labels=False))
 
 
+def test_nothing_to_learn_is_said(vits):
+    match = MatchOptions(attention="none", rescale=False, residual="permutation")
+    with pytest.raises(RecipeError, match="nothing to learn"):
+        fit(vits[0], vits[1], batches(64, labels=False), match, FitOptions(steps=1))
+
+
+def test_a_fit_that_finds_nothing_stops_early():
+    steps: list[int] = []
+    same = tiny_llama(0)
+    fit(
+        same,
+        tiny_llama(0),
+        token_batches(),
+        options=FitOptions(steps=48, patience=2),
+        watch=lambda n, *_: steps.append(n),
+    )
+    assert steps[-1] == 8
+
+
 def test_the_widest_groups_follow_the_architecture(vits):
     assert widest(vits[0]).residual == "rotation"
 

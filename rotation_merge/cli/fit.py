@@ -33,7 +33,7 @@ from rotation_merge.matching.options import MatchOptions
     show_default=True,
     help="distill: speak like the parents, no labels needed; labels: the model's own loss; auto: labels if there.",
 )
-@click.option("--steps", default=300, show_default=True, type=click.IntRange(min=1))
+@click.option("--steps", default=600, show_default=True, type=click.IntRange(min=1))
 @click.option("--minutes", default=0.0, help="Stop after so long, whatever the steps.")
 @click.option("--learning-rate", default=0.02, show_default=True, type=click.FloatRange(min=0, min_open=True))
 @click.option("--batch-size", default=64, show_default=True, type=click.IntRange(min=1))

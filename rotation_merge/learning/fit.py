@@ -36,6 +36,9 @@ from rotation_merge.matching.stream import check_group
 CONCENTRATION = 8.0
 """Of the Dirichlet distribution that coefficients of three or more models are drawn from (RESULTS: joint fits)."""
 
+LOOKS = 12
+"""How often a fit looks at the held-out samples."""
+
 Watch = Callable[[int, int, dict[str, float]], None]
 """Told about every step: steps done, steps in all, and the figures known now."""
 
@@ -48,6 +51,7 @@ class FitOptions:
         objective: auto, distill or labels (`learning.objective`).
         steps: optimiser steps.
         minutes: stop after so long, whatever the steps (0: no limit).
+        patience: stop early after so many looks at the held-out samples (`LOOKS` in all) without a better state.
         learning_rate: of Adam, at its peak; cosine decay to nothing.
         coefficients: fixed shares of the models, anchor first; None draws them at random around the middle.
         permutations: also learn the order of FFN neurons (straight-through).
@@ -60,8 +64,9 @@ class FitOptions:
     """
 
     objective: str = "auto"
-    steps: int = 300
+    steps: int = 600
     minutes: float = 0.0
+    patience: int = 5
     learning_rate: float = 0.02
     coefficients: tuple[float, ...] | None = None
     permutations: bool = False
@@ -276,12 +281,17 @@ class _Fit:
         return FitResult(self.architecture, alignments, report)
 
     def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> dict[str, Tensor]:
+        if next(learned.parameters(), None) is None:
+            raise RecipeError(
+                "the groups chosen have nothing to learn (signs and permutations only)",
+                remedy="allow 'attention: rotation', 'rescale' or 'residual: rotation', or learn permutations",
+            )
         optimiser = torch.optim.Adam(learned.parameters(), lr=self.options.learning_rate, betas=(0.9, 0.95))
         steps = self.options.steps
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
         state = State(self.options.state, learned, optimiser, schedule, self.generator)
         first, best = state.restore(report)
-        every = max(1, steps // 12)
+        every = max(1, steps // LOOKS)
         report.history = report.history or [(0, 0.0, report.before, report.barrier_before)]
         for step in range(first, steps):
             index = self.training[int(torch.randint(len(self.training), (), generator=self.generator))]
@@ -299,7 +309,7 @@ class _Fit:
                 state.save(step + 1, best, report)
             figures = {"loss": float(loss.detach()), "held out": report.after, "barrier": report.barrier_after}
             self.watch(step + 1, steps, figures)
-            if late:
+            if late or step + 1 - report.best_step >= self.options.patience * every:
                 break
         state.remove()
         return best
