@@ -22,7 +22,7 @@ from rotation_merge.plugin.merging import merge_recipe
 from rotation_merge.report.html import REPORT_FILE, read_report, write_page
 
 LOCAL = {"heads": "permutation"}
-WHOLE = {"residual": "rotation"}
+WHOLE = {"heads": "permutation", "residual": "rotation"}
 OFF = {"attention": "none", "ffn": "none", "rescale": "false"}
 """Plain averaging of what mergekit's own linear would write incomplete: it drops most of a ViT's tensors."""
 SCALE = 0.75
@@ -54,8 +54,7 @@ def twin(place: Path) -> Result:
     """The headline, through the stock command."""
     parent, other = data.CHECKPOINTS / "vit-0", place / "vit-0-twin"
     make_twin(parent, other)
-    options = {**LOCAL, **WHOLE}
-    return _halves("ViT and its rotated twin", place / "twin", parent, other, _digits, {"whole": options}, stock=True)
+    return _halves("ViT and its rotated twin", place / "twin", parent, other, _digits, {"whole": WHOLE}, stock=True)
 
 
 def vits(place: Path) -> Result:
