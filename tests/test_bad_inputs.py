@@ -213,6 +213,14 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "a file for a model": (lambda b: b.donor_entry().update(model=str(b.weights())), ("is a file", "directory")),
     "config that is no JSON": (lambda b: (b.donor / "config.json").write_text("{"), ("config.json", "cannot be read")),
     "config that is a list": (lambda b: (b.donor / "config.json").write_text("[]"), ("config.json", "JSON object")),
+    "config that is a directory": (
+        lambda b: ((p := b.donor / "config.json").unlink(), p.mkdir()),
+        ("config.json", "directory"),
+    ),
+    "weights that are a directory": (
+        lambda b: (b.weights().unlink(), b.weights().mkdir()),
+        ("model.safetensors", "directory"),
+    ),
     "config of no known type": (lambda b: b.config(model_type="nothing"), ("donor", "config")),
     "unsupported architecture": (
         lambda b: [

@@ -29,10 +29,16 @@ def read_json(path: str) -> dict[str, Any]:
         name, folder = os.path.basename(path), os.path.dirname(path)
         raise CheckpointError(f"{name} is missing", where=folder, remedy="the model is incomplete") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot be read ({error})", where=path, remedy="download it again") from None
+        raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy="download it again") from None
     if not isinstance(content, dict):
         raise CheckpointError("does not hold a JSON object", where=path, remedy="download it again")
     return content
+
+
+def reason(error: Exception) -> str:
+    """What an error says, without the path that an OSError repeats."""
+    strerror = getattr(error, "strerror", None)
+    return str(strerror).lower() if strerror else str(error) or type(error).__name__
 
 
 def check_local(folder: str) -> None:
@@ -91,7 +97,7 @@ def file_shapes(path: str) -> Shapes:
     try:
         return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, struct.error) as error:
-        text = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
+        text = textwrap.shorten(reason(error), 200, placeholder=" ...")
         raise CheckpointError(f"cannot be read: {text}", where=path, remedy="download it again") from error
 
 
