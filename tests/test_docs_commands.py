@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.scripts.multimerge import main as mergekit_multi
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from recipe_models import FAMILIES, localised, stand_in
+from transformers import ViTConfig, ViTForImageClassification
 
 from rotation_merge.cli.app import app
 from rotation_merge.cli.demo.data import CHECKPOINTS, TEXTS
@@ -81,11 +83,21 @@ def invoke(program: click.Command, arguments: list[str]) -> Result:
     return result
 
 
+def digits_model(out: Path) -> Path:
+    """A tiny ViT for the demo's digits."""
+    if not out.exists():
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = ViTConfig(**sizes, image_size=8, patch_size=2, num_channels=1, num_labels=10)
+        ViTForImageClassification(config).save_pretrained(out)
+        shutil.copy(CHECKPOINTS / "vit-0" / "preprocessor_config.json", out)
+    return out
+
+
 def local(word: str, models: Path) -> str:
     """A tiny checkpoint for a word that names a model; `C/` is how the pages write the folder of the shipped ones."""
-    if word.startswith("C/vit"):
-        return str(CHECKPOINTS / word[2:])
-    name = word.replace("C/llama", "org/llama")
+    name = word.replace("C/llama", "org/llama").replace("C/vit", "org/vit")
+    if name.startswith("org/vit"):
+        return str(digits_model(models / Path(name).name))
     return str(stand_in(name, models)) if name.startswith(tuple(FAMILIES)) else word
 
 
