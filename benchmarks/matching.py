@@ -175,9 +175,7 @@ def main() -> None:
     args = parser.parse_args()
     family, *sizes = SHAPES[args.shape]
     sizes = [family, *(args.sizes or sizes)]
-    print(
-        "| shape | donor | what | seconds | times faster | parts | added MiB (layer) | distance², before, after |"
-    )
+    print("| shape | donor | what | seconds | times faster | parts | added MiB (layer) | distance², before, after |")
     print("|---|---|---|---|---|---|---|---|")
     context = multiprocessing.get_context("spawn")
     for relation in args.relation:
