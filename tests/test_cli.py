@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -231,6 +232,18 @@ class TestBarrier:
         assert (tmp_path / "b.svg").read_text().startswith("<?xml")
         assert (merged / "barrier.json").exists()
 
+    def test_an_alignment_file_stands_in_for_matching(self, pair: tuple[str, str], tmp_path: Path):
+        file, data = tmp_path / "a.safetensors", tmp_path / "data.npz"
+        np.savez(data, input_ids=np.arange(40).reshape(2, 20))
+        assert run("align", *pair, "--alignment", file, "--heads", "permutation").exit_code == 0
+        found = parsed("barrier", *pair, "--data", data, "--points", 3, "--alignment", file)[0]
+        plain, aligned = (curve["loss"] for curve in found["curves"])
+        assert aligned[1] == pytest.approx(aligned[0], abs=1e-3)
+        assert plain[1] != pytest.approx(plain[0], abs=1e-2)
+        swapped = run("barrier", *reversed(pair), "--data", data, "--alignment", file)
+        assert swapped.exit_code == 2
+        assert "other weights" in swapped.output
+
     def test_recipe_and_text_on_a_pipe(self, tmp_path: Path):
         (tmp_path / "held-out.txt").write_text("def f(x):\n    return x + 1\n" * 40)
         done = run("barrier", recipe(tmp_path, *LLAMAS), "--data", tmp_path / "held-out.txt", "--points", 3)
@@ -244,7 +257,6 @@ class TestData:
 
     @pytest.mark.parametrize("kind", ["jsonl", "npz", "safetensors"])
     def test_records_and_arrays(self, kind: str, tmp_path: Path):
-        import numpy as np
         from safetensors.torch import save_file
 
         path = tmp_path / f"data.{kind}"

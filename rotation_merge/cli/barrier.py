@@ -34,6 +34,7 @@ from rotation_merge.report.plots import save_barrier, text_plot
     "--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a window of text."
 )
 @click.option("--plot", metavar="FILE", help="Also draw a PNG, SVG or PDF (needs matplotlib).")
+@click.option("--alignment", metavar="FILE", help="Transforms to apply instead of matching; for two models.")
 @click.option("--save", metavar="DIR", help=f"Also write {FILE} there, for the report of the merge in DIR.")
 @matching_options
 @json_option
@@ -46,6 +47,7 @@ def command(
     batch_size: int,
     length: int,
     plot: str | None,
+    alignment: str | None,
     save: str | None,
     untie: bool,
     as_json: bool,
@@ -60,7 +62,10 @@ def command(
     pairs = _pairs(models, options, untie)
     progress = Progress()
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
-    barriers = [measure(a, b, chosen, split, data, points, progress, reading) for a, b, chosen, split in pairs]
+    files = _files(models, alignment)
+    barriers = [
+        measure(a, b, chosen, split, data, points, progress, reading, files.get(b)) for a, b, chosen, split in pairs
+    ]
     progress.close()
     if save is not None:
         _save(barriers, save)
@@ -86,6 +91,14 @@ def _pairs(models: tuple[str, ...], options: MatchOptions, untie: bool) -> list[
     raise click.UsageError("give a recipe (a YAML file), or two models")
 
 
+def _files(models: tuple[str, ...], alignment: str | None) -> dict[str, str]:
+    if len(models) == 2:
+        return {models[1]: alignment} if alignment else {}
+    from rotation_merge.plugin.checking import alignment_files
+
+    return alignment_files(models[0])
+
+
 def measure(
     anchor: str,
     donor: str,
@@ -95,15 +108,19 @@ def measure(
     points: int,
     progress: Progress,
     reading: dict[str, Any],
+    file: str | None = None,
 ) -> Barrier:
-    """Both paths between two checkpoints."""
-    from rotation_merge.plugin.aligning import match_pair, open_pair, write_aligned
+    """Both paths between two checkpoints; the donor aligned by a file where one is given, else by matching."""
+    from rotation_merge.plugin.aligning import empty_report, match_pair, open_pair, read_alignment, write_aligned
 
     pair = open_pair(anchor, donor, untie)
     a, b = load(anchor), load(donor)
     data: Data = read_batches(source, anchor, a, **reading)
     curves = [path(a, b, data, points, "plain", progress)]
-    alignment, report = match_pair(pair, options, progress)
+    if file is None:
+        alignment, report = match_pair(pair, options, progress)
+    else:
+        alignment, report = read_alignment(pair, file), empty_report(pair)
     with tempfile.TemporaryDirectory(prefix="rotation-merge-") as scratch:
         moved, still = os.path.join(scratch, "donor"), anchor
         write_aligned(pair, alignment, report, moved, dtype="float32", untie=untie)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
-from rotation_merge.matching.file import fingerprint, save_alignment
+from rotation_merge.matching.file import check_fingerprints, fingerprint, load_alignment, save_alignment
 from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import TensorSource
@@ -126,6 +126,11 @@ def match_pair(pair: Pair, options: MatchOptions, progress: Progress | None = No
     return alignment, MergeReport.of(run, pair.anchor.reference, "none", recipe)
 
 
+def empty_report(pair: Pair) -> MergeReport:
+    """A report of nothing, where nothing was matched."""
+    return MergeReport.of(Run(), pair.anchor.reference, "none", "")
+
+
 def write_aligned(
     pair: Pair,
     alignment: Alignment,
@@ -221,9 +226,26 @@ def card(pair: Pair, report: MergeReport, name: str) -> str:
     )
 
 
+def read_alignment(pair: Pair, path: str) -> Alignment:
+    """An alignment file made for this very pair.
+
+    Raises:
+        AlignmentError: it cannot be read, or was made for other weights.
+    """
+    file = load_alignment(path, pair.architecture)
+    anchor, donor = _fingerprints(pair)
+    check_fingerprints(file, path, anchor, donor, (str(pair.anchor.reference), str(pair.donor.reference)))
+    return file.alignment
+
+
+def _fingerprints(pair: Pair) -> tuple[str, str]:
+    anchor, donor = (fingerprint(model.architecture, model, model.config) for model in (pair.anchor, pair.donor))
+    return anchor, donor
+
+
 def write_alignment(pair: Pair, alignment: Alignment, path: str, made: Mapping[str, Any], half: bool = False) -> None:
     """All transforms in one file, with the fingerprints of both models."""
-    anchor, donor = (fingerprint(model.architecture, model, model.config) for model in (pair.anchor, pair.donor))
+    anchor, donor = _fingerprints(pair)
     parent = os.path.dirname(os.path.abspath(path))
     os.makedirs(parent, exist_ok=True)
     dtype = torch.float16 if half else torch.float32
