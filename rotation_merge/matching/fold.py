@@ -1,7 +1,7 @@
 r"""Folding and centring: making room for rotations of the residual stream without changing a model's outputs.
 
-A norm with gain g computes ``W (g * x_hat + b)``. Moving g into the maps that read it, ``W' = W diag(g)``, leaves a gain
-of one, and a stream that may be turned. A shift b goes into the readers' biases, or, where they have none, becomes
+A norm with gain g computes ``W (g * x_hat + b)``. Moving g into the maps that read it, ``W' = W diag(g)``, leaves a
+gain of one, and a stream that may be turned. A shift b goes into the readers' biases, or, where they have none, becomes
 ``b / g``. A layer scale goes into the map before it. With LayerNorm every writer to the stream is centred, because
 the mean of what it writes is never seen.
 """

@@ -16,7 +16,7 @@ from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors
 from rotation_merge.matching.state import TensorSource, read_block, read_tensor, unstack
-from rotation_merge.matching.stream import Statistics, check_group, identity
+from rotation_merge.matching.stream import FLOOR, Statistics, check_group, identity
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done, and how many there are."""
@@ -27,6 +27,7 @@ MOST_PASSES = 24
 LEAST_GAIN = 1e-2
 """Passes over the model stop when the objective falls by less than this fraction. Passes beyond bring the models a
 little nearer and the merge nothing (benchmarks/residual.md)."""
+_EXACT = 1e-12
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,18 @@ class _Walk:
             statistics.add(block, anchor, donor, transforms)
         return statistics
 
-    def pass_over(self, transforms: Transforms, what: str, weights: Mapping[str, float]) -> Statistics:
+    def pass_over(
+        self, transforms: Transforms, what: str, weights: Mapping[str, float], precise: bool = False
+    ) -> Statistics:
         """Match all local spaces under the stream transforms; collect the streams' statistics and the objective.
 
         Args:
             transforms: of the streams; not modified.
             what: shown as progress.
             weights: of tensors by name, for the local spaces; one not named counts as it stands.
+            precise: for models that nearly agree already.
         """
-        statistics = Statistics(self.architecture)
+        statistics = Statistics(self.architecture, precise=precise)
         for block, anchor, donor in self.blocks(what):
             local: Transforms = {}
             if wanted_spaces(block, self.options):
@@ -206,14 +210,16 @@ def _alternate(walk: _Walk, transforms: Transforms, statistics: Statistics) -> t
         The best transforms, and the objective of every pass, never rising.
     """
     best, history = transforms, [statistics.objective]
-    while len(history) < MOST_PASSES and not statistics.exact:
+    while len(history) < MOST_PASSES and statistics.excess > _EXACT:
+        excess = statistics.excess
         transforms = _solved(walk, statistics, transforms)
-        statistics = walk.pass_over(transforms, f"residual, pass {len(history) + 1}", statistics.weights)
-        if statistics.objective >= history[-1]:
+        what = f"residual, pass {len(history) + 1}"
+        statistics = walk.pass_over(transforms, what, statistics.weights, precise=excess < FLOOR)
+        if statistics.objective > history[-1]:
             break
         best = transforms
         history.append(statistics.objective)
-        if history[-1] > history[-2] * (1 - LEAST_GAIN):
+        if statistics.excess > excess * (1 - LEAST_GAIN):
             break
     return best, history
 

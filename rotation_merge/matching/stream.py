@@ -52,6 +52,7 @@ class Statistics:
         architecture: whose streams are matched.
         equal: give every tensor the same say, 1 / |A| |B|, in the products: for a start, when nothing is known of
             how well each of them agrees.
+        precise: sum products in float64 where tensors nearly agree; else in float32, inside blocks of columns.
         products: by stream, sum of w A B^T over the axes on which the donor's signs count, (d, d), float64.
         gains: the same over norm gains and layer scales, which follow a permutation but not its signs.
         weights: of every tensor seen, by name; they belong to the next pass.
@@ -59,6 +60,7 @@ class Statistics:
 
     architecture: Architecture
     equal: bool = False
+    precise: bool = False
     products: dict[str, Tensor] = field(default_factory=dict)
     gains: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
@@ -71,9 +73,9 @@ class Statistics:
         return math.exp(self._logs / self._entries) if self._entries else 0.0
 
     @property
-    def exact(self) -> bool:
-        """Whether both models agree up to the rounding of float32."""
-        return self.objective <= FLOOR * (1 + 1e-3)
+    def excess(self) -> float:
+        """What remains of the objective above `FLOOR`: zero for models that agree."""
+        return max(self.objective - FLOOR, 0.0)
 
     def add(self, block: Block, anchor: Tensors, donor: Tensors, transforms: Mapping[str, SpaceTransform]) -> None:
         """Add one block, the donor's axes moved by `transforms`, which name all streams."""
@@ -93,7 +95,7 @@ class Statistics:
             other = _square(moved)
             distance = norm + other
             for part, x, y in zip(axis.parts, split_axis(a, dim, axis), split_axis(moved, dim, axis), strict=True):
-                product = _product(x.movedim(dim, 0), y.movedim(dim, 0))
+                product = _product(x.movedim(dim, 0), y.movedim(dim, 0), self.precise)
                 distance -= 2 * _overlap(transforms[part.space.name], product, part.role)
                 found.append((part.space.name, part.role, product))
         if norm == 0 or (found and all(role == "gain" and _mixes(transforms[name]) for name, role, _ in found)):
@@ -139,12 +141,12 @@ def _chunks(x: Tensor) -> Iterator[Tensor]:
         yield piece.to(torch.promote_types(piece.dtype, torch.float32))
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """A B^T over all other dimensions, (d, d), float64 (summed in float32 inside a chunk)."""
+def _product(a: Tensor, b: Tensor, precise: bool) -> Tensor:
+    """A B^T over all other dimensions, (d, d), float64 (unless `precise`, summed in float32 inside a chunk)."""
     pairs = zip(_chunks(a.reshape(len(a), -1)), _chunks(b.reshape(len(b), -1)), strict=True)
     total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
     for x, y in pairs:
-        dtype = torch.promote_types(x.dtype, y.dtype)
+        dtype = torch.float64 if precise else torch.promote_types(x.dtype, y.dtype)
         total += (x.to(dtype) @ y.to(a.device, dtype).T).double()
     return total
 

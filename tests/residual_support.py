@@ -1,0 +1,140 @@
+"""Tiny checkpoints for the residual stream: anchors, twins moved in every space, other models of the same class."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from plugin_support import state, write_state
+from tiny_models import ALL, Case, difference, inputs, make, outputs, save
+from torch import Tensor
+
+from rotation_merge.architectures import Architecture, resolve
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import transform_state
+
+
+def case(family: str, name: str) -> Case:
+    """A tiny model by the name it has in tests/architectures."""
+    return next(c for c in ALL if (c.family, c.name) == (family, name))
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint on disk and how to run it."""
+
+    case: Case
+    path: Path
+    untied: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return transformers.AutoConfig.from_pretrained(self.path).to_dict()
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return state(self.path)
+
+    @property
+    def architecture(self) -> Architecture:
+        return resolve(self.config, list(self.state), self.case.name, untie=self.untied)
+
+    @property
+    def whole_state(self) -> dict[str, Tensor]:
+        """The tensors, a tied head under its own name too where it is to be untied."""
+        own = self.state
+        tied = {t.name: own[t.tied[0]].clone() for t in self.architecture.tensors() if t.tied and t.name not in own}
+        return own | (tied if self.untied else {})
+
+    def folded(self) -> dict[str, Tensor]:
+        """Tensors with all norm gains folded into their readers."""
+        architecture, own = self.architecture, self.whole_state
+        seen = Folded(architecture, own, tuple(architecture.streams))
+        return {name: seen[name] for name in own}
+
+    def outputs(self, path: Path | None = None) -> dict[str, Tensor]:
+        """What the checkpoint (or another one of its class) computes, in float64."""
+        model, info = self.case.model_class.from_pretrained(
+            path or self.path, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
+        )
+        model.config._experts_implementation = "eager"
+        assert not info["missing_keys"], info["missing_keys"]
+        return outputs(model.eval(), inputs(self.case, model))
+
+    def differs(self, path: Path) -> float:
+        """Largest difference of another checkpoint's outputs from these."""
+        return difference(self.outputs(path), self.outputs())
+
+    def write(self, tensors: dict[str, Tensor], where: Path) -> Checkpoint:
+        """Another checkpoint of the same class."""
+        write_state({name: x.contiguous() for name, x in tensors.items()}, self.path, where)
+        if self.untied:
+            config = json.loads((where / "config.json").read_text())
+            (where / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+        return Checkpoint(self.case, where, self.untied)
+
+
+def checkpoint(family: str, name: str, where: Path, seed: int = 0, untied: bool = False) -> Checkpoint:
+    """A tiny random model, in float32."""
+    chosen = case(family, name)
+    save(make(chosen, seed).float(), where)
+    return Checkpoint(chosen, where, untied)
+
+
+def gauge(anchor: Checkpoint, residual: str, seed: int = 5, **options: Any) -> dict[str, SpaceTransform]:
+    """A random element of every local group and of a residual one."""
+    chosen = MatchOptions(**{"heads": "permutation", "residual": residual, **options})
+    return random_gauge(anchor.architecture, chosen, torch.Generator().manual_seed(seed))
+
+
+def twin(
+    anchor: Checkpoint, where: Path, residual: str, seed: int = 5, noise: float = 0.0, **options: Any
+) -> Checkpoint:
+    """The anchor moved in every space, with relative noise on its weights; it computes the same without."""
+    own = anchor.folded() if residual == "rotation" else anchor.whole_state
+    moved = transform_state(anchor.architecture, own, gauge(anchor, residual, seed, **options))
+    generator = torch.Generator().manual_seed(seed + 1)
+    noisy = {
+        name: x + noise * x.std() * torch.randn(x.shape, generator=generator) if noise and x.ndim > 1 else x
+        for name, x in moved.items()
+    }
+    return anchor.write({name: x.float() for name, x in noisy.items()}, where)
+
+
+def recipe(anchor: Checkpoint, *donors: Checkpoint, residual: str, **parameters: Any) -> dict[str, Any]:
+    """All models with equal weights, every local group on."""
+    models = [anchor, *donors]
+    return {
+        "merge_method": "rotation_merge",
+        "base_model": str(anchor.path),
+        "models": [{"model": str(m.path), "parameters": {"weight": 1 / len(models)}} for m in models],
+        "parameters": {"delegate": "linear", "heads": "permutation", "residual": residual, **parameters},
+        "dtype": "float32",
+    }
+
+
+def transport(anchor: Checkpoint, *tuned: tuple[Checkpoint, Checkpoint], **parameters: Any) -> dict[str, Any]:
+    """Task vectors of (fine-tune, its base) pairs carried over to the anchor, by task arithmetic."""
+    return {
+        "merge_method": "rotation_merge",
+        "base_model": str(anchor.path),
+        "models": [
+            {"model": str(fine.path), "parameters": {"weight": 1.0, "finetuned_from": str(base.path)}}
+            for fine, base in tuned
+        ],
+        "parameters": {"delegate": "task_arithmetic", "heads": "permutation", **parameters},
+        "dtype": "float32",
+    }
+
+
+def report(where: Path) -> dict[str, Any]:
+    """The report of a merge."""
+    content: dict[str, Any] = json.loads((where / "rotation_merge.json").read_text())
+    return content

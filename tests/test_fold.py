@@ -1,0 +1,138 @@
+"""Folding norm gains into their readers and centring writers: other weights, same outputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from residual_support import checkpoint
+from tiny_models import ALL, Case, difference, inputs, make, outputs, reload, save
+from torch import Tensor
+
+from rotation_merge.architectures import resolve
+from rotation_merge.architectures.model import Axis, Block, Norm, Part, Scale, Space, TensorInfo
+from rotation_merge.errors import AlignmentError
+from rotation_merge.matching.fold import Fold, Folded, fold_inputs, fold_tensor
+from rotation_merge.matching.model import Alignment, aligned_tensors
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
+def test_folding_alone_changes_no_output(case: Case, tmp_path: Path) -> None:
+    model = make(case)
+    given = inputs(case, model)
+    config, state = save(model, tmp_path)
+    architecture = resolve(config, list(state), case.name, untie=True)
+    folded = tuple(name for name, groups in architecture.stream_groups.items() if "rotation" in groups)
+    if not folded:
+        pytest.skip("no stream admits rotations")
+    expected = outputs(reload(case, tmp_path, state), given)
+    untied = {t.name: state[t.tied[0]] for t in architecture.tensors() if t.tied and t.name not in state}
+    if untied:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
+    after = dict(aligned_tensors(architecture, state | untied, Alignment({}, folded)))
+    assert any(not torch.equal(after[name], (state | untied)[name]) for name in after)
+    assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9
+    _gains_are_one(architecture.blocks, after, folded)
+
+
+def _gains_are_one(blocks: tuple[Block, ...], state: dict[str, Tensor], streams: tuple[str, ...]) -> None:
+    for block in blocks:
+        for norm in block.norms:
+            info = block.tensor(norm.gain)
+            if norm.stream in streams and info is not None and info.name in state:
+                assert bool((state[info.name] + norm.offset == 1).all()), info.name
+
+
+STREAM = Space("s", "stream", {"size": 3})
+WIDE = Space("n", "ffn", {"size": 2})
+
+
+def info(key: str, *axes: tuple[Space, str] | None) -> TensorInfo:
+    found = tuple(Axis((Part(*axis),)) if axis is not None else Axis() for axis in axes)
+    return TensorInfo(key, (key,), found)
+
+
+def block(*tensors: TensorInfo, norm: Norm, scales: tuple[Scale, ...] = ()) -> Block:
+    return Block("b", "m", None, "before", tensors, {}, (norm,), scales)
+
+
+GAIN, SHIFT = info("norm.weight", (STREAM, "gain")), info("norm.bias", (STREAM, "shift"))
+READ, BIAS = info("up.weight", (WIDE, "in"), (STREAM, "read")), info("up.bias", (WIDE, "in"))
+WRITE = info("down.weight", (STREAM, "write"), (WIDE, "out"))
+VALUES = {
+    "norm.weight": torch.tensor([2.0, 0.5, -1.0]),
+    "norm.bias": torch.tensor([1.0, 2.0, 3.0]),
+    "up.weight": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+    "up.bias": torch.tensor([0.5, -0.5]),
+    "down.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]]),
+    "scale": torch.tensor([1.0, 10.0, 100.0]),
+}
+
+
+def folded(where: Block, key: str, centred: tuple[str, ...] = (), **values: Tensor) -> list[object]:
+    found = where.tensor(key)
+    assert found is not None
+    result: list[object] = fold_tensor(where, found, (VALUES | values).get, ["s"], centred).tolist()
+    return result
+
+
+def test_gain_and_shift_go_into_weight_and_bias() -> None:
+    where = block(GAIN, SHIFT, READ, BIAS, norm=Norm("s", "norm.weight", "norm.bias", ("up",), True, 0.0))
+    assert folded(where, "norm.weight") == [1, 1, 1]
+    assert folded(where, "norm.bias") == [0, 0, 0]
+    assert folded(where, "up.weight") == [[2, 1, -3], [8, 2.5, -6]]
+    assert folded(where, "up.bias") == [0.5 + 1 + 4 + 9, -0.5 + 4 + 10 + 18]
+    assert fold_inputs(where, BIAS, ["s"]) == ["up.bias", "norm.weight", "norm.bias", "up.weight"]
+    assert fold_inputs(where, READ, []) == ["up.weight"]
+
+
+def test_shift_is_divided_where_a_reader_has_no_bias() -> None:
+    where = block(GAIN, SHIFT, READ, norm=Norm("s", "norm.weight", "norm.bias", ("up",), True, 0.0))
+    assert folded(where, "norm.bias") == [0.5, 4, -3]
+
+
+def test_shift_over_a_zero_gain_is_refused() -> None:
+    where = block(GAIN, SHIFT, READ, norm=Norm("s", "norm.weight", "norm.bias", ("up",), True, 0.0))
+    gain = torch.tensor([2.0, 0.0, 1.0])
+    with pytest.raises(AlignmentError, match=r"norm\.weight.*zeros"):
+        folded(where, "norm.bias", **{"norm.weight": gain})
+    assert folded(where, "norm.bias", **{"norm.weight": gain, "norm.bias": torch.tensor([1.0, 0, 1])}) == [0.5, 0, 1]
+
+
+def test_offset_gain() -> None:
+    """Gemma's norms multiply by 1 + weight."""
+    where = block(GAIN, READ, norm=Norm("s", "norm.weight", None, ("up",), False, 1.0))
+    assert folded(where, "norm.weight") == [0, 0, 0]
+    assert folded(where, "up.weight") == [[3, 3, 0], [12, 7.5, 0]]
+
+
+def test_writers_are_centred_after_layer_scale() -> None:
+    scale = Scale("s", "scale", ("down.weight",))
+    norm = Norm("s", "norm.weight", None, (), True, 0.0)
+    where = block(GAIN, WRITE, info("scale", (STREAM, "gain")), norm=norm, scales=(scale,))
+    assert folded(where, "scale") == [1, 1, 1]
+    assert folded(where, "down.weight") == [[1, 2], [30, 40], [500, 900]]
+    centred = torch.tensor(folded(where, "down.weight", ("s",)))
+    torch.testing.assert_close(centred.sum(0), torch.zeros(2), atol=1e-4, rtol=0)
+    assert fold_inputs(where, WRITE, ["s"]) == ["down.weight", "scale"]
+
+
+def test_half_precision_is_widened_before_folding(tmp_path: Path) -> None:
+    """Rounding happens once, at the end: what is folded from half precision is float32."""
+    anchor = checkpoint("llama", "llama", tmp_path)
+    half = {name: x.half() for name, x in anchor.state.items()}
+    seen = Folded(anchor.architecture, half, ("residual",))
+    name = "model.layers.0.mlp.up_proj.weight"
+    gain = half["model.layers.0.post_attention_layernorm.weight"].float()
+    torch.testing.assert_close(seen[name], half[name].float() * gain, rtol=0, atol=0)
+    assert seen["model.layers.0.mlp.down_proj.weight"] is half["model.layers.0.mlp.down_proj.weight"]
+    fold = Fold(anchor.architecture, ("residual",))
+    layer = anchor.architecture.layers("default")[0]
+    touched = {i.key for i in layer.tensors if fold.touches(layer, i)}
+    assert not any("o_proj" in key or "down_proj" in key for key in touched)
+    assert sum("norm" not in key for key in touched) == 5
+    with pytest.raises(KeyError):
+        seen["absent"]

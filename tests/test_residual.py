@@ -1,0 +1,198 @@
+"""The residual stream through mergekit-yaml: planted truth of every admitted kind, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from plugin_support import mergekit_yaml, merged, one_error
+from residual_support import checkpoint, recipe, report, twin
+
+from rotation_merge.groups import Orthogonal, StreamTransform
+from rotation_merge.matching.model import match_model
+from rotation_merge.matching.options import MatchOptions
+
+PLANTED = [
+    ("llama", "llama", "permutation"),
+    ("llama", "llama", "signed_permutation"),
+    ("llama", "llama", "rotation"),
+    ("llama", "llama, tied, biases", "permutation"),
+    ("llama", "llama, tied, biases", "signed_permutation"),
+    ("llama", "qwen2", "signed_permutation"),
+    ("gpt2", "tied", "permutation"),
+    ("gpt2", "untied", "rotation"),
+    ("vit", "classifier", "permutation"),
+    ("vit", "classifier", "rotation"),
+    ("bert", "classifier", "permutation"),
+    ("bert", "masked words", "permutation"),
+    ("gemma2", "tied", "permutation"),
+    ("gemma2", "tied", "signed_permutation"),
+    ("dinov2", "classifier", "rotation"),
+    ("t5", "plain", "signed_permutation"),
+    ("whisper", "generation", "permutation"),
+]
+
+UNTIED = [
+    ("llama", "llama, tied, biases"),
+    ("llama", "qwen2"),
+    ("gpt2", "tied"),
+    ("gemma", "tied"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "residual"), PLANTED, ids=lambda x: x.replace(" ", "_"))
+def test_planted_element_is_recovered(family: str, name: str, residual: str, tmp_path: Path) -> None:
+    anchor = checkpoint(family, name, tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", residual)
+    assert anchor.differs(donor.path) <= 1e-3  # moved in float32
+    merged(recipe(anchor, donor, residual=residual), tmp_path / "out")
+    assert anchor.differs(tmp_path / "out") <= 1e-4
+    assert report(tmp_path / "out")["summary"][str(donor.path)]["relative_after"] <= 1e-4
+
+
+@pytest.mark.parametrize(("family", "name"), UNTIED, ids=lambda x: x.replace(" ", "_"))
+def test_planted_rotation_of_a_tied_model(family: str, name: str, tmp_path: Path) -> None:
+    """The anchor is tied; the donor cannot be (a folded final gain parts head and embeddings), nor the output."""
+    anchor = checkpoint(family, name, tmp_path / "anchor", untied=True)
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    result = merged(recipe(anchor, donor, residual="rotation", untie=True), tmp_path / "out")
+    assert any(info.tied and info.name in result for info in anchor.architecture.tensors())
+    assert '"tie_word_embeddings": false' in (tmp_path / "out" / "config.json").read_text()
+    assert anchor.differs(tmp_path / "out") <= 1e-4
+
+
+def test_noise_does_not_hide_the_element(tmp_path: Path) -> None:
+    """10% noise on every matrix: the merge is nearer to the anchor than the donor is."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation", noise=0.1, rescale=False)
+    merged(recipe(anchor, donor, residual="rotation"), tmp_path / "out")
+    assert 0 < report(tmp_path / "out")["summary"][str(donor.path)]["relative_after"] < 0.12
+
+
+def test_donor_equal_to_the_anchor_is_left_alone(tmp_path: Path) -> None:
+    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
+    state = anchor.state
+    for group in ("permutation", "rotation"):
+        found = match_model(anchor.architecture, state, state, MatchOptions(heads="permutation", residual=group))
+        assert all(transform.is_identity() for transform in found.transforms.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "asked", "largest"),
+    [
+        ("bert", "classifier", "rotation", "permutation"),
+        ("gpt2", "untied", "signed_permutation", "rotation"),
+        ("gemma2", "tied", "rotation", "signed_permutation"),
+        ("t5", "plain", "rotation", "signed_permutation"),
+        ("vit", "bare", "permutation", "none"),
+    ],
+)
+def test_group_not_admitted(family: str, name: str, asked: str, largest: str, tmp_path: Path) -> None:
+    anchor = checkpoint(family, name, tmp_path / "anchor")
+    donor = checkpoint(family, name, tmp_path / "donor", seed=1)
+    result = mergekit_yaml(recipe(anchor, donor, residual=asked), tmp_path / "out")
+    assert result.exit_code != 0
+    message = one_error(result.output)
+    assert f"residual: {asked}" in message
+    assert f"'residual: {largest}'" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "offered"), [("llama", "qwen2", "signed_permutation"), ("gpt2", "tied", "permutation")]
+)
+def test_rotation_of_a_tied_model_wants_untie(family: str, name: str, offered: str, tmp_path: Path) -> None:
+    anchor, donor = (checkpoint(family, name, tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
+    result = mergekit_yaml(recipe(anchor, donor, residual="rotation"), tmp_path / "out")
+    assert result.exit_code != 0
+    message = one_error(result.output)
+    assert "untie: true" in message
+    assert f"'residual: {offered}'" in message
+
+
+def test_objective_never_rises(tmp_path: Path) -> None:
+    for residual in ("permutation", "signed_permutation", "rotation"):
+        anchor = checkpoint("llama", "llama", tmp_path / f"anchor-{residual}")
+        donor = checkpoint("llama", "llama", tmp_path / f"donor-{residual}", seed=1)
+        options = MatchOptions(heads="permutation", residual=residual)
+        found = match_model(anchor.architecture, anchor.state, donor.state, options)
+        history = found.summary["objective"]
+        assert isinstance(history, list)
+        assert len(history) >= 2
+        assert all(b <= a for a, b in zip(history, history[1:], strict=False)), (residual, history)
+        starts = found.summary["starts"]
+        assert isinstance(starts, dict)
+        assert history[0] == min(starts.values())
+
+
+def test_progress_counts_every_block_of_every_pass(tmp_path: Path) -> None:
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    seen: dict[str, list[tuple[int, int]]] = {}
+    options = MatchOptions(residual="rotation")
+    match_model(
+        anchor.architecture,
+        anchor.state,
+        donor.state,
+        options,
+        lambda what, done, total: seen.setdefault(what, []).append((done, total)),
+    )
+    blocks = len(anchor.architecture.blocks)
+    assert seen["matching"] == [(i, blocks) for i in range(blocks + 1)]
+    assert any("pass 2" in what for what in seen)
+
+
+def test_layer_norm_rotations_fix_the_all_ones_vector(tmp_path: Path) -> None:
+    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
+    other = checkpoint("vit", "classifier", tmp_path / "other", seed=1)
+    found = match_model(anchor.architecture, anchor.state, other.state, MatchOptions(residual="rotation"))
+    stream = found.transforms["residual"]
+    assert isinstance(stream, StreamTransform)
+    assert isinstance(stream.element, Orthogonal)
+    matrix = stream.element.matrix[0]
+    ones, eye = torch.ones(len(matrix), dtype=matrix.dtype), torch.eye(len(matrix), dtype=matrix.dtype)
+    torch.testing.assert_close(matrix @ ones, ones)
+    torch.testing.assert_close(matrix @ matrix.T, eye)
+    assert float((matrix - eye).norm()) > 1
+
+
+def test_single_layers_follow_the_stream(tmp_path: Path) -> None:
+    """`layers` limits the local spaces; the stream goes through all layers."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation", layers="1")
+    merged(recipe(anchor, donor, residual="rotation", layers="1"), tmp_path / "out")
+    assert anchor.differs(tmp_path / "out") <= 1e-4
+    spaces = {row["space"] for row in report(tmp_path / "out")["rows"]}
+    assert not any("layers.0" in space for space in spaces)
+
+
+def test_shifted_slices_with_a_residual_map(tmp_path: Path) -> None:
+    """The donor's layers in another order: its local spaces are matched to those they meet, in the stream's map."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    document = recipe(anchor, donor, residual="rotation")
+    models = document.pop("models")
+
+    def piece(first: int, second: int) -> dict[str, object]:
+        ranges = zip(models, (first, second), strict=True)
+        return {
+            "sources": [{**m, "layer_range": [start, start + 1]} for m, start in ranges],
+        }
+
+    document["slices"] = [piece(0, 1), piece(1, 0)]
+    result = merged(document, tmp_path / "out")
+    document["slices"] = [piece(0, 0), piece(1, 1)]
+    straight = merged(document, tmp_path / "straight")
+    assert anchor.differs(tmp_path / "straight") <= 1e-4
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert result.keys() == straight.keys()
+    assert not torch.equal(result[name], straight[name])
+    outside = "model.embed_tokens.weight"
+    torch.testing.assert_close(result[outside], straight[outside])
+
+
+def test_stored_bytes_are_the_same_every_time(tmp_path: Path) -> None:
+    anchor = checkpoint("gpt2", "untied", tmp_path / "anchor")
+    donor = checkpoint("gpt2", "untied", tmp_path / "donor", seed=1)
+    first, second = (merged(recipe(anchor, donor, residual="rotation"), tmp_path / n) for n in ("one", "two"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
