@@ -130,7 +130,8 @@ def run_recipe(block: Block, name: str, merge: bool, models: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if has_work(page)], ids=lambda page: page.name)
 def test_page(page: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("samples.txt").write_text((TEXTS / "python.txt").read_text("utf-8")[:4000], encoding="utf-8")
+    for name in ("samples.txt", "held-out.txt"):
+        Path(name).write_text((TEXTS / "python.txt").read_text("utf-8")[:4000], encoding="utf-8")
     found = blocks(page)
     commands = "\n".join(block.text for block in found if block.language == "bash")
     for number, block in enumerate(found):

@@ -47,3 +47,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
     assert [page.name for page in PAGES if f" {page.name}\n" not in navigation] == []
+
+
+def test_site_builds_offline_without_warnings(tmp_path: Path) -> None:
+    """And loads nothing from other machines."""
+    pytest.importorskip("material", reason="needs mkdocs-material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text("utf-8"))
+        assert loaded == [], page.name
