@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from plugin_support import mergekit_yaml, merged, one_error
+from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import checkpoint, recipe, report, twin
 
 from rotation_merge.groups import Orthogonal, StreamTransform
@@ -119,7 +120,7 @@ def test_objective_never_rises(tmp_path: Path) -> None:
         history = found.summary["objective"]
         assert isinstance(history, list)
         assert len(history) >= 2
-        assert all(b <= a for a, b in zip(history, history[1:], strict=False)), (residual, history)
+        assert all(b <= a for a, b in itertools.pairwise(history)), (residual, history)
         starts = found.summary["starts"]
         assert isinstance(starts, dict)
         assert history[0] == min(starts.values())

@@ -113,13 +113,34 @@ def load_alignment(path: Path | str, architecture: Architecture) -> AlignmentFil
     for key, tensor in tensors.items():
         space, _, name = key.partition("|")
         spaces.setdefault(space, {})[name] = tensor
-    kinds = json.loads(meta["kinds"])
-    transforms: Transforms = {
-        space: _whole(TRANSFORMS[kinds[space]].from_tensors(parts), space, architecture)
-        for space, parts in spaces.items()
-    }
+    try:
+        kinds = json.loads(meta["kinds"])
+        transforms: Transforms = {
+            space: _whole(TRANSFORMS[kinds[space]].from_tensors(parts), space, architecture)
+            for space, parts in spaces.items()
+        }
+    except (KeyError, IndexError, ValueError, RuntimeError, AlignmentError) as error:
+        raise AlignmentError(
+            f"is damaged ({error})", where=str(path), remedy="write it anew with 'rotation-merge align'"
+        ) from error
+    _check_spaces(transforms, architecture, str(path))
     alignment = Alignment(transforms, tuple(json.loads(meta["folded"])))
     return AlignmentFile(alignment, meta["family"], meta["anchor"], meta["donor"], json.loads(meta["made"]))
+
+
+def _check_spaces(transforms: Transforms, architecture: Architecture, path: str) -> None:
+    """Every space is one of the architecture's; streams have their size."""
+    known = {space.name for block in architecture.blocks for space in block.spaces.values()}
+    for name, transform in transforms.items():
+        stream = architecture.streams.get(name)
+        fits = name in known or stream is not None
+        if stream is not None:
+            element = transform.element if isinstance(transform, StreamTransform) else None
+            fits = element is not None and element.size == stream.sizes["size"]
+        if not fits:
+            raise AlignmentError(
+                f"does not fit: the models have no space '{name}' of that size", where=path, remedy="use another file"
+            )
 
 
 def _whole(transform: SpaceTransform, space: str, architecture: Architecture) -> SpaceTransform:
