@@ -18,6 +18,10 @@ ASSIGNMENT_SECONDS = 8.4 / 14336**2
 """Seconds of one assignment per squared neuron, one core: benchmarks/README.md."""
 PASSES = 16
 """Typical passes over the model that matching the residual stream takes, both starts together."""
+HEAD_PAIR_FLOPS = 600.0
+"""Work of judging one pairing of heads, in units of the cube of their size: a polar factor at several scales."""
+SHARD = 5_000_000_000
+"""Bytes of output that are held before a file is written."""
 READ_BYTES = 3e8
 """Bytes a second that reading, casting and writing manage on one core."""
 
@@ -43,7 +47,7 @@ class Estimate:
         matched, parameters: number of weights that some matched space moves, and of all weights.
         unaligned: what keeps its place, and why.
         seconds, memory, disk: estimates for one donor: wall time on this machine's current threads, peak bytes beyond
-            Python and its libraries, bytes written.
+            Python and its libraries (one output file of up to 5 GB is held until it is written), bytes written.
     """
 
     family: str
@@ -79,7 +83,7 @@ def estimate(
         parameters=total,
         unaligned=_unaligned(architecture, options, moved),
         seconds=seconds,
-        memory=_memory(architecture, sizes, options, itemsize),
+        memory=_memory(architecture, sizes, options, itemsize) + min(total * out_itemsize, SHARD),
         disk=total * out_itemsize,
         streams={name: list(groups) for name, groups in architecture.stream_groups.items()},
     )
@@ -215,6 +219,8 @@ def _work(architecture: Architecture, shapes: Shapes, options: MatchOptions) -> 
             for info in block.tensors:
                 if space in info.spaces():
                     flops += passes * _product(space, _count(_shape(info, shapes)), options)
+            if space.kind == "attention" and options.heads != "none":
+                flops += passes * HEAD_PAIR_FLOPS * _head_pairs(space) * space.sizes["head_dim"] ** 3
             if space.kind in ("ffn", "experts"):
                 count, size = space.sizes.get("count", 1), space.sizes["size"]
                 pairs = count**2 if space.kind == "experts" and options.ffn != "none" else count
@@ -225,6 +231,10 @@ def _work(architecture: Architecture, shapes: Shapes, options: MatchOptions) -> 
                     if space.kind == "stream":
                         flops += passes * 4.0 * space.sizes["size"] * _count(_shape(info, shapes))
     return flops, seconds
+
+
+def _head_pairs(space: Space) -> int:
+    return int((space.sizes["groups"] * space.sizes["per_group"]) ** 2)
 
 
 def _shape(info: TensorInfo, shapes: Shapes) -> tuple[int, ...]:
