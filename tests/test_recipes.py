@@ -10,10 +10,10 @@ import yaml
 from click.testing import CliRunner
 from mergekit.scripts.multimerge import main as mergekit_multi
 from mergekit.scripts.run_yaml import main as mergekit_yaml
+from recipe_models import localised, names, stand_in
 from safetensors.torch import load_file
 
 from rotation_merge.cli.app import app
-from recipe_models import localised, names, stand_in
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yml"))
 HEADINGS = ("# Purpose:", "# Formula:", "# Source:", "# Expect:")
