@@ -108,7 +108,7 @@ def twin(
     return anchor.write({name: x.float() for name, x in noisy.items()}, where)
 
 
-def recipe(anchor: Checkpoint, *donors: Checkpoint, residual: str, **parameters: Any) -> dict[str, Any]:
+def recipe(anchor: Checkpoint, /, *donors: Checkpoint, residual: str, **parameters: Any) -> dict[str, Any]:
     """All models with equal weights, every local group on."""
     models = [anchor, *donors]
     return {
@@ -120,7 +120,7 @@ def recipe(anchor: Checkpoint, *donors: Checkpoint, residual: str, **parameters:
     }
 
 
-def transport(anchor: Checkpoint, *tuned: tuple[Checkpoint, Checkpoint], **parameters: Any) -> dict[str, Any]:
+def transport(anchor: Checkpoint, /, *tuned: tuple[Checkpoint, Checkpoint], **parameters: Any) -> dict[str, Any]:
     """Task vectors of (fine-tune, its base) pairs carried over to the anchor, by task arithmetic."""
     return {
         "merge_method": "rotation_merge",

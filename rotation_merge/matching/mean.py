@@ -16,7 +16,7 @@ from rotation_merge.matching.sources import Mean, Moved
 from rotation_merge.matching.state import TensorSource
 
 MOST_ROUNDS = 10
-LEAST_GAIN = 1e-3
+LEAST_GAIN = 1e-2
 """Rounds stop when the spread around the mean falls by less than this fraction."""
 
 
