@@ -22,6 +22,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
 def environment(where: Path, installed: bool) -> Path:
@@ -39,7 +40,7 @@ def environment(where: Path, installed: bool) -> Path:
 def started(python: Path) -> tuple[float, float]:
     """Milliseconds of one `python -c pass`: wall, and processor time of the child."""
     begin = time.perf_counter()
-    process = subprocess.Popen([python, "-c", "pass"])
+    process = subprocess.Popen([python, "-c", "pass"], env=ENVIRONMENT)
     used = os.wait4(process.pid, 0)[2]
     process.returncode = 0
     return 1e3 * (time.perf_counter() - begin), 1e3 * (used.ru_utime + used.ru_stime)
@@ -48,7 +49,10 @@ def started(python: Path) -> tuple[float, float]:
 def check(python: Path) -> bool:
     """Whether the hook is in place in this environment."""
     code = "import sys; print(any('Mergekit' in type(f).__name__ for f in sys.meta_path))"
-    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "True"
+    return (
+        subprocess.run([python, "-c", code], check=True, capture_output=True, text=True, env=ENVIRONMENT).stdout.strip()
+        == "True"
+    )
 
 
 def main() -> None:
