@@ -71,6 +71,27 @@ class Renamed:
         return self.source[self.names.get(name, name)]
 
 
+class Rows:
+    """A source whose vocabulary holds some tokens only, in the order given."""
+
+    def __init__(self, architecture: Architecture, source: TensorSource, rows: Tensor) -> None:
+        self.source, self.rows = source, rows
+        self.axes = {
+            name: info.vocabulary_axis
+            for name, info in architecture.named().items()
+            if info.vocabulary_axis is not None and not info.stacked
+        }
+        tied = {other: info.vocabulary_axis for info in architecture.tensors() for other in info.tied}
+        self.axes.update({name: axis for name, axis in tied.items() if axis is not None})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        tensor, axis = self.source[name], self.axes.get(name)
+        return tensor if axis is None else tensor.index_select(axis, self.rows.to(tensor.device))
+
+
 class OnDevice:
     """A source whose tensors are moved to a device as they are read."""
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.graph import Task
 from mergekit.options import MergeOptions
+from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.file import check_fingerprints, fingerprint, load_alignment
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.sources import Renamed
+from rotation_merge.matching.sources import Renamed, Rows
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.matching.stream import check_group
 from rotation_merge.plugin.models import Model, Models
 from rotation_merge.plugin.recipe import Recipe
+from rotation_merge.plugin.vocabulary import shared_rows
 from rotation_merge.plugin.whole import Given, MatchMean, MatchWhole, Pick
 from rotation_merge.report.run import Run
 
@@ -31,10 +32,12 @@ class Donor:
     Attributes:
         origin: the model it was fine-tuned from, if its task vector is to be carried over.
         whole: task that gives its alignment across the whole model; None: each block is matched by itself.
+        rows: where its vocabulary is not the anchor's, the anchor's and the donor's rows of the tokens they share.
     """
 
     origin: ModelReference | None = None
     whole: Task | None = None
+    rows: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass
@@ -93,24 +96,50 @@ class Donors:
         origin = self._origin(model, reader)
         options = self.recipe.options(reader, "", model)
         path = self.recipe.donor_setting("alignment", reader, model)
+        rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
         if path is not None:
-            return Donor(origin, self._given(path, origin or model))
+            return Donor(origin, self._given(path, origin or model), rows)
         if options.residual == "none":
-            return Donor(origin)
+            return Donor(origin, None, rows)
         self._admit(options, model)
+        sources: list[TensorSource] = [self._base, self._source(origin or model)]
+        if rows is not None:
+            sources = [Rows(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
         task = MatchWhole(
             key=f"whole:{model}",
             label="",
             architecture=self._architecture,
-            anchor=self._base,
-            donor=self._source(origin or model),
+            anchor=sources[0],
+            donor=sources[1],
             donor_name=self.name(model, origin),
             options=options,
             run=self.run,
             device=str(self.options.device or "cpu"),
             quiet=self.options.quiet,
         )
-        return Donor(origin, task)
+        return Donor(origin, task, rows)
+
+    def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
+        """Rows of shared tokens where the donor (or what it was tuned from) has another vocabulary than the anchor.
+
+        Raises:
+            RecipeError: a task vector would be carried into the anchor's vocabulary, and that changed afterwards.
+        """
+        rows = shared_rows([self._base, self.models[donor]])
+        if rows is None:
+            return None
+        config = self.recipe.config
+        if carried and (config.tokenizer or config.tokenizer_source):
+            raise RecipeError(
+                f"the task vector is carried into the vocabulary of {self.recipe.base}, which differs from its own",
+                where=str(donor),
+                remedy="leave out 'tokenizer' and 'tokenizer_source'",
+            )
+        self.run.note(
+            f"`{donor}` and `{self.recipe.base}` share {len(rows[0])} tokens: embeddings and heads were "
+            "matched on these."
+        )
+        return rows[0], rows[1]
 
     def _settle_mean(self, readers: dict[ModelReference, ConfigReader]) -> None:
         options: MatchOptions | None = None
@@ -133,7 +162,16 @@ class Donors:
                 self._admit(mine, model)
         if options is None:
             return
-        sources: dict[str, Any] = {str(self.recipe.base): self._base, **{str(m): self._source(m) for m in readers}}
+        sources: dict[str, TensorSource] = {str(self.recipe.base): self._base}
+        sources.update({str(model): self._source(model) for model in readers})
+        rows = (
+            shared_rows([self._base, *(self.models[model] for model in readers)])
+            if options.residual != "none"
+            else None
+        )
+        if rows is not None:
+            names = zip(sources, rows, strict=True)
+            sources = {name: Rows(self._architecture, sources[name], row) for name, row in names}
         everything = MatchMean(
             key="mean",
             label="",

@@ -16,6 +16,7 @@ from mergekit.parameter_resolver import resolve_parameters
 from mergekit.plan import MergePlanner
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
+from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import CheckpointError, RecipeError
@@ -45,6 +46,7 @@ class Move:
         transforms: task that matches the block's local spaces.
         whole: task that gives the alignment of the whole model.
         origin: the same block of the model the source was fine-tuned from.
+        rows: the anchor's and the origin's rows of the tokens they share, where their vocabularies differ.
     """
 
     source: Source
@@ -52,6 +54,7 @@ class Move:
     transforms: Task | None = None
     whole: Task | None = None
     origin: Source | None = None
+    rows: tuple[Tensor, Tensor] | None = None
 
 
 class RotationMergePlanner(MergePlanner):
@@ -204,10 +207,10 @@ class RotationMergePlanner(MergePlanner):
             return Move(source, anchor.block, origin=origin)
         if donor.whole is not None and source.block.index == anchor.block.index:
             frame = self._same_block(self.recipe.base, source.block)
-            return Move(source, frame.block, None, donor.whole, origin)
+            return Move(source, frame.block, None, donor.whole, origin, donor.rows)
         options = self.recipe.options(reader, anchor.block.name, source.model)
         if not wanted_spaces(anchor.block, options):
-            return Move(source, anchor.block, None, donor.whole, origin)
+            return Move(source, anchor.block, None, donor.whole, origin, donor.rows)
         keys = [i.key for i in anchor.block.tensors if self._touches(i, anchor.block, whole=donor.whole is not None)]
         if self.fold is not None:
             keys = list(dict.fromkeys(k for key in keys for k in self._fold_keys(anchor.block, key)))
@@ -224,7 +227,7 @@ class RotationMergePlanner(MergePlanner):
             fold=self.fold,
             whole=donor.whole,
         )
-        return Move(source, anchor.block, task, donor.whole, origin)
+        return Move(source, anchor.block, task, donor.whole, origin, donor.rows)
 
     def _same_block(self, model: ModelReference, block: Block) -> Source:
         """The block of another model that stands at the same place."""
@@ -295,6 +298,7 @@ class RotationMergePlanner(MergePlanner):
             origin=self._loads(move.origin, keys, anchor, index) if move.origin is not None else {},
             run=self.run if carried else None,
             donor_name=str(move.source.model),
+            rows=move.rows if carried and framed.vocabulary_axis is not None else None,
             dtype=self.config.dtype,
         )
         return (task,) * len(names)

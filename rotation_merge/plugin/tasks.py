@@ -131,6 +131,7 @@ class MoveTensor(KeyedTask):
     origin: Loads = Field(default_factory=dict, repr=False)
     run: Run | None = Field(default=None, repr=False)
     donor_name: str = ""
+    rows: tuple[Tensor, Tensor] | None = Field(default=None, repr=False)
     dtype: str | None = None
 
     def arguments(self) -> dict[str, Task]:
@@ -167,16 +168,27 @@ class MoveTensor(KeyedTask):
 
     def _transport(self, donor: Tensor, maps: dict[str, SpaceTransform], values: Mapping[str, Tensor | None]) -> Tensor:
         anchor, origin = self._tensor("anchor", self.anchor, values), self._tensor("origin", self.origin, values)
-        if anchor is None or origin is None or not donor.shape == origin.shape == anchor.shape:
+        why = "a model lacks it" if anchor is None or origin is None else "shapes differ"
+        if anchor is None or origin is None or donor.shape != origin.shape or not self._fits(anchor, origin):
             raise AlignmentError(
-                f"tensor '{self.info.name}' cannot be carried over: shapes differ, or a model lacks it",
+                f"tensor '{self.info.name}' cannot be carried over: {why}",
                 where=self.donor_name,
                 remedy="name it under 'exclude' to copy it from base_model",
             )
         change = donor.float() - origin.float()
         if self.run is not None:
             self.run.transport(self.donor_name, float(change.square().sum()), float(origin.float().square().sum()))
-        return anchor.float() + transform_tensor(change, self.info, maps)
+        moved, axis = transform_tensor(change, self.info, maps), self.info.vocabulary_axis
+        if self.rows is None or axis is None:
+            return anchor.float() + moved
+        mine, theirs = (rows.to(moved.device) for rows in self.rows)
+        return anchor.float().index_add(axis, mine, moved.index_select(axis, theirs))
+
+    def _fits(self, anchor: Tensor, origin: Tensor) -> bool:
+        """Whether the shapes agree, up to the length of a vocabulary whose shared tokens are known."""
+        free = self.info.vocabulary_axis if self.rows is not None else None
+        pairs = zip(anchor.shape, origin.shape, strict=True) if anchor.ndim == origin.ndim else None
+        return pairs is not None and all(a == b or dim == free for dim, (a, b) in enumerate(pairs))
 
     def priority(self) -> int:
         return -8

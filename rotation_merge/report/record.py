@@ -75,7 +75,7 @@ class MergeReport:
             recipe,
             rows,
             dict(run.whole),
-            list(run.notes),
+            [*run.notes, *run.transport_notes()],
             time.perf_counter() - run.began,
             versions(),
         )

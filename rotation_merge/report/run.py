@@ -10,6 +10,9 @@ from typing import Any
 from rotation_merge.architectures.model import Block
 from rotation_merge.matching.block import SpaceMatch
 
+FAR = 0.2
+"""Squared change over squared norm before it, above which a task vector hardly travels (docs/residual.md)."""
+
 
 @dataclass
 class Run:
@@ -31,6 +34,20 @@ class Run:
         with self._lock:
             so_far = self.carried.get(donor, (0.0, 0.0))
             self.carried[donor] = (so_far[0] + change, so_far[1] + origin)
+
+    def transport_notes(self) -> list[str]:
+        """What the reader should know of the task vectors that were carried over."""
+        notes = []
+        for donor, (change, origin) in sorted(self.carried.items()):
+            share = change / origin if origin else 0.0
+            words = f"The task vector of `{donor}` is {share:.2g} of the squared norm of what it was tuned from"
+            if share > FAR:
+                words += (
+                    f". That is far (above {FAR}): little of it arrives at another base. Try a weight of 0.1 to 0.3, "
+                    "compare with base_model alone, or fine-tune base_model itself"
+                )
+            notes.append(words + ".")
+        return notes
 
     def note(self, text: str) -> None:
         """Something the user should read in the report; the same words once."""
