@@ -329,4 +329,4 @@ def test_loads_and_computes(tmp_path: Path) -> None:
     assert "### Alignment" in card
     assert "- rotation_merge" in card
     report = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
-    assert report["summary"][str(donor)]["relative_after"] < 1e-4
+    assert report["summary"][str(donor)]["relative_after"] < 1e-3
