@@ -27,7 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTForImageClassificatio
 
 from rotation_merge.cli.demo.data import digits, windows
 from rotation_merge.learning.engine import Path as ModelPath
-from rotation_merge.learning.fit import FitOptions, FitResult, fit
+from rotation_merge.learning.fit import FitResult, fit
+from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.options import MatchOptions
 
 torch.set_num_threads(1)
@@ -115,7 +116,9 @@ def vits(root: Path, args: argparse.Namespace) -> None:
         rows = []
         for a, b in ((0, 1), (2, 3), (4, 5)):
             models = load(ViTForImageClassification, root, [f"vit-{a}", f"vit-{b}"])
-            result, seconds = timed(models, images(count, labels), FitOptions(steps=args.steps or 800))
+            result, seconds = timed(
+                models, images(count, labels, 64 if labels else 32), FitOptions(steps=args.steps or 1500)
+            )
             points = [measure(models, result, [1 - i / 20, i / 20], on_digits) for i in range(21)]
             ends, middle = (points[0], points[20]), points[10]
             barrier = max(p[1] - (ends[0][1] + (ends[1][1] - ends[0][1]) * i / 20) for i, p in enumerate(points))

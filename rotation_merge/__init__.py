@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from rotation_merge.api import align
     from rotation_merge.errors import RotationMergeError
-    from rotation_merge.learning.fit import FitOptions, fit
+    from rotation_merge.learning.fit import fit
+    from rotation_merge.learning.records import FitOptions
     from rotation_merge.matching.options import MatchOptions
 
 __version__ = "0.1.0"
@@ -20,7 +21,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "align": "rotation_merge.api",
     "fit": "rotation_merge.learning.fit",
-    "FitOptions": "rotation_merge.learning.fit",
+    "FitOptions": "rotation_merge.learning.records",
     "MatchOptions": "rotation_merge.matching.options",
     "RotationMergeError": "rotation_merge.errors",
 }

@@ -16,8 +16,10 @@ from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
 from rotation_merge.groups import HeadTransform, Monomial, NeuronTransform, Orthogonal, StreamTransform
 from rotation_merge.learning.engine import Path as ModelPath
 from rotation_merge.learning.engine import architecture_of, renamed
-from rotation_merge.learning.fit import FitOptions, fit, widest
+from rotation_merge.learning.fit import fit, widest
+from rotation_merge.learning.objective import mix
 from rotation_merge.learning.parameters import LearnedTransforms, identities
+from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import transform_state
@@ -287,3 +289,11 @@ def test_from_recipe_to_merged_model_through_the_commands(tmp_path: Path):
     with torch.no_grad():
         accuracy = (model(pixel_values=pixels).logits.argmax(-1) == classes).float().mean()
     assert accuracy > 0.6
+
+
+def test_mixes_are_convex_combinations():
+    first, second = torch.zeros(4, 2), torch.ones(3, 2)
+    mixed = mix({"x": first}, {"x": second}, torch.Generator().manual_seed(0))["x"]
+    assert mixed.shape == (3, 2)
+    assert bool(((mixed > 0) & (mixed < 1)).all())
+    assert torch.equal(mixed[:, 0], mixed[:, 1])

@@ -72,7 +72,8 @@ def command(
     exactly. Recipes use the file through 'alignment: FILE' under the donor; with several donors, fitted jointly, one
     file each is written (FILE-1, FILE-2, ...). An interrupted fit goes on where it was.
     """
-    from rotation_merge.learning.fit import FitOptions, fit
+    from rotation_merge.learning.fit import fit
+    from rotation_merge.learning.records import FitOptions
 
     names, match, untie = _what(models, values, untie)
     check_device(device)

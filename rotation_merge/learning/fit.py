@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path as FilePath
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -25,94 +24,24 @@ from rotation_merge.learning.objective import (
     choose,
     distillation,
     labels_loss,
+    mix,
     unlabelled,
 )
 from rotation_merge.learning.parameters import LearnedTransforms, identities
+from rotation_merge.learning.records import LOOKS, FitOptions, FitReport
 from rotation_merge.learning.resume import State
 from rotation_merge.matching.model import Alignment, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.stream import check_group
 
 CONCENTRATION = 8.0
-"""Of the Dirichlet distribution that coefficients of three or more models are drawn from (RESULTS: joint fits)."""
+"""Of the Dirichlet distribution that coefficients of three or more models are drawn from."""
 
-LOOKS = 12
-"""How often a fit looks at the held-out samples."""
+LEAST_GAIN = 1e-6
+"""A held-out loss lower by less than this (nats) is no better."""
 
 Watch = Callable[[int, int, dict[str, float]], None]
 """Told about every step: steps done, steps in all, and the figures known now."""
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """How to learn.
-
-    Attributes:
-        objective: auto, distill or labels (`learning.objective`).
-        steps: optimiser steps.
-        minutes: stop after so long, whatever the steps (0: no limit).
-        patience: stop early after so many looks at the held-out samples (`LOOKS` in all) without a better state.
-        learning_rate: of Adam, at its peak; cosine decay to nothing.
-        coefficients: fixed shares of the models, anchor first; None draws them at random around the middle.
-        permutations: also learn the order of FFN neurons (straight-through).
-        start: auto (the better one on held-out samples), matched or identity.
-        held_out: fraction of the batches kept for choosing the best state.
-        seed: of everything random.
-        half: mixed precision (bfloat16) on CUDA.
-        checkpointing: gradient checkpointing, where the model offers it.
-        state: file for the state of an unfinished fit; found there, the fit goes on from it.
-    """
-
-    objective: str = "auto"
-    steps: int = 600
-    minutes: float = 0.0
-    patience: int = 5
-    learning_rate: float = 0.02
-    coefficients: tuple[float, ...] | None = None
-    permutations: bool = False
-    start: str = "auto"
-    held_out: float = 0.15
-    seed: int = 0
-    half: bool = False
-    checkpointing: bool = False
-    state: FilePath | None = None
-
-
-@dataclass
-class FitReport:
-    """What a fit did.
-
-    Attributes:
-        start: where it began: matched or identity.
-        objective: what was minimised.
-        before, after: held-out loss (nats, mean over the inner points of the path) at the start and of what was kept.
-        barrier_before, barrier_after: highest held-out loss above the straight line between the ends' losses.
-        unaligned: held-out loss of the plain merge, for comparison.
-        history: (step, seconds, held-out loss, barrier).
-    """
-
-    start: str
-    objective: str
-    before: float
-    after: float
-    barrier_before: float
-    barrier_after: float
-    unaligned: float
-    best_step: int
-    seconds: float
-    history: list[tuple[int, float, float, float]] = field(default_factory=list)
-
-    def verdict(self) -> str:
-        """One honest sentence."""
-        if self.after >= self.unaligned - 1e-3 * abs(self.unaligned) - 1e-4:
-            return f"the fit found nothing better than the plain merge (held-out loss {self.unaligned:.4g})"
-        return (
-            f"held-out loss between the models: plain {self.unaligned:.4g}, at the start {self.before:.4g}, "
-            f"learned {self.after:.4g} (barrier {self.barrier_after:.3g} nats)"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict()}
 
 
 @dataclass(frozen=True)
@@ -201,12 +130,34 @@ class _Fit:
     # --- losses ------------------------------------------------------------------------------------------------
 
     def loss(self, weights: dict[str, Tensor], index: int, coefficients: Tensor) -> Tensor:
+        """Loss of one model on one batch as it is."""
         batch = self.batches[index]
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.half and self.device.type == "cuda"):
-            if self.objective == "labels":
+        if self.objective == "labels":
+            with self._precision():
                 return labels_loss(self.path.outputs(weights, batch))
-            outputs = self.path.outputs(weights, unlabelled(batch))
-            return distillation(outputs, self.teachers(index, batch), coefficients, attention_mask(batch))
+        return self._distil(weights, unlabelled(batch), self.teachers(index, batch), coefficients)
+
+    def training_loss(self, weights: dict[str, Tensor], coefficients: Tensor) -> Tensor:
+        """Loss of one model on a batch drawn from the training samples, or on a mix of two."""
+        index = self._pick()
+        batch = unlabelled(self.batches[index])
+        mixable = self.objective == "distill" and all(x.is_floating_point() for x in batch.values())
+        if not mixable or float(torch.rand((), generator=self.generator)) >= self.options.mixing:
+            return self.loss(weights, index, coefficients)
+        mixed = mix(batch, unlabelled(self.batches[self._pick()]), self.generator)
+        return self._distil(weights, mixed, self.teachers.answer(mixed), coefficients)
+
+    def _pick(self) -> int:
+        return self.training[int(torch.randint(len(self.training), (), generator=self.generator))]
+
+    def _distil(self, weights: dict[str, Tensor], batch: Batch, taught: list[Tensor], coefficients: Tensor) -> Tensor:
+        with self._precision():
+            return distillation(self.path.outputs(weights, batch), taught, coefficients, attention_mask(batch))
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.options.half and self.device.type == "cuda"
+        )
 
     @torch.no_grad()
     def score(self, transforms: list[Transforms]) -> tuple[float, float]:
@@ -294,10 +245,9 @@ class _Fit:
         every = max(1, steps // LOOKS)
         report.history = report.history or [(0, 0.0, report.before, report.barrier_before)]
         for step in range(first, steps):
-            index = self.training[int(torch.randint(len(self.training), (), generator=self.generator))]
             coefficients = self.draw()
             weights = self.path.weights([module() for module in learned], coefficients)
-            loss = self.loss(weights, index, coefficients)
+            loss = self.training_loss(weights, coefficients)
             optimiser.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
@@ -321,7 +271,7 @@ class _Fit:
         with torch.no_grad():
             value, barrier = self.score([module() for module in learned])
         report.history.append((step, seconds, value, barrier))
-        if value >= report.after:
+        if value > report.after - LEAST_GAIN:
             return best
         report.after, report.barrier_after, report.best_step = value, barrier, step
         return {name: tensor.detach().clone() for name, tensor in learned.state_dict().items()}

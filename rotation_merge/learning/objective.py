@@ -63,12 +63,29 @@ class Teachers:
     def __call__(self, index: int, batch: Batch) -> list[Tensor]:
         if index in self._kept:
             return self._kept[index]
-        found = [main_output(parent(**unlabelled(batch))).float() for parent in self.parents]
+        found = self.answer(unlabelled(batch))
         size = sum(tensor.numel() * 4 for tensor in found)
         if self._size + size <= self.budget:
             self._size += size
             self._kept[index] = found
         return found
+
+    @torch.no_grad()
+    def answer(self, batch: Batch) -> list[Tensor]:
+        """The parents' outputs on a batch that will not come again."""
+        return [main_output(parent(**batch)).float() for parent in self.parents]
+
+
+def mix(first: Batch, second: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+    """Convex combinations of the samples of two batches, each pair with a share of its own (mixup, 2018)."""
+    rows = min(len(next(iter(first.values()))), len(next(iter(second.values()))))
+    share = torch.rand(rows, generator=generator)
+    order = torch.randperm(rows, generator=generator)
+    result = {}
+    for name, tensor in first.items():
+        a = share.to(tensor).reshape(-1, *[1] * (tensor.ndim - 1))
+        result[name] = a * tensor[:rows] + (1 - a) * second[name][order.to(tensor.device)]
+    return result
 
 
 def distillation(outputs: Any, taught: Sequence[Tensor], coefficients: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rotation_merge.errors import AlignmentError
 
 if TYPE_CHECKING:
-    from rotation_merge.learning.fit import FitReport
+    from rotation_merge.learning.records import FitReport
 
 
 class State:
