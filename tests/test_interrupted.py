@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from rotation_merge.plugin import output
 
 SERVER = """
-import json, os, sys, time
+import json, os, signal, sys, time
 import rotation_merge.plugin.planner, torch
 from mergekit.scripts.run_yaml import main
 torch.set_num_threads(1)
@@ -31,6 +31,7 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit it ignored
         try:
             main(arguments, standalone_mode=False)
         except BaseException:
