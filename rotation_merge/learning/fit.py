@@ -30,6 +30,7 @@ from rotation_merge.learning.objective import (
 from rotation_merge.learning.parameters import LearnedTransforms, identities
 from rotation_merge.learning.records import LOOKS, FitOptions, FitReport
 from rotation_merge.learning.resume import State
+from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.stream import check_group
@@ -203,19 +204,23 @@ class _Fit:
     # --- the fit -----------------------------------------------------------------------------------------------
 
     def starts(self) -> dict[str, list[Transforms]]:
-        matched = [
-            match_model(self.architecture, self.states[0], state, self.match).transforms for state in self.states[1:]
-        ]
-        still = [identities(transforms) for transforms in matched]
-        starts = {"identity": still, "matched": matched}
-        return starts if self.options.start == "auto" else {self.options.start: starts[self.options.start]}
+        """Where the fit may begin: all donors as they are, or as weight matching moves them."""
+        found: dict[str, list[Transforms]] = {}
+        if self.options.start != "matched":
+            some = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
+            found["identity"] = [identities(some) for _ in self.states[1:]]
+        if self.options.start != "identity":
+            found["matched"] = [
+                match_model(self.architecture, self.states[0], state, self.match).transforms
+                for state in self.states[1:]
+            ]
+        return found
 
     def run(self) -> FitResult:
         began = time.perf_counter()
         starts = self.starts()
         scores = {name: self.score(transforms) for name, transforms in starts.items()}
-        plain = self.score([{} for _ in self.parents[1:]]) if not self.folded else scores.get("identity")
-        plain = plain or self.score([identities(t) for t in next(iter(starts.values()))])
+        plain = scores.get("identity") or self.score([{} for _ in self.parents[1:]])
         name = min(scores, key=lambda n: scores[n][0])
         learned = nn.ModuleList(
             LearnedTransforms(self.architecture, t, bool(self.match.rescale), self.options.permutations)
