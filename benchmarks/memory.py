@@ -6,6 +6,7 @@ merged half and half by `mergekit-yaml`, each merge in a process of its own. The
 independent model. Goals: peak memory at most 1.25 times plain linear; wall time at most 1.5 times for the fine-tune.
 
     python benchmarks/memory.py --repeats 3
+    python benchmarks/memory.py --repeats 1 --donors fine-tune --residual rotation
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import transform_state
 
 OPTIONS = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "rescale": True}
+RESIDUAL: dict[str, object] = {}
 KINDS = ("fine-tune", "planted", "independent")
 
 
@@ -88,7 +90,7 @@ def write(state: dict[str, torch.Tensor], config: LlamaConfig, where: Path) -> P
 
 def recipe(method: str, anchor: Path, other: Path) -> dict[str, object]:
     models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in (anchor, other)]
-    parameters = {"delegate": "linear", **OPTIONS} if method == "rotation_merge" else {}
+    parameters = {"delegate": "linear", **OPTIONS, **RESIDUAL} if method == "rotation_merge" else {}
     return {
         "merge_method": method,
         "base_model": str(anchor),
@@ -143,7 +145,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--donors", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--residual", choices=("permutation", "signed_permutation", "rotation"))
     arguments = parser.parse_args()
+    if arguments.residual:
+        RESIDUAL.update(residual=arguments.residual, untie=arguments.residual == "rotation")
     for kind in arguments.donors:
         print(json.dumps(compare(kind, arguments.repeats, arguments.layers)), flush=True)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from plugin_support import merged, mergekit_yaml, one_error
-from residual_support import checkpoint, recipe, report, twin
+from residual_support import Checkpoint, case, checkpoint, recipe, report, twin
+from tiny_models import make, save
 
 from rotation_merge.groups import Orthogonal, StreamTransform
-from rotation_merge.matching.model import match_model
+from rotation_merge.matching.model import aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
 
 PLANTED = [
@@ -124,6 +126,24 @@ def test_objective_never_rises(tmp_path: Path) -> None:
         starts = found.summary["starts"]
         assert isinstance(starts, dict)
         assert history[0] == min(starts.values())
+
+
+def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> None:
+    shallow = case("llama", "llama")
+    deep = dataclasses.replace(shallow, config={**shallow.config, "num_hidden_layers": 10})
+    save(make(deep).float(), tmp_path / "anchor")
+    anchor = Checkpoint(deep, tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    seen: dict[str, int] = {}
+    options = MatchOptions(heads="permutation", residual="rotation")
+    found = match_model(
+        anchor.architecture, anchor.state, donor.state, options, lambda what, _, total: seen.update({what: total})
+    )
+    assert seen["residual, from identity"] == 4 + 2
+    assert seen["residual, pass 1"] == seen["matching"] == 10 + 2
+    after = dict(aligned_tensors(anchor.architecture, donor.state, found))
+    expected = anchor.folded()
+    assert max(float((after[n] - expected[n]).norm() / expected[n].norm()) for n in expected) <= 1e-4
 
 
 def test_progress_counts_every_block_of_every_pass(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class Statistics:
         products: by stream, sum of w A B^T over the axes on which the donor's signs count, (d, d), float64.
         gains: the same over norm gains and layer scales, which follow a permutation but not its signs.
         weights: of every tensor seen, by name; they belong to the next pass.
+        blocks: how many were added.
     """
 
     architecture: Architecture
@@ -64,6 +65,7 @@ class Statistics:
     products: dict[str, Tensor] = field(default_factory=dict)
     gains: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
+    blocks: int = 0
     _logs: float = 0.0
     _entries: int = 0
 
@@ -79,6 +81,7 @@ class Statistics:
 
     def add(self, block: Block, anchor: Tensors, donor: Tensors, transforms: Mapping[str, SpaceTransform]) -> None:
         """Add one block, the donor's axes moved by `transforms`, which name all streams."""
+        self.blocks += 1
         for info in block.tensors:
             a, b = anchor.get(info.key), donor.get(info.key)
             if a is not None and b is not None and a.is_floating_point() and a.shape == b.shape:
