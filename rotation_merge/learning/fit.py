@@ -139,10 +139,10 @@ class _Fit:
         return self._distil(weights, unlabelled(batch), self.teachers(index, batch), coefficients)
 
     def training_loss(self, weights: dict[str, Tensor], coefficients: Tensor) -> Tensor:
-        """Loss of one model on a batch drawn from the training samples, or on a mix of two."""
+        """Loss of one model on a batch drawn from the training samples, or distillation on a mix of two."""
         index = self._pick()
         batch = unlabelled(self.batches[index])
-        mixable = self.objective == "distill" and all(x.is_floating_point() for x in batch.values())
+        mixable = all(x.is_floating_point() for x in batch.values())
         if not mixable or float(torch.rand((), generator=self.generator)) >= self.options.mixing:
             return self.loss(weights, index, coefficients)
         mixed = mix(batch, unlabelled(self.batches[self._pick()]), self.generator)

@@ -23,7 +23,7 @@ class FitOptions:
         coefficients: fixed shares of the models, anchor first; None draws them at random around the middle.
         permutations: also learn the order of FFN neurons (straight-through).
         start: auto (the better one on held-out samples), matched or identity.
-        mixing: share of distillation steps on mixes of two samples (mixup; not for token ids): more out of few samples.
+        mixing: share of steps that distil mixes of two samples (mixup; not of token ids): more out of few samples.
         held_out: fraction of the batches kept for choosing the best state.
         seed: of everything random.
         half: mixed precision (bfloat16) on CUDA.
