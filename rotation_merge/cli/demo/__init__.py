@@ -27,7 +27,8 @@ def command(only: tuple[str, ...], keep: Path | None, as_json: bool) -> None:
     """Merge the tiny checkpoints that come with the package and print what alignment did.
 
     Two ViTs on scikit-learn's digits and Llamas on bytes of text, each merged half and half by mergekit: as they are,
-    with heads and neurons aligned, and with the whole model aligned. Takes about a minute on one core.
+    with heads and neurons aligned, with the whole model aligned, and with an alignment learned on the training images.
+    Takes about two minutes on one core.
     """
     from rotation_merge.cli.show import shown
 
@@ -55,8 +56,18 @@ def _run(only: tuple[str, ...], keep: Path | None, as_json: bool) -> int:
     if as_json:
         print_json({"seconds": seconds, "results": [asdict(result) for result in results]})
         return 0
-    headers = ("merge", "measure", "parents", "plain", "heads, neurons", "whole model", "distance", "aligned")
-    table("", headers, [result.row() for result in results], numbers=(2, 3, 4, 5, 6, 7))
+    headers = (
+        "merge",
+        "measure",
+        "parents",
+        "plain",
+        "heads, neurons",
+        "whole model",
+        "learned",
+        "distance",
+        "aligned",
+    )
+    table("", headers, [result.row() for result in results], numbers=(2, 3, 4, 5, 6, 7, 8))
     say(f"Merged through mergekit in {seconds:.0f} s. Distances: donor to anchor, relative to the anchor's norm.")
     if keep is not None:
         say(f"Recipes, merged models and reports: {keep}")

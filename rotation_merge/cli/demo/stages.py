@@ -25,6 +25,7 @@ LOCAL = {"heads": "permutation"}
 WHOLE = {"heads": "permutation", "residual": "rotation"}
 OFF = {"attention": "none", "ffn": "none", "rescale": "false"}
 """Plain averaging of what mergekit's own linear would write incomplete: it drops most of a ViT's tensors."""
+LEARNING_STEPS = 500
 SCALE = 0.75
 """Of the task vector that is carried over; chosen before measuring."""
 
@@ -45,7 +46,7 @@ class Result:
         def text(value: float | None) -> str:
             return "" if value is None else f"{value:.1%}" if self.measure == "accuracy" else f"{value:.3f}"
 
-        cells = [text(self.merges.get(name)) for name in ("plain", "local", "whole")]
+        cells = [text(self.merges.get(name)) for name in ("plain", "local", "whole", "learned")]
         parents = " / ".join(text(value) for value in self.parents)
         return [self.title, self.measure, parents, *cells, f"{self.before:.3g}", f"{self.after:.3g}"]
 
@@ -59,7 +60,24 @@ def twin(place: Path) -> Result:
 
 def vits(place: Path) -> Result:
     a, b = data.CHECKPOINTS / "vit-0", data.CHECKPOINTS / "vit-1"
-    return _halves("two ViTs, seeds 0 and 1", place / "vits", a, b, _digits, {"local": LOCAL, "whole": WHOLE})
+    result = _halves("two ViTs, seeds 0 and 1", place / "vits", a, b, _digits, {"local": LOCAL, "whole": WHOLE})
+    file, out = _learned(a, b, place / "vits" / "learned.safetensors"), place / "vits" / "learned"
+    models: dict[str, dict[str, Any]] = {str(a): {"weight": 0.5}, str(b): {"weight": 0.5, "alignment": file}}
+    _merge(_recipe(a, models, {"delegate": "linear"}), out)
+    result.merges["learned"] = _digits(out)
+    return result
+
+
+def _learned(a: Path, b: Path, file: Path) -> str:
+    """An alignment learned on the training images and their labels."""
+    from rotation_merge.cli.fit import write
+    from rotation_merge.learning.fit import fit
+    from rotation_merge.learning.records import FitOptions
+
+    pixels, labels, _, _ = data.digits()
+    batches = [{"pixel_values": x, "labels": y} for x, y in zip(pixels.split(64), labels.split(64), strict=True)]
+    learned = fit(load(str(a)), load(str(b)), batches, options=FitOptions(steps=LEARNING_STEPS))
+    return write([str(a), str(b)], learned, str(file), {}, untie=False)[0]
 
 
 def finetunes(place: Path) -> Result:
