@@ -27,6 +27,11 @@ MOST_PASSES = 24
 LEAST_GAIN = 3e-3
 """Passes over the model stop when the objective falls by less than this fraction. Passes beyond bring the models a
 little nearer and the merge nothing (benchmarks/residual.md)."""
+RELATED = 1.0
+"""Objective below which models count as related: in coordinates of their own they would be at 1.6 to 2."""
+LEAST_PROMISE = 0.1
+"""The stream of related models stays as it is if turning it would take off less than this share of their squared
+distance: so much is gained by turning it after the noise of fine-tuning, and merges are none the better for it."""
 _EXACT = 1e-12
 _SAMPLE = 4  # layers that starts are compared on
 
@@ -193,8 +198,16 @@ def _match_streams(
     if starts is None:
         group = walk.options.residual
         still: Transforms = {s: identity(group, walk.architecture.streams[s].sizes["size"]) for s in streams}
+        run = walk.pass_over(still, "residual, from identity", {}, layers=_SAMPLE)
+        if run.objective < RELATED and run.promise(still, _solved(walk, run, still)) < LEAST_PROMISE:
+            return still, {"start": "identity", "passes": 0, "objective": [run.objective], "shared": True}
         starts = {"identity": still, "embeddings and heads": _solved(walk, walk.ends(still), still)}
-    runs = {name: walk.pass_over(start, f"residual, from {name}", {}, layers=_SAMPLE) for name, start in starts.items()}
+        runs = {"identity": run}
+    else:
+        runs = {}
+    for name, start in starts.items():
+        if name not in runs:
+            runs[name] = walk.pass_over(start, f"residual, from {name}", {}, layers=_SAMPLE)
     best = min(runs, key=lambda name: runs[name].objective)
     first = runs[best]
     if first.blocks < len(walk.architecture.blocks):
@@ -226,7 +239,10 @@ def _alternate(walk: _Walk, transforms: Transforms, statistics: Statistics) -> t
     best, history = transforms, [statistics.objective]
     while len(history) < MOST_PASSES and statistics.excess > _EXACT:
         excess = statistics.excess
-        transforms = _solved(walk, statistics, transforms)
+        solved = _solved(walk, statistics, transforms)
+        if statistics.promise(transforms, solved) <= _EXACT:
+            break
+        transforms = solved
         what = f"residual, pass {len(history) + 1}"
         statistics = walk.pass_over(transforms, what, statistics.weights, precise=excess < FLOOR)
         if statistics.objective > history[-1]:

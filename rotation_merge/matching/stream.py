@@ -66,6 +66,7 @@ class Statistics:
     gains: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     blocks: int = 0
+    _apart: float = 0.0
     _logs: float = 0.0
     _entries: int = 0
 
@@ -113,10 +114,15 @@ class Statistics:
         lifted = max(distance, 0.0) + FLOOR * norm
         self._logs += a.numel() * math.log(lifted / norm)
         self._entries += a.numel()
-        self.weights[info.name] = a.numel() / lifted
-        weight = (norm * other or math.inf) ** -0.5 if self.equal else self.weights[info.name]
+        weight = self._weight(a.numel(), norm, other, lifted)
+        self.weights[info.name] = weight
+        self._apart += weight * max(distance, 0.0)
         for name, role, product in found:
             self._gather(name, role, product * weight)
+
+    def _weight(self, entries: int, norm: float, other: float, lifted: float) -> float:
+        """What a tensor counts for in the products."""
+        return (norm * other or math.inf) ** -0.5 if self.equal else entries / lifted
 
     def _gather(self, stream: str, role: str, product: Tensor) -> None:
         chosen = self.gains if role == "gain" else self.products
@@ -130,6 +136,15 @@ class Statistics:
             return None
         products, gains = (x.get(stream, nothing) for x in (self.products, self.gains))
         return StreamTransform(_best(products, gains, group, layer_normed(self.architecture, stream)))
+
+    def promise(self, current: Mapping[str, SpaceTransform], solved: Mapping[str, SpaceTransform]) -> float:
+        """Share of the weighted squared distance that other stream elements would take off, the rest held still."""
+        gained = 0.0
+        for products, role in ((self.products, "read"), (self.gains, "gain")):
+            for stream, product in products.items():
+                better, now = (_overlap(x[stream], product, role) for x in (solved, current))
+                gained += 2 * (better - now)
+        return gained / self._apart if self._apart else 0.0
 
 
 def _without(info: TensorInfo, dim: int) -> TensorInfo:
