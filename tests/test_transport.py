@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+
+from rotation_merge.cli.app import app
 
 
 def tuned(base: Checkpoint, where: Path, size: float = 0.02, seed: int = 0) -> Checkpoint:
@@ -194,6 +197,8 @@ def test_task_vector_into_another_vocabulary(residual: str, words: Any, tmp_path
             factor = 1.0 if name == VOCABULARY[0] or residual != "rotation" else None
             if factor is not None:
                 torch.testing.assert_close(change.norm(dim=1), wanted.norm(dim=1), atol=1e-4, rtol=1e-3)
+    checked = CliRunner().invoke(app, ["check", str(tmp_path / "out.yml")])
+    assert checked.exit_code == 0, checked.output
     assert any("share 44 tokens" in note for note in report(tmp_path / "out")["notes"])
     if residual == "rotation":
         found = report(tmp_path / "out")["summary"][f"{fine.path} (carried over from {old.path})"]

@@ -134,8 +134,13 @@ def _compare(document: Document, anchor: Model, opened: dict[str, tuple[Path, Mo
             document.raised(path, error)
             continue
         for info in anchor.architecture.tensors():
-            _shapes(document, path, info, anchor, model, bool(resizes), recipe)
+            _shapes(document, path, info, anchor, model, bool(resizes) or _carried(document, path), recipe)
     _residual(document, anchor)
+
+
+def _carried(document: Document, path: Path) -> bool:
+    """Whether what stands here is carried into the anchor's vocabulary: a fine-tune, or what it was tuned from."""
+    return path[-1] == "finetuned_from" or bool(at(document, (*path[:-1], "parameters", "finetuned_from")))
 
 
 def _recipe(document: Document) -> Recipe | None:
