@@ -250,6 +250,8 @@ class _Fit:
         every = max(1, steps // LOOKS)
         report.history = report.history or [(0, 0.0, report.before, report.barrier_before)]
         for step in range(first, steps):
+            if step - report.best_step >= self.options.patience * every:
+                break
             coefficients = self.draw()
             weights = self.path.weights([module() for module in learned], coefficients)
             loss = self.training_loss(weights, coefficients)
@@ -264,7 +266,7 @@ class _Fit:
                 state.save(step + 1, best, report)
             figures = {"loss": float(loss.detach()), "held out": report.after, "barrier": report.barrier_after}
             self.watch(step + 1, steps, figures)
-            if late or step + 1 - report.best_step >= self.options.patience * every:
+            if late:
                 break
         state.remove()
         return best
