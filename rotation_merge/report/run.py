@@ -43,8 +43,8 @@ class Run:
             words = f"The task vector of `{donor}` is {share:.2g} of the squared norm of what it was tuned from"
             if share > FAR:
                 words += (
-                    f". That is far (above {FAR}): little of it arrives at another base. Try a weight of 0.1 to 0.3, "
-                    "compare with base_model alone, or fine-tune base_model itself"
+                    f". That is far (above {FAR}): little of it arrives at another base, and the rest harms. Try a "
+                    "weight of 0.1 at most and compare with base_model alone, or fine-tune base_model itself"
                 )
             notes.append(words + ".")
         return notes
