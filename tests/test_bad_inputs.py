@@ -131,6 +131,10 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "NaN for a weight": (lambda b: b.donor_entry()["parameters"].update(weight=float("nan")), ("weight", "finite")),
     "mapping for a number": (lambda b: b.donor_entry()["parameters"].update(weight={"a": 1}), ("weight",)),
     "null parameter": (lambda b: b.parameters.update(ffn=None), ("ffn",)),
+    "value that the delegate does not know": (
+        lambda b: b.delegate("della", rescale="sequential"),
+        ("'rescale' is 'sequential'", "delegate della", "true or false", "parameters"),
+    ),
     "unknown value": (lambda b: b.parameters.update(attention="rotations"), ("rotations", "'rotation'")),
     "number for a word": (lambda b: b.parameters.update(ffn=3), ("ffn", "3", "permutation")),
     "group that does not exist": (lambda b: b.parameters.update(residual="orthogonal"), ("orthogonal", "rotation")),

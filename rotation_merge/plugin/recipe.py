@@ -16,6 +16,7 @@ from rotation_merge.matching.options import CHOICES, MatchOptions
 from rotation_merge.plugin.rules import (
     check_dtypes,
     check_inputs,
+    check_shared,
     check_slices,
     check_value,
     filters,
@@ -196,6 +197,8 @@ def _check_values(where: str, settings: Mapping[str, Any], delegate: MergeMethod
             )
         if name in OPTIONS:
             _check_option(name, setting, where)
+            if name in own:
+                check_shared(own[name], setting, where, delegate.spec.name)
         elif name in own:
             check_value(own[name], setting, where)
         elif name in (*DONOR, "exclude") and not isinstance(setting, str) and setting is not False:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConditionalParameter, ConfigReader, MergeConfiguration
@@ -188,15 +188,42 @@ def filters(setting: Any) -> list[str]:
     return [text for text in found if text not in (None, "*")]
 
 
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+"""Types of mergekit's parameters, in words."""
+
+
+def wanted(parameter: ParameterSpec) -> str:
+    """What values a delegate's parameter has, in words."""
+    types = [kind for kind in (parameter.value_type, *get_args(parameter.value_type)) if kind in KINDS]
+    return KINDS[types[0]] if types else str(parameter.value_type)
+
+
 def check_value(parameter: ParameterSpec, setting: Any, where: str) -> None:
     """A delegate's own parameter has values of its type, and finite ones."""
     for value in leaves(setting):
         try:
             valid = parameter.validate(value)
-        except ValidationError as error:
-            text = error.errors()[0]["msg"].removeprefix("Input ")
+        except ValidationError:
             raise RecipeError(
-                f"parameter '{parameter.name}' is {value!r}: it {text}", where=where, remedy="mend the value"
+                f"parameter '{parameter.name}' is {value!r}", where=where, remedy=f"it must be {wanted(parameter)}"
             ) from None
         if isinstance(valid, float) and not math.isfinite(valid):
             raise RecipeError(f"parameter '{parameter.name}' is {value!r}", where=where, remedy="give a finite number")
+
+
+def check_shared(parameter: ParameterSpec, setting: Any, where: str | None, delegate: str) -> None:
+    """An option of ours that the delegate has under the same name holds for both, so both must know its value.
+
+    Raises:
+        RecipeError: the delegate does not know a value.
+    """
+    for value in leaves(setting):
+        try:
+            parameter.validate(value)
+        except ValidationError:
+            raise RecipeError(
+                f"parameter '{parameter.name}' is {value!r}, which also holds for delegate {delegate}: "
+                f"its own '{parameter.name}' is {wanted(parameter)}",
+                where=where,
+                remedy=f"write {wanted(parameter)}, or choose a delegate without '{parameter.name}'",
+            ) from None

@@ -26,7 +26,7 @@ from rotation_merge.plugin.checking.document import Document, Path
 from rotation_merge.plugin.recipe import DONOR, GLOBAL, LEGACY, METHOD, OPTIONS
 from rotation_merge.plugin.recipe import _choice as choice
 from rotation_merge.plugin.recipe import _normal as normal
-from rotation_merge.plugin.rules import is_plain
+from rotation_merge.plugin.rules import check_shared, is_plain, wanted
 
 MULTI_KEYS = ("name",)
 """Keys that mergekit-multi adds to a document."""
@@ -188,7 +188,7 @@ def _parameters(document: Document, path: Path, groups: tuple[str, ...], delegat
         if name in known:
             _conditions(document, here, value)
             for leaf, place in _leaves(value, here):
-                _value(document, place, name, leaf, own.get(name))
+                _value(document, place, name, leaf, own.get(name), delegate)
         elif name in GLOBAL:
             document.fault(here, f"parameter '{name}' does not belong here", "move it under the recipe's 'parameters'")
         elif name in DONOR:
@@ -216,19 +216,20 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
         yield value, path
 
 
-def _value(document: Document, path: Path, name: str, value: Any, spec: Any) -> None:
+def _value(document: Document, path: Path, name: str, value: Any, spec: Any, delegate: MergeMethod | None) -> None:
     try:
         if name in OPTIONS and not (spec is not None and name not in CHOICES):
             MatchOptions.from_values({name: normal(name, value)})
+            if spec is not None and delegate is not None:
+                check_shared(spec, value, None, delegate.spec.name)
         elif name in GLOBAL and name not in ("delegate", "exclude"):
             choice(name, value)
         elif spec is not None:
             spec.validate(value)
     except RecipeError as error:
         document.fault(path, error.what, error.remedy or "")
-    except ValidationError as error:
-        found = error.errors()[0]["msg"]
-        document.fault(path, f"parameter '{name}' is {value!r}: {found[:1].lower()}{found[1:]}", "mend the value")
+    except ValidationError:
+        document.fault(path, f"parameter '{name}' is {value!r}", f"it must be {wanted(spec)}")
 
 
 def _contract(document: Document, delegate: MergeMethod) -> None:

@@ -10,11 +10,12 @@ import click
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
+from pydantic import ValidationError
 
 from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.plugin.checking.document import Document, Path
-from rotation_merge.plugin.checking.settings import at, scopes
+from rotation_merge.plugin.checking.settings import at, explain, scopes
 from rotation_merge.plugin.models import Model, Models
 from rotation_merge.plugin.recipe import Recipe
 
@@ -202,6 +203,8 @@ def _plan(document: Document, options: MergeOptions) -> None:
         document.raised(_place(document, error), error)
     except click.ClickException as error:
         document.fault((), error.message)
+    except ValidationError as error:
+        document.fault((), *explain(error.errors()[0]))
     except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         document.fault((), " ".join(str(error).split()), "mend the recipe")
 
