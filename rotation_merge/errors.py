@@ -39,6 +39,10 @@ class AlignmentError(RotationMergeError):
     """Matching or applying an alignment is impossible for the tensors at hand."""
 
 
+class DataError(RotationMergeError):
+    """The data cannot be read, or are of no use to the model."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A remedy naming the known word closest to `name`, or listing all of them."""
     words = sorted(known)

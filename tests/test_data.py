@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from rotation_merge.cli.data import DataError, read_batches
+from rotation_merge.cli.data import read_batches
 from rotation_merge.cli.dataset import read_dataset
 from rotation_merge.cli.demo.data import CHECKPOINTS
 from rotation_merge.cli.functions import load
+from rotation_merge.errors import DataError
 
 datasets = pytest.importorskip("datasets")
 
@@ -38,6 +39,10 @@ def test_image_columns_become_pixels_with_labels(tmp_path: Path):
     assert found.batches[0]["labels"].tolist() == [0, 1, 2, 3]
 
 
+def unasked():
+    raise AssertionError("images are prepared only where there are some")
+
+
 def test_audio_columns_go_through_the_feature_extractor(tmp_path: Path):
     class Extractor:
         sampling_rate = 16000
@@ -48,11 +53,11 @@ def test_audio_columns_go_through_the_feature_extractor(tmp_path: Path):
 
     clip = {"array": [0.0, 0.5], "sampling_rate": 16000}
     datasets.Dataset.from_dict({"audio": [clip, clip]}).save_to_disk(tmp_path / "d")
-    found = read_dataset(tmp_path / "d", lambda picture: picture, Extractor)
+    found = read_dataset(tmp_path / "d", unasked, Extractor)
     assert found["input_features"].shape == (2, 2)
     datasets.Dataset.from_dict({"audio": [{**clip, "sampling_rate": 8000}]}).save_to_disk(tmp_path / "slow")
     with pytest.raises(ValueError, match="8000 Hz"):
-        read_dataset(tmp_path / "slow", lambda picture: picture, Extractor)
+        read_dataset(tmp_path / "slow", unasked, Extractor)
 
 
 def test_a_dataset_without_a_known_column_is_refused_in_one_line(tmp_path: Path):

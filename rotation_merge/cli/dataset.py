@@ -43,13 +43,13 @@ def column(rows: Any, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in rows.column_names), None)
 
 
-def read_dataset(path: Path, prepare_image: Callable[[Any], Tensor], extractor: Callable[[], Any]) -> Any:
+def read_dataset(path: Path, preparer: Callable[[], Callable[[Any], Tensor]], extractor: Callable[[], Any]) -> Any:
     """Examples of a dataset: records with `text`, or arrays by input name, with `labels` where there are any.
 
     Args:
         path: the directory.
-        prepare_image: a picture to pixels (channels, height, width).
-        extractor: gives the model's feature extractor, asked only for audio.
+        preparer: gives what makes pixels (channels, height, width) of a picture; asked only for images.
+        extractor: gives the model's feature extractor; asked only for audio.
 
     Raises:
         ValueError: no column of a known name.
@@ -60,7 +60,8 @@ def read_dataset(path: Path, prepare_image: Callable[[Any], Tensor], extractor: 
     if text is not None:
         return [{"text": row[text], **({"label": row[label]} if label else {})} for row in rows]
     if image is not None:
-        found = {"pixel_values": torch.stack([prepare_image(row[image]) for row in rows])}
+        prepare = preparer()
+        found = {"pixel_values": torch.stack([prepare(row[image]) for row in rows])}
     elif audio is not None:
         found = _audio([row[audio] for row in rows], extractor())
     else:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.cli.data import Data, DataError
+from rotation_merge.cli.data import Data
 from rotation_merge.cli.functions import Batch
+from rotation_merge.errors import DataError
 from rotation_merge.report.curves import Curve
 
 

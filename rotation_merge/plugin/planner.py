@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from mergekit.architecture import ModelArchitecture, WeightInfo
@@ -16,45 +15,16 @@ from mergekit.parameter_resolver import resolve_parameters
 from mergekit.plan import MergePlanner
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
-from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, Block, TensorInfo
-from rotation_merge.errors import CheckpointError, RecipeError
-from rotation_merge.matching.block import wanted_spaces
-from rotation_merge.plugin.donors import Donor, Donors
+from rotation_merge.architectures.model import TensorInfo
+from rotation_merge.errors import RecipeError
+from rotation_merge.plugin.blocks import OutputBlock, Source, same_block
+from rotation_merge.plugin.donors import Donors
 from rotation_merge.plugin.models import Models
+from rotation_merge.plugin.moves import Moves
 from rotation_merge.plugin.recipe import Recipe
-from rotation_merge.plugin.tasks import AlignedGather, LabelledLoad, Loads, MatchBlock, MoveTensor
+from rotation_merge.plugin.tasks import AlignedGather
 from rotation_merge.report.run import current
-
-
-@dataclass(frozen=True)
-class Source:
-    """One model's part in an output block."""
-
-    model: ModelReference
-    architecture: Architecture
-    block: Block
-
-
-@dataclass(frozen=True)
-class Move:
-    """How one source's tensors of a block get to the anchor's coordinates.
-
-    Attributes:
-        frame: the block whose space names the transforms go by.
-        transforms: task that matches the block's local spaces.
-        whole: task that gives the alignment of the whole model.
-        origin: the same block of the model the source was fine-tuned from.
-        rows: the anchor's and the origin's rows of the tokens they share, where their vocabularies differ.
-    """
-
-    source: Source
-    frame: Block
-    transforms: Task | None = None
-    whole: Task | None = None
-    origin: Source | None = None
-    rows: tuple[Tensor, Tensor] | None = None
 
 
 class RotationMergePlanner(MergePlanner):
@@ -80,7 +50,6 @@ class RotationMergePlanner(MergePlanner):
         super().normalize_config()
         self.config.base_model = base
         self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
-        self.fold = self.donors.fold
         if left_out := self.models[self.recipe.base].ignored:
             self.run.note(f"Not written, as they hold no weights: {', '.join(left_out)}.")
 
@@ -134,174 +103,26 @@ class RotationMergePlanner(MergePlanner):
         """All tensors of one output block."""
         self._blocks_planned += 1
         anchor = next((s for s in sources if s.model == self.recipe.base), None)
-        anchor = anchor or self._same_block(self.recipe.base, sources[0].block)
-        moves = {s.model: self._move(anchor, s, index, reader) for s in (anchor, *sources)}
-        for info in self._out_tensors(sources, anchor):
-            self._plan_info(info, sources, anchor, moves, index, reader)
+        anchor = anchor or same_block(self.models, self.recipe.base, sources[0].block)
+        out = OutputBlock(self.recipe, self.models, self._blocks_planned, index, anchor, sources)
+        moves = Moves(self.donors, out, reader)
+        for info in out.tensors():
+            self._plan_info(info, out, moves, reader)
 
-    def _out_tensors(self, sources: list[Source], anchor: Source) -> list[TensorInfo]:
-        """Tensors of the output block, each present in every source (or left to the anchor alone).
-
-        Raises:
-            CheckpointError: some models have a tensor that others lack.
-        """
-        infos = list(anchor.block.tensors)
-        known = {info.key for info in infos}
-        for source in sources:
-            infos += [info for info in source.block.tensors if info.key not in known]
-            known.update(info.key for info in source.block.tensors)
-        infos = [info for info in infos if not self._spare(info, anchor, sources)]
-        for info in infos:
-            lacking = [s for s in (anchor, *sources) if not self._has(s, info)]
-            if lacking and not self.recipe.excluded(info.name):
-                holder = next(s for s in sources if s not in lacking)
-                raise CheckpointError(
-                    f"tensor '{info.name}' is missing, {holder.model} has it",
-                    where=str(lacking[0].model),
-                    remedy="merge models with the same heads, or name the tensor under 'exclude' "
-                    "to copy it from base_model",
-                )
-        return [info for info in infos if self._has(anchor, info)]
-
-    def _spare(self, info: TensorInfo, anchor: Source, sources: list[Source]) -> bool:
-        """Whether a tensor is a second copy of a tied one, which the anchor does not store."""
-        holders = [self.models[s.model] for s in sources if s.block.tensor(info.key) is not None]
-        tied = bool(info.tied) and anchor.block.tensor(info.key) is None
-        return tied and all(model.config.get("tie_word_embeddings") for model in holders)
-
-    def _has(self, source: Source, info: TensorInfo) -> bool:
-        if source.block.tensor(info.key) is not None:
-            return True
-        return source.model != self.recipe.base and any(name in self.models[source.model] for name in info.tied)
-
-    # --- tasks -------------------------------------------------------------------------------------------------
-
-    def _label(self, anchor: Source, index: int | None) -> str:
-        """A label that sorts a block's matching before its merging and after the block before it."""
-        first = anchor.block.tensors[0]
-        name = anchor.architecture.names(first, index)[0]
-        return name if index is None else name[: name.index(f".{index}.") + len(f".{index}.")]
-
-    def _loads(self, source: Source, keys: Iterable[str], anchor: Source, index: int | None) -> Loads:
-        """Loads of some tensors of a source's block, labelled by the names they have in the output."""
-        device = self.options.device if self.options.read_to_gpu else None
-        result: Loads = {}
-        for key in keys:
-            info = anchor.block.tensor(key) or source.block.tensor(key)
-            own = source.block.tensor(key) or info
-            if info is None or own is None or not self._has(source, info):
-                continue
-            result[key] = tuple(
-                LabelledLoad(model=source.model, tensor=name, device=device, tied_names=own.tied or None, label=label)
-                for name, label in zip(own.names, anchor.architecture.names(info, index), strict=True)
-            )
-        return result
-
-    def _move(self, anchor: Source, source: Source, index: int | None, reader: ConfigReader) -> Move:
-        """How the tensors of one source's block are moved."""
-        donor = self.donors.found.get(source.model, Donor())
-        origin = None
-        if donor.origin is not None:
-            origin = self._same_block(donor.origin, source.block)
-        if source is anchor and donor.whole is None:
-            return Move(source, anchor.block, origin=origin)
-        if donor.whole is not None and source.block.index == anchor.block.index:
-            frame = self._same_block(self.recipe.base, source.block)
-            return Move(source, frame.block, None, donor.whole, origin, donor.rows)
-        options = self.recipe.options(reader, anchor.block.name, source.model)
-        if not wanted_spaces(anchor.block, options):
-            return Move(source, anchor.block, None, donor.whole, origin, donor.rows)
-        keys = [i.key for i in anchor.block.tensors if self._touches(i, anchor.block, whole=donor.whole is not None)]
-        if self.fold is not None:
-            keys = list(dict.fromkeys(k for key in keys for k in self._fold_keys(anchor.block, key)))
-        matched = origin or source
-        task = MatchBlock(
-            key=f"{self._blocks_planned}:{source.model}",
-            label=self._label(anchor, index),
-            block=anchor.block,
-            anchor=self._loads(anchor, keys, anchor, index),
-            donor=self._loads(matched, keys, anchor, index),
-            donor_name=self.donors.name(source.model, donor.origin),
-            options=options,
-            run=self.run,
-            fold=self.fold,
-            whole=donor.whole,
-        )
-        return Move(source, anchor.block, task, donor.whole, origin, donor.rows)
-
-    def _same_block(self, model: ModelReference, block: Block) -> Source:
-        """The block of another model that stands at the same place."""
-        architecture = self.models[model].architecture
-        for other in architecture.blocks:
-            same = (other.module, other.place, other.index) == (block.module, block.place, block.index)
-            if same and (block.index is not None or other.name == block.name):
-                return Source(model, architecture, other)
-        raise CheckpointError(f"has no block like {block.name}", where=str(model), remedy="the models differ in depth")
-
-    def _touches(self, info: TensorInfo, block: Block, whole: bool) -> bool:
-        """Whether a tensor has an axis that a transform may move."""
-        local = {space.name for space in block.spaces.values()}
-        return any(space.name in local or (whole and space.kind == "stream") for space in info.spaces())
-
-    def _fold_keys(self, block: Block, key: str) -> list[str]:
-        info = block.tensor(key)
-        return [key] if info is None or self.fold is None else self.fold.inputs(block, info)
-
-    def _plan_info(
-        self,
-        info: TensorInfo,
-        sources: list[Source],
-        anchor: Source,
-        moves: dict[ModelReference, Move],
-        index: int | None,
-        reader: ConfigReader,
-    ) -> None:
-        names = anchor.architecture.names(info, index)
-        if self.recipe.excluded(names[0]):
-            sources = [anchor]
-        given = [(s.model, self._tensor_tasks(info, moves[s.model], anchor, index, names)) for s in sources]
+    def _plan_info(self, info: TensorInfo, out: OutputBlock, moves: Moves, reader: ConfigReader) -> None:
+        names = out.names(info)
+        sources = [out.anchor] if self.recipe.excluded(names[0]) else out.sources
+        given = [(s.model, moves.tasks(s, info)) for s in sources]
         for piece, name in enumerate(names):
             gather = AlignedGather(
                 weight_info=ImmutableMap(data={}),
-                key=f"{self._blocks_planned}:{name}",
+                key=f"{out.number}:{name}",
                 label=name,
                 sources=tuple((model, tasks[piece], piece) for model, tasks in given),
                 storage=self.config.dtype,
             )
             originals = {s.model: (s.block.tensor(info.key) or info).names[piece] for s in sources}
             self._plan_merge(info, name, originals, gather, reader)
-
-    def _tensor_tasks(
-        self, info: TensorInfo, move: Move, anchor: Source, index: int | None, names: tuple[str, ...]
-    ) -> tuple[Task, ...]:
-        """What gives a source's pieces of one tensor: the loads themselves, or a task that moves them."""
-        block = move.frame
-        framed = block.tensor(info.key) or info
-        moving = move.transforms is not None or move.whole is not None
-        moving = moving and self._touches(framed, block, whole=move.whole is not None)
-        folding = self.fold is not None and self.fold.touches(block, framed)
-        if not moving and not folding and move.origin is None:
-            return self._loads(move.source, [info.key], anchor, index)[info.key]
-        keys = self._fold_keys(block, info.key)
-        base = self._same_block(self.recipe.base, block)
-        carried = move.origin is not None
-        task = MoveTensor(
-            key=f"{self._blocks_planned}:{move.source.model}:{info.key}",
-            label=names[0],
-            block=block,
-            info=framed,
-            loads=self._loads(move.source, keys, anchor, index),
-            transforms=move.transforms if moving else None,
-            whole=move.whole if moving else None,
-            fold=self.fold,
-            anchor=self._loads(base, keys, anchor, index) if carried else {},
-            origin=self._loads(move.origin, keys, anchor, index) if move.origin is not None else {},
-            run=self.run if carried else None,
-            donor_name=str(move.source.model),
-            rows=move.rows if carried and framed.vocabulary_axis is not None else None,
-            dtype=self.config.dtype,
-        )
-        return (task,) * len(names)
 
     def _plan_merge(
         self,
