@@ -26,10 +26,11 @@ class GroupElement(ABC):
     """A batch of G elements of one group acting on d coordinates."""
 
     kind: ClassVar[str]
-    """Name of the group in reports and alignment files; every subclass is found by it again (`KINDS`)."""
+    """Name of the group in reports and alignment files; every class that states one is found by it (`KINDS`)."""
 
     def __init_subclass__(cls) -> None:
-        KINDS[cls.kind] = cls
+        if "kind" in vars(cls):
+            KINDS[cls.kind] = cls
 
     @property
     @abstractmethod

@@ -7,29 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.base import GroupElement, act_by_matrices
+from rotation_merge.groups.base import act_by_matrices
+from rotation_merge.groups.matrix import MatrixElement
 from rotation_merge.linalg.polar import random_orthogonal
 
 
 @dataclass(frozen=True, eq=False)
-class Invertible(GroupElement):
+class Invertible(MatrixElement):
     """``aligned = matrix @ donor``, on the dual side ``matrix^-T @ donor``; float64, shape (G, d, d)."""
 
-    matrix: Tensor
-
     kind = "invertible"
-
-    @property
-    def batch(self) -> int:
-        return self.matrix.shape[0]
-
-    @property
-    def size(self) -> int:
-        return self.matrix.shape[1]
-
-    @classmethod
-    def identity(cls, batch: int, size: int) -> Invertible:
-        return cls(torch.eye(size, dtype=torch.float64).repeat(batch, 1, 1))
 
     @classmethod
     def random(cls, batch: int, size: int, generator: torch.Generator) -> Invertible:
@@ -41,12 +28,6 @@ class Invertible(GroupElement):
     def inverse(self) -> Invertible:
         return Invertible(torch.linalg.inv(self.matrix))
 
-    def compose(self, first: Invertible) -> Invertible:
-        return Invertible(self.matrix @ first.matrix)
-
-    def select(self, index: Tensor) -> Invertible:
-        return Invertible(self.matrix[index])
-
     def act(self, x: Tensor, batch_dim: int, dim: int, dual: bool = False) -> Tensor:
         matrix = torch.linalg.inv(self.matrix).mT if dual else self.matrix
         return act_by_matrices(matrix, x, batch_dim, dim)
@@ -54,14 +35,6 @@ class Invertible(GroupElement):
     def condition(self) -> Tensor:
         """Largest over smallest singular value, shape (G,)."""
         return torch.linalg.cond(self.matrix)
-
-    def distance(self) -> Tensor:
-        """Frobenius distance from the identity over 2 sqrt(d), the scale used for orthogonal maps."""
-        eye = torch.eye(self.size, dtype=self.matrix.dtype, device=self.matrix.device)
-        return (self.matrix - eye).flatten(1).norm(dim=1).double() / (2 * self.size**0.5)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"matrix": self.matrix}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Invertible:

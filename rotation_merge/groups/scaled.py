@@ -7,32 +7,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.base import GroupElement, act_by_matrices
+from rotation_merge.groups.base import act_by_matrices
+from rotation_merge.groups.matrix import MatrixElement
 from rotation_merge.groups.orthogonal import Orthogonal
 from rotation_merge.linalg.polar import random_orthogonal
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled(GroupElement):
+class Scaled(MatrixElement):
     """A map of O(d) times one positive (or signed) factor for each head: R and a in ``aligned = a R donor``."""
 
-    matrix: Tensor
     factor: Tensor
 
     kind = "scaled_orthogonal"
 
-    @property
-    def batch(self) -> int:
-        return self.matrix.shape[0]
-
-    @property
-    def size(self) -> int:
-        return self.matrix.shape[1]
-
     @classmethod
     def identity(cls, batch: int, size: int) -> Scaled:
-        matrix = torch.eye(size, dtype=torch.float64).repeat(batch, 1, 1)
-        return cls(matrix, torch.ones(batch, dtype=torch.float64))
+        return cls(Orthogonal.identity(batch, size).matrix, torch.ones(batch, dtype=torch.float64))
 
     @classmethod
     def random(cls, batch: int, size: int, generator: torch.Generator) -> Scaled:
@@ -53,10 +44,8 @@ class Scaled(GroupElement):
         return act_by_matrices(self.matrix * factor[:, None, None], x, batch_dim, dim)
 
     def distance(self) -> Tensor:
-        """Distance of the orthogonal map as in `Orthogonal`, plus |log factor|."""
-        eye = torch.eye(self.size, dtype=self.matrix.dtype, device=self.matrix.device)
-        turn = (self.matrix - eye).flatten(1).norm(dim=1).double() / (2 * self.size**0.5)
-        return turn + self.factor.abs().log().abs()
+        """Distance of the orthogonal map, plus |log factor|."""
+        return super().distance() + self.factor.abs().log().abs()
 
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix, "factor": self.factor}
