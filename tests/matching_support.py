@@ -15,7 +15,6 @@ from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Side
 
 torch.set_num_threads(1)
-QUERY = ("q", "o", "q_gain", "head")
 
 
 def gen(seed: int = 0) -> torch.Generator:

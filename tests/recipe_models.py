@@ -9,20 +9,14 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from plugin_support import DECODER as SMALL
+from plugin_support import ENCODER
 
 from rotation_merge.cli.demo.data import CHECKPOINTS
 from rotation_merge.plugin.checking import documents
 from rotation_merge.plugin.checking.sources import references
 
-DECODER = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = {**SMALL, "vocab_size": 256}
 TEXT = {**ENCODER, "vocab_size": 256, "max_position_embeddings": 64}
 PICTURE = {**ENCODER, "image_size": 16, "patch_size": 8}
 

@@ -3,14 +3,13 @@ declares everything."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import ALL, Case, difference, further, inputs, make, outputs, reload, save
+from tiny_models import ALL, Case, difference, foldable, further, inputs, make, outputs, reload, save
 
 from rotation_merge.architectures import Architecture, families, registry, resolve
 from rotation_merge.architectures.schema import OUTSIDE, ArchitectureSpec
@@ -51,6 +50,10 @@ def must_move(architecture: Architecture, residual: str) -> set[str]:
     }
 
 
+def unmoved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in before if torch.equal(after[name], before[name])]
+
+
 @by_case
 def test_declared_groups_are_symmetries(case: Case, tmp_path: Path) -> None:
     """(a): a random element of every declared group moves weights and leaves float64 outputs within 1e-9."""
@@ -63,8 +66,7 @@ def test_declared_groups_are_symmetries(case: Case, tmp_path: Path) -> None:
     options = LOCAL | {group: MatchOptions(residual=group) for group in RESIDUAL if group in groups}
     for what, option in options.items():
         after = moved(config, state, option, case.name)
-        still = [name for name in state if torch.equal(after[name], state[name])]
-        assert not must_move(architecture, option.residual).intersection(still), what
+        assert not must_move(architecture, option.residual).intersection(unmoved(state, after)), what
         assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9, what
 
 
@@ -78,6 +80,7 @@ def test_every_class_that_a_file_names(case: Case, tmp_path: Path) -> None:
     architecture = resolve(config, list(state), case.name)
     residual = "permutation" if any(len(groups) > 1 for groups in architecture.stream_groups.values()) else "none"
     after = moved(config, state, MatchOptions(heads="permutation", residual=residual), case.name)
+    assert not must_move(architecture, residual).intersection(unmoved(state, after))
     assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9
 
 
@@ -105,7 +108,9 @@ def test_names_of_a_loaded_module_work_too(case: Case) -> None:
     given = inputs(case, model)
     expected = outputs(model, given)
     config = {**model.config.to_dict(), "architectures": [case.class_name]}
-    after = moved(config, dict(model.state_dict()), LOCAL["heads, neurons and experts"], case.name)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    after = moved(config, before, LOCAL["heads, neurons and experts"], case.name)
+    assert not must_move(resolve(config, list(before), case.name), "none").intersection(unmoved(before, after))
     model.load_state_dict(after)
     assert difference(outputs(model, given), expected) <= 1e-9
 
@@ -150,22 +155,12 @@ def matters(case: Case, change: Callable[[Any], Any], architecture: Any) -> bool
 @by_case
 def test_rotations_of_folded_streams_are_symmetries(case: Case, tmp_path: Path) -> None:
     """(a), for the largest residual group: gains folded into the readers, writers centred under LayerNorm."""
-    model = make(case)
-    given = inputs(case, model)
-    config, state = save(model, tmp_path)
-    architecture = resolve(config, list(state), case.name, untie=True)
-    folded = tuple(name for name, groups in architecture.stream_groups.items() if "rotation" in groups)
-    if not folded:
-        pytest.skip("no stream admits rotations")
-    expected = outputs(reload(case, tmp_path, state), given)
-    untied = {t.name: state[t.tied[0]] for t in architecture.tensors() if t.tied and t.name not in state}
-    if untied:
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
-    gauge = random_gauge(architecture, MatchOptions(residual="rotation"), torch.Generator().manual_seed(5))
-    after = dict(aligned_tensors(architecture, state | untied, Alignment(gauge, folded)))
-    assert set(after) == set(state | untied)
-    assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9
+    model = foldable(case, tmp_path)
+    gauge = random_gauge(model.architecture, MatchOptions(residual="rotation"), torch.Generator().manual_seed(5))
+    after = dict(aligned_tensors(model.architecture, model.state, Alignment(gauge, model.streams)))
+    assert set(after) == set(model.state)
+    assert not must_move(model.architecture, "rotation").intersection(unmoved(model.state, after))
+    assert model.differs(after) <= 1e-9
 
 
 @pytest.mark.parametrize("change", [wrong_heads, wrong_rotary, wrong_split], ids=lambda change: change.__name__)

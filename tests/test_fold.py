@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from residual_support import checkpoint
-from tiny_models import ALL, Case, difference, inputs, make, outputs, reload, save
+from tiny_models import ALL, Case, foldable
 from torch import Tensor
 
-from rotation_merge.architectures import resolve
 from rotation_merge.architectures.model import Axis, Block, Norm, Part, Scale, Space, TensorInfo
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.fold import Fold, Folded, fold_inputs, fold_tensor
@@ -20,22 +18,11 @@ from rotation_merge.matching.model import Alignment, aligned_tensors
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
 def test_folding_alone_changes_no_output(case: Case, tmp_path: Path) -> None:
-    model = make(case)
-    given = inputs(case, model)
-    config, state = save(model, tmp_path)
-    architecture = resolve(config, list(state), case.name, untie=True)
-    folded = tuple(name for name, groups in architecture.stream_groups.items() if "rotation" in groups)
-    if not folded:
-        pytest.skip("no stream admits rotations")
-    expected = outputs(reload(case, tmp_path, state), given)
-    untied = {t.name: state[t.tied[0]] for t in architecture.tensors() if t.tied and t.name not in state}
-    if untied:
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
-    after = dict(aligned_tensors(architecture, state | untied, Alignment({}, folded)))
-    assert any(not torch.equal(after[name], (state | untied)[name]) for name in after)
-    assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9
-    _gains_are_one(architecture.blocks, after, folded)
+    model = foldable(case, tmp_path)
+    after = dict(aligned_tensors(model.architecture, model.state, Alignment({}, model.streams)))
+    assert any(not torch.equal(after[name], model.state[name]) for name in after)
+    assert model.differs(after) <= 1e-9
+    _gains_are_one(model.architecture.blocks, after, model.streams)
 
 
 def _gains_are_one(blocks: tuple[Block, ...], state: dict[str, Tensor], streams: tuple[str, ...]) -> None:

@@ -14,24 +14,15 @@ import yaml
 from click.testing import CliRunner, Result
 from plugin_support import (
     command,
-    make,
     one_error,
     recipe_for,
     relative_distances,
     state,
-    twin,
     write_recipe,
     write_state,
 )
 
 Pair = tuple[Path, Path]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = tmp_path_factory.mktemp("commands")
-    anchor = make("llama", folder / "anchor")
-    return anchor, twin(anchor, folder / "donor")
 
 
 def multi(documents: list[dict], folder: Path) -> Result:

@@ -27,13 +27,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 Pair = tuple[Path, Path]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = tmp_path_factory.mktemp("inputs")
-    anchor = make("llama", folder / "anchor")
-    return anchor, twin(anchor, folder / "donor")
-
-
 def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     distances = relative_distances(got, wanted)
     assert max(distances.values()) <= 1e-5, sorted(distances.items(), key=lambda item: -item[1])[:5]

@@ -15,11 +15,13 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.architectures.registry import shipped
 
 CONFIGS = Path(__file__).parent / "architectures"
@@ -138,6 +140,46 @@ def outputs(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
     last = {name: value for name, value in tensors.items() if "hidden_state" in name or name == "pooler_output"}
     rest = {name: value for name, value in tensors.items() if name not in last}
     return rest or last
+
+
+@dataclass(frozen=True)
+class Foldable:
+    """A tiny model whose residual streams can be folded, with a head of its own.
+
+    Attributes:
+        state: its tensors, an untied head among them.
+        streams: the streams that admit rotations.
+        folder: where its checkpoint lies, `config.json` untied.
+    """
+
+    case: Case
+    architecture: Architecture
+    state: dict[str, Tensor]
+    streams: tuple[str, ...]
+    folder: Path
+    given: dict[str, Tensor]
+    expected: dict[str, Tensor]
+
+    def differs(self, state: dict[str, Tensor]) -> float:
+        """Largest difference of the outputs with other tensors from those of the model itself."""
+        return difference(outputs(reload(self.case, self.folder, state), self.given), self.expected)
+
+
+def foldable(case: Case, folder: Path) -> Foldable:
+    """A tiny model that admits residual rotations; the test is skipped where it admits none."""
+    model = make(case)
+    given = inputs(case, model)
+    config, state = save(model, folder)
+    architecture = resolve(config, list(state), case.name, untie=True)
+    streams = tuple(name for name, groups in architecture.stream_groups.items() if "rotation" in groups)
+    if not streams:
+        pytest.skip("no stream admits rotations")
+    expected = outputs(reload(case, folder, state), given)
+    untied = {t.name: state[t.tied[0]] for t in architecture.tensors() if t.tied and t.name not in state}
+    if untied:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
+    return Foldable(case, architecture, state | untied, streams, folder, given, expected)
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
