@@ -17,9 +17,11 @@ from tiny_models import exactly, inputs
 from rotation_merge.cli.app import app
 from rotation_merge.errors import AlignmentError
 from rotation_merge.groups import Orthogonal, StreamTransform
-from rotation_merge.matching.file import fingerprint, load_alignment, save_alignment
+from rotation_merge.matching.file import load_alignment, save_alignment
+from rotation_merge.matching.fingerprint import Fingerprint, fingerprint
 from rotation_merge.matching.model import Alignment, aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.plugin.models import Model
 
 CASES = [
     ("llama", "llama", "rotation"),
@@ -140,6 +142,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load_alignment(path, other.architecture)
     with safe_open(path, "pt") as file:
         meta = file.metadata()
+    save_file({}, path, {**meta, "format": "rotation_merge.alignment.1"})
+    with pytest.raises(AlignmentError, match="another version"):
+        load_alignment(path, architecture)
     save_file({"residual|orthogonal:matrix": torch.eye(3)[None]}, path, {**meta, "kinds": '{"residual": "stream"}'})
     with pytest.raises(AlignmentError, match="does not fit"):
         load_alignment(path, architecture)
@@ -156,3 +161,54 @@ def test_fingerprint_sees_weights_names_and_config(tmp_path: Path) -> None:
     assert mark != fingerprint(architecture, state, {**config, "rope_theta": 1.0})
     assert mark != fingerprint(architecture, {n: x.half() for n, x in state.items()}, config)
     assert mark != fingerprint(architecture, {n: x for n, x in state.items() if "up_proj" not in n}, config)
+    changed = {name: x.clone() for name, x in state.items()}
+    for name, x in changed.items():
+        x.view(torch.int32).view(-1)[-1] ^= 1
+        assert mark != fingerprint(architecture, {**state, name: x}, config), name
+
+
+def test_fingerprint_is_taken_in_any_order_and_of_each_tensor_once(tmp_path: Path) -> None:
+    model = checkpoint("llama", "llama", tmp_path / "model")
+    mark = Fingerprint()
+    for name, x in reversed(model.state.items()):
+        mark.add(name, x)
+        mark.add(name, torch.zeros(3))
+    assert mark.hexdigest(model.config) == fingerprint(model.architecture, model.state, model.config)
+
+
+def test_nothing_is_read_again_for_a_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`align --alignment` reads every tensor of both models once; the file, its report and a merge agree on them."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
+    reads: list[tuple[str, str]] = []
+    real = Model.__getitem__
+
+    def counting(self: Model, name: str) -> torch.Tensor:
+        reads.append((str(self.reference), name))
+        return real(self, name)
+
+    monkeypatch.setattr(Model, "__getitem__", counting)
+    align(anchor, donor, tmp_path / "map.safetensors", "none")
+    assert sorted(reads) == sorted((str(m.path), name) for m in (anchor, donor) for name in m.state)
+    with safe_open(tmp_path / "map.safetensors", "pt") as file:
+        written = {str(m.path): file.metadata()[n] for n, m in (("anchor", anchor), ("donor", donor))}
+    reads.clear()
+    merged(recipe(anchor, donor, residual="none"), tmp_path / "out")
+    assert reads == []
+    assert report(tmp_path / "out")["fingerprints"] == written
+    assert written[str(anchor.path)] in (tmp_path / "out" / "README.md").read_text()
+    for mark, model in zip(written.values(), (anchor, donor), strict=True):
+        assert mark == fingerprint(model.architecture, model.state, model.config)
+
+
+def test_fingerprints_of_what_a_merge_reads(tmp_path: Path) -> None:
+    """The old base of a task vector too; tensors that are not merged are left out, and the report says so."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    old = twin(anchor, tmp_path / "old", "none")
+    tuned = old.write({name: 1.01 * x for name, x in old.state.items()}, tmp_path / "tuned")
+    merged(transport(anchor, (tuned, old), exclude="embed_tokens"), tmp_path / "out")
+    found = report(tmp_path / "out")["fingerprints"]
+    count = len(anchor.state)
+    assert list(found) == [str(model.path) for model in (anchor, tuned, old)]
+    assert found[str(anchor.path)] == fingerprint(anchor.architecture, anchor.state, anchor.config)
+    for model in (tuned, old):
+        assert found[str(model.path)].endswith(f" (of the {count - 1} of {count} tensors that were read)")

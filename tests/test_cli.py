@@ -160,6 +160,20 @@ class TestAlign:
         for name, tensor in theirs.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-3)
 
+    @pytest.mark.parametrize("device", ["auto", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def test_any_device_gives_the_same_up_to_rounding(self, device: str, pair: tuple[str, str], tmp_path: Path):
+        if device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+        options = ("--heads", "permutation", "--residual", "rotation", "--alignment", tmp_path / "a.safetensors")
+        done = run("align", *pair, tmp_path / "out", *options, "--device", device)
+        assert done.exit_code == 0, done.output
+        done = run("align", *pair, tmp_path / "cpu", *options[:4])
+        assert done.exit_code == 0, done.output
+        ours, theirs = state(tmp_path / "out"), state(tmp_path / "cpu")
+        assert list(ours) == list(theirs)
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-3)
+
     def test_large_models_are_written_in_shards(self, pair: tuple[str, str], tmp_path: Path):
         done = run("align", *pair, tmp_path / "out", "--shard-size", "20K")
         assert done.exit_code == 0, done.output

@@ -273,6 +273,16 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "align with an unknown dtype": (["align", "A", "D", "O", "--dtype", "float23"], "did you mean 'float32'?"),
     "align with a shard size of nothing": (["align", "A", "D", "O", "--shard-size", "x"], "is no size"),
     "align with impossible layers": (["align", "A", "D", "O", "--layers", "x"], "ranges"),
+    "align on a device that is not there": (
+        ["align", "A", "D", "O", "--device", "cuda:99"],
+        "'cuda:99' cannot be used",
+    ),
+    "align on a device that is none": (["align", "A", "D", "O", "--device", "gpu"], "'gpu' cannot be used"),
+    "align on a device without numbers": (["align", "A", "D", "O", "--device", "meta"], "use --device cpu, or auto"),
+    "fit on a device that is not there": (
+        ["fit", "A", "D", "--data", "J", "--alignment", "O", "--device", "cuda:99"],
+        "'cuda:99' cannot be used",
+    ),
     "compare with an unknown group": (["compare", "A", "D", "--heads", "permute"], "permute"),
     "inspect of nothing": (["inspect", "./nothing"], "no such directory"),
     "barrier without data": (["barrier", "A", "D"], "--data"),

@@ -93,6 +93,21 @@ def test_one_page_without_network_or_script():
         assert words in text
 
 
+def test_fingerprints_stand_at_the_end_where_the_report_has_them():
+    marks = {"org/<a>": "0" * 40, "org/b": "1" * 40 + " (of the 3 of 4 tensors that were read)"}
+    text = page(report(row(0, "ffn", 2.0, 1.0), fingerprints=marks))
+    checked(text)
+    for words in ("Fingerprints", "org/&lt;a&gt;", "0" * 40, "1" * 40 + " (of the 3 of 4"):
+        assert words in text.split("How it was made")[1]
+    assert "Fingerprints" not in page(report(row(0, "ffn", 2.0, 1.0)))
+
+
+def test_reports_written_before_fingerprints_can_be_read():
+    data = report(row(0, "ffn", 2.0, 1.0)).to_dict()
+    del data["fingerprints"]
+    assert MergeReport.from_dict(data).fingerprints == {}
+
+
 def test_names_are_escaped():
     text = page(report(row(0, "ffn", 2.0, 1.0), anchor="<script>alert(1)</script>"))
     assert "<script>" not in text
@@ -134,7 +149,9 @@ def test_report_true_writes_the_page_and_the_command_writes_it_again(tmp_path: P
     )
     done = CliRunner().invoke(mergekit_yaml, [str(tmp_path / "r.yml"), str(tmp_path / "out"), "--quiet"])
     assert done.exit_code == 0, done.output
-    checked((tmp_path / "out" / "report.html").read_text())
+    first = (tmp_path / "out" / "report.html").read_text()
+    checked(first)
+    assert re.search(rf"<code>{re.escape(str(donor))}</code></dt><dd><code>[0-9a-f]{{40}}</code>", first)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "out"), "--out", str(tmp_path / "page.html")])
     assert done.exit_code == 0
     assert "Alignment report: out" in (tmp_path / "page.html").read_text()

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.options import match_options, matching_options
+from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
 
@@ -24,6 +24,7 @@ from rotation_merge.errors import CheckpointError
 @click.option("--half", is_flag=True, help="Store the maps of --alignment in half precision.")
 @click.option("--shard-size", default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
 @click.option("--dtype", help="Storage of the output; the donor's if not given.")
+@device_option(" to compute on")
 @click.option("--html", is_flag=True, help="Also write the report as report.html.")
 @json_option
 @shown
@@ -35,6 +36,7 @@ def command(
     half: bool,
     shard_size: str,
     dtype: str | None,
+    device: str,
     html: bool,
     as_json: bool,
     untie: bool,
@@ -55,7 +57,8 @@ def command(
     aligning.check_dtype(dtype)
     shard_bytes = aligning.parse_size(shard_size)
     options = match_options(values)
-    pair = aligning.open_pair(anchor, donor, untie)
+    device = usable_device(device)
+    pair = aligning.open_pair(anchor, donor, untie, device)
     progress = Progress()
     alignment, report = aligning.match_pair(pair, options, progress)
     if alignment_file is not None:

@@ -12,7 +12,7 @@ import tqdm
 
 from rotation_merge.cli.data import KINDS, read_batches
 from rotation_merge.cli.functions import load
-from rotation_merge.cli.options import match_options, matching_options
+from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError
 from rotation_merge.learning.objective import OBJECTIVES
@@ -48,7 +48,7 @@ from rotation_merge.matching.options import MatchOptions
 )
 @click.option("--permutations", is_flag=True, help="Also learn the order of FFN neurons.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda; on cuda in mixed precision.")
+@device_option("; on a GPU in mixed precision")
 @click.option("--checkpointing", is_flag=True, help="Gradient checkpointing: less memory, more time.")
 @matching_options
 @json_option
@@ -76,7 +76,7 @@ def command(
     from rotation_merge.learning.records import FitOptions
 
     names, match, untie = _what(models, values, untie)
-    check_device(device)
+    device = usable_device(device)
     loaded = [load(name).to(device) for name in names]
     found = read_batches(data, names[0], loaded[0], limit=limit, batch_size=batch_size, length=length)
     options = FitOptions(
@@ -119,20 +119,6 @@ def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple
     if any(pair[2] != pairs[0][2] for pair in pairs):
         raise RecipeError("donors have different options", where=models[0], remedy="fit needs the same for all")
     return [pairs[0][0], *(donor for _, donor, _, _ in pairs)], pairs[0][2], any(pair[3] for pair in pairs)
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that is not there.
-
-    Raises:
-        RecipeError: names it.
-    """
-    import torch
-
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise RecipeError(f"device '{device}' cannot be used", remedy="use --device cpu") from error
 
 
 def write(names: list[str], result: Any, out: str, made: dict[str, Any], untie: bool) -> list[str]:

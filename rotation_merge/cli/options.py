@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import CHOICES, MatchOptions
 
 HELP = {
@@ -33,6 +34,33 @@ def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
         )
         function = option(function)
     return function
+
+
+def device_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add --device; the command hands its value to `usable_device`."""
+    return click.option(
+        "--device", default="cpu", show_default=True, metavar="DEVICE", help=f"auto, cpu, cuda or cuda:N{text}."
+    )
+
+
+def usable_device(name: str) -> str:
+    """The device that --device means; auto: the first GPU, where there is one.
+
+    Raises:
+        RotationMergeError: it is not there, or is none.
+    """
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(name)
+        torch.zeros(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RotationMergeError(f"device '{name}' cannot be used", remedy="use --device cpu, or auto") from error
+    if found.type == "meta":
+        raise RotationMergeError(f"device '{name}' cannot be used", remedy="use --device cpu, or auto")
+    return str(found)
 
 
 def match_options(values: dict[str, Any]) -> MatchOptions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,11 +18,8 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.groups import TRANSFORMS, Orthogonal, SpaceTransform, StreamTransform
 from rotation_merge.linalg.polar import complement_of_ones, procrustes
 from rotation_merge.matching.model import Alignment, Transforms
-from rotation_merge.matching.state import TensorSource
 
-FORMAT = "rotation_merge.alignment.1"
-
-_CONFIG_NOISE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
+FORMAT = "rotation_merge.alignment.2"
 
 
 @dataclass(frozen=True)
@@ -35,19 +31,6 @@ class AlignmentFile:
     anchor: str
     donor: str
     made: dict[str, Any]
-
-
-def fingerprint(architecture: Architecture, source: TensorSource, config: Mapping[str, Any]) -> str:
-    """Hash of a model's config and of every tensor of its architecture: names, dtypes, shapes and bytes."""
-    digest = hashlib.blake2b(digest_size=20)
-    kept = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
-    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
-    for name in sorted(architecture.named()):
-        if name in source:
-            tensor = source[name].detach().cpu().contiguous()
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def save_alignment(
@@ -101,6 +84,12 @@ def load_alignment(path: Path | str, architecture: Architecture) -> AlignmentFil
         raise AlignmentError(
             f"cannot be read ({error})", where=str(path), remedy="write it with 'rotation-merge align'"
         ) from error
+    if str(meta.get("format")).startswith(FORMAT[:-1]) and meta["format"] != FORMAT:
+        raise AlignmentError(
+            "was written by another version of rotation_merge",
+            where=str(path),
+            remedy="write it anew with 'rotation-merge align'",
+        )
     if meta.get("format") != FORMAT:
         raise AlignmentError("is not an alignment file", where=str(path), remedy="write it with 'rotation-merge align'")
     if meta["family"] != architecture.family:

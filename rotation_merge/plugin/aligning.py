@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,12 +18,15 @@ from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
-from rotation_merge.matching.file import check_fingerprints, fingerprint, load_alignment, save_alignment
+from rotation_merge.matching.file import check_fingerprints, load_alignment, save_alignment
+from rotation_merge.matching.fingerprint import Fingerprint, Watched
 from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.sources import OnDevice
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.plugin.models import Model, Models
 from rotation_merge.plugin.output import staged
+from rotation_merge.report.card import fingerprints
 from rotation_merge.report.record import MergeReport, versions
 from rotation_merge.report.run import Run
 
@@ -54,15 +57,38 @@ class WithTied:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two checkpoints of one architecture, opened lazily."""
+    """Two checkpoints of one architecture, opened lazily.
+
+    Attributes:
+        device: where their tensors are put as they are read.
+        marks: what is known of their fingerprints; every tensor read leaves its mark.
+    """
 
     anchor: Model
     donor: Model
     architecture: Architecture
+    device: str = "cpu"
+    marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
 
     @property
     def sources(self) -> tuple[TensorSource, TensorSource]:
-        return WithTied(self.anchor, self.architecture), WithTied(self.donor, self.architecture)
+        return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
+
+    def _source(self, model: Model, mark: Fingerprint) -> TensorSource:
+        source = WithTied(Watched(model, mark), self.architecture)
+        return source if self.device == "cpu" else OnDevice(source, torch.device(self.device))
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Of anchor and donor; only what has not been read yet is read."""
+        for model, mark in zip((self.anchor, self.donor), self.marks, strict=True):
+            mark.complete(model.architecture.named(), model)
+        return self.marks[0].hexdigest(self.anchor.config), self.marks[1].hexdigest(self.donor.config)
+
+    def report(self, run: Run, recipe: str = "") -> MergeReport:
+        """The report on what was done to the donor."""
+        names = str(self.anchor.reference), str(self.donor.reference)
+        marks = dict(zip(names, self.fingerprints(), strict=True))
+        return MergeReport.of(run, self.anchor.reference, "none", recipe, marks)
 
 
 def open_model(path: str, lora_merge_cache: str | None = None) -> Model:
@@ -76,7 +102,7 @@ def open_model(path: str, lora_merge_cache: str | None = None) -> Model:
     return model
 
 
-def open_pair(anchor: str, donor: str, untie: bool = False) -> Pair:
+def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu") -> Pair:
     """Two checkpoints, checked to be of one architecture and size.
 
     Raises:
@@ -103,7 +129,7 @@ def open_pair(anchor: str, donor: str, untie: bool = False) -> Pair:
                 where=donor,
                 remedy="other vocabularies or heads need a merge recipe, with 'tokenizer' or 'exclude'",
             )
-    return Pair(a, d, architecture)
+    return Pair(a, d, architecture, device)
 
 
 def _reference(path: str) -> ModelReference:
@@ -123,12 +149,12 @@ def match_pair(pair: Pair, options: MatchOptions, progress: Progress | None = No
     if alignment.summary:
         run.whole[str(pair.donor.reference)] = alignment.summary
     recipe = yaml.safe_dump(asdict(options), sort_keys=False)
-    return alignment, MergeReport.of(run, pair.anchor.reference, "none", recipe)
+    return alignment, pair.report(run, recipe)
 
 
 def empty_report(pair: Pair) -> MergeReport:
     """A report of nothing, where nothing was matched."""
-    return MergeReport.of(Run(), pair.anchor.reference, "none", "")
+    return pair.report(Run())
 
 
 def write_aligned(
@@ -188,7 +214,7 @@ def check_dtype(name: str | None) -> None:
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    return tensor.to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
 
 
 def _write_beside(pair: Pair, report: MergeReport, out: str, dtype: str | None, untie: bool) -> None:
@@ -222,7 +248,9 @@ def card(pair: Pair, report: MergeReport, name: str) -> str:
         f"{versions().get('rotation-merge', '')}.\n\n"
         f"Relative distance to the anchor over the matched tensors: {before:.4g} before, {after:.4g} after. "
         f"{report.verdict(donor)[:1].upper()}{report.verdict(donor)[1:]}.\n\n"
-        f"Options:\n\n```yaml\n{report.recipe}```\n\nPer space: `rotation_merge.json`.\n"
+        f"Options:\n\n```yaml\n{report.recipe}```\n"
+        + "\n".join(fingerprints(report))
+        + "\n\nPer space: `rotation_merge.json`.\n"
     )
 
 
@@ -233,19 +261,14 @@ def read_alignment(pair: Pair, path: str) -> Alignment:
         AlignmentError: it cannot be read, or was made for other weights.
     """
     file = load_alignment(path, pair.architecture)
-    anchor, donor = _fingerprints(pair)
+    anchor, donor = pair.fingerprints()
     check_fingerprints(file, path, anchor, donor, (str(pair.anchor.reference), str(pair.donor.reference)))
     return file.alignment
 
 
-def _fingerprints(pair: Pair) -> tuple[str, str]:
-    anchor, donor = (fingerprint(model.architecture, model, model.config) for model in (pair.anchor, pair.donor))
-    return anchor, donor
-
-
 def write_alignment(pair: Pair, alignment: Alignment, path: str, made: Mapping[str, Any], half: bool = False) -> None:
     """All transforms in one file, with the fingerprints of both models."""
-    anchor, donor = _fingerprints(pair)
+    anchor, donor = pair.fingerprints()
     parent = os.path.dirname(os.path.abspath(path))
     os.makedirs(parent, exist_ok=True)
     dtype = torch.float16 if half else torch.float32

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.errors import CheckpointError, RecipeError
-from rotation_merge.matching.file import check_fingerprints, fingerprint, load_alignment
+from rotation_merge.matching.file import check_fingerprints, load_alignment
+from rotation_merge.matching.fingerprint import fingerprint
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sources import Renamed, Rows

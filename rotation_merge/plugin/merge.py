@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
+from rotation_merge.plugin.models import Models
 from rotation_merge.plugin.output import check_place, staged
 from rotation_merge.plugin.recipe import Recipe
 from rotation_merge.report import run as runs
@@ -37,7 +39,9 @@ def run(
     try:
         with staged(out_path) as staging:
             stock(config, staging, _quiet_about_tokenizers(config, options), config_source)
-            report = MergeReport.of(this, recipe.base, recipe.delegate.spec.name, config_source or config.to_yaml())
+            source = config_source or config.to_yaml()
+            marks = fingerprints(this, config, recipe, options)
+            report = MergeReport.of(this, recipe.base, recipe.delegate.spec.name, source, marks)
             report.write(os.path.join(staging, "rotation_merge.json"))
             if recipe.report:
                 write_page(staging)
@@ -45,6 +49,22 @@ def run(
                 add_section(os.path.join(staging, "README.md"), report)
     finally:
         runs.end(this)
+
+
+def fingerprints(this: runs.Run, config: MergeConfiguration, recipe: Recipe, options: MergeOptions) -> dict[str, str]:
+    """Of every model that was read, the base first; taken from the tensors as the merge loaded them."""
+    models = Models(options, recipe.unsupported, recipe.untie)
+    origins = [ModelReference.model_validate(name) for name in this.marks]
+    found = {}
+    for reference in dict.fromkeys([recipe.base, *config.referenced_models(), *origins]):
+        mark = this.marks.get(str(reference))
+        if mark is not None:
+            model = models[reference]
+            whole = [name for name in model.architecture.named() if name in model]
+            part = sum(name in mark for name in whole)
+            words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
+            found[str(reference)] = mark.hexdigest(model.config) + words
+    return found
 
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.graph import Task
-from mergekit.io.tasks import GatherTensors, LoadTensor
+from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
@@ -20,16 +20,24 @@ from rotation_merge.matching.block import match_block
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.report.run import Run
+from rotation_merge.report.run import Run, active
 
 
 class LabelledLoad(LoadTensor):
-    """Loads a tensor next to the others of its output block, whatever layer it comes from."""
+    """Loads a tensor with the others of its output block, whatever layer it comes from, and takes its fingerprint."""
 
     label: str
 
     def group_label(self) -> str | None:
         return self.label
+
+    def execute(self) -> Tensor | None:
+        tensor: Tensor | None = super().execute()
+        run = active()
+        if run is not None and tensor is not None:
+            name = self._resolve_name(LoaderCache().get(self.model)) or self.tensor
+            run.saw(str(self.model), name, tensor)
+        return tensor
 
 
 Loads = dict[str, tuple[LabelledLoad, ...]]

@@ -24,8 +24,17 @@ def section(report: MergeReport) -> str:
         before, after = report.relative_distances(donor)
         lines.append(f"| {donor} | {before:.4g} | {after:.4g} | {report.verdict(donor)} |")
     lines += [f"\n{note}" for note in report.notes]
+    lines += fingerprints(report)
     lines += ["", "Per space: `rotation_merge.json`.", ""]
     return "\n".join(lines)
+
+
+def fingerprints(report: MergeReport) -> list[str]:
+    """Which weights these were, as lines of Markdown."""
+    if not report.fingerprints:
+        return []
+    rows = [f"| {model} | `{mark}` |" for model, mark in report.fingerprints.items()]
+    return ["", "| model | fingerprint of config and weights |", "|---|---|", *rows]
 
 
 def add_section(path: str, report: MergeReport) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -41,7 +42,8 @@ class SpaceRow:
 class MergeReport:
     """Everything a merge did.
 
-    Distances are Frobenius norms of donor - anchor over the tensors that have an axis in the space.
+    Distances are Frobenius norms of donor - anchor over the tensors that have an axis in the space. Fingerprints, by
+    model, are those of alignment files; where not all tensors were read, the words after it say of how many.
     """
 
     anchor: str
@@ -52,9 +54,12 @@ class MergeReport:
     notes: list[str]
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: Run, anchor: object, delegate: str, recipe: str) -> MergeReport:
+    def of(
+        cls, run: Run, anchor: object, delegate: str, recipe: str, fingerprints: Mapping[str, str] | None = None
+    ) -> MergeReport:
         rows = [
             SpaceRow(
                 *(donor, block, layer, match.space, match.kind, match.group),
@@ -78,6 +83,7 @@ class MergeReport:
             [*run.notes, *run.transport_notes()],
             time.perf_counter() - run.began,
             versions(),
+            dict(fingerprints or {}),
         )
 
     def donors(self) -> list[str]:
@@ -120,7 +126,8 @@ class MergeReport:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> MergeReport:
-        fields = {name: data[name] for name in cls.__dataclass_fields__}
+        fields = {"fingerprints": {}, **data}
+        fields = {name: fields[name] for name in cls.__dataclass_fields__}
         fields["rows"] = [SpaceRow(**row) for row in fields["rows"]]
         return cls(**fields)
 

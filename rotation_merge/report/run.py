@@ -7,8 +7,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from rotation_merge.architectures.model import Block
 from rotation_merge.matching.block import SpaceMatch
+from rotation_merge.matching.fingerprint import Fingerprint
 
 FAR = 0.2
 """Squared change over squared norm before it, above which a task vector hardly travels (docs/residual.md)."""
@@ -22,12 +25,19 @@ class Run:
     notes: list[str] = field(default_factory=list)
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
+    marks: dict[str, Fingerprint] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
         with self._lock:
             self.records += [(donor, block.name, block.index, match) for match in matches]
+
+    def saw(self, model: str, name: str, tensor: Tensor) -> None:
+        """A model's tensor as it is stored, for the model's fingerprint."""
+        with self._lock:
+            mark = self.marks.setdefault(model, Fingerprint())
+        mark.add(name, tensor)
 
     def transport(self, donor: str, change: float, origin: float) -> None:
         """Add a tensor's squared change by fine-tuning and its squared norm before it."""
@@ -62,6 +72,11 @@ _current: list[Run] = []
 def current() -> Run:
     """The run in progress in this process, or a new one nobody reads (mergekit-evolve plans without a run)."""
     return _current[-1] if _current else Run()
+
+
+def active() -> Run | None:
+    """The run in progress in this process, if somebody will read it."""
+    return _current[-1] if _current else None
 
 
 def begin() -> Run:

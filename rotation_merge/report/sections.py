@@ -214,9 +214,21 @@ def barrier(found: Barrier) -> str:
 
 
 def footer(report: MergeReport) -> str:
-    """The recipe, the time, the versions."""
+    """The recipe, the time, the versions, the fingerprints."""
     made = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     return (
         f"<h2>How it was made</h2><pre>{escape(report.recipe.strip()) or 'no recipe'}</pre>"
-        f'<p class="soft">{report.seconds:.1f} s in all. {escape(made)}.</p>'
+        f'<p class="soft">{report.seconds:.1f} s in all. {escape(made)}.</p>{fingerprints(report)}'
     )
+
+
+def fingerprints(report: MergeReport) -> str:
+    """Which weights these were."""
+    if not report.fingerprints:
+        return ""
+    lines = "".join(
+        f"<dt><code>{escape(model)}</code></dt><dd><code>{escape(mark)}</code></dd>"
+        for model, mark in report.fingerprints.items()
+    )
+    hint = "Of config and weights, as read: another checkpoint under the same name has another fingerprint."
+    return f'<h3 class="after">Fingerprints</h3><p class="hint">{hint}</p><dl class="marks">{lines}</dl>'
