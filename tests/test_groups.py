@@ -289,6 +289,16 @@ def test_attention_function_is_kept():
     close(after, outputs[g.head_order()])
 
 
+@pytest.mark.parametrize("role", ["q_gain", "head", "k_gain", "kv_head"])
+def test_what_no_map_may_touch_follows_its_head(role):
+    g = random_transform("attention", 5)
+    x = tensor(*ATTENTION.factors(role), 8)
+    if role in ("q_gain", "head"):
+        close(g.act(x, role, 0).flatten(0, 1), x.flatten(0, 1)[g.head_order()])
+    else:
+        close(g.act(x, role, 0), x[g.groups])
+
+
 def test_planar_commutes_with_rotary():
     for interleaved in (False, True):
         g = Planar(*planar(9), interleaved=interleaved)

@@ -41,7 +41,7 @@ def test_delegate(models: tuple[Path, Path, Path], delegate: str, tmp_path: Path
 
 
 def test_passthrough_gives_the_aligned_donor(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """Not the anchor: a donor with noise of its own keeps it."""
+    """Not the anchor: a layer that is not to be matched stays the donor's."""
     anchor, donor, _ = models
     recipe = recipe_for("passthrough", anchor, donor, layers="0")
     recipe["models"] = recipe["models"][1:]
@@ -50,20 +50,25 @@ def test_passthrough_gives_the_aligned_donor(models: tuple[Path, Path, Path], tm
     assert distances["model.layers.1.mlp.up_proj.weight"] > 0.3
 
 
-@pytest.mark.parametrize("delegate", ["nuslerp", "multislerp", "karcher"])
-def test_anchor_is_an_ordinary_input_where_a_base_is_optional(
-    models: tuple[Path, Path, Path], delegate: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("delegate", "keeps_base"),
+    [("nuslerp", False), ("karcher", False), ("multislerp", True), ("slerp", True), ("task_arithmetic", True)],
+)
+def test_delegate_does_what_mergekit_does(
+    models: tuple[Path, Path, Path], delegate: str, keeps_base: bool, tmp_path: Path
 ) -> None:
-    """nuslerp and others of two models mean the same with the anchor named as without."""
+    """Nothing is matched here. A delegate that takes these models only without a base gets the anchor as one of two."""
     anchor, donor, _ = models
-    recipe = recipe_for(delegate, anchor, donor)
-    plain = {**recipe, "merge_method": delegate, "models": recipe["models"]}
-    plain.pop("base_model")
-    plain["models"] = [{"model": str(anchor), **{k: v for k, v in recipe["models"][0].items() if k != "model"}}] * 1 + [
-        {**recipe["models"][1], "model": str(anchor)}
-    ]
-    distances = relative_distances(merged(recipe, tmp_path / "out"), state(anchor))
-    assert max(distances.values()) <= 1e-5
+    settings = PARAMETERS.get(delegate, {})
+    still = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+    recipe = recipe_for(delegate, anchor, donor, **settings, **still)
+    ours = merged(recipe, tmp_path / "ours")
+    plain = {**recipe, "merge_method": delegate, "parameters": settings}
+    if not keeps_base:
+        del plain["base_model"]
+    theirs = merged(plain, tmp_path / "theirs")
+    assert max(relative_distances(ours, state(anchor)).values()) > 0.1
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_equal_models_are_merged_bit_for_bit_as_mergekit_does(tmp_path: Path) -> None:
