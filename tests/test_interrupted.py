@@ -8,44 +8,15 @@ import random
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from interrupted_support import MERGE, assert_whole_or_not_at_all, equal, load, run, serve
 from plugin_support import command, make, merged, one_error, recipe_for, state, twin, write_recipe
-from transformers import AutoModelForCausalLM
 
 from rotation_merge.plugin import output
-
-SERVER = """
-import json, os, signal, sys, time
-import rotation_merge.plugin.planner, torch
-from mergekit.scripts.run_yaml import main
-torch.set_num_threads(1)
-print("ready", flush=True)
-for line in sys.stdin:
-    delay, number, arguments = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit it ignored
-        try:
-            main(arguments, standalone_mode=False)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    if number:
-        time.sleep(delay)
-        os.kill(child, number)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-"""Forks a merge for every request: it has imported everything, so a merge takes well under a second.
-
-It sends the signals itself, since only a parent knows for sure that a process id still is its child's.
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,55 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SERVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    with serve(MERGE) as process:
         yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-def run(server: subprocess.Popen[str], *arguments: object, after: float = 0.0, signal_number: int = 0) -> int:
-    """A merge, sent a signal after some seconds (0: left alone); returns its exit code."""
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps([after, int(signal_number), [str(argument) for argument in arguments]]) + "\n")
-    server.stdin.flush()
-    return int(server.stdout.readline())
-
-
-def load(where: Path) -> dict[str, torch.Tensor] | None:
-    """What transformers makes of a directory; None where it does not load. Weights made up are an error."""
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True)
-    except (OSError, ValueError):
-        return None
-    assert not info["missing_keys"], where
-    assert not info["mismatched_keys"], where
-    return model.state_dict()
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def assert_whole_or_not_at_all(folder: Path, *models: dict[str, torch.Tensor]) -> int:
-    """Every directory that loads is one of the models; returns how many do."""
-    found = 0
-    for path in [folder, *folder.rglob("*")]:
-        if path.is_dir() and (path / "config.json").exists():
-            loaded = load(path)
-            if loaded is not None:
-                assert any(equal(loaded, model) for model in models), path
-                found += 1
-    return found
 
 
 def test_killed_twenty_times(models: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:

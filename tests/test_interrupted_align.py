@@ -1,0 +1,112 @@
+"""An alignment that is killed leaves whole checkpoints and whole alignment files, or none."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interrupted_support import OURS, assert_whole_or_not_at_all, equal, load, run, serve
+from plugin_support import make, state, twin
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from rotation_merge.architectures import resolve
+from rotation_merge.errors import AlignmentError
+from rotation_merge.matching import file
+from rotation_merge.matching.file import load_alignment, save_alignment
+from rotation_merge.matching.model import Alignment
+
+OLD = ("--heads", "none", "--ffn", "none", "--shard-size", "20000")
+NEW = ("--heads", "permutation", "--residual", "signed_permutation", "--html")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    anchor = make("llama", folder / "anchor", num_hidden_layers=6)
+    return anchor, twin(anchor, folder / "donor")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    with serve(OURS) as process:
+        yield process
+
+
+def content(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    with safe_open(path, "pt") as opened:
+        return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata()  # noqa: SIM118
+
+
+def assert_whole_files(folder: Path, architecture: Any, *known: tuple[dict[str, torch.Tensor], dict[str, str]]) -> int:
+    """Every file that is taken for an alignment is one of the known ones; returns how many there are."""
+    found = 0
+    for path in folder.glob("*map*"):
+        try:
+            load_alignment(path, architecture)
+        except AlignmentError:
+            assert path.suffix == ".partial", f"{path} is left damaged under its own name"
+            continue
+        tensors, meta = content(path)
+        assert any(equal(tensors, one) and meta == facts for one, facts in known), path
+        found += 1
+    return found
+
+
+def test_killed_sixteen_times(models: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Now into a new place, now over an older checkpoint and alignment file, in other shards each time."""
+    anchor, donor = models
+    architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict(), list(state(anchor)), "anchor")
+    work, fresh = tmp_path / "work", tmp_path / "fresh"
+    for folder, options in ((work, OLD), (fresh, NEW)):
+        arguments = ("align", anchor, donor, folder / "out", "--alignment", folder / "map.safetensors", *options)
+        begin = time.perf_counter()
+        assert run(server, *arguments) == 0
+        usual = time.perf_counter() - begin
+    old, new = state(work / "out"), state(fresh / "out")
+    files = content(work / "map.safetensors"), content(fresh / "map.safetensors")
+    assert not equal(old, new)
+    assert set(files[0][0]) != set(files[1][0])
+    chance, killed = random.Random(0), 0
+    for i in range(16):
+        out, name = ("out", "map.safetensors") if i % 2 else (f"new{i}", f"map{i}.safetensors")
+        options = (*NEW, "--shard-size", str(chance.choice([4000, 9000, 10**9])))
+        arguments = ("align", anchor, donor, work / out, "--alignment", work / name, *options)
+        moment = usual * chance.uniform(0.05, 1.0)
+        killed += run(server, *arguments, after=moment, signal_number=signal.SIGKILL) != 0
+        assert_whole_or_not_at_all(work, old, new)
+        assert assert_whole_files(work, architecture, *files) >= 1
+    assert killed >= 5
+    assert run(server, "align", anchor, donor, work / "out", "--alignment", work / "map.safetensors", *NEW) == 0
+    assert equal(load(work / "out") or {}, new)
+    assert equal(content(work / "map.safetensors")[0], files[1][0])
+    assert not list((work / "out").glob(".*"))
+    assert not (work / "map.safetensors.partial").exists()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing is cleaned up afterwards."""
+
+
+def test_killed_while_an_alignment_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old file stays until the new one is whole."""
+    anchor = make("llama", tmp_path / "anchor")
+    architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict(), list(state(anchor)), "anchor")
+    path = tmp_path / "map.safetensors"
+    save_alignment(path, Alignment({}), architecture, "a", "old")
+
+    def dying(tensors: object, where: Path, metadata: object) -> None:
+        Path(where).write_bytes(b"half a file")
+        raise Killed
+
+    monkeypatch.setattr(file, "save_file", dying)
+    with pytest.raises(Killed):
+        save_alignment(path, Alignment({}), architecture, "a", "new")
+    assert load_alignment(path, architecture).donor == "old"
