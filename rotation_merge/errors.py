@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 
 
@@ -41,6 +42,11 @@ class AlignmentError(RotationMergeError):
 
 class DataError(RotationMergeError):
     """The data cannot be read, or are of no use to the model."""
+
+
+def short(error: object) -> str:
+    """What somebody else's error says, as the part of a line."""
+    return textwrap.shorten(str(error), 160, placeholder=" ...")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

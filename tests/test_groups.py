@@ -170,8 +170,6 @@ def test_hand_computed():
     stretch = Invertible(torch.tensor([[[1.0, 1.0], [0.0, 2.0]]]).double())
     close(stretch.act(torch.tensor([[1.0, 1.0]]).double(), 0, 1), torch.tensor([[2.0, 2.0]]).double())
     close(stretch.act(torch.tensor([[2.0, 0.0]]).double(), 0, 1, dual=True), torch.tensor([[2.0, -1.0]]).double())
-    # M M^T = [[2, 2], [2, 4]] has the eigenvalues 3 +- sqrt(5); the root of their ratio:
-    close(stretch.condition(), torch.tensor([(3 + 5**0.5) / 2], dtype=torch.float64))
 
 
 @settings(max_examples=30, deadline=None)

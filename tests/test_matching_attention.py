@@ -183,7 +183,7 @@ def test_invertible_is_never_worse_and_bounded():
                 for m in (turned, widest)
             ]
             assert (per_head[1] <= per_head[0] * (1 + 1e-10)).all()
-            assert (getattr(widest.transform, name).condition() <= LARGEST_CONDITION * (1 + 1e-9)).all()
+            assert (torch.linalg.cond(getattr(widest.transform, name).matrix) <= LARGEST_CONDITION * (1 + 1e-9)).all()
         strictly += widest.after < turned.after * (1 - 1e-4)
     assert strictly >= 6
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rotation_merge.cli.dataset import is_dataset, read_dataset
 from rotation_merge.cli.functions import Batch, local_path
 from rotation_merge.cli.images import preparer, read_images
-from rotation_merge.errors import DataError
+from rotation_merge.errors import DataError, short
 
 KINDS = (
     "text (.txt, .md, .py ...), .jsonl or .json, .npz, .safetensors, a folder of images, a directory written by "
@@ -77,9 +77,10 @@ def _processor(name: str, model_path: str) -> Any:
     try:
         return getattr(transformers, name).from_pretrained(local_path(model_path), local_files_only=True)
     except Exception as error:
-        detail = " ".join(str(error).split())[:120]
         what = "tokenizer" if name == "AutoTokenizer" else "feature extractor"
-        raise DataError(f"no {what} can be loaded ({detail})", where=model_path, remedy="add its files") from error
+        raise DataError(
+            f"no {what} can be loaded ({short(error)})", where=model_path, remedy="add its files"
+        ) from error
 
 
 def _windows(tokens: Tensor, length: int, source: str) -> dict[str, Tensor]:

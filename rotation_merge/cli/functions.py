@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, short
+from rotation_merge.plugin.headers import read_json
 
 Batch = dict[str, Tensor]
 
@@ -26,18 +27,7 @@ def read_config(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, or it is no JSON object.
     """
-    try:
-        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
-            config = json.load(file)
-    except FileNotFoundError as error:
-        raise CheckpointError("config.json is missing", where=path, remedy="is it a model?") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"config.json cannot be read ({error})", where=path, remedy="download it again"
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError("config.json is no JSON object", where=path, remedy="download it again")
-    return config
+    return read_json(os.path.join(path, "config.json"))
 
 
 def local_path(path: str) -> str:
@@ -56,8 +46,7 @@ def local_path(path: str) -> str:
     try:
         return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
     except (OSError, HFValidationError, HfHubHTTPError) as error:
-        detail = " ".join(str(error).split())[:120]
-        raise CheckpointError(f"cannot be downloaded ({detail})", where=path, remedy="check the name") from error
+        raise CheckpointError(f"cannot be downloaded ({short(error)})", where=path, remedy="check the name") from error
 
 
 def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -79,8 +68,7 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
             directory, dtype=dtype, local_files_only=True, output_loading_info=True, attn_implementation="eager"
         )
     except Exception as error:
-        detail = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"cannot be loaded ({detail})", where=path, remedy="download it again") from error
+        raise CheckpointError(f"cannot be loaded ({short(error)})", where=path, remedy="download it again") from error
     for what in ("missing_keys", "mismatched_keys"):
         if wrong := sorted(map(str, info.get(what) or [])):
             raise CheckpointError(
@@ -91,37 +79,39 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
-def stored_dtype(model: Any, path: str) -> torch.dtype:
-    """The coarsest floating dtype of a checkpoint's config: what its weights were rounded to."""
+def stored_dtype(path: str) -> torch.dtype:
+    """What a checkpoint's weights were rounded to, as its config says."""
     config = read_config(local_path(path))
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     found = getattr(torch, str(name).removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
-def random_batch(model: Any, generator: torch.Generator, size: int = 2, length: int = 24) -> Batch:
-    """Random inputs of the kind the model takes: token ids, pixels or audio features."""
-    import inspect
+SIZE, LENGTH = 2, 24
+"""Examples in a random batch, and tokens in each."""
 
+
+def random_batch(model: Any, generator: torch.Generator) -> Batch:
+    """Random inputs of the kind the model takes: token ids, pixels or audio features."""
     config = model.config
     takes = set(inspect.signature(model.forward).parameters)
     batch: Batch = {}
     if "input_ids" in takes:
-        batch["input_ids"] = _ids(config, generator, size, length)
+        batch["input_ids"] = _ids(config, generator)
     if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
-        batch["decoder_input_ids"] = _ids(config, generator, size, length)
+        batch["decoder_input_ids"] = _ids(config, generator)
     if "pixel_values" in takes:
         vision = getattr(config, "vision_config", config)
         side = getattr(vision, "image_size", 224)
         height, width = side if isinstance(side, list | tuple) else (side, side)
         channels = getattr(vision, "num_channels", 3)
-        batch["pixel_values"] = torch.randn(size, channels, height, width, generator=generator)
+        batch["pixel_values"] = torch.randn(SIZE, channels, height, width, generator=generator)
     if "input_features" in takes:
         bins, frames = getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)
-        batch["input_features"] = torch.randn(size, bins, frames, generator=generator)
+        batch["input_features"] = torch.randn(SIZE, bins, frames, generator=generator)
     if "input_values" in takes:
         shape = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else (8000,)
-        batch["input_values"] = torch.randn(size, *shape, generator=generator)
+        batch["input_values"] = torch.randn(SIZE, *shape, generator=generator)
     if not batch:
         raise CheckpointError(
             f"{type(model).__name__} takes {', '.join(sorted(takes))}: no random input is known for that",
@@ -130,11 +120,11 @@ def random_batch(model: Any, generator: torch.Generator, size: int = 2, length: 
     return batch
 
 
-def _ids(config: Any, generator: torch.Generator, size: int, length: int) -> Tensor:
+def _ids(config: Any, generator: torch.Generator) -> Tensor:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = getattr(text, "max_position_embeddings", None) or length + 4
-    length = max(2, min(length, longest - 4))
-    ids = torch.randint(text.vocab_size, (size, length), generator=generator)
+    longest = getattr(text, "max_position_embeddings", None) or LENGTH + 4
+    length = max(2, min(LENGTH, longest - 4))
+    ids = torch.randint(text.vocab_size, (SIZE, length), generator=generator)
     pad = getattr(text, "pad_token_id", None)
     if isinstance(pad, int) and text.vocab_size > 2:
         ids = torch.where(ids == pad, torch.full_like(ids, (pad + 1) % text.vocab_size), ids)

@@ -52,7 +52,7 @@ def command(
 
         inputs += read_batches(data, model_a, a, limit=32).batches
     worst = largest_difference(a, b, inputs, (model_a, model_b))
-    coarsest = max((stored_dtype(m, p) for m, p in ((a, model_a), (b, model_b))), key=lambda d: TOLERANCE.get(d, 0.0))
+    coarsest = max(map(stored_dtype, (model_a, model_b)), key=lambda d: TOLERANCE.get(d, 0.0))
     allowed = tolerance if tolerance is not None else TOLERANCE.get(coarsest, 1e-4)
     same = worst["relative"] <= allowed
     if as_json:

@@ -32,7 +32,7 @@ class ExpertTransform(SpaceTransform):
     def act(self, x: Tensor, role: str, dim: int) -> Tensor:
         if role == "index":
             return x.index_select(dim, self.order.to(x.device))
-        return act_on_neurons(self.neurons, x, role, 0, dim)
+        return act_on_neurons(self.neurons, x, role, dim)
 
     def inverse(self) -> ExpertTransform:
         back = self.order.argsort()

@@ -32,10 +32,6 @@ class Invertible(MatrixElement):
         matrix = torch.linalg.inv(self.matrix).mT if dual else self.matrix
         return act_by_matrices(matrix, x, batch_dim, dim)
 
-    def condition(self) -> Tensor:
-        """Largest over smallest singular value, shape (G,)."""
-        return torch.linalg.cond(self.matrix)
-
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Invertible:
         return cls(tensors["matrix"].double())

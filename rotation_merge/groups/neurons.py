@@ -10,11 +10,14 @@ from rotation_merge.groups.monomial import Monomial
 from rotation_merge.groups.space import SpaceTransform
 
 
-def act_on_neurons(element: Monomial, x: Tensor, role: str, batch_dim: int, dim: int) -> Tensor:
-    """Roles: `in` (rows into the neurons; up, where gated), `out` (columns out of them), `gate` (order only)."""
+def act_on_neurons(element: Monomial, x: Tensor, role: str, dim: int) -> Tensor:
+    """Move dimension `dim` of x, whose dimension 0 counts the elements (one for each expert).
+
+    Roles: `in` (rows into the neurons; up, where gated), `out` (columns out of them), `gate` (order only).
+    """
     if role == "gate":
-        return element.permutation.act(x, batch_dim, dim)
-    return element.act(x, batch_dim, dim, dual=role == "out")
+        return element.permutation.act(x, 0, dim)
+    return element.act(x, 0, dim, dual=role == "out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +29,7 @@ class NeuronTransform(SpaceTransform):
     space_kind = "ffn"
 
     def act(self, x: Tensor, role: str, dim: int) -> Tensor:
-        return act_on_neurons(self.element, x.unsqueeze(0), role, 0, dim + 1).squeeze(0)
+        return act_on_neurons(self.element, x.unsqueeze(0), role, dim + 1).squeeze(0)
 
     def inverse(self) -> NeuronTransform:
         return NeuronTransform(self.element.inverse())

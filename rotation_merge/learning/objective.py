@@ -51,11 +51,15 @@ def is_distribution(outputs: Any) -> bool:
     return isinstance(getattr(outputs, "logits", None), Tensor)
 
 
-class Teachers:
-    """The parents' outputs on every batch; kept if they fit into `budget` bytes, else computed again when asked."""
+KEPT = 1 << 30
+"""Bytes of the parents' outputs that are kept."""
 
-    def __init__(self, parents: Sequence[nn.Module], budget: int = 1 << 30) -> None:
-        self.parents, self.budget = parents, budget
+
+class Teachers:
+    """The parents' outputs on every batch; kept where there is room (`KEPT`), else computed again when asked."""
+
+    def __init__(self, parents: Sequence[nn.Module]) -> None:
+        self.parents = parents
         self._kept: dict[int, list[Tensor]] = {}
         self._size = 0
 
@@ -65,7 +69,7 @@ class Teachers:
             return self._kept[index]
         found = self.answer(unlabelled(batch))
         size = sum(tensor.numel() * 4 for tensor in found)
-        if self._size + size <= self.budget:
+        if self._size + size <= KEPT:
             self._size += size
             self._kept[index] = found
         return found

@@ -26,6 +26,7 @@ from rotation_merge.matching.sources import OnDevice
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.plugin.models import Model, Models
 from rotation_merge.plugin.output import staged
+from rotation_merge.plugin.whole import record
 from rotation_merge.report.card import fingerprints
 from rotation_merge.report.record import MergeReport, versions
 from rotation_merge.report.run import Run
@@ -91,17 +92,6 @@ class Pair:
         return MergeReport.of(run, self.anchor.reference, "none", recipe, marks)
 
 
-def open_model(path: str, lora_merge_cache: str | None = None) -> Model:
-    """One checkpoint, its files checked.
-
-    Raises:
-        RotationMergeError: it is missing, damaged or not supported.
-    """
-    model = Models(MergeOptions(lora_merge_cache=lora_merge_cache))[_reference(path)]
-    model.check_files()
-    return model
-
-
 def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu") -> Pair:
     """Two checkpoints, checked to be of one architecture and size.
 
@@ -144,10 +134,7 @@ def match_pair(pair: Pair, options: MatchOptions, progress: Progress | None = No
     anchor, donor = pair.sources
     run = Run()
     alignment = match_model(pair.architecture, anchor, donor, options, progress)
-    for block, records in alignment.records:
-        run.record(str(pair.donor.reference), block, records)
-    if alignment.summary:
-        run.whole[str(pair.donor.reference)] = alignment.summary
+    record(run, str(pair.donor.reference), alignment)
     recipe = yaml.safe_dump(asdict(options), sort_keys=False)
     return alignment, pair.report(run, recipe)
 

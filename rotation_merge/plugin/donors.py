@@ -102,7 +102,7 @@ class Donors:
             return Donor(origin, self._given(path, origin or model), rows)
         if options.residual == "none":
             return Donor(origin, None, rows)
-        self._admit(options, model)
+        self._admit(options)
         sources: list[TensorSource] = [self._base, self._source(origin or model)]
         if rows is not None:
             sources = [Rows(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
@@ -160,7 +160,7 @@ class Donors:
                 )
             options = mine
             if mine.residual != "none":
-                self._admit(mine, model)
+                self._admit(mine)
         if options is None:
             return
         sources: dict[str, TensorSource] = {str(self.recipe.base): self._base}
@@ -205,7 +205,7 @@ class Donors:
         self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.")
         return Given(key=f"given:{path}", label="", alignment=file.alignment)
 
-    def _admit(self, options: MatchOptions, model: ModelReference) -> None:
+    def _admit(self, options: MatchOptions) -> None:
         """Check the residual group, and what folding needs."""
         streams = check_group(self._architecture, options.residual, str(self.recipe.base))
         if options.residual == "rotation":

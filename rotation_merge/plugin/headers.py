@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import struct
-import textwrap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, short
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -97,8 +96,9 @@ def file_shapes(path: str) -> Shapes:
     try:
         return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, struct.error) as error:
-        text = textwrap.shorten(reason(error), 200, placeholder=" ...")
-        raise CheckpointError(f"cannot be read: {text}", where=path, remedy="download it again") from error
+        raise CheckpointError(
+            f"cannot be read: {short(reason(error))}", where=path, remedy="download it again"
+        ) from error
 
 
 def safetensors_shapes(path: str) -> Shapes:
@@ -129,7 +129,7 @@ def _pickle_shapes(path: str) -> Shapes:
     try:
         state = torch.load(path, map_location="meta", weights_only=True)
     except Exception as error:  # pickle errors come in every class
-        detail = textwrap.shorten(str(error), 120, placeholder=" ...")
+        detail = short(error)
         if "weights_only" in detail or "Weights only" in detail:
             detail = "only plain tensors are read from pickles"
         raise ValueError(f"the pickle is damaged or holds something else than tensors ({detail})") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
@@ -16,8 +15,9 @@ from torch import Tensor
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.architectures.model import Space
 from rotation_merge.architectures.registry import find, unaligned
-from rotation_merge.errors import ArchitectureError, CheckpointError
+from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
 from rotation_merge.matching.state import check_shape
+from rotation_merge.plugin.adapters import merge_adapter
 from rotation_merge.plugin.headers import check_local, check_single, file_shapes, read_json
 
 
@@ -37,9 +37,8 @@ class Model:
         try:
             config = self.reference.config(trust_remote_code=self.options.trust_remote_code)
         except Exception as error:  # transformers raises errors of many classes here
-            detail = textwrap.shorten(str(error), 160, placeholder=" ...")
             raise CheckpointError(
-                f"its config cannot be loaded ({detail})",
+                f"its config cannot be loaded ({short(error)})",
                 where=path,
                 remedy="mend config.json" if os.path.isdir(path) else "check the repository's name",
             ) from error
@@ -78,11 +77,13 @@ class Model:
         if self.reference.lora is None and os.path.isdir(path):
             check_single(path)
         try:
+            merge_adapter(self.reference, self.options)
             return LoaderCache().get(self.reference)
+        except RotationMergeError:
+            raise
         except Exception as error:  # readers, adapters and downloads raise errors of many classes
-            detail = textwrap.shorten(str(error), 200, placeholder=" ...")
             raise CheckpointError(
-                f"weights cannot be read ({detail})", where=str(self.reference), remedy="download them again"
+                f"weights cannot be read ({short(error)})", where=str(self.reference), remedy="download them again"
             ) from error
 
     @cached_property

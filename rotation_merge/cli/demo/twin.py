@@ -14,10 +14,10 @@ from rotation_merge.report.record import MergeReport
 from rotation_merge.report.run import Run
 
 
-def make_twin(parent: Path, out: Path, seed: int = 0) -> None:
+def make_twin(parent: Path, out: Path) -> None:
     """Write the twin of a checkpoint: heads and neurons reordered, rotated, rescaled; the residual stream rotated."""
     pair = open_pair(str(parent), str(parent))
     options = MatchOptions(heads="permutation", residual="rotation")
-    moves = random_gauge(pair.architecture, options, torch.Generator().manual_seed(seed))
+    moves = random_gauge(pair.architecture, options, torch.Generator().manual_seed(0))
     report = MergeReport.of(Run(), parent, "none", "")
     write_aligned(pair, Alignment(moves, folded=tuple(pair.architecture.streams)), report, str(out), dtype="float32")
