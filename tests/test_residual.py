@@ -149,6 +149,23 @@ def test_rotation_of_a_tied_model_wants_untie(family: str, name: str, offered: s
     assert f"'residual: {offered}'" in message
 
 
+def test_what_all_logits_share_does_not_count(tmp_path: Path) -> None:
+    """Softmax does not see a constant added to all rows of a head; nor does the map found."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = checkpoint("llama", "llama", tmp_path / "donor", seed=1)
+    options = MatchOptions(residual="rotation")
+    plain = match_model(anchor.architecture, anchor.state, donor.state, options)
+    states = [dict(anchor.state), dict(donor.state)]
+    for seed, state in enumerate(states):
+        head = state["lm_head.weight"]
+        shift = torch.randn(head.shape[1], generator=torch.Generator().manual_seed(seed))
+        state["lm_head.weight"] = head + 3 * head.std() * shift
+    shifted = match_model(anchor.architecture, *states, options)
+    assert plain.summary["passes"] == shifted.summary["passes"]
+    first, second = (x.transforms["residual"].element.matrix for x in (plain, shifted))
+    torch.testing.assert_close(first, second, atol=1e-4, rtol=0)
+
+
 def test_objective_never_rises(tmp_path: Path) -> None:
     for residual in ("permutation", "signed_permutation", "rotation"):
         anchor = checkpoint("llama", "llama", tmp_path / f"anchor-{residual}")

@@ -8,6 +8,9 @@ What is minimised is sum_k n_k log(|A_k - R B_k|^2 / |A_k|^2 + FLOOR), n_k the n
 donor whose tensors each carry noise of their own, unknown strength. It is invariant under rescaling of single tensors,
 so that no large matrix drowns the rest. The weights w_k = n_k / (|A_k - R B_k|^2 + FLOOR |A_k|^2) of one pass bound it
 from above (the logarithm is concave), hence it never rises; benchmarks/residual.md compares it with other weightings.
+
+The rows of a head that gives logits over a vocabulary count as they deviate from their mean: softmax does not see what
+all logits share, and in trained models that one direction holds most of such a head's norm.
 """
 
 from __future__ import annotations
@@ -91,15 +94,16 @@ class Statistics:
     def _add_tensor(self, info: TensorInfo, a: Tensor, b: Tensor, transforms: Mapping[str, SpaceTransform]) -> None:
         found = []
         distance: float | None = None
-        norm, other = _square(a), 0.0
+        logits = _logits_axis(info)
+        norm, other = _square(a, logits), 0.0
         for dim, axis in enumerate(info.axes):
             if not axis.parts or any(part.space.kind != "stream" for part in axis.parts):
                 continue
             moved = transform_tensor(b, _without(info, dim), transforms)
-            other = _square(moved)
+            other = _square(moved, logits)
             distance = norm + other
             for part, x, y in zip(axis.parts, split_axis(a, dim, axis), split_axis(moved, dim, axis), strict=True):
-                product = _product(x.movedim(dim, 0), y.movedim(dim, 0), self.precise)
+                product = _product(x.movedim(dim, 0), y.movedim(dim, 0), self.precise, logits is not None)
                 distance -= 2 * _overlap(transforms[part.space.name], product, part.role)
                 found.append((part.space.name, part.role, product))
         if norm == 0 or (found and all(role == "gain" and _mixes(transforms[name]) for name, role, _ in found)):
@@ -159,20 +163,42 @@ def _chunks(x: Tensor) -> Iterator[Tensor]:
         yield piece.to(torch.promote_types(piece.dtype, torch.float32))
 
 
-def _product(a: Tensor, b: Tensor, precise: bool) -> Tensor:
-    """A B^T over all other dimensions, (d, d), float64 (unless `precise`, summed in float32 inside a chunk)."""
-    pairs = zip(_chunks(a.reshape(len(a), -1)), _chunks(b.reshape(len(b), -1)), strict=True)
+def _logits_axis(info: TensorInfo) -> int | None:
+    """The vocabulary's axis in a head that reads a stream; None in other tensors."""
+    reads = any(part.space.kind == "stream" and part.role == "read" for axis in info.axes for part in axis.parts)
+    return info.vocabulary_axis if reads else None
+
+
+def _product(a: Tensor, b: Tensor, precise: bool, centred: bool) -> Tensor:
+    """A B^T over all other dimensions, (d, d), float64 (unless `precise`, summed in float32 inside a chunk).
+
+    With `centred`, of both matrices' columns less their mean column.
+    """
+    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    pairs = zip(_chunks(a), _chunks(b), strict=True)
     total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
     for x, y in pairs:
         dtype = torch.float64 if precise else torch.promote_types(x.dtype, y.dtype)
         total += (x.to(dtype) @ y.to(a.device, dtype).T).double()
+    return total - torch.outer(_sums(a), _sums(b).to(a.device)) / a.shape[1] if centred else total
+
+
+def _sums(x: Tensor) -> Tensor:
+    """Sum of a matrix's columns, float64."""
+    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    for piece in _chunks(x):
+        total += piece.sum(1, dtype=torch.float64)
     return total
 
 
-def _square(x: Tensor) -> float:
-    """Squared norm."""
+def _square(x: Tensor, centred: int | None = None) -> float:
+    """Squared norm; of what is left after taking off the mean along a dimension, if one is given."""
     flat = x.reshape(len(x), -1) if x.ndim else x.reshape(1, 1)
-    return sum(float(piece.square().sum(dtype=torch.float64)) for piece in _chunks(flat))
+    square = sum(float(piece.square().sum(dtype=torch.float64)) for piece in _chunks(flat))
+    if centred is None:
+        return square
+    sums = _sums(x.movedim(centred, -1).reshape(-1, x.shape[centred]))
+    return max(square - float(sums.square().sum()) / x.shape[centred], 0.0)
 
 
 def _mixes(transform: SpaceTransform) -> bool:
