@@ -49,7 +49,13 @@ MEANINGS = {
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    return "\n".join("| " + " | ".join(_cell(text) for text in line) + " |" for line in lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Bars inside a cell; within `code`, GitHub takes an escaped bar and mkdocs shows the escape, so both get HTML."""
+    code = re.sub(r"`([^`]*\|[^`]*)`", lambda found: f"<code>{found[1].replace('|', '&#124;')}</code>", text)
+    return code.replace("|", "\\|")
 
 
 def code(words: str) -> str:

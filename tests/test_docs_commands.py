@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": mergekit_multi}
-OTHER = ("pip ", "pytest ", "python ", "git ", "cd ")
-"""Beginnings of lines in ```bash blocks that are no commands of ours."""
+OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "mergekit-evolve ")
+"""Beginnings of lines in ```bash blocks that are not run here (`test_evolve_ray.py` runs mergekit-evolve)."""
 
 PARSED_ONLY = ("demo",)
 SHORTER = {"fit": {"--steps": "2", "--limit": "8", "--batch-size": "2"}, "barrier": {"--points": "3", "--limit": "4"}}
@@ -60,7 +60,7 @@ def lines(block: Block) -> Iterator[str]:
 
 
 def is_recipe(block: Block) -> bool:
-    return block.language == "yaml" and re.search(r"^merge_method:", block.text, re.MULTILINE) is not None
+    return block.language == "yaml" and re.search(r"^(merge_method|genome):", block.text, re.MULTILINE) is not None
 
 
 def has_work(page: Path) -> bool:
@@ -137,7 +137,7 @@ def test_page(page: Path, models: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for number, block in enumerate(found):
         if is_recipe(block):
             name = block.title or f"recipe-{number}.yml"
-            run_recipe(block, name, f"mergekit-yaml {name} " not in commands, models)
+            run_recipe(block, name, not re.search(rf"mergekit-(yaml|evolve) {name} ", commands), models)
         elif block.language == "bash":
             for line in lines(block):
                 if ours(line):
