@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from corpora import documents
 from torch import nn
 from torch.nn import functional
-from train_checkpoints import documents
 from transformers import LlamaConfig, LlamaForCausalLM, ViTForImageClassification
 
 from rotation_merge.cli.demo.data import digits, windows

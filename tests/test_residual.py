@@ -259,12 +259,12 @@ def test_shifted_slices_with_a_residual_map(tmp_path: Path) -> None:
     straight = merged(document, tmp_path / "straight")
     assert anchor.differs(tmp_path / "straight") <= 1e-4
     assert result.keys() == straight.keys()
-    for meets, given in ((0, 1), (1, 0)):
-        name = "model.layers.{}.mlp.gate_proj.weight"  # only reordered and turned: singular values stay
+    for meets, given in ((0, 1), (1, 0)):  # the twin's rows turned back, in an order for the layer they meet
+        name = "model.layers.{}.mlp.gate_proj.weight"
         moved = 2 * result[name.format(meets)] - anchor.folded()[name.format(meets)]
-        torch.testing.assert_close(
-            torch.linalg.svdvals(moved), torch.linalg.svdvals(donor.folded()[name.format(given)]), rtol=1e-4, atol=1e-5
-        )
+        nearest = torch.cdist(moved.double(), anchor.folded()[name.format(given)].double()).min(1)
+        assert float(nearest.values.max()) <= 1e-4
+        assert len(nearest.indices.unique()) == len(moved)
     outside = "model.embed_tokens.weight"
     torch.testing.assert_close(result[outside], straight[outside])
 

@@ -1,0 +1,57 @@
+"""The text that the small Llamas are trained on: files that come with Python, every tenth held out."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+SKIPPED = {"site-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__pycache__"}
+
+
+def documents(domain: str) -> tuple[list[bytes], list[bytes]]:
+    """Training and held-out documents of one domain: python, english or c.
+
+    python: the standard library without installed packages, tests, `encodings` (tables) and `pydoc_data` (English);
+    english: the help texts of `pydoc_data.topics`, each paragraph once (topics repeat each other), twenty a document;
+    c: CPython's own headers.
+    """
+    if domain == "english":
+        from pydoc_data.topics import topics
+
+        repeated = (part.strip("\n") for name in sorted(topics) for part in topics[name].split("\n\n"))
+        paragraphs = list(dict.fromkeys(part for part in repeated if part))
+        blocks = [paragraphs[start : start + 20] for start in range(0, len(paragraphs), 20)]
+        everything = ["".join(part + "\n\n" for part in block).encode() for block in blocks]
+    else:
+        key, pattern = {"python": ("stdlib", "*.py"), "c": ("include", "*.h")}[domain]
+        root = Path(sysconfig.get_path(key))
+        names = sorted(path.relative_to(root) for path in root.rglob(pattern))
+        everything = [(root / name).read_bytes() for name in names if not SKIPPED & set(name.parts)]
+    held_out = everything[9::10]
+    return [one for index, one in enumerate(everything) if index % 10 != 9], held_out
+
+
+def excerpt(held_out: list[bytes], size: int = 48_000, pieces: int = 12) -> bytes:
+    """About `size` bytes: whole lines from the middle of documents evenly spread over `held_out`."""
+    chosen = [one for one in held_out if len(one) > 1000]
+    chosen = [chosen[index * len(chosen) // pieces] for index in range(pieces)] if len(chosen) > pieces else chosen
+    share = 0
+    while sum(min(len(one), share) for one in chosen) < size and share < max(map(len, chosen)):
+        share += 16
+    return b"".join(_middle(one, share) for one in chosen)[:size]
+
+
+def unseen(held_out: list[bytes], train: list[bytes], length: int = 96) -> list[bytes]:
+    """Held-out documents that repeat no stretch of `length` bytes, in steps of `length`, of the training documents."""
+    seen = b"\0".join(train)
+    return [
+        one for one in held_out if not any(one[i : i + length] in seen for i in range(0, len(one) - length, length))
+    ]
+
+
+def _middle(document: bytes, share: int) -> bytes:
+    if len(document) <= share:
+        return document
+    start = document.rfind(b"\n", 0, (len(document) - share) // 2 + 1) + 1
+    end = document.rfind(b"\n", start, start + share) + 1
+    return document[start:end]
