@@ -23,7 +23,7 @@ PROGRAM
 torch.set_num_threads(1)
 print("ready", flush=True)
 for line in sys.stdin:
-    delay, number, arguments = json.loads(line)
+    delay, number, watched, arguments = json.loads(line)
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -36,10 +36,14 @@ for line in sys.stdin:
         except BaseException:
             os._exit(1)
         os._exit(0)
-    if number:
+    ended = 0, 0
+    while watched and not os.path.exists(watched) and not ended[0]:
+        time.sleep(0.0005)
+        ended = os.waitpid(child, os.WNOHANG)
+    if number and not ended[0]:
         time.sleep(delay)
         os.kill(child, number)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print(os.waitstatus_to_exitcode((ended if ended[0] else os.waitpid(child, 0))[1]), flush=True)
 """
 """Forks a program for every request: it has imported everything, so a tiny merge takes well under a second.
 
@@ -65,11 +69,22 @@ def serve(program: str) -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-def run(server: subprocess.Popen[str], *arguments: object, after: float = 0.0, signal_number: int = 0) -> int:
-    """A run of the program, sent a signal after some seconds (0: left alone); returns its exit code."""
+def run(
+    server: subprocess.Popen[str],
+    *arguments: object,
+    after: float = 0.0,
+    signal_number: int = 0,
+    watched: Path | str = "",
+) -> int:
+    """A run of the program, sent a signal (0: none) some seconds after it began, or after a path has appeared.
+
+    Returns:
+        Its exit code.
+    """
     assert server.stdin is not None
     assert server.stdout is not None
-    server.stdin.write(json.dumps([after, int(signal_number), [str(argument) for argument in arguments]]) + "\n")
+    request = [after, int(signal_number), str(watched), [str(argument) for argument in arguments]]
+    server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
     return int(server.stdout.readline())
 

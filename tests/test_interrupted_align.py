@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -11,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from click.testing import CliRunner
 from interrupted_support import OURS, assert_whole_or_not_at_all, equal, load, run, serve
+from mergekit.io.tasks import LoaderCache
 from plugin_support import make, state, twin
 from safetensors import safe_open
 from transformers import AutoConfig
 
 from rotation_merge.architectures import resolve
+from rotation_merge.cli.app import app
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import file
 from rotation_merge.matching.file import load_alignment, save_alignment
@@ -61,26 +67,30 @@ def assert_whole_files(folder: Path, architecture: Any, *known: tuple[dict[str, 
 
 
 def test_killed_sixteen_times(models: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Now into a new place, now over an older checkpoint and alignment file, in other shards each time."""
+    """Now into a new place, now over another checkpoint and alignment file in equal shards, while these are written."""
     anchor, donor = models
     architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict(), list(state(anchor)), "anchor")
-    work, fresh = tmp_path / "work", tmp_path / "fresh"
-    for folder, options in ((work, OLD), (fresh, NEW)):
+    work, fresh, before = (tmp_path / name for name in ("work", "fresh", "before"))
+    for folder, options in ((before, OLD), (fresh, NEW)):
         arguments = ("align", anchor, donor, folder / "out", "--alignment", folder / "map.safetensors", *options)
         begin = time.perf_counter()
         assert run(server, *arguments) == 0
         usual = time.perf_counter() - begin
-    old, new = state(work / "out"), state(fresh / "out")
-    files = content(work / "map.safetensors"), content(fresh / "map.safetensors")
+    old, new = state(before / "out"), state(fresh / "out")
+    files = content(before / "map.safetensors"), content(fresh / "map.safetensors")
     assert not equal(old, new)
     assert set(files[0][0]) != set(files[1][0])
     chance, killed = random.Random(0), 0
     for i in range(16):
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(before, work)
         out, name = ("out", "map.safetensors") if i % 2 else (f"new{i}", f"map{i}.safetensors")
-        options = (*NEW, "--shard-size", str(chance.choice([4000, 9000, 10**9])))
+        options = (*NEW, "--shard-size", str(20000 if i % 2 else chance.choice([4000, 9000, 10**9])))
         arguments = ("align", anchor, donor, work / out, "--alignment", work / name, *options)
-        moment = usual * chance.uniform(0.05, 1.0)
-        killed += run(server, *arguments, after=moment, signal_number=signal.SIGKILL) != 0
+        staging = work / out / f".{out}.partial" if (work / out).exists() else work / f".{out}.partial"
+        early, writing = i % 2 == 0, chance.uniform(0.0, 0.04)
+        moment, watched = (usual * chance.uniform(0.05, 1.0), "") if early else (writing, staging)
+        killed += run(server, *arguments, after=moment, signal_number=signal.SIGKILL, watched=watched) != 0
         assert_whole_or_not_at_all(work, old, new)
         assert assert_whole_files(work, architecture, *files) >= 1
     assert killed >= 5
@@ -110,3 +120,47 @@ def test_killed_while_an_alignment_file_is_written(tmp_path: Path, monkeypatch: 
     with pytest.raises(Killed):
         save_alignment(path, Alignment({}), architecture, "a", "new")
     assert load_alignment(path, architecture).donor == "old"
+
+
+def test_killed_at_every_step_of_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over another checkpoint in equal shards: at no step does a mixture of the two load."""
+    anchor = make("llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor")
+
+    def align(out: Path, *options: str) -> None:
+        arguments = ["align", anchor, donor, out, "--shard-size", "15000", *options]
+        LoaderCache.loaders.clear()
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert done.exit_code == 0, done.output
+
+    align(tmp_path / "old", "--ffn", "none")
+    align(tmp_path / "new", "--heads", "permutation")
+    old, new = state(tmp_path / "old"), state(tmp_path / "new")
+    for step in range(1, 60):
+        left, work = step, tmp_path / f"work{step}"
+        shutil.copytree(tmp_path / "old", work / "out")
+
+        def dying(real: Any) -> Any:
+            def call(*arguments: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise Killed
+                return real(*arguments, **options)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+            patch.setattr(safetensors.torch, "save_file", dying(safetensors.torch.save_file))
+            for name in ("remove", "replace", "rename"):
+                patch.setattr(os, name, dying(getattr(os, name)))
+            try:
+                align(work / "out", "--heads", "permutation")
+            except Killed:
+                assert_whole_or_not_at_all(work, old, new)
+                continue
+        assert equal(load(work / "out") or {}, new)
+        assert step > 20
+        return
+    raise AssertionError("the writing never came to its end")
