@@ -281,6 +281,34 @@ def test_block_records_what_applying_gives(heads, attention):
         assert record.after <= record.before * (1 + 1e-12)
 
 
+def bert_block(seed=0):
+    config = {
+        "architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 32, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_hidden_layers": 1, "hidden_act": "gelu",
+    }  # fmt: skip
+    block = build(shipped()["bert"], config, "bert.", []).layers("default")[0]
+    return block, block_tensors(block.tensors, seed)
+
+
+@pytest.mark.parametrize("heads", ["none", "permutation"])
+def test_biases_count(heads):
+    """Distances before and after are those of all tensors, biases among them; these alone may tell neurons apart."""
+    (block, anchor), (_, donor) = bert_block(), bert_block(seed=1)
+    match = match_block(block, anchor, donor, MatchOptions(heads=heads))
+    for record in match.records:
+        space = next(s for s in block.spaces.values() if s.name == record.space)
+        for transforms, value in (({}, record.before), (match.transforms, record.after)):
+            assert squared_distances(block, space, anchor, donor, transforms)[0] == pytest.approx(value, rel=1e-6)
+    up = next(t for t in block.tensors if [p.role for a in t.axes for p in a.parts] == ["in", "read"])
+    down = next(t for t in block.tensors if [p.role for a in t.axes for p in a.parts] == ["write", "out"])
+    anchor[up.key][:], anchor[down.key][:] = 1.0, 1.0
+    bias = up.key.replace("weight", "bias")
+    order = torch.randperm(len(anchor[bias]), generator=gen(2))
+    found = match_block(block, anchor, {**anchor, bias: anchor[bias][order]}, MatchOptions(heads=heads))
+    moved = transform_tensor(anchor[bias][order], block.tensor(bias), found.transforms)
+    assert torch.equal(moved, anchor[bias])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_block_planted_in_storage_dtypes(dtype):
     architecture, block, anchor = llama_block(dtype)
