@@ -19,7 +19,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from plugin_support import command, make, one_error, recipe_for, state, twin, write_recipe
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+
+from rotation_merge.plugin.console import line
 
 
 @dataclass
@@ -456,3 +459,22 @@ def test_errors_in_python_are_exceptions(bench: Bench) -> None:
     bench.recipe["tokeniser"] = "base"
     with pytest.raises(RotationMergeError, match="tokeniser"):
         MergeConfiguration.model_validate(bench.recipe)
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        ("Error while serializing: I/O error: No space left on device (os error 28)", "the disk is full"),
+        ('Error while serializing: IoError(Os { code: 28, kind: StorageFull, message: "..." })', "the disk is full"),
+        ("Error while serializing: I/O error: File too large (os error 27)", "grew over the limit"),
+        (
+            'Error while serializing: IoError(Os { code: 27, kind: FileTooLarge, message: "..." })',
+            "grew over the limit",
+        ),
+        ('Error while serializing: IoError(Os { code: 13, kind: PermissionDenied, message: "..." })', "permissions"),
+        ("Error while deserializing header: InvalidHeaderDeserialization", "corrupt"),
+        ("Error while deserializing header: incomplete metadata, file not fully covered", "corrupt"),
+    ],
+)
+def test_what_safetensors_says_in_new_and_old_releases(said: str, means: str) -> None:
+    assert means in line(SafetensorError(said))

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rotation_merge.cli.data import read_batches
 from rotation_merge.cli.dataset import read_dataset
 from rotation_merge.cli.demo.data import CHECKPOINTS
+from rotation_merge.cli.examples import tokenizer_of
 from rotation_merge.cli.functions import load
 from rotation_merge.errors import DataError
 
@@ -24,6 +26,14 @@ def test_text_columns_are_tokenised_with_the_models_tokenizer(tmp_path: Path):
     assert found.task == "next token"
     assert found.examples == 6
     assert bytes(found.batches[0]["input_ids"][0][:9].tolist()) == b"import os"
+
+
+@pytest.mark.parametrize("family", ["BertConfig", "GPT2Config", "T5Config", "Qwen2Config"])
+def test_a_made_up_tokenizer_is_none(family: str, tmp_path: Path):
+    """transformers makes one up where its files are missing, to which any text is one unknown token, or nothing."""
+    getattr(transformers, family)().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="no tokenizer can be loaded"):
+        tokenizer_of(str(tmp_path))
 
 
 def test_image_columns_become_pixels_with_labels(tmp_path: Path):

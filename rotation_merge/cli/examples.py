@@ -14,6 +14,7 @@ from rotation_merge.cli.dataset import is_dataset, read_dataset
 from rotation_merge.cli.functions import Batch, local_path
 from rotation_merge.cli.images import preparer, read_images
 from rotation_merge.errors import DataError, short
+from rotation_merge.plugin.vocabulary import is_hollow
 
 KINDS = (
     "text (.txt, .md, .py ...), .jsonl or .json, .npz, .safetensors, a folder of images, a directory written by "
@@ -67,7 +68,10 @@ def tokenizer_of(model_path: str) -> Any:
     Raises:
         DataError: there is none.
     """
-    return _processor("AutoTokenizer", model_path)
+    found = _processor("AutoTokenizer", model_path)
+    if is_hollow(found):
+        raise DataError("no tokenizer can be loaded (there is none)", where=model_path, remedy="add its files")
+    return found
 
 
 def _processor(name: str, model_path: str) -> Any:

@@ -67,15 +67,20 @@ def line(error: Exception) -> str:
 def _file_error(error: Exception) -> RotationMergeError:
     text = " ".join(f"{error}".split())
     number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in text or "No space left" in text:
+    if number in (errno.ENOSPC, errno.EDQUOT) or _names(text, 28) or "No space left" in text:
         return RotationMergeError(f"the disk is full ({text})", remedy="free some space and run again")
-    if number == errno.EFBIG or "os error 27" in text:
+    if number == errno.EFBIG or _names(text, 27):
         return RotationMergeError(
             f"a file grew over the limit ({text})", remedy="raise the limit, or write smaller shards (--out-shard-size)"
         )
-    if isinstance(error, SafetensorError) and "I/O" not in text and "os error" not in text:
+    if isinstance(error, SafetensorError) and not any(mark in text for mark in ("I/O", "IoError", "os error")):
         return CheckpointError(f"a safetensors file is corrupt ({text})", remedy="download it again")
     return RotationMergeError(text, remedy="check the path and its permissions")
+
+
+def _names(text: str, code: int) -> bool:
+    """Whether an error of safetensors names this code of the operating system, in its new form or its old."""
+    return f"os error {code}" in text or f"Os {{ code: {code}," in text
 
 
 def _validation_error(error: ValidationError) -> RecipeError:

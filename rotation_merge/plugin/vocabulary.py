@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from mergekit.common import ModelReference
@@ -75,5 +76,9 @@ def _tokens(reference: ModelReference, trust_remote_code: bool) -> dict[str, int
         found = AutoTokenizer.from_pretrained(path.path, revision=path.revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None
-    vocabulary: dict[str, int] = found.get_vocab()
-    return vocabulary
+    return None if is_hollow(found) else dict(found.get_vocab())
+
+
+def is_hollow(tokenizer: Any) -> bool:
+    """Whether a tokenizer knows special tokens only: where its files are missing, transformers makes up such a one."""
+    return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) <= {"▁"}
