@@ -121,7 +121,7 @@ def commands() -> str:
         rows = []
         for parameter in command.get_params(inner):
             record = parameter.get_help_record(inner) if isinstance(parameter, click.Option) else None
-            if record is not None and parameter.name != "help":
+            if record is not None and "--help" not in parameter.opts:
                 rows.append((code(record[0]), record[1]))
         parts += [f"## {name}\n", "```text", usage, "```\n", help_text, *rest, "", table(("option", ""), rows)]
     return "\n".join(parts)
