@@ -21,7 +21,7 @@ from matching_support import (
 from scipy.optimize import minimize
 
 from rotation_merge.matching import head_order as head_order_module
-from rotation_merge.matching.attention import match_attention, solve_attention
+from rotation_merge.matching.attention import match_attention
 from rotation_merge.matching.invertible import LARGEST_CONDITION
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Side
@@ -49,10 +49,10 @@ def test_head_order_and_maps_against_all_orders(facts, rescale, shape):
     options = MatchOptions(heads="permutation", rescale=rescale)
     for seed in range(2):
         anchor, donor = tensors(space, 7, seed, spread=0.4), tensors(space, 7, seed + 50, spread=0.4)
-        match = solve_attention(space, sides_of(anchor, donor), options)
+        match = match_attention(space, sides_of(anchor, donor), options)
         fixed = dataclasses.replace(options, heads="none")
         best = min(
-            solve_attention(space, sides_of(anchor, reordered(space, donor, *order)), fixed).after
+            match_attention(space, sides_of(anchor, reordered(space, donor, *order)), fixed).after
             for order in head_orders(*shape)
         )
         assert match.after == pytest.approx(best, rel=1e-9)
@@ -65,8 +65,8 @@ def test_alternated_orders_are_never_worse_than_their_starts(monkeypatch):
     monkeypatch.setattr(head_order_module, "MOST_ENUMERATED", 0)
     for seed in range(4):
         anchor, donor = tensors(space, 7, seed), tensors(space, 7, seed + 50)
-        match = solve_attention(space, sides_of(anchor, donor), MatchOptions(heads="permutation"))
-        own = solve_attention(space, sides_of(anchor, donor), MatchOptions())
+        match = match_attention(space, sides_of(anchor, donor), MatchOptions(heads="permutation"))
+        own = match_attention(space, sides_of(anchor, donor), MatchOptions())
         assert match.after <= own.after * (1 + 1e-12)
         assert head_order_module.ALTERNATED_NOTE in match.notes
         assert left(anchor, donor, match.transform) == pytest.approx(match.after, rel=1e-9)
@@ -78,8 +78,8 @@ def test_alternated_orders_recover_planted_ones(monkeypatch):
         space, options = attention(3, 4, 4, **facts), MatchOptions(heads="permutation")
         anchor = tensors(space, 40, 0)
         truth = planted(space, options, 1)
-        match, _ = match_attention(space, sides_of(anchor, noisy(moved(anchor, truth.inverse()), 0.1, 2)), options)
-        assert torch.equal(match.head_order(), truth.head_order())
+        match = match_attention(space, sides_of(anchor, noisy(moved(anchor, truth.inverse()), 0.1, 2)), options)
+        assert torch.equal(match.transform.head_order(), truth.head_order())
 
 
 def test_planar_with_scale_by_fine_grid():
@@ -98,7 +98,7 @@ def test_planar_with_scale_by_fine_grid():
             for r, power in (("k", 1), ("q", -1))
         )
         others = [s for s in sides_of(anchor, donor) if s.role in ("q", "k")]
-        after = solve_attention(space, others, MatchOptions()).after
+        after = match_attention(space, others, MatchOptions()).after
         assert after <= float(cost.min()) + 1e-12
         assert after == pytest.approx(float(cost.min()), rel=1e-3)
 
@@ -109,9 +109,9 @@ def test_joint_scale_is_never_worse_than_the_papers_sequence(facts):
     for seed in range(5):
         anchor, donor = tensors(space, 9, seed, spread=0.5), tensors(space, 9, seed + 50, spread=0.5)
         found = sides_of(anchor, donor)
-        joint = solve_attention(space, found, MatchOptions()).after
-        sequence = solve_attention(space, found, MatchOptions(rescale="sequential")).after
-        turned = solve_attention(space, found, MatchOptions(rescale=False)).after
+        joint = match_attention(space, found, MatchOptions()).after
+        sequence = match_attention(space, found, MatchOptions(rescale="sequential")).after
+        turned = match_attention(space, found, MatchOptions(rescale=False)).after
         assert joint <= sequence * (1 + 1e-12)
         assert sequence <= turned * (1 + 1e-12)
         strict += joint < sequence * (1 - 1e-6)
@@ -125,7 +125,7 @@ def test_joint_map_and_scale_against_a_search():
     scale = torch.linspace(-1.5, 1.5, 601, dtype=torch.float64).exp()
     for seed in range(4):
         anchor, donor = tensors(space, 5, seed, spread=0.5), tensors(space, 5, seed + 50, spread=0.5)
-        after = solve_attention(space, [s for s in sides_of(anchor, donor) if s.role in "vo"], MatchOptions()).after
+        after = match_attention(space, [s for s in sides_of(anchor, donor) if s.role in "vo"], MatchOptions()).after
         m = {r: anchor[r].flatten(0, -3)[0] @ donor[r].flatten(0, -3)[0].T for r in ("v", "o")}
         c, s = angle.cos(), angle.sin()
         turns = torch.stack([torch.stack([c, -s], -1), torch.stack([s, c], -1)], -2)
@@ -144,10 +144,10 @@ def test_joint_head_order_is_never_worse_than_spectral_pairing(shape):
     for seed, spread in itertools.product(range(5), (0.1, 0.5)):
         space = attention(*shape, 4)
         anchor, donor = tensors(space, 9, seed, spread=spread), tensors(space, 9, seed + 50, spread=spread)
-        spectral = solve_attention(space, sides_of(anchor, donor), MatchOptions(heads="spectral"))
+        spectral = match_attention(space, sides_of(anchor, donor), MatchOptions(heads="spectral"))
         paired = reordered(space, donor, spectral.transform.groups, spectral.transform.queries)
-        turned = solve_attention(space, sides_of(anchor, paired), MatchOptions()).after
-        joint = solve_attention(space, sides_of(anchor, donor), MatchOptions(heads="permutation")).after
+        turned = match_attention(space, sides_of(anchor, paired), MatchOptions()).after
+        joint = match_attention(space, sides_of(anchor, donor), MatchOptions(heads="permutation")).after
         assert joint <= turned * (1 + 1e-12)
         assert turned <= spectral.after * (1 + 1e-12)
         assert left(anchor, donor, spectral.transform) == pytest.approx(spectral.after, rel=1e-9)
@@ -159,12 +159,12 @@ def test_spectral_pairing_recovers_permuted_heads():
     space = attention(3, 2, 4)
     anchor = tensors(space, 30, 0, spread=0.5)
     order, queries = torch.tensor([2, 0, 1]), torch.tensor([[1, 0], [0, 1], [1, 0]])
-    match, notes = match_attention(
+    match = match_attention(
         space, sides_of(anchor, reordered(space, anchor, order, queries)), MatchOptions(heads="spectral")
     )
-    back = reordered(space, reordered(space, anchor, order, queries), match.groups, match.queries)
+    back = reordered(space, reordered(space, anchor, order, queries), match.transform.groups, match.transform.queries)
     assert distance(anchor, back) == 0
-    assert "singular values" in notes[0]
+    assert "singular values" in match.notes[0]
 
 
 def test_invertible_is_never_worse_and_bounded():
@@ -173,8 +173,8 @@ def test_invertible_is_never_worse_and_bounded():
         space = attention(3, 2, 4)
         anchor, donor = tensors(space, 9, seed, spread=spread), tensors(space, 9, seed + 50, spread=spread)
         found = sides_of(anchor, donor)
-        turned = solve_attention(space, found, MatchOptions())
-        widest = solve_attention(space, found, MatchOptions(attention="invertible"))
+        turned = match_attention(space, found, MatchOptions())
+        widest = match_attention(space, found, MatchOptions(attention="invertible"))
         assert widest.after <= turned.after * (1 + 1e-12)
         assert left(anchor, donor, widest.transform) == pytest.approx(widest.after, rel=1e-8)
         for roles, name in (("qk", "qk"), ("vo", "vo")):
@@ -192,7 +192,7 @@ def test_invertible_reaches_what_a_general_search_finds():
     space = attention(1, 1, 2)
     anchor, donor = tensors(space, 6, 3, spread=0.3), tensors(space, 6, 53, spread=0.3)
     found = [s for s in sides_of(anchor, donor) if s.role in "vo"]
-    after = solve_attention(space, found, MatchOptions(attention="invertible")).after
+    after = match_attention(space, found, MatchOptions(attention="invertible")).after
 
     def cost(flat):
         g = torch.from_numpy(flat).reshape(2, 2)
@@ -232,7 +232,7 @@ def test_equal_models_stay_bit_for_bit(facts, attention_option, heads, dtype):
             donor["k"][1, 0] += 0.01
             donor["o"][1, 0] += 0.01
         options = MatchOptions(attention=attention_option, heads=heads)
-        transform, _ = match_attention(space, sides_of(anchor, donor), options)
+        transform = match_attention(space, sides_of(anchor, donor), options).transform
         if not touched:
             assert transform.is_identity()
         if heads != "spectral":
@@ -251,8 +251,8 @@ def test_rank_deficient_maps_are_nearest_the_identity():
     truth[:2, :2] = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
     donor = {r: truth.T @ x for r, x in anchor.items()}
     for rescale in (True, False):
-        match, _ = match_attention(space, sides_of(anchor, donor), MatchOptions(rescale=rescale))
-        for element in (match.qk, match.vo):
+        turned = match_attention(space, sides_of(anchor, donor), MatchOptions(rescale=rescale)).transform
+        for element in (turned.qk, turned.vo):
             torch.testing.assert_close(element.matrix[0], truth, rtol=1e-9, atol=1e-9)
 
 
@@ -261,8 +261,8 @@ def test_rank_deficient_maps_are_nearest_the_identity():
 def test_half_precision_agrees_with_double(facts, dtype):
     space, options = attention(3, 2, 4, **facts), MatchOptions(heads="permutation")
     anchor, donor = tensors(space, 50, 0, dtype=dtype), tensors(space, 50, 1, dtype=dtype)
-    low = solve_attention(space, sides_of(anchor, donor), options)
-    high = solve_attention(
+    low = match_attention(space, sides_of(anchor, donor), options)
+    high = match_attention(
         space, [Side(s.role, s.anchor.double(), s.donor.double()) for s in sides_of(anchor, donor)], options
     )
     assert torch.equal(low.transform.head_order(), high.transform.head_order())
@@ -281,7 +281,7 @@ def test_planted_gauge_is_recovered(facts, noise, shape):
     anchor = tensors(space, 60, 0)
     truth = planted(space, options, 5)
     donor = moved(noisy(anchor, noise, 6), truth.inverse())
-    match = solve_attention(space, sides_of(anchor, donor), options)
+    match = match_attention(space, sides_of(anchor, donor), options)
     assert torch.equal(match.transform.head_order(), truth.head_order())
     back = left(anchor, donor, match.transform)
     untouched = distance(anchor, noisy(anchor, noise, 6))

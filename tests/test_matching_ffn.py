@@ -15,8 +15,8 @@ from rotation_merge.linalg.assignment import assign_factored
 from rotation_merge.matching import experts as experts_module
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.block import match_block, squared_distances
-from rotation_merge.matching.experts import _collect, _Layer, solve_experts
-from rotation_merge.matching.ffn import match_ffn, solve_ffn
+from rotation_merge.matching.experts import _collect, _Layer, match_experts
+from rotation_merge.matching.ffn import match_ffn
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.nearest import nearest_order
 from rotation_merge.matching.neurons import Neurons
@@ -51,7 +51,7 @@ def test_order_signs_and_scales_against_brute_force(facts, rescale, spread):
         anchor, donor = tensors(space, 5, seed, spread=spread), tensors(space, 5, seed + 50, spread=spread)
         costs = grid_costs(anchor, donor, facts, rescale)
         best = min(float(costs[torch.arange(6), list(p)].sum()) for p in itertools.permutations(range(6)))
-        match = solve_ffn(space, sides_of(anchor, donor), MatchOptions(rescale=rescale))
+        match = match_ffn(space, sides_of(anchor, donor), MatchOptions(rescale=rescale))
         assert match.after <= best * (1 + 1e-9)
         assert match.after == pytest.approx(best, rel=1e-4)
         assert left(anchor, donor, NeuronTransform(match.element)) == pytest.approx(match.after, rel=1e-9)
@@ -72,8 +72,8 @@ def test_joint_optimum_beats_balanced_norms():
         pairs = list(zip(balanced(anchor), balanced(donor), strict=True))
         index = assign_factored([(anchor["gate"], donor["gate"])], pairs).permutation
         still = {role: x[index] for role, x in donor.items()}
-        rough = solve_ffn(space, sides_of(anchor, still), MatchOptions(ffn="none")).after
-        joint = solve_ffn(space, sides_of(anchor, donor), MatchOptions()).after
+        rough = match_ffn(space, sides_of(anchor, still), MatchOptions(ffn="none")).after
+        joint = match_ffn(space, sides_of(anchor, donor), MatchOptions()).after
         assert joint <= rough * (1 + 1e-12)
         worse += joint < rough * (1 - 1e-9)
         shares.append(rough / joint - 1)
@@ -85,7 +85,7 @@ def test_joint_optimum_beats_balanced_norms():
 def test_larger_problems_attain_the_assignments_bound(facts):
     space = ffn(150, **facts)
     anchor, donor = tensors(space, 20, 0, spread=0.5), tensors(space, 20, 1, spread=0.5)
-    match = solve_ffn(space, sides_of(anchor, donor), MatchOptions())
+    match = match_ffn(space, sides_of(anchor, donor), MatchOptions())
     i, j = (x.flatten() for x in torch.meshgrid(torch.arange(150), torch.arange(150), indexing="ij"))
     roles = {r: [(anchor[r], donor[r])] for r in anchor}
     neurons = Neurons(
@@ -103,7 +103,7 @@ def test_planted_neurons_are_recovered(facts, noise):
     anchor = tensors(space, 120, 0, spread=0.3)
     truth = planted(space, options, 1)
     donor = moved(noisy(anchor, noise, 2), truth.inverse())
-    match = solve_ffn(space, sides_of(anchor, donor), options)
+    match = match_ffn(space, sides_of(anchor, donor), options)
     assert torch.equal(match.element.permutation.index, truth.element.permutation.index)
     assert torch.equal(match.element.scaling.factor.sign(), truth.element.scaling.factor.sign())
     assert match.after <= distance(anchor, noisy(anchor, noise, 2)) * (1 + 1e-9) + 1e-14 * match.anchor
@@ -129,9 +129,9 @@ def test_near_models_are_proven_without_all_pairs(facts, dtype):
             assert proven is None  # every coordinate may be rescaled: nothing to tell neurons apart by quickly
         else:
             assert torch.equal(proven[0], index)
-        found, gap = match_ffn(space, sides_of(anchor, donor), MatchOptions())
+        found = match_ffn(space, sides_of(anchor, donor), MatchOptions())
         assert torch.equal(found.element.permutation.index[0], index)
-        assert gap == 0
+        assert found.gap == 0
 
 
 def test_the_quick_proof_never_accepts_a_wrong_order():
@@ -142,7 +142,7 @@ def test_the_quick_proof_never_accepts_a_wrong_order():
         donor[role][[3, 8]] = donor[role][[8, 3]]
     neurons = Neurons([(anchor["in"], donor["in"])], [], [(anchor["out"], donor["out"])], False, False)
     assert nearest_order(neurons) is None  # the donor's own order looks right, two neurons are exchanged
-    found, _ = match_ffn(space, sides_of(anchor, donor), MatchOptions())
+    found = match_ffn(space, sides_of(anchor, donor), MatchOptions())
     assert found.element.permutation.index[0, [3, 8]].tolist() == [8, 3]
 
 
@@ -156,11 +156,11 @@ def test_equal_models_stay_bit_for_bit(facts, dtype, n):
         x[0] = x[1] = 0
         x[3] = x[4] = x[5]
     donor = {r: x.clone() for r, x in anchor.items()}
-    transform, gap = match_ffn(space, sides_of(anchor, donor), MatchOptions())
-    assert transform.is_identity()
-    assert gap == 0
+    match = match_ffn(space, sides_of(anchor, donor), MatchOptions())
+    assert match.element.is_identity()
+    assert match.gap == 0
     donor["in"][7] *= 1.01
-    transform, _ = match_ffn(space, sides_of(anchor, donor), MatchOptions())
+    transform = NeuronTransform(match_ffn(space, sides_of(anchor, donor), MatchOptions()).element)
     kept = torch.arange(n) != 7
     result = moved(donor, transform)
     assert all(torch.equal(result[r][kept], anchor[r][kept]) for r in anchor)
@@ -169,8 +169,9 @@ def test_equal_models_stay_bit_for_bit(facts, dtype, n):
 def test_scale_alone_where_no_order_is_asked_for():
     space = ffn(9, gated=True)
     anchor, donor = tensors(space, 5, 0), tensors(space, 5, 1)
-    transform, gap = match_ffn(space, sides_of(anchor, donor), MatchOptions(ffn="none"))
-    assert gap is None
+    match = match_ffn(space, sides_of(anchor, donor), MatchOptions(ffn="none"))
+    assert match.gap is None
+    transform = NeuronTransform(match.element)
     assert transform.element.permutation.is_identity()
     element = Monomial(Permutation.identity(1, 9), Scaling(transform.element.scaling.factor * 1.01))
     assert left(anchor, donor, transform) < left(anchor, donor, NeuronTransform(element))
@@ -212,7 +213,7 @@ def test_experts_against_all_orders(fused, rescale):
     block, space, infos = mixtral(experts=3, size=6, fused=fused)
     anchor, donor = block_tensors(infos, 0), block_tensors(infos, 1)
     options = MatchOptions(rescale=rescale)
-    match = solve_experts(block, space, anchor, donor, {}, options)
+    match = match_experts(block, space, anchor, donor, {}, options)
     alone = [[None] * 3 for _ in range(3)]
     layer = _Layer(space, options, *_collect(block, space, anchor, donor, {}))
     for i, j in itertools.product(range(3), repeat=2):
@@ -234,7 +235,7 @@ def test_planted_experts_are_recovered(fused, noise):
     truth = planted(space, MatchOptions(), 3)
     twin = noisy(anchor, noise, 2)
     donor = {t.key: transform_tensor(twin[t.key], t, {space.name: truth.inverse()}) for t in infos}
-    match = solve_experts(block, space, anchor, donor, {}, MatchOptions())
+    match = match_experts(block, space, anchor, donor, {}, MatchOptions())
     assert torch.equal(match.transform.order, truth.order)
     assert torch.equal(match.transform.neurons.permutation.index, truth.neurons.permutation.index)
     assert match.after <= distance(anchor, twin) * (1 + 1e-9) + 1e-12
@@ -244,9 +245,9 @@ def test_experts_out_of_budget_say_so(monkeypatch):
     monkeypatch.setattr(experts_module, "MOST_WORK", 0.0)
     block, space, infos = mixtral(experts=6, hidden=8, size=6)
     anchor, donor = block_tensors(infos, 0), block_tensors(infos, 1)
-    match = solve_experts(block, space, anchor, donor, {}, MatchOptions())
+    match = match_experts(block, space, anchor, donor, {}, MatchOptions())
     assert "not proven" in match.notes[0]
-    own = solve_experts(block, space, anchor, donor, {}, MatchOptions(ffn="none"))
+    own = match_experts(block, space, anchor, donor, {}, MatchOptions(ffn="none"))
     assert match.after < own.after
 
 

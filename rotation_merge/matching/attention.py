@@ -36,18 +36,8 @@ class AttentionMatch:
     anchor: float
 
 
-def match_attention(space: Space, found: list[Side], options: MatchOptions) -> tuple[HeadTransform, list[str]]:
-    """The best order of heads and maps inside them, as far as `options` and the layer allow.
-
-    Returns:
-        The transform, and notes for the report.
-    """
-    match = solve_attention(space, found, options)
-    return match.transform, match.notes
-
-
-def solve_attention(space: Space, found: list[Side], options: MatchOptions) -> AttentionMatch:
-    """`match_attention` with the distances before and after."""
+def match_attention(space: Space, found: list[Side], options: MatchOptions) -> AttentionMatch:
+    """The best order of heads and maps inside them, as far as `options` and the layer allow."""
     groups, per_group = space.sizes["groups"], space.sizes["per_group"]
     own = Order(torch.arange(groups), torch.arange(groups), torch.arange(per_group).repeat(groups, 1))
     pairings = pairings_of(space, found, options)

@@ -14,9 +14,9 @@ from rotation_merge.architectures.model import Block, Space
 from rotation_merge.errors import AlignmentError
 from rotation_merge.groups import HeadTransform, NeuronTransform, SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.attention import AttentionMatch, solve_attention
-from rotation_merge.matching.experts import ExpertsMatch, solve_experts
-from rotation_merge.matching.ffn import NeuronMatch, solve_ffn
+from rotation_merge.matching.attention import AttentionMatch, match_attention
+from rotation_merge.matching.experts import ExpertsMatch, match_experts
+from rotation_merge.matching.ffn import NeuronMatch, match_ffn
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors, sides
 
@@ -123,13 +123,13 @@ def _match_space(
 ) -> tuple[SpaceTransform, dict[str, Any]]:
     """The best transform of one space, and what the record says of it."""
     if space.kind == "experts":
-        experts = solve_experts(block, space, anchor, donor, transforms, options)
+        experts = match_experts(block, space, anchor, donor, transforms, options)
         return experts.transform, {**_distances(experts), "gap": experts.gap, "notes": experts.notes}
     found = sides(block, space, anchor, donor, transforms)
     if space.kind == "ffn":
-        neurons = solve_ffn(space, found, options)
+        neurons = match_ffn(space, found, options)
         return NeuronTransform(neurons.element), {**_distances(neurons), "gap": neurons.gap}
-    attention = solve_attention(space, found, options)
+    attention = match_attention(space, found, options)
     return attention.transform, {**_distances(attention), "notes": attention.notes}
 
 

@@ -56,25 +56,8 @@ def match_experts(
     donor: Tensors,
     others: dict[str, SpaceTransform],
     options: MatchOptions,
-) -> tuple[ExpertTransform, float | None, list[str]]:
-    """Order of experts and neurons.
-
-    Returns:
-        The transform, the largest certified gap of the neurons' assignments, and notes for the report.
-    """
-    match = solve_experts(block, space, anchor, donor, others, options)
-    return match.transform, match.gap, match.notes
-
-
-def solve_experts(
-    block: Block,
-    space: Space,
-    anchor: Tensors,
-    donor: Tensors,
-    others: dict[str, SpaceTransform],
-    options: MatchOptions,
 ) -> ExpertsMatch:
-    """`match_experts` with the distances before and after."""
+    """Order of a layer's experts and of their neurons."""
     router, stacks = _collect(block, space, anchor, donor, others)
     layer = _Layer(space, options, router, stacks)
     order, notes = layer.order() if options.ffn != "none" else (torch.arange(layer.count), [])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Space
-from rotation_merge.groups import Monomial, NeuronTransform, Permutation, Scaling
+from rotation_merge.groups import Monomial, Permutation, Scaling
 from rotation_merge.linalg.assignment import assign, assign_factored
 from rotation_merge.matching.nearest import nearest_order
 from rotation_merge.matching.neurons import Neurons, Pairs
@@ -34,18 +34,8 @@ class NeuronMatch:
     anchor: float
 
 
-def match_ffn(space: Space, found: list[Side], options: MatchOptions) -> tuple[NeuronTransform, float | None]:
-    """Order and rescaling of one FFN's neurons.
-
-    Returns:
-        The transform, and the certified relative gap of the assignment (None: no assignment was asked for).
-    """
-    match = solve_ffn(space, found, options)
-    return NeuronTransform(match.element), match.gap
-
-
-def solve_ffn(space: Space, found: list[Side], options: MatchOptions) -> NeuronMatch:
-    """`match_ffn` with the distances before and after."""
+def match_ffn(space: Space, found: list[Side], options: MatchOptions) -> NeuronMatch:
+    """Order and rescaling of one FFN's neurons."""
     by_role = {role: [(s.anchor, s.donor) for s in found if s.role == role] for role in ("in", "gate", "out")}
     return match_neurons(neurons_of(space, by_role, options), options.ffn != "none")
 

@@ -32,7 +32,7 @@ def fold_inputs(block: Block, info: TensorInfo, streams: Iterable[str]) -> list[
 
     get(info.key)
     for norm in _norms(block, streams):
-        if info.key in (norm.gain, norm.shift) or _reads(block, info.key, norm):
+        if info.key in (norm.gain, norm.shift) or _reads(info.key, norm):
             get(norm.gain)
             if norm.shift is not None:
                 get(norm.shift)
@@ -84,7 +84,7 @@ def _fold_norm(block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: 
     shift = get(norm.shift) if norm.shift is not None and block.tensor(norm.shift) is not None else None
     if info.key == norm.shift:
         return torch.zeros_like(tensor) if _absorbs_shift(block, norm) else _divided(block, tensor, norm, get)
-    if not _reads(block, info.key, norm):
+    if not _reads(info.key, norm):
         return tensor
     if info.key.endswith(".bias"):
         if shift is None or not _absorbs_shift(block, norm):
@@ -103,7 +103,7 @@ def _norms(block: Block, streams: Iterable[str]) -> list[Norm]:
     return [norm for norm in block.norms if norm.stream in streams]
 
 
-def _reads(block: Block, key: str, norm: Norm) -> bool:
+def _reads(key: str, norm: Norm) -> bool:
     """Whether a tensor is a reader of the norm, or the bias of one."""
     stem = key.removesuffix(".weight").removesuffix(".bias")
     return key in norm.reads or stem in norm.reads
@@ -111,7 +111,7 @@ def _reads(block: Block, key: str, norm: Norm) -> bool:
 
 def _absorbs_shift(block: Block, norm: Norm) -> bool:
     """Whether every map that reads the norm has a bias that its shift can go into."""
-    weights = [info for info in block.tensors if _reads(block, info.key, norm) and not info.key.endswith(".bias")]
+    weights = [info for info in block.tensors if _reads(info.key, norm) and not info.key.endswith(".bias")]
     return all(
         info.key.endswith(".weight") and block.tensor(info.key.removesuffix("weight") + "bias") is not None
         for info in weights

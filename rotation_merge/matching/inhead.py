@@ -11,7 +11,7 @@ coordinates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -54,11 +54,6 @@ class Grams:
     def rounding(exact: bool) -> float:
         """Relative rounding of products summed from float64 values, or from float32 ones."""
         return RANK_TOLERANCE if exact else FLOAT32_RANK_TOLERANCE
-
-    def pick(self, index: Tensor) -> Grams:
-        """The statistics of some of the pairs."""
-        tensors = [getattr(self, part.name)[index] for part in fields(self) if part.name != "rank_tolerance"]
-        return Grams(*tensors, rank_tolerance=self.rank_tolerance)
 
     def norms(self) -> Tensor:
         """Squared norm of the donor's sides, shape (N,)."""

@@ -54,7 +54,7 @@ def match_to_mean(
             others: list[TensorSource] = [
                 Moved(architecture, seen[other], proposed[other]) for other in sources if other != name
             ]
-            proposed[name] = _towards(architecture, Mean(others), seen[name], options, proposed[name], folded, progress)
+            proposed[name] = _towards(architecture, Mean(others), seen[name], options, proposed[name], progress)
         now = _spread(architecture, seen, proposed)
         if now < spread[-1]:
             frames = proposed
@@ -78,7 +78,6 @@ def _towards(
     source: TensorSource,
     options: MatchOptions,
     current: Transforms,
-    folded: tuple[str, ...],
     progress: Progress | None,
 ) -> Transforms:
     """Match one model to the mean of the others, starting from where it stands. Both are folded already."""

@@ -179,10 +179,6 @@ class Order:
             return x[donor]
         return x[donor[:, None], self.queries.to(x.device)]
 
-    def pick(self, which: Tensor) -> Order:
-        """Some of the pairs."""
-        return Order(self.anchor[which], self.donor[which], self.queries[which])
-
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
     double = any(x.dtype == torch.float64 for x in tensors)
