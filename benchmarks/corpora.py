@@ -1,4 +1,4 @@
-"""The text that the small Llamas are trained on: files that come with Python, every tenth held out."""
+"""The text that the small Llamas are trained on: files that come with Python or GCC, every tenth held out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ SKIPPED = {"site-packages", "test", "tests", "idle_test", "pydoc_data", "encodin
 
 
 def documents(domain: str) -> tuple[list[bytes], list[bytes]]:
-    """Training and held-out documents of one domain: python, english or c.
+    """Training and held-out documents of one domain: python, english, c or cpp.
 
     python: the standard library without installed packages, tests, `encodings` (tables) and `pydoc_data` (English);
     english: the help texts of `pydoc_data.topics`, each paragraph once (topics repeat each other), twenty a document;
-    c: CPython's own headers.
+    c: CPython's own headers; cpp: the headers of GCC's C++ library in /usr/include/c++, those of the newest version.
     """
     if domain == "english":
         from pydoc_data.topics import topics
@@ -23,9 +23,12 @@ def documents(domain: str) -> tuple[list[bytes], list[bytes]]:
         blocks = [paragraphs[start : start + 20] for start in range(0, len(paragraphs), 20)]
         everything = ["".join(part + "\n\n" for part in block).encode() for block in blocks]
     else:
-        key, pattern = {"python": ("stdlib", "*.py"), "c": ("include", "*.h")}[domain]
-        root = Path(sysconfig.get_path(key))
-        names = sorted(path.relative_to(root) for path in root.rglob(pattern))
+        root, pattern = {
+            "python": (Path(sysconfig.get_path("stdlib")), "*.py"),
+            "c": (Path(sysconfig.get_path("include")), "*.h"),
+            "cpp": (max(Path("/usr/include/c++").glob("*"), key=lambda p: int(p.name), default=Path("absent")), "*"),
+        }[domain]
+        names = sorted(path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
         everything = [(root / name).read_bytes() for name in names if not SKIPPED & set(name.parts)]
     held_out = everything[9::10]
     return [one for index, one in enumerate(everything) if index % 10 != 9], held_out

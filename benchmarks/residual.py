@@ -14,6 +14,7 @@ are measured by accuracy on 540 digits, Llamas by nats per byte of the texts tha
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import logging
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from corpora import documents, excerpt
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM, ViTForImageClassification
@@ -93,10 +95,19 @@ class Measure:
             _, _, pixels, labels = data.digits()
             logits = network(pixel_values=pixels).logits
         else:
-            tokens = data.windows(domain)[: self.windows]
+            tokens = text(domain)[: self.windows]
             logits, labels = network(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
         right = float((logits.argmax(-1) == labels).float().mean())
         return float(torch.nn.functional.cross_entropy(logits, labels)), right
+
+
+@functools.cache
+def text(domain: str) -> Tensor:
+    """Held-out windows of 128 bytes: the texts that come with the package, or pieces of another domain's files."""
+    if domain in data.NAMES:
+        return data.windows(domain)
+    tokens = torch.frombuffer(bytearray(excerpt(documents(domain)[1])), dtype=torch.uint8).long()
+    return tokens[: len(tokens) // 128 * 128].view(-1, 128)
 
 
 def between(*states: State) -> State:
@@ -153,7 +164,7 @@ def transport(arguments: argparse.Namespace, measure: Measure) -> None:
     """Fine-tunes of llama-0 carried to the other seeds: gain over the new base in nats."""
     old = open_model(arguments.checkpoints, "llama-0")
     suffix = "-long" if arguments.long else ""
-    tuned = {d: open_model(arguments.checkpoints, f"llama-0-{d}{suffix}") for d in ("english", "c")}
+    tuned = {d: open_model(arguments.checkpoints, f"llama-0-{d}{suffix}") for d in arguments.domains}
     for name in arguments.variants:
         gains: dict[tuple[str, float], list[float]] = {}
         for seed in arguments.seeds:
@@ -250,6 +261,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["none", "local", "rotation"])
     parser.add_argument("--scales", type=float, nargs="+", default=[0.75, 1.0])
+    parser.add_argument("--domains", nargs="+", choices=("english", "c", "cpp"), default=["english", "c"])
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--both", action="store_true", help="each of a pair is the anchor once")
     parser.add_argument("--each", action="store_true", help="a line for every pair")

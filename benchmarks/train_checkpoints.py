@@ -261,7 +261,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("llama", parents=[training])
     tune = commands.add_parser("finetune", parents=[training])
     tune.add_argument("--base", type=Path, required=True)
-    tune.add_argument("--domain", choices=("english", "c"), required=True)
+    tune.add_argument("--domain", choices=("english", "c", "cpp"), required=True)
     tune.add_argument("--schedule", choices=tuple(SCHEDULES), default="short")
     shipping = commands.add_parser("ship")
     shipping.add_argument("--out", type=Path, default=data.CHECKPOINTS)
