@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,9 @@ from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.report.curves import FILE, Barrier
 from rotation_merge.report.plots import save_barrier, text_plot
+
+if TYPE_CHECKING:
+    from rotation_merge.plugin.checking import RecipeDonor
 
 
 @click.command(
@@ -56,15 +59,18 @@ def command(
     """Loss (and accuracy) on the straight path between two models, aligned and not.
 
     Give two models, or a recipe (the anchor and each donor, aligned as the recipe says). The barrier is the largest
-    excess of the loss over the straight line between its ends, in nats.
+    excess of the loss over the straight line between its ends, in nats. For a donor with 'finetuned_from' the path is
+    the anchor plus 0 to 1 times the task vector, carried over and not.
     """
     options = match_options(values)
-    pairs = _pairs(models, options, untie)
+    donors = _donors(models, options, untie, alignment)
     progress = Progress()
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
-    files = _files(models, alignment)
     barriers = [
-        measure(a, b, chosen, split, data, points, progress, reading, files.get(b)) for a, b, chosen, split in pairs
+        measure(donor, data, points, progress, reading)
+        if donor.origin is None
+        else measure_carried(models[0], donor, data, points, progress, reading)
+        for donor in donors
     ]
     progress.close()
     if save is not None:
@@ -81,46 +87,29 @@ def command(
     return 0
 
 
-def _pairs(models: tuple[str, ...], options: MatchOptions, untie: bool) -> list[tuple[str, str, MatchOptions, bool]]:
-    if len(models) == 2:
-        return [(models[0], models[1], options, untie)]
-    if len(models) == 1 and os.path.isfile(models[0]):
-        from rotation_merge.plugin.checking import donors_of
+def _donors(models: tuple[str, ...], options: MatchOptions, untie: bool, alignment: str | None) -> list[RecipeDonor]:
+    from rotation_merge.plugin.checking import RecipeDonor, donors_of
 
+    if len(models) == 2:
+        return [RecipeDonor(models[0], models[1], options, untie, file=alignment)]
+    if len(models) == 1 and os.path.isfile(models[0]):
         return donors_of(models[0])
     raise click.UsageError("give a recipe (a YAML file), or two models")
 
 
-def _files(models: tuple[str, ...], alignment: str | None) -> dict[str, str]:
-    if len(models) == 2:
-        return {models[1]: alignment} if alignment else {}
-    from rotation_merge.plugin.checking import alignment_files
-
-    return alignment_files(models[0])
-
-
-def measure(
-    anchor: str,
-    donor: str,
-    options: MatchOptions,
-    untie: bool,
-    source: str,
-    points: int,
-    progress: Progress,
-    reading: dict[str, Any],
-    file: str | None = None,
-) -> Barrier:
+def measure(donor: RecipeDonor, source: str, points: int, progress: Progress, reading: dict[str, Any]) -> Barrier:
     """Both paths between two checkpoints; the donor aligned by a file where one is given, else by matching."""
     from rotation_merge.plugin.aligning import empty_report, match_pair, open_pair, read_alignment, write_aligned
 
-    pair = open_pair(anchor, donor, untie)
-    a, b = load(anchor), load(donor)
+    anchor, untie = donor.anchor, donor.untie
+    pair = open_pair(anchor, donor.name, untie)
+    a, b = load(anchor), load(donor.name)
     data: Data = read_batches(source, anchor, a, **reading)
     curves = [path(a, b, data, points, "plain", progress)]
-    if file is None:
-        alignment, report = match_pair(pair, options, progress)
+    if donor.file is None:
+        alignment, report = match_pair(pair, donor.options, progress)
     else:
-        alignment, report = read_alignment(pair, file), empty_report(pair)
+        alignment, report = read_alignment(pair, donor.file), empty_report(pair)
     with tempfile.TemporaryDirectory(prefix="rotation-merge-") as scratch:
         moved, still = os.path.join(scratch, "donor"), anchor
         write_aligned(pair, alignment, report, moved, dtype="float32", untie=untie)
@@ -129,7 +118,27 @@ def measure(
             itself = type(pair)(pair.anchor, pair.anchor, pair.architecture)
             write_aligned(itself, Alignment({}, alignment.folded), report, still, dtype="float32", untie=untie)
         curves.append(path(load(still), load(moved), data, points, "aligned", progress))
-    return Barrier(anchor, donor, source, data.task, data.examples, asdict(options), curves)
+    return Barrier(anchor, donor.name, source, data.task, data.examples, asdict(donor.options), curves)
+
+
+def measure_carried(
+    recipe: str, donor: RecipeDonor, source: str, points: int, progress: Progress, reading: dict[str, Any]
+) -> Barrier:
+    """Both paths from the anchor along a task vector, carried over and as it is: the anchor plus 0 to 1 times it."""
+    from rotation_merge.plugin.checking import carried_recipe
+    from rotation_merge.plugin.merging import merge_recipe
+
+    a = load(donor.anchor)
+    data: Data = read_batches(source, donor.anchor, a, **reading)
+    curves = []
+    with tempfile.TemporaryDirectory(prefix="rotation-merge-") as scratch:
+        for name, aligned in (("plain", False), ("aligned", True)):
+            ends = []
+            for scale in (0.0, 1.0):
+                ends.append(os.path.join(scratch, f"{name}-{scale:.0f}"))
+                merge_recipe(carried_recipe(recipe, donor, scale, aligned), ends[-1])
+            curves.append(path(load(ends[0]), load(ends[1]), data, points, name, progress))
+    return Barrier(donor.anchor, donor.title, source, data.task, data.examples, asdict(donor.options), curves)
 
 
 def _save(barriers: list[Barrier], directory: str) -> None:

@@ -16,7 +16,7 @@ from rotation_merge.cli.options import device_option, match_options, matching_op
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError
 from rotation_merge.learning.objective import OBJECTIVES
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import MatchOptions, VaryingOptions
 
 
 @click.command(
@@ -114,11 +114,18 @@ def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple
     from rotation_merge.plugin.checking import donors_of
 
     pairs = donors_of(models[0])
-    if not pairs:
-        raise RecipeError("the recipe has no donors", where=models[0], remedy="list them under 'models'")
-    if any(pair[2] != pairs[0][2] for pair in pairs):
-        raise RecipeError("donors have different options", where=models[0], remedy="fit needs the same for all")
-    return [pairs[0][0], *(donor for _, donor, _, _ in pairs)], pairs[0][2], any(pair[3] for pair in pairs)
+    if any(isinstance(d.options, VaryingOptions) or d.options != pairs[0].options for d in pairs):
+        raise RecipeError(
+            "donors or layers have different options", where=models[0], remedy="fit needs the same for all"
+        )
+    for donor in pairs:
+        if donor.origin is not None:
+            raise RecipeError(
+                f"'finetuned_from' carries {donor.name} over by the map of {donor.origin}",
+                where=models[0],
+                remedy=f"fit {donor.anchor} and {donor.origin}; the file then serves every fine-tune of it",
+            )
+    return [pairs[0].anchor, *(donor.name for donor in pairs)], pairs[0].options, pairs[0].untie
 
 
 def write(names: list[str], result: Any, out: str, made: dict[str, Any], untie: bool) -> list[str]:

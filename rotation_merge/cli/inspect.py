@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rotation_merge.cli.options import match_options, matching_options
 from rotation_merge.cli.show import bytes_text, json_option, print_json, say, seconds_text, shown, table
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.report.estimate import Estimate, estimate
+from rotation_merge.report.estimate import Estimate, carried, estimate
+
+if TYPE_CHECKING:
+    from rotation_merge.plugin.checking import RecipeDonor
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -29,42 +32,59 @@ def command(model_or_recipe: str, untie: bool, as_json: bool, **values: Any) -> 
     For a model, as a donor aligned under these options; for a recipe, each of its donors under the recipe's. Only
     configs and headers are read. Time is estimated for this machine, memory beyond Python and its libraries.
     """
+    from rotation_merge.plugin.checking import RecipeDonor, donors_of
+
     options = match_options(values)
     if os.path.isfile(model_or_recipe):
-        from rotation_merge.plugin.checking import donors_of
-
         given = donors_of(model_or_recipe)
     else:
-        given = [(model_or_recipe, model_or_recipe, options, untie)]
-    found = [(donor, chosen, _estimate(anchor, chosen, is_untied)) for anchor, donor, chosen, is_untied in given]
+        given = [RecipeDonor(model_or_recipe, model_or_recipe, options, untie)]
+    found = [(donor, _estimate(donor)) for donor in given]
     if as_json:
-        print_json([{"model": name, "options": asdict(chosen), **asdict(result)} for name, chosen, result in found])
+        facts = [
+            {"model": d.name, "origin": d.origin, "alignment": d.file, "options": asdict(d.options)} for d, _ in found
+        ]
+        print_json([{**fact, **asdict(result)} for fact, (_, result) in zip(facts, found, strict=True)])
         return 0
-    for name, _, result in found:
-        _show(name, result)
+    for donor, result in found:
+        _show(donor, result)
     if len(found) > 1:
-        total = sum(result.seconds for _, _, result in found)
-        most = max(result.memory for _, _, result in found)
+        total = sum(result.seconds for _, result in found)
+        most = max(result.memory for _, result in found)
         say(f"All {len(found)} donors: {seconds_text(total)}, {bytes_text(most)} of memory")
     return 0
 
 
-def _estimate(path: str, options: MatchOptions, untie: bool) -> Estimate:
-    from rotation_merge.plugin.aligning import open_pair
+def _estimate(donor: RecipeDonor) -> Estimate:
+    """What matching a donor (or the model it was tuned from) to the anchor costs; its files are looked at, too."""
+    from rotation_merge.plugin.aligning import check_models, open_pair
 
-    pair = open_pair(path, path, untie)
+    options = donor.options
+    check_models(donor.anchor, donor.matched, donor.name)
+    pair = open_pair(donor.anchor, donor.anchor, donor.untie)
     dtype = str(pair.anchor.config.get("dtype") or pair.anchor.config.get("torch_dtype") or "float32")
     size = ITEMSIZE.get(dtype.removeprefix("torch."), 4)
     if options.residual != "none":
         from rotation_merge.matching.stream import check_group
 
         check_group(pair.architecture, options.residual)
-    return estimate(pair.architecture, pair.anchor.shapes, options, size, size)
+    if donor.file is not None:
+        options = MatchOptions("none", "none", "none", False)
+    found = estimate(pair.architecture, pair.anchor.shapes, options, size, size)
+    return found if donor.origin is None else carried(found, pair.anchor.shapes, size)
 
 
-def _show(name: str, result: Estimate) -> None:
+def _show(donor: RecipeDonor, result: Estimate) -> None:
     rows = [(x.space, x.kind, x.sizes, x.blocks, x.group) for x in result.lines]
-    table(f"{name}: {result.family}, {result.parameters:,} weights", ("space", "kind", "size", "where", "group"), rows)
+    table(
+        f"{donor.title}: {result.family}, {result.parameters:,} weights",
+        ("space", "kind", "size", "where", "group"),
+        rows,
+    )
+    if donor.origin is not None:
+        say(f"{donor.origin} is matched to {donor.anchor}; that map carries {donor.name} minus {donor.origin} over.")
+    if donor.file is not None:
+        say(f"Nothing is matched: the transforms are those of {donor.file}.")
     share = result.matched / result.parameters if result.parameters else 0.0
     say(f"Matched: {share:.0%} of the weights. Unaligned:")
     for reason in result.unaligned:

@@ -140,9 +140,10 @@ class _Walk:
         statistics = Statistics(self.architecture, precise=precise)
         for block, anchor, donor in self.blocks(what, layers):
             local: Transforms = {}
-            if wanted_spaces(block, self.options):
+            options = self.options.at(self.architecture, block)
+            if wanted_spaces(block, options):
                 a, b = _weighted(block, anchor, donor, weights)
-                local = match_block(block, a, b, self.options, transforms).transforms
+                local = match_block(block, a, b, options, transforms).transforms
                 del a, b
             statistics.add(block, anchor, donor, {**transforms, **local})
         return statistics
@@ -154,9 +155,10 @@ class _Walk:
         streams = dict(transforms)
         began = time.perf_counter()
         for block, anchor, donor in self.blocks("matching"):
-            if not streams and not wanted_spaces(block, self.options):
+            options = self.options.at(self.architecture, block)
+            if not streams and not wanted_spaces(block, options):
                 continue
-            match = match_block(block, anchor, donor, self.options, streams)
+            match = match_block(block, anchor, donor, options, streams)
             transforms.update(match.transforms)
             records.append((block, match.records))
             if streams:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from rotation_merge.errors import RecipeError, nearest
+
+if TYPE_CHECKING:
+    from rotation_merge.architectures.model import Architecture, Block
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": ("rotation", "none", "invertible"),
@@ -84,7 +88,29 @@ class MatchOptions:
         layers = self.layer_set()
         return layers is None or (index is not None and index in layers)
 
+    def at(self, architecture: Architecture, block: Block) -> MatchOptions:
+        """The options of one block."""
+        return self
+
     @property
     def nothing_local(self) -> bool:
         """True where no space inside a layer is to be matched."""
         return self.attention == "none" and self.heads == "none" and self.ffn == "none" and not self.rescale
+
+
+class VaryingOptions(MatchOptions):
+    """Options that differ from block to block; its own fields are those of the whole model."""
+
+    def __init__(self, whole: MatchOptions, of: Callable[[str, float], MatchOptions]) -> None:
+        """
+        Args:
+            of: options by a block's module path and its place among the layers, from 0 to 1.
+        """
+        super().__init__(**asdict(whole))
+        object.__setattr__(self, "_of", of)
+
+    def at(self, architecture: Architecture, block: Block) -> MatchOptions:
+        last = len(architecture.layers(block.module)) - 1 if block.index is not None else 0
+        place = 0.0 if block.index is None else block.index / last if last else 1.0
+        found: MatchOptions = self._of(block.name, place)  # type: ignore[attr-defined]
+        return found

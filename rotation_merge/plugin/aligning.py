@@ -24,6 +24,7 @@ from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, 
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sources import OnDevice
 from rotation_merge.matching.state import TensorSource
+from rotation_merge.plugin.checking.sources import in_cache, is_hub_name
 from rotation_merge.plugin.models import Model, Models
 from rotation_merge.plugin.output import staged
 from rotation_merge.plugin.whole import record
@@ -120,6 +121,19 @@ def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu")
                 remedy="other vocabularies or heads need a merge recipe, with 'tokenizer' or 'exclude'",
             )
     return Pair(a, d, architecture, device)
+
+
+def check_models(anchor: str, *others: str) -> None:
+    """All are there, whole, and of the anchor's architecture and sizes; their vocabularies may differ.
+
+    Models of the hub that have not been downloaded are left out.
+
+    Raises:
+        RotationMergeError: names the model and what is wrong with it.
+    """
+    references = [_reference(name) for name in others]
+    here = [r for r in references if not is_hub_name(r.model.path) or os.path.exists(r.model.path) or in_cache(r)]
+    Models(MergeOptions()).check(_reference(anchor), here)
 
 
 def _reference(path: str) -> ModelReference:

@@ -95,7 +95,7 @@ class Donors:
 
     def _settle(self, model: ModelReference, reader: ConfigReader) -> Donor:
         origin = self._origin(model, reader)
-        options = self.recipe.options(reader, "", model)
+        options = self.recipe.varying(reader, model)
         path = self.recipe.donor_setting("alignment", reader, model)
         rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
         if path is not None:
@@ -151,8 +151,8 @@ class Donors:
                     where=str(model),
                     remedy="use 'anchor: base'",
                 )
-            mine = self.recipe.options(reader, "", model)
-            if options is not None and mine != options:
+            mine = self.recipe.varying(reader, model)
+            if options is not None and self._by_block(mine) != self._by_block(options):
                 raise RecipeError(
                     "'anchor: mean' needs the same options for all donors",
                     where=str(model),
@@ -188,6 +188,9 @@ class Donors:
             model: Donor(whole=Pick(key=f"mean:{model}", label="", all=everything, name=str(model)))
             for model in readers
         }
+
+    def _by_block(self, options: MatchOptions) -> list[MatchOptions]:
+        return [options.at(self._architecture, block) for block in self._architecture.blocks]
 
     def _origin(self, model: ModelReference, reader: ConfigReader) -> ModelReference | None:
         path = self.recipe.donor_setting("finetuned_from", reader, model)

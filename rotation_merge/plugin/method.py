@@ -10,7 +10,7 @@ from mergekit.merge_methods.base import BatchOptions, MergeMethod, MergeMethodSp
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.plugin.console import one_line
-from rotation_merge.plugin.recipe import METHOD
+from rotation_merge.plugin.extensions import METHOD
 
 _REFUSAL = "merge_method rotation_merge aligns whole models and cannot merge single tensors"
 _REMEDY = "use mergekit-yaml, mergekit-multi or mergekit-evolve instead of mergekit-pytorch"

@@ -12,7 +12,7 @@ from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
 from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import CHOICES, MatchOptions
+from rotation_merge.matching.options import CHOICES, MatchOptions, VaryingOptions
 from rotation_merge.plugin.rules import (
     check_dtypes,
     check_inputs,
@@ -145,6 +145,13 @@ class Recipe:
             if value is not None:
                 values[name] = _normal(name, value)
         return MatchOptions.from_values(values)
+
+    def varying(self, reader: ConfigReader, donor: ModelReference) -> MatchOptions:
+        """The options for one donor, which know those of each block."""
+        scopes = [scope for scope in reader.parameter_sources(donor) if scope is not None]
+        varied = any(isinstance(s[n], list) or filters(s[n]) for s in scopes for n in OPTIONS.keys() & s.keys())
+        whole = self.options(reader, "", donor)
+        return VaryingOptions(whole, lambda b, t: self.options(reader.with_t(t), b, donor)) if varied else whole
 
     def donor_setting(self, name: str, reader: ConfigReader, donor: ModelReference) -> str | None:
         """`finetuned_from` or `alignment` of one donor."""

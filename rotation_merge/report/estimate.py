@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -89,6 +90,16 @@ def estimate(
     )
 
 
+def carried(found: Estimate, shapes: Shapes, itemsize: int) -> Estimate:
+    """The same for a task vector that is carried over: a third model is read, and its block is in memory, too."""
+    blocks: dict[str, int] = {}
+    for name, shape in shapes.items():
+        layer = re.match(r".*?\.\d+\.", name)
+        blocks[layer[0] if layer else name] = blocks.get(layer[0] if layer else name, 0) + _count(shape)
+    seconds = found.seconds + itemsize * found.parameters / READ_BYTES
+    return replace(found, seconds=seconds, memory=found.memory + itemsize * max(blocks.values(), default=0))
+
+
 def _count(shape: tuple[int, ...]) -> int:
     total = 1
     for size in shape:
@@ -97,7 +108,8 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _matched_names(architecture: Architecture, options: MatchOptions) -> set[str]:
-    names = {space.name for block in architecture.blocks for space in wanted_spaces(block, options)}
+    blocks = architecture.blocks
+    names = {space.name for block in blocks for space in wanted_spaces(block, options.at(architecture, block))}
     if options.residual != "none":
         names |= set(architecture.streams)
     return names
@@ -111,9 +123,10 @@ def _moved(architecture: Architecture, options: MatchOptions) -> list[TensorInfo
 def _lines(architecture: Architecture, options: MatchOptions) -> list[SpaceLine]:
     found: dict[tuple[str, str, str, str], list[Block]] = {}
     for block in architecture.blocks:
-        wanted = wanted_spaces(block, options)
+        own = options.at(architecture, block)
+        wanted = wanted_spaces(block, own)
         for space in block.spaces.values():
-            group = group_of(space, options) if space in wanted else "not matched"
+            group = group_of(space, own) if space in wanted else "not matched"
             key = (space.name.rsplit(".", 1)[-1], space.kind, _sizes(space), group)
             found.setdefault(key, []).append(block)
     lines = []
@@ -200,8 +213,8 @@ def _unaligned(architecture: Architecture, options: MatchOptions, moved: list[Te
             reasons.append(f"values of '{name}' keep their coordinates")
     if (layers := options.layer_set()) is not None:
         reasons.append(f"layers other than {options.layers} ({len(layers)} layers asked for)")
-    keys = {info.key for info in moved}
-    left = [info for info in architecture.tensors() if info.key not in keys]
+    known = {info.name for info in moved}
+    left = [info for info in architecture.tensors() if info.name not in known]
     if left:
         names = ", ".join(list(dict.fromkeys(info.key.replace("{base}", "") for info in left))[:6])
         reasons.append(
@@ -215,15 +228,16 @@ def _work(architecture: Architecture, shapes: Shapes, options: MatchOptions) -> 
     flops, seconds = 0.0, 0.0
     passes = PASSES if options.residual != "none" else 1
     for block in architecture.blocks:
-        for space in wanted_spaces(block, options):
+        own = options.at(architecture, block)
+        for space in wanted_spaces(block, own):
             for info in block.tensors:
                 if space in info.spaces():
-                    flops += passes * _product(space, _count(_shape(info, shapes)), options)
-            if space.kind == "attention" and options.heads != "none":
+                    flops += passes * _product(space, _count(_shape(info, shapes)), own)
+            if space.kind == "attention" and own.heads != "none":
                 flops += passes * HEAD_PAIR_FLOPS * _head_pairs(space) * space.sizes["head_dim"] ** 3
             if space.kind in ("ffn", "experts"):
                 count, size = space.sizes.get("count", 1), space.sizes["size"]
-                pairs = count**2 if space.kind == "experts" and options.ffn != "none" else count
+                pairs = count**2 if space.kind == "experts" and own.ffn != "none" else count
                 seconds += passes * pairs * ASSIGNMENT_SECONDS * size**2
         if options.residual != "none":
             for info in block.tensors:
@@ -255,7 +269,8 @@ def _memory(architecture: Architecture, sizes: dict[str, int], options: MatchOpt
     peak = 0
     for block in architecture.blocks:
         weights = [sum(sizes.get(name, 0) for name in info.names) for info in block.tensors]
-        neurons = [s.sizes["size"] for s in wanted_spaces(block, options) if s.kind in ("ffn", "experts")]
+        wanted = wanted_spaces(block, options.at(architecture, block))
+        neurons = [space.sizes["size"] for space in wanted if space.kind in ("ffn", "experts")]
         width = 3 if options.residual != "none" else 1
         block_bytes = 2 * itemsize * sum(weights) + 8 * width * max(weights, default=0)
         peak = max(peak, block_bytes + 12 * max(neurons, default=0) ** 2)

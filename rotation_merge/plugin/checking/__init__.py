@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.options import MergeOptions
 
-from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, nearest
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.plugin.checking.document import Document, Fault, documents
+from rotation_merge.plugin.checking.donors import RecipeDonor, carried_recipe, donors_of
 from rotation_merge.plugin.checking.settings import at, check_settings
 from rotation_merge.plugin.checking.sources import check_sources, is_hub_name
-from rotation_merge.plugin.recipe import METHOD, Recipe
+from rotation_merge.plugin.recipe import METHOD
 
-__all__ = ["Document", "Fault", "alignment_files", "check_text", "documents", "donors_of"]
+__all__ = ["Document", "Fault", "RecipeDonor", "carried_recipe", "check_text", "documents", "donors_of"]
 
 
 def check_text(text: str, lora_merge_cache: str | None = None) -> list[Fault]:
@@ -84,43 +83,3 @@ def _check_genome_models(document: Document) -> None:
             document.raised(("genome", "models", i), error)
         except (RotationMergeError, RuntimeError, ValueError) as error:
             document.fault(("genome", "models", i), str(error), "check the path")
-
-
-def donors_of(path: str) -> list[tuple[str, str, MatchOptions, bool]]:
-    """The anchor, each donor, its options and whether heads are untied, of a recipe for one merge.
-
-    Raises:
-        RecipeError: the recipe is at fault, or says something that two models and options cannot say.
-    """
-    config, recipe = _recipe_of(path)
-    result = []
-    for donor in config.models or []:
-        values = {**(config.parameters or {}), **(donor.parameters or {})}
-        if donor.model == recipe.base:
-            continue
-        if values.get("finetuned_from"):
-            raise RecipeError(
-                "'finetuned_from' moves more than the donor", where=path, remedy="give two models instead"
-            )
-        scoped = config.model_copy(update={"parameters": values})
-        options = recipe.options(ConfigReader(config=scoped, t=0), "", donor.model)
-        result.append((str(recipe.base), str(donor.model), options, recipe.untie))
-    if not result:
-        raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
-    return result
-
-
-def alignment_files(path: str) -> dict[str, str]:
-    """The alignment files that a recipe names, by donor."""
-    config, _ = _recipe_of(path)
-    found = {str(donor.model): (donor.parameters or {}).get("alignment") for donor in config.models or []}
-    return {donor: str(file) for donor, file in found.items() if file}
-
-
-def _recipe_of(path: str) -> tuple[MergeConfiguration, Recipe]:
-    with open(path, encoding="utf-8") as file:
-        content = documents(file.read())[-1].value
-    if not isinstance(content, dict) or content.get("merge_method") != METHOD:
-        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy="give two models instead")
-    config = MergeConfiguration.model_validate({key: value for key, value in content.items() if key != "name"})
-    return config, Recipe.read(config)
