@@ -195,3 +195,13 @@ def test_install_and_uninstall_leave_nothing(tmp_path: Path) -> None:
         assert {path.name for path in site.iterdir()} - before == {"_borrowed.pth"}
         (site / "_borrowed.pth").unlink()
         assert run(home / "bin" / "python", "-I", "-c", probe).splitlines() == ["[]", "gone"]
+
+
+def test_relative_paths_without_a_network(pair: Pair, tmp_path: Path) -> None:
+    """mergekit's card asks the hub about `./anchor`; a merge must not end there."""
+    for name, model in zip(("anchor", "donor"), pair, strict=True):
+        (tmp_path / name).symlink_to(model)
+    write_recipe(recipe_for("linear", Path("anchor"), Path("donor")), tmp_path / "recipe.yml")
+    result = command("mergekit-yaml", "recipe.yml", "out", "--quiet", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "### Alignment" in (tmp_path / "out" / "README.md").read_text()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from mergekit import card
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
@@ -37,7 +39,7 @@ def run(
     check_place(out_path, [model.model.path for model in config.referenced_models()])
     this = runs.begin()
     try:
-        with staged(out_path) as staging:
+        with staged(out_path) as staging, _local_is_local():
             stock(config, staging, _quiet_about_tokenizers(config, options), config_source)
             source = config_source or config.to_yaml()
             marks = fingerprints(this, config, recipe, options)
@@ -65,6 +67,18 @@ def fingerprints(this: runs.Run, config: MergeConfiguration, recipe: Recipe, opt
             words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
             found[str(reference)] = mark.hexdigest(model.config) + words
     return found
+
+
+@contextmanager
+def _local_is_local() -> Iterator[None]:
+    """Write the card without asking the hub whether it knows a directory that is here, which without a network would
+    end the merge at its last step."""
+    real = card.is_hf
+    card.is_hf = lambda path: not os.path.exists(path) and real(path)
+    try:
+        yield
+    finally:
+        card.is_hf = real
 
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
