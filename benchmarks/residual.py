@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.cli.demo import data
 from rotation_merge.matching import model as matching
+from rotation_merge.matching import stream
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.model import Alignment, aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
@@ -267,6 +268,7 @@ def main() -> None:
     parser.add_argument("--each", action="store_true", help="a line for every pair")
     parser.add_argument("--long", action="store_true", help="carry the long fine-tunes")
     parser.add_argument("--weighting", choices=WEIGHTINGS, default="by agreement")
+    parser.add_argument("--mean-row", action="store_true", help="count what all rows of an output head share, too")
     parser.add_argument("--passes", type=int, help="at most so many passes")
     parser.add_argument("--least-gain", type=float, help="stop when a pass gains less than this fraction")
     arguments = parser.parse_args()
@@ -275,6 +277,8 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     weigh(WEIGHTINGS[arguments.weighting])
+    if arguments.mean_row:
+        stream._logits_axis = lambda info: None
     matching.MOST_PASSES = arguments.passes or matching.MOST_PASSES
     matching.LEAST_GAIN = matching.LEAST_GAIN if arguments.least_gain is None else arguments.least_gain
     TASKS[arguments.task](arguments, Measure(arguments.checkpoints, arguments.windows))
