@@ -75,3 +75,21 @@ def test_a_dataset_without_a_known_column_is_refused_in_one_line(tmp_path: Path)
     path = str(CHECKPOINTS / "llama-0")
     with pytest.raises(DataError, match="columns are answer"):
         read_batches(str(tmp_path / "d"), path, load(path))
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([3, 256], r"token id 256 is outside the model's vocabulary of 256"),
+        ([-1, 3], r"token id -1 is outside"),
+        ([3] * 9, r"9 tokens in a row, the model has positions for 8"),
+    ],
+)
+def test_tokens_that_the_model_does_not_have(ids: list[int], said: str, tmp_path: Path):
+    config = transformers.GPT2Config(vocab_size=256, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    model = transformers.GPT2LMHeadModel(config)
+    (tmp_path / "d.jsonl").write_text(f'{{"input_ids": {ids}}}\n')
+    with pytest.raises(DataError, match=said) as caught:
+        read_batches(str(tmp_path / "d.jsonl"), "unused", model)
+    assert caught.value.where == str(tmp_path / "d.jsonl")
+    assert caught.value.remedy

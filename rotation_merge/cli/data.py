@@ -57,6 +57,8 @@ def read_batches(
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
     rows = range(min(count, limit) if limit else count)
     batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
+    for batch in batches:
+        _check_tokens(batch, model, source)
     task = _task(model, batches[0])
     if task == "masked token":
         generator = torch.Generator().manual_seed(seed)
@@ -64,6 +66,29 @@ def read_batches(
     elif task == "next token" and "labels" not in batches[0]:
         batches = [{**b, "labels": _labels(b)} for b in batches]
     return Data(batches, task, len(rows))
+
+
+def _check_tokens(batch: Batch, model: Any, source: str) -> None:
+    """Tokens are rows of the model's tables of words and positions."""
+    if "input_ids" not in batch:
+        return
+    ids = batch["input_ids"]
+    words = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if words is not None and (int(ids.min()) < 0 or int(ids.max()) >= words):
+        odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise DataError(
+            f"token id {odd} is outside the model's vocabulary of {words}",
+            where=source,
+            remedy="encode the text with the model's own tokenizer",
+        )
+    longest = getattr(model.config, "max_position_embeddings", None)
+    learned = any("position" in name or "wpe" in name for name, _ in model.named_parameters())
+    if longest is not None and learned and ids.shape[-1] > longest:
+        raise DataError(
+            f"{ids.shape[-1]} tokens in a row, the model has positions for {longest}",
+            where=source,
+            remedy=f"give windows of at most {longest} ('--length')",
+        )
 
 
 def _task(model: Any, batch: Batch) -> str:
