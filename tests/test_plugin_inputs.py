@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,7 @@ def as_pickle(source: Path, where: Path, shards: int = 1) -> Path:
     return where
 
 
-@pytest.mark.parametrize("flags", [(), ("--lazy-unpickle",), ("--no-safe-serialization",)])
+@pytest.mark.parametrize("flags", [(), ("--no-safe-serialization",)])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_pickles(pair: Pair, tmp_path: Path, shards: int, flags: tuple[str, ...]) -> None:
     anchor, donor = pair
@@ -132,6 +133,21 @@ def test_pickles(pair: Pair, tmp_path: Path, shards: int, flags: tuple[str, ...]
     if "--no-safe-serialization" in flags:
         got = torch.load(out / "pytorch_model.bin", weights_only=True)
     assert_same(got, state(anchor))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pickles_read_lazily(pair: Pair, tmp_path: Path, shards: int) -> None:
+    """mergekit's own unpickler for this does not work on Python 3.13: one line says so."""
+    anchor, donor = pair
+    out = tmp_path / "out"
+    recipe = recipe_for("linear", anchor, as_pickle(donor, tmp_path / "bin", shards))
+    result = mergekit_yaml(recipe, out, "--lazy-unpickle")
+    if sys.version_info >= (3, 13) and result.exit_code:
+        assert "leave out --lazy-unpickle" in one_error(result.output)
+        assert not out.exists()
+    else:
+        assert result.exit_code == 0, result.output
+        assert_same(state(out), state(anchor))
 
 
 @pytest.mark.parametrize("flags", [("--async-write", "--write-threads", "2"), ("--clone-tensors",)])

@@ -59,6 +59,9 @@ def line(error: Exception) -> str:
     if "inline_container" in text:  # how torch reports that a pickle could not be written to its end
         what = "a weight file cannot be written to its end, the disk may be full"
         return str(RotationMergeError(what, remedy="free some space"))
+    if text == "'torch.storage.TypedStorage' object has no attribute 'execute'":  # mergekit's loader.py, Python 3.13
+        what = "mergekit cannot read pickled weights lazily on Python 3.13 and newer"
+        return str(RotationMergeError(what, remedy="leave out --lazy-unpickle"))
     if type(error) in (RuntimeError, ValueError) and text:
         return text
     return f"{type(error).__name__}: {text or 'no message'}; run again with -vv to see where"
