@@ -166,6 +166,9 @@ def transport(arguments: argparse.Namespace, measure: Measure) -> None:
     old = open_model(arguments.checkpoints, "llama-0")
     suffix = "-long" if arguments.long else ""
     tuned = {d: open_model(arguments.checkpoints, f"llama-0-{d}{suffix}") for d in arguments.domains}
+    for domain, fine in tuned.items():
+        losses = [measure.loss(m, m.state, domain)[0] for m in (old, fine)]
+        row(f"at home, {domain}", gain=losses[0] - losses[1])
     for name in arguments.variants:
         gains: dict[tuple[str, float], list[float]] = {}
         for seed in arguments.seeds:

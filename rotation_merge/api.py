@@ -47,8 +47,7 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     architecture = resolve(values, list(theirs), "anchor")
     alignment = match_model(architecture, theirs, mine, chosen)
     run = Run()
-    for block, records in alignment.records:
-        run.record("donor", block, records)
+    run.aligned("donor", alignment)
     aligned = {**mine, **dict(aligned_tensors(architecture, mine, alignment))}
     return aligned, MergeReport.of(run, "anchor", "none", "")
 

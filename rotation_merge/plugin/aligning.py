@@ -27,7 +27,6 @@ from rotation_merge.matching.state import TensorSource
 from rotation_merge.plugin.checking.sources import in_cache, is_hub_name
 from rotation_merge.plugin.models import Model, Models
 from rotation_merge.plugin.output import staged
-from rotation_merge.plugin.whole import record
 from rotation_merge.report.card import fingerprints
 from rotation_merge.report.record import MergeReport, versions
 from rotation_merge.report.run import Run
@@ -148,7 +147,7 @@ def match_pair(pair: Pair, options: MatchOptions, progress: Progress | None = No
     anchor, donor = pair.sources
     run = Run()
     alignment = match_model(pair.architecture, anchor, donor, options, progress)
-    record(run, str(pair.donor.reference), alignment)
+    run.aligned(str(pair.donor.reference), alignment)
     recipe = yaml.safe_dump(asdict(options), sort_keys=False)
     return alignment, pair.report(run, recipe)
 

@@ -8,8 +8,8 @@ from mergekit import merge_methods
 from mergekit.merge_methods.base import BasePolicy, InputContract, ParameterScope
 
 from rotation_merge.matching.options import CHOICES, MatchOptions
-from rotation_merge.plugin.recipe import _GLOBAL_CHOICES as GLOBAL_CHOICES
-from rotation_merge.plugin.recipe import DONOR, GLOBAL, METHOD, OPTIONS
+from rotation_merge.plugin.extensions import METHOD
+from rotation_merge.plugin.recipe import DONOR, GLOBAL, GLOBAL_CHOICES, OPTIONS
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import CHOICES, MatchOptions, VaryingOptions
+from rotation_merge.plugin.extensions import METHOD
 from rotation_merge.plugin.rules import (
     check_dtypes,
     check_inputs,
@@ -24,8 +25,6 @@ from rotation_merge.plugin.rules import (
     is_plain,
     leaves,
 )
-
-METHOD = "rotation_merge"
 
 OPTIONS: dict[str, str] = {
     "attention": "maps inside attention heads",
@@ -56,7 +55,7 @@ GLOBAL: dict[str, str] = {
 }
 """Options of the whole merge."""
 
-_GLOBAL_CHOICES: dict[str, tuple[Any, ...]] = {
+GLOBAL_CHOICES: dict[str, tuple[Any, ...]] = {
     "unsupported": ("error", "merge"),
     "untie": (False, True),
     "anchor": ("base", "mean"),
@@ -124,7 +123,7 @@ class Recipe:
         found = list(groups(config))
         plain = is_plain(delegate.spec.contract, [group.models for group in found], config.base_model)
         check_inputs(delegate, found, None if plain else config.base_model)
-        chosen = {name: _choice(name, values.get(name, choices[0])) for name, choices in _GLOBAL_CHOICES.items()}
+        chosen = {name: _choice(name, values.get(name, choices[0])) for name, choices in GLOBAL_CHOICES.items()}
         return cls(
             config=config,
             base=config.base_model,
@@ -234,7 +233,7 @@ def _normal(name: str, value: Any) -> Any:
 
 
 def _choice(name: str, value: Any) -> Any:
-    choices = _GLOBAL_CHOICES[name]
+    choices = GLOBAL_CHOICES[name]
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         words = ", ".join(str(choice).lower() for choice in choices)
         raise RecipeError(f"parameter '{name}' is {value!r}", where="recipe", remedy=f"it must be one of: {words}")

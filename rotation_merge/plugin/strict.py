@@ -8,7 +8,7 @@ from typing import Any
 from rotation_merge.errors import RecipeError
 from rotation_merge.plugin.checking.document import Document, Fault, documents
 from rotation_merge.plugin.checking.settings import check_settings
-from rotation_merge.plugin.recipe import METHOD
+from rotation_merge.plugin.extensions import METHOD
 
 
 def is_ours(document: Any) -> bool:

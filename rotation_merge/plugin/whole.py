@@ -66,7 +66,7 @@ class MatchWhole(WholeTask):
         anchor, donor = (_on(source, self.device) for source in (self.anchor, self.donor))
         with progress_bar(f"Aligning {self.donor_name}", self.quiet) as progress, named(self.donor_name):
             alignment = match_model(self.architecture, anchor, donor, self.options, progress)
-        record(self.run, self.donor_name, alignment)
+        self.run.aligned(self.donor_name, alignment)
         return alignment
 
 
@@ -86,7 +86,7 @@ class MatchMean(WholeTask):
         with progress_bar("Aligning to the mean", self.quiet) as progress:
             found = match_to_mean(self.architecture, sources, self.base, self.options, progress)
         for name, alignment in found.items():
-            record(self.run, name, alignment)
+            self.run.aligned(name, alignment)
         return found
 
 
@@ -101,14 +101,6 @@ class Pick(WholeTask):
 
     def execute(self, all: dict[str, Alignment]) -> Alignment:
         return all[self.name]
-
-
-def record(run: Run, name: str, alignment: Alignment) -> None:
-    """Put what whole-model matching did into the report."""
-    for block, records in alignment.records:
-        run.record(name, block, records)
-    if alignment.summary:
-        run.whole[name] = dict(alignment.summary)
 
 
 def _on(source: object, device: str) -> TensorSource:

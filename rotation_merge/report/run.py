@@ -12,6 +12,7 @@ from torch import Tensor
 from rotation_merge.architectures.model import Block
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.fingerprint import Fingerprint
+from rotation_merge.matching.model import Alignment
 
 FAR = 0.2
 """Squared change over squared norm before it, above which a task vector hardly travels (docs/residual.md)."""
@@ -32,6 +33,13 @@ class Run:
     def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
         with self._lock:
             self.records += [(donor, block.name, block.index, match) for match in matches]
+
+    def aligned(self, donor: str, alignment: Alignment) -> None:
+        """What matching whole models did to one donor."""
+        for block, matches in alignment.records:
+            self.record(donor, block, matches)
+        if alignment.summary:
+            self.whole[donor] = dict(alignment.summary)
 
     def saw(self, model: str, name: str, tensor: Tensor) -> None:
         """A model's tensor as it is stored, for the model's fingerprint."""
