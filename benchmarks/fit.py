@@ -56,6 +56,7 @@ def measure(models: Sequence[nn.Module], result: FitResult | None, shares: Seque
         return score(path)
 
 
+@torch.no_grad()
 def on_digits(path) -> tuple[float, float]:
     _, _, pixels, classes = digits()
     logits = path({"pixel_values": pixels}).logits
@@ -63,6 +64,7 @@ def on_digits(path) -> tuple[float, float]:
 
 
 def on_text(name: str):
+    @torch.no_grad()
     def score(path) -> float:
         tokens = windows(name)
         losses = []
@@ -141,7 +143,7 @@ def vits(root: Path, args: argparse.Namespace) -> None:
 
 def joint(root: Path, args: argparse.Namespace) -> None:
     models = load(ViTForImageClassification, root, [f"vit-{i}" for i in range(4)])
-    result, seconds = timed(models, images(1257, True), FitOptions(steps=args.steps or 1200))
+    result, seconds = timed(models, images(1257, True), FitOptions(steps=args.steps or 2400))
     even = [0.25] * 4
     parents = [on_digits(lambda batch, m=m: m(**batch)) for m in models]
     plain, learned = measure(models, None, even, on_digits), measure(models, result, even, on_digits)
