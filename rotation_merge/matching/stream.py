@@ -156,9 +156,9 @@ def _without(info: TensorInfo, dim: int) -> TensorInfo:
     return dataclasses.replace(info, axes=(*info.axes[:dim], Axis(), *info.axes[dim + 1 :]))
 
 
-def _chunks(x: Tensor) -> Iterator[Tensor]:
-    """The columns of a matrix, widened to float32 at least, as many at a time as are not too many."""
-    step = max(1, _ENTRIES // max(1, x.shape[0]))
+def _chunks(x: Tensor, entries: int = _ENTRIES) -> Iterator[Tensor]:
+    """The columns of a matrix, widened to float32 at least, as many at a time as have so many entries."""
+    step = max(1, entries // max(1, x.shape[0]))
     for piece in x.split(step, dim=1):
         yield piece.to(torch.promote_types(piece.dtype, torch.float32))
 
@@ -186,7 +186,7 @@ def _product(a: Tensor, b: Tensor, precise: bool, centred: bool) -> Tensor:
 def _sums(x: Tensor) -> Tensor:
     """Sum of a matrix's columns, float64."""
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    for piece in _chunks(x):
+    for piece in _chunks(x, _ENTRIES >> 3):
         total += piece.sum(1, dtype=torch.float64)
     return total
 
