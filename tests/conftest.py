@@ -10,8 +10,18 @@ import pytest
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny Llama and a twin of it in other coordinates."""
+    return _pair(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def deep_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same with six layers, so that there is more to write."""
+    return _pair(tmp_path_factory, num_hidden_layers=6)
+
+
+def _pair(tmp_path_factory: pytest.TempPathFactory, **sizes: int) -> tuple[Path, Path]:
     from plugin_support import make, twin
 
     folder = tmp_path_factory.mktemp("pair")
-    anchor = make("llama", folder / "anchor")
+    anchor = make("llama", folder / "anchor", **sizes)
     return anchor, twin(anchor, folder / "donor")

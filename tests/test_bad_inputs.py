@@ -350,16 +350,9 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good")
-    twin(make("llama", folder / "anchor"), folder / "donor")
-    return folder
-
-
 @pytest.fixture
-def bench(models: Path, tmp_path: Path) -> Bench:
-    shutil.copytree(models, tmp_path / "b")
+def bench(pair: tuple[Path, Path], tmp_path: Path) -> Bench:
+    shutil.copytree(pair[0].parent, tmp_path / "b")
     folder = tmp_path / "b"
     recipe = recipe_for("linear", folder / "anchor", folder / "donor")
     return Bench(folder, folder / "anchor", folder / "donor", recipe, folder / "out")

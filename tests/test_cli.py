@@ -10,25 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from cli_support import parsed, run
 from plugin_support import make, state, twin
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from rotation_merge.cli.app import COMMANDS, app
+from rotation_merge.cli.app import COMMANDS
 from rotation_merge.cli.demo.data import CHECKPOINTS
 
 VITS = str(CHECKPOINTS / "vit-0"), str(CHECKPOINTS / "vit-1")
 LLAMAS = str(CHECKPOINTS / "llama-0-english"), str(CHECKPOINTS / "llama-0-c")
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def parsed(*args: object) -> dict:
-    done = run(*args, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")

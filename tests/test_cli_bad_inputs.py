@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from plugin_support import make, state, twin
+from plugin_support import make, state
 from safetensors.torch import save_file
 
 from rotation_merge.cli.app import app
@@ -55,18 +55,10 @@ class Bench:
         make(family, self.donor, **sizes)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    make("llama", folder / "anchor")
-    twin(folder / "anchor", folder / "donor")
-    return folder
-
-
 @pytest.fixture
-def bench(models: Path, tmp_path: Path) -> Bench:
-    for name in ("anchor", "donor"):
-        shutil.copytree(models / name, tmp_path / name)
+def bench(pair: tuple[Path, Path], tmp_path: Path) -> Bench:
+    for model in pair:
+        shutil.copytree(model, tmp_path / model.name)
     return Bench(tmp_path)
 
 

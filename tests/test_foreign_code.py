@@ -15,26 +15,18 @@ import torch
 from click.testing import CliRunner
 from mergekit.io.tasks import LoaderCache
 from mergekit.scripts.run_yaml import main as mergekit_yaml
-from plugin_support import make, recipe_for, state, twin, write_recipe
+from plugin_support import make, recipe_for, state, write_recipe
 
 from rotation_merge.cli.app import app
 
 PACKAGE = Path(__file__).resolve().parent.parent / "rotation_merge"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    make("llama", folder / "anchor")
-    twin(folder / "anchor", folder / "donor")
-    return folder
-
-
 @pytest.fixture
-def bench(models: Path, tmp_path: Path) -> Path:
+def bench(pair: tuple[Path, Path], tmp_path: Path) -> Path:
     """A folder with anchor, donor and data; what is run there leaves a file `ran`."""
-    for name in ("anchor", "donor"):
-        shutil.copytree(models / name, tmp_path / name)
+    for model in pair:
+        shutil.copytree(model, tmp_path / model.name)
     from safetensors.torch import save_file
 
     save_file({"input_ids": torch.arange(40).view(2, 20)}, tmp_path / "data.safetensors")

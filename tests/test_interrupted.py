@@ -14,16 +14,9 @@ from pathlib import Path
 
 import pytest
 from interrupted_support import MERGE, assert_whole_or_not_at_all, equal, load, run, serve
-from plugin_support import command, make, merged, one_error, recipe_for, state, twin, write_recipe
+from plugin_support import command, merged, one_error, recipe_for, state, write_recipe
 
 from rotation_merge.plugin import output
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    anchor = make("llama", folder / "anchor", num_hidden_layers=6)
-    return anchor, twin(anchor, folder / "donor")
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +25,9 @@ def server() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-def test_killed_twenty_times(models: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_killed_twenty_times(deep_pair: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
     """Into the same directory, where an older merge lies, with other shards each time."""
-    anchor, donor = models
+    anchor, donor = deep_pair
     old_recipe = {**recipe_for("linear", anchor, donor), "merge_method": "linear", "parameters": {}}
     out = tmp_path / "work" / "out"
     old = merged(old_recipe, out, "--out-shard-size", "20000")
@@ -60,8 +53,8 @@ def test_killed_twenty_times(models: tuple[Path, Path], server: subprocess.Popen
     assert len(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]) == len(new)
 
 
-def test_a_stale_index_cannot_win(models: tuple[Path, Path], tmp_path: Path) -> None:
-    anchor, donor = models
+def test_a_stale_index_cannot_win(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor, donor = deep_pair
     out = tmp_path / "out"
     plain = {**recipe_for("linear", anchor, donor), "merge_method": "linear", "parameters": {}}
     old = merged(plain, out, "--out-shard-size", "9000")
@@ -82,9 +75,9 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_killed_at_every_step_of_the_exchange(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, models: tuple[Path, Path]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, deep_pair: tuple[Path, Path]
 ) -> None:
-    anchor, donor = models
+    anchor, donor = deep_pair
     recipe = recipe_for("linear", anchor, donor)
     plain = {**recipe, "merge_method": "linear", "parameters": {}}
     old = merged(plain, tmp_path / "old", "--out-shard-size", "20000")
@@ -118,9 +111,9 @@ def test_killed_at_every_step_of_the_exchange(
     raise AssertionError("the exchange never came to its end")
 
 
-def test_interrupted_by_the_user(models: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_interrupted_by_the_user(deep_pair: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
     """Ctrl-C: nothing is left, not even the directories above the output."""
-    recipe = write_recipe(recipe_for("linear", *models), tmp_path / "recipe.yml")
+    recipe = write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
     outcomes = []
     for delay in (0.05, 0.15, 0.3):
         out = tmp_path / "deep" / "er" / "out"
@@ -133,8 +126,8 @@ def test_interrupted_by_the_user(models: tuple[Path, Path], server: subprocess.P
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-safe-serialization",), ("--async-write",)])
-def test_files_that_cannot_grow(models: tuple[Path, Path], tmp_path: Path, flags: tuple[str, ...]) -> None:
-    recipe = write_recipe(recipe_for("linear", *models), tmp_path / "recipe.yml")
+def test_files_that_cannot_grow(deep_pair: tuple[Path, Path], tmp_path: Path, flags: tuple[str, ...]) -> None:
+    recipe = write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
     result = command(
         "mergekit-yaml",
         *(recipe, tmp_path / "out", "--quiet", *flags),
@@ -146,7 +139,7 @@ def test_files_that_cannot_grow(models: tuple[Path, Path], tmp_path: Path, flags
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yml"]
 
 
-def test_full_disk(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_full_disk(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -155,7 +148,7 @@ def test_full_disk(models: tuple[Path, Path], tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip("needs the right to mount a small file system")
     try:
-        recipe = write_recipe(recipe_for("linear", *models), tmp_path / "recipe.yml")
+        recipe = write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
         result = command("mergekit-yaml", recipe, small / "out", "--quiet")
         assert result.returncode == 2, result.stderr
         assert "disk is full" in one_error(result.stderr)

@@ -34,13 +34,6 @@ NEW = ("--heads", "permutation", "--residual", "signed_permutation", "--html")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    anchor = make("llama", folder / "anchor", num_hidden_layers=6)
-    return anchor, twin(anchor, folder / "donor")
-
-
-@pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
     with serve(OURS) as process:
         yield process
@@ -66,9 +59,9 @@ def assert_whole_files(folder: Path, architecture: Any, *known: tuple[dict[str, 
     return found
 
 
-def test_killed_sixteen_times(models: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_killed_sixteen_times(deep_pair: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
     """Now into a new place, now over another checkpoint and alignment file in equal shards, while these are written."""
-    anchor, donor = models
+    anchor, donor = deep_pair
     architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict(), list(state(anchor)), "anchor")
     work, fresh, before = (tmp_path / name for name in ("work", "fresh", "before"))
     for folder, options in ((before, OLD), (fresh, NEW)):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from cli_support import parsed, run
 from plugin_support import make, merged, twin, write_recipe
 from plugin_support import recipe_for as local_recipe
 from residual_support import Checkpoint, checkpoint, recipe, report, transport
@@ -16,18 +15,6 @@ from residual_support import twin as moved
 from safetensors.torch import save_file
 from test_transport import tuned
 from transformers import AutoModelForCausalLM
-
-from rotation_merge.cli.app import app
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def parsed(*args: object) -> Any:
-    done = run(*args, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import click
 
 from rotation_merge.cli.options import match_options, matching_options
 from rotation_merge.cli.show import bytes_text, json_option, print_json, say, seconds_text, shown, table
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import NOTHING
 from rotation_merge.report.estimate import Estimate, carried, estimate
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _estimate(donor: RecipeDonor) -> Estimate:
 
         check_group(pair.architecture, options.residual)
     if donor.file is not None:
-        options = MatchOptions("none", "none", "none", False)
+        options = NOTHING
     found = estimate(pair.architecture, pair.anchor.shapes, options, size, size)
     return found if donor.origin is None else carried(found, pair.anchor.shapes, size)
 

@@ -92,10 +92,9 @@ class MatchOptions:
         """The options of one block."""
         return self
 
-    @property
-    def nothing_local(self) -> bool:
-        """True where no space inside a layer is to be matched."""
-        return self.attention == "none" and self.heads == "none" and self.ffn == "none" and not self.rescale
+
+NOTHING = MatchOptions(attention="none", heads="none", ffn="none", rescale=False)
+"""Match no space at all."""
 
 
 class VaryingOptions(MatchOptions):

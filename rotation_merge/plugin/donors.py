@@ -242,6 +242,6 @@ class Donors:
         return Renamed(own, own.architecture, self._architecture)
 
     @staticmethod
-    def name(model: ModelReference, origin: ModelReference | None) -> str:
+    def name(model: ModelReference | str, origin: ModelReference | str | None) -> str:
         """What the report calls a donor."""
         return str(model) if origin is None else f"{model} (carried over from {origin})"

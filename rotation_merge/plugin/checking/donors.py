@@ -8,8 +8,9 @@ import yaml
 from mergekit.config import ConfigReader, MergeConfiguration
 
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import CHOICES, NOTHING, MatchOptions
 from rotation_merge.plugin.checking.document import documents
+from rotation_merge.plugin.donors import Donors
 from rotation_merge.plugin.recipe import DONOR, METHOD, OPTIONS, Recipe
 
 KEPT = ("exclude", "unsupported", "untie")
@@ -40,7 +41,7 @@ class RecipeDonor:
 
     @property
     def title(self) -> str:
-        return self.name if self.origin is None else f"{self.name} (carried over from {self.origin})"
+        return Donors.name(self.name, self.origin)
 
 
 def donors_of(path: str) -> list[RecipeDonor]:
@@ -73,7 +74,7 @@ def carried_recipe(path: str, donor: RecipeDonor, scale: float, aligned: bool = 
     config, _ = _recipe_of(path)
     own = next(m.parameters or {} for m in config.models or [] if str(m.model) == donor.name)
     values = {**(config.parameters or {}), **own}
-    still = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False, "residual": "none"}
+    still = {name: getattr(NOTHING, name) for name in CHOICES}
     options = {name: values[name] for name in OPTIONS if name in values} if aligned else still
     chosen = [name for name in DONOR if name in values and (aligned or name != "alignment")]
     document = MergeConfiguration.model_validate(
