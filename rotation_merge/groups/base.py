@@ -28,6 +28,9 @@ class GroupElement(ABC):
     kind: ClassVar[str]
     """Name of the group in reports and alignment files; every class that states one is found by it (`KINDS`)."""
 
+    monomial: ClassVar[bool] = False
+    """Whether every element is a permutation with a rescaling."""
+
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls):
             KINDS[cls.kind] = cls
@@ -122,6 +125,15 @@ def nested(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         first, rest = key.split(".", 1)
         result.setdefault(first, {})[rest] = tensor
     return result
+
+
+def mixes(element: GroupElement) -> bool:
+    """Whether an element is more than a permutation with a rescaling: some coordinate becomes a sum of several."""
+    if element.monomial or element.is_identity():
+        return False
+    eye = torch.eye(element.size, dtype=torch.float64)
+    moved = element.act(eye.repeat(element.batch, 1, 1), 0, 1).abs()
+    return bool(((moved > 1e-9 * moved.amax(-1, keepdim=True)).sum(-1) > 1).any())
 
 
 def act_by_matrices(matrices: Tensor, x: Tensor, batch_dim: int, dim: int) -> Tensor:

@@ -29,10 +29,13 @@ class ExpertTransform(SpaceTransform):
 
     space_kind = "experts"
 
-    def act(self, x: Tensor, role: str, dim: int) -> Tensor:
+    def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
         if role == "index":
             return x.index_select(dim, self.order.to(x.device))
-        return act_on_neurons(self.neurons, x, role, dim)
+        return act_on_neurons(self.neurons, x, role, dim, dual)
+
+    def mixes(self, role: str) -> bool:
+        return False
 
     def inverse(self) -> ExpertTransform:
         back = self.order.argsort()

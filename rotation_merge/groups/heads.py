@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.base import GroupElement, dump, gather, load, nested
+from rotation_merge.groups.base import GroupElement, dump, gather, load, mixes, nested
 from rotation_merge.groups.space import SpaceTransform
 
 QUERY_ROLES = ("q", "o", "q_gain", "head")
@@ -40,13 +40,16 @@ class HeadTransform(SpaceTransform):
         """`groups` and `queries` of heads that stay where they are."""
         return torch.arange(groups), torch.arange(per_group).repeat(groups, 1)
 
-    def act(self, x: Tensor, role: str, dim: int) -> Tensor:
+    def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
         x = self._reorder(x, role, dim)
         if role in ("q", "k") and not self.qk.is_identity():
-            return self.qk.act(x, dim, dim + 1 + (role == "q"), dual=role == "q")
+            return self.qk.act(x, dim, dim + 1 + (role == "q"), dual=(role == "q") != dual)
         if role in ("v", "o") and not self.vo.is_identity():
-            return self.vo.act(x, dim, dim + 1 + (role == "o"), dual=role == "o")
+            return self.vo.act(x, dim, dim + 1 + (role == "o"), dual=(role == "o") != dual)
         return x
+
+    def mixes(self, role: str) -> bool:
+        return (role in ("q", "k") and mixes(self.qk)) or (role in ("v", "o") and mixes(self.vo))
 
     def _reorder(self, x: Tensor, role: str, dim: int) -> Tensor:
         if not self._ordered(self.groups[None]):

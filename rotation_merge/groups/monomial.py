@@ -23,6 +23,7 @@ class Monomial(GroupElement):
     scaling: Scaling
 
     kind = "monomial"
+    monomial = True
 
     @property
     def batch(self) -> int:

@@ -10,14 +10,15 @@ from rotation_merge.groups.monomial import Monomial
 from rotation_merge.groups.space import SpaceTransform
 
 
-def act_on_neurons(element: Monomial, x: Tensor, role: str, dim: int) -> Tensor:
+def act_on_neurons(element: Monomial, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
     """Move dimension `dim` of x, whose dimension 0 counts the elements (one for each expert).
 
-    Roles: `in` (rows into the neurons; up, where gated), `out` (columns out of them), `gate` (order only).
+    Roles: `in` (rows into the neurons; up, where gated), `out` (columns out of them), `gate` (order only); with
+    `dual`, what these are paired with.
     """
     if role == "gate":
         return element.permutation.act(x, 0, dim)
-    return element.act(x, 0, dim, dual=role == "out")
+    return element.act(x, 0, dim, dual=(role == "out") != dual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +29,11 @@ class NeuronTransform(SpaceTransform):
 
     space_kind = "ffn"
 
-    def act(self, x: Tensor, role: str, dim: int) -> Tensor:
-        return act_on_neurons(self.element, x.unsqueeze(0), role, dim + 1).squeeze(0)
+    def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
+        return act_on_neurons(self.element, x.unsqueeze(0), role, dim + 1, dual).squeeze(0)
+
+    def mixes(self, role: str) -> bool:
+        return False
 
     def inverse(self) -> NeuronTransform:
         return NeuronTransform(self.element.inverse())

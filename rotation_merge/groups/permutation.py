@@ -17,6 +17,7 @@ class Permutation(GroupElement):
     index: Tensor
 
     kind = "permutation"
+    monomial = True
 
     @property
     def batch(self) -> int:

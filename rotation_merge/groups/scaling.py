@@ -17,6 +17,7 @@ class Scaling(GroupElement):
     factor: Tensor
 
     kind = "scaling"
+    monomial = True
 
     @property
     def batch(self) -> int:

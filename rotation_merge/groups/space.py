@@ -28,8 +28,16 @@ class SpaceTransform(ABC):
         TRANSFORMS[cls.space_kind] = cls
 
     @abstractmethod
-    def act(self, x: Tensor, role: str, dim: int) -> Tensor:
-        """Move an axis of x that plays `role` and starts at dimension `dim`; same shape, dtype kept."""
+    def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
+        """Move an axis of x that plays `role` and starts at dimension `dim`; same shape, dtype kept.
+
+        With `dual`: by the inverse transpose, as what a weight's axis is paired with moves (the activations that an
+        input axis reads, the gradients of what an output axis gives).
+        """
+
+    @abstractmethod
+    def mixes(self, role: str) -> bool:
+        """Whether an axis of this role has coordinates mixed, so that no diagonal stays one."""
 
     @abstractmethod
     def inverse(self: Self) -> Self: ...

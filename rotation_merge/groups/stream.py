@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rotation_merge.groups.base import GroupElement, dump, load
+from rotation_merge.groups.base import GroupElement, dump, load, mixes
 from rotation_merge.groups.monomial import Monomial
 from rotation_merge.groups.space import SpaceTransform
 
@@ -24,13 +24,16 @@ class StreamTransform(SpaceTransform):
 
     space_kind = "stream"
 
-    def act(self, x: Tensor, role: str, dim: int) -> Tensor:
+    def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
         element = self.element
         if role == "gain":
             if not isinstance(element, Monomial):
                 return x
             element = element.permutation
-        return element.act(x.unsqueeze(0), 0, dim + 1).squeeze(0)
+        return element.act(x.unsqueeze(0), 0, dim + 1, dual).squeeze(0)
+
+    def mixes(self, role: str) -> bool:
+        return role != "gain" and mixes(self.element)
 
     def inverse(self) -> StreamTransform:
         return StreamTransform(self.element.inverse())

@@ -28,14 +28,18 @@ def transform_tensor(tensor: Tensor, info: TensorInfo, transforms: Mapping[str, 
     result = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     for dim, axis in enumerate(info.axes):
         if any(part.space.name in moving for part in axis.parts):
-            result = _transform_axis(result, dim, axis, moving)
+            result = transform_axis(result, dim, axis, moving)
     return result
 
 
-def _transform_axis(x: Tensor, dim: int, axis: Axis, transforms: Mapping[str, SpaceTransform]) -> Tensor:
+def transform_axis(
+    x: Tensor, dim: int, axis: Axis, transforms: Mapping[str, SpaceTransform], dual: bool = False
+) -> Tensor:
+    """One labelled axis of x, which stands at `dim`, in the new coordinates; with `dual`, what is paired with it."""
+
     def act(piece: Tensor, part: Part) -> Tensor:
         transform = transforms.get(part.space.name)
-        return piece if transform is None else transform.act(piece, part.role, dim)
+        return piece if transform is None else transform.act(piece, part.role, dim, dual)
 
     pieces = [act(piece, part) for piece, part in zip(split_axis(x, dim, axis), axis.parts, strict=True)]
     return join_axis(pieces, dim, axis)
