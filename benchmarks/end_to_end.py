@@ -47,7 +47,7 @@ def timed(execute: Callable[..., Any], name: str, spent: dict[str, float]) -> Ca
 
 def measure(method: str, anchor: Path, other: Path, folder: Path) -> dict[str, float]:
     """Processor seconds of one merge by kind of task; `rest` is planning, scheduling and everything else."""
-    import rotation_merge.plugin.planner  # noqa: F401  (its tasks are to be found below Task)
+    import rotation_merge.planning.planner  # noqa: F401  (its tasks are to be found below Task)
 
     config = MergeConfiguration.model_validate(memory.recipe(method, anchor, other))
     spent: dict[str, float] = defaultdict(float)

@@ -25,12 +25,12 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, ViTForImageClassification
 
-from rotation_merge.cli.demo.data import digits, windows
 from rotation_merge.learning import fit as learning
 from rotation_merge.learning.engine import Path as ModelPath
 from rotation_merge.learning.fit import FitResult, fit
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.samples.demo import digits, windows
 
 torch.set_num_threads(1)
 

@@ -32,13 +32,13 @@ from transformers import AutoConfig, LlamaForCausalLM, ViTForImageClassification
 from transformers.utils import logging as transformers_logging
 
 from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.cli.demo import data
 from rotation_merge.matching import model as matching
 from rotation_merge.matching import stream
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.model import Alignment, aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.stream import Statistics
+from rotation_merge.samples import demo as data
 
 LOCAL = MatchOptions(heads="permutation")
 VARIANTS: dict[str, MatchOptions | None] = {

@@ -33,7 +33,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from rotation_merge.cli.demo import data
+from rotation_merge.samples import demo as data
 
 CONTEXT = 128
 SCHEDULES = {"short": (300, 3e-4), "long": (2000, 3e-3)}  # steps, peak learning rate

@@ -17,7 +17,7 @@ import click
 import rotation_merge  # noqa: F401  (registers the method)
 from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.learning.records import FitOptions
-from rotation_merge.plugin.delegates import delegates, options
+from rotation_merge.recipe.delegates import delegates, options
 
 FOLDER = Path(__file__).resolve().parent
 VERSION = f"mergekit {version('mergekit')}:"

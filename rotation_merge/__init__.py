@@ -4,7 +4,7 @@ Importing the package registers the merge method `rotation_merge` with mergekit 
 public names below are loaded when they are first used.
 """
 
-from rotation_merge.plugin.hooks import install
+from rotation_merge.seam.hooks import install
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

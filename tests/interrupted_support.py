@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 MERGE = "from mergekit.scripts.run_yaml import main"
-OURS = "from rotation_merge.cli.app import app as main; import rotation_merge.plugin.aligning"
+OURS = "from rotation_merge.cli.app import app as main; import rotation_merge.checkpoints.aligned"
 
 SERVER = """
 import json, os, signal, sys, time
-import rotation_merge.plugin.planner, torch
+import rotation_merge.planning.planner, torch
 PROGRAM
 torch.set_num_threads(1)
 print("ready", flush=True)

@@ -12,9 +12,9 @@ import yaml
 from plugin_support import DECODER as SMALL
 from plugin_support import ENCODER
 
-from rotation_merge.cli.demo.data import CHECKPOINTS
-from rotation_merge.plugin.checking import documents
-from rotation_merge.plugin.checking.sources import references
+from rotation_merge.checking import documents
+from rotation_merge.checking.sources import references
+from rotation_merge.samples.demo import CHECKPOINTS
 
 DECODER = {**SMALL, "vocab_size": 256}
 TEXT = {**ENCODER, "vocab_size": 256, "max_position_embeddings": 64}

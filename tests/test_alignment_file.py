@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import exactly, inputs
 
+from rotation_merge.checkpoints.models import Model
 from rotation_merge.cli.app import app
 from rotation_merge.errors import AlignmentError
 from rotation_merge.groups import Orthogonal, StreamTransform
@@ -21,7 +22,6 @@ from rotation_merge.matching.file import load_alignment, save_alignment
 from rotation_merge.matching.fingerprint import Fingerprint, fingerprint
 from rotation_merge.matching.model import Alignment, aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.plugin.models import Model
 
 CASES = [
     ("llama", "llama", "rotation"),

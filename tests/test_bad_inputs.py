@@ -22,7 +22,7 @@ from plugin_support import command, make, one_error, recipe_for, state, twin, wr
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rotation_merge.plugin.console import line
+from rotation_merge.seam.console import line
 
 
 @dataclass

@@ -15,7 +15,7 @@ from plugin_support import make, state, twin
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from rotation_merge.cli.app import COMMANDS
-from rotation_merge.cli.demo.data import CHECKPOINTS
+from rotation_merge.samples.demo import CHECKPOINTS
 
 VITS = str(CHECKPOINTS / "vit-0"), str(CHECKPOINTS / "vit-1")
 LLAMAS = str(CHECKPOINTS / "llama-0-english"), str(CHECKPOINTS / "llama-0-c")
@@ -105,7 +105,7 @@ class TestCheck:
         assert "tokenizer: {source: base}" in done.output
 
     def test_no_weight_is_read(self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        from rotation_merge.plugin.models import Model
+        from rotation_merge.checkpoints.models import Model
 
         monkeypatch.setattr(Model, "__getitem__", lambda *_: pytest.fail("a weight was read"))
         assert run("check", recipe(tmp_path, *pair)).exit_code == 0

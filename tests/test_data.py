@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
-from rotation_merge.cli.data import read_batches
-from rotation_merge.cli.dataset import read_dataset
-from rotation_merge.cli.demo.data import CHECKPOINTS
-from rotation_merge.cli.examples import tokenizer_of
-from rotation_merge.cli.functions import load
 from rotation_merge.errors import DataError
+from rotation_merge.samples.data import read_batches
+from rotation_merge.samples.dataset import read_dataset
+from rotation_merge.samples.demo import CHECKPOINTS
+from rotation_merge.samples.examples import tokenizer_of
+from rotation_merge.samples.functions import load
 
 datasets = pytest.importorskip("datasets")
 

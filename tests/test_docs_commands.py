@@ -25,7 +25,7 @@ from recipe_models import FAMILIES, localised, stand_in
 from transformers import ViTConfig, ViTForImageClassification
 
 from rotation_merge.cli.app import app
-from rotation_merge.cli.demo.data import CHECKPOINTS, TEXTS
+from rotation_merge.samples.demo import CHECKPOINTS, TEXTS
 
 torch.set_num_threads(1)
 

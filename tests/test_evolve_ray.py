@@ -27,7 +27,7 @@ from recipe_models import stand_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotation_merge.cli.app import app
-from rotation_merge.cli.demo.data import CHECKPOINTS, TEXTS
+from rotation_merge.samples.demo import CHECKPOINTS, TEXTS
 
 TESTS = Path(__file__).resolve().parent
 PAGE = TESTS.parent / "docs" / "evolve.md"

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForCausalLM
 
-from rotation_merge.cli.demo.data import CHECKPOINTS, digits
 from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
 from rotation_merge.groups import HeadTransform, Monomial, NeuronTransform, Orthogonal, StreamTransform
 from rotation_merge.learning.engine import Path as ModelPath
@@ -23,6 +22,7 @@ from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import transform_state
+from rotation_merge.samples.demo import CHECKPOINTS, digits
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 from interrupted_support import MERGE, assert_whole_or_not_at_all, equal, load, run, serve
 from plugin_support import command, merged, one_error, recipe_for, state, write_recipe
 
-from rotation_merge.plugin import output
+from rotation_merge.checkpoints import output
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,17 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import rotation_merge.cli.demo as demo
 from rotation_merge.architectures.registry import resolve
 from rotation_merge.matching.block import match_block
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import read_block
+from rotation_merge.samples.demo import CHECKPOINTS
 
-CHECKPOINTS = Path(demo.__file__).parent / "checkpoints"
 torch.set_num_threads(1)
 
 

@@ -29,8 +29,8 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoi
 
 def loss(path: Path, data: Path) -> float:
     """Of the model itself, on the data."""
-    from rotation_merge.cli.data import read_batches
-    from rotation_merge.cli.evaluate import evaluate
+    from rotation_merge.samples.data import read_batches
+    from rotation_merge.samples.evaluate import evaluate
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     return evaluate(model, read_batches(str(data), str(path), model))[0]

@@ -48,25 +48,24 @@ def command(
     tool can average it with the anchor. Written whole or not at all, large models in shards. OUT may be left out where
     only --alignment is wanted.
     """
-    from rotation_merge.plugin import aligning
+    from rotation_merge.checkpoints.aligned import check_dtype, match_pair, parse_size, write_aligned
+    from rotation_merge.checkpoints.pair import open_pair, write_alignment
 
     if out is None and alignment_file is None:
         raise click.UsageError("name OUT, or a file for --alignment")
     if out is not None:
         check_out(out, anchor, donor)
-    aligning.check_dtype(dtype)
-    shard_bytes = aligning.parse_size(shard_size)
+    check_dtype(dtype)
+    shard_bytes = parse_size(shard_size)
     options = match_options(values)
     device = usable_device(device)
-    pair = aligning.open_pair(anchor, donor, untie, device)
+    pair = open_pair(anchor, donor, untie, device)
     progress = Progress()
-    alignment, report = aligning.match_pair(pair, options, progress)
+    alignment, report = match_pair(pair, options, progress)
     if alignment_file is not None:
-        aligning.write_alignment(
-            pair, alignment, alignment_file, {"anchor": anchor, "donor": donor, **asdict(options)}, half
-        )
+        write_alignment(pair, alignment, alignment_file, {"anchor": anchor, "donor": donor, **asdict(options)}, half)
     if out is not None:
-        aligning.write_aligned(pair, alignment, report, out, shard_bytes, dtype, untie, progress)
+        write_aligned(pair, alignment, report, out, shard_bytes, dtype, untie, progress)
         if html:
             from rotation_merge.report.html import write_page
 

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.data import KINDS, Data, read_batches
-from rotation_merge.cli.evaluate import path
-from rotation_merge.cli.functions import load
 from rotation_merge.cli.options import match_options, matching_options
 from rotation_merge.cli.show import Progress, json_option, on_terminal, print_json, say, shown, table
 from rotation_merge.errors import RotationMergeError
@@ -19,9 +16,12 @@ from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.report.curves import FILE, Barrier
 from rotation_merge.report.plots import save_barrier, text_plot
+from rotation_merge.samples.data import KINDS, Data, read_batches
+from rotation_merge.samples.evaluate import path
+from rotation_merge.samples.functions import load
 
 if TYPE_CHECKING:
-    from rotation_merge.plugin.checking import RecipeDonor
+    from rotation_merge.checking import RecipeDonor
 
 
 @click.command(
@@ -88,7 +88,7 @@ def command(
 
 
 def _donors(models: tuple[str, ...], options: MatchOptions, untie: bool, alignment: str | None) -> list[RecipeDonor]:
-    from rotation_merge.plugin.checking import RecipeDonor, donors_of
+    from rotation_merge.checking import RecipeDonor, donors_of
 
     if len(models) == 2:
         return [RecipeDonor(models[0], models[1], options, untie, file=alignment)]
@@ -99,7 +99,8 @@ def _donors(models: tuple[str, ...], options: MatchOptions, untie: bool, alignme
 
 def measure(donor: RecipeDonor, source: str, points: int, progress: Progress, reading: dict[str, Any]) -> Barrier:
     """Both paths between two checkpoints; the donor aligned by a file where one is given, else by matching."""
-    from rotation_merge.plugin.aligning import empty_report, match_pair, open_pair, read_alignment, write_aligned
+    from rotation_merge.checkpoints.aligned import empty_report, match_pair, write_aligned
+    from rotation_merge.checkpoints.pair import open_pair, read_alignment
 
     anchor, untie = donor.anchor, donor.untie
     pair = open_pair(anchor, donor.name, untie)
@@ -125,8 +126,8 @@ def measure_carried(
     recipe: str, donor: RecipeDonor, source: str, points: int, progress: Progress, reading: dict[str, Any]
 ) -> Barrier:
     """Both paths from the anchor along a task vector, carried over and as it is: the anchor plus 0 to 1 times it."""
-    from rotation_merge.plugin.checking import carried_recipe
-    from rotation_merge.plugin.merging import merge_recipe
+    from rotation_merge.checking import carried_recipe
+    from rotation_merge.seam.merging import merge_recipe
 
     a = load(donor.anchor)
     data: Data = read_batches(source, donor.anchor, a, **reading)

@@ -23,7 +23,7 @@ def command(recipe: Path, lora_merge_cache: str | None, as_json: bool) -> int:
     architectures, shapes (from the files' headers), groups asked for, vocabularies. Models on the hub are checked if
     they are in the local cache; nothing is downloaded.
     """
-    from rotation_merge.plugin.checking import check_text
+    from rotation_merge.checking import check_text
 
     faults = check_text(read(recipe), lora_merge_cache)
     bad = [fault for fault in faults if fault.error]

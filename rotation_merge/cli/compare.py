@@ -26,7 +26,8 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     Are these two models in the same coordinates, and where did they part? Distances are relative to the anchor's norm,
     angles in degrees between the tensors as vectors: 90 means unrelated.
     """
-    from rotation_merge.plugin.aligning import match_pair, open_pair
+    from rotation_merge.checkpoints.aligned import match_pair
+    from rotation_merge.checkpoints.pair import open_pair
     from rotation_merge.report.compare import gaps, parted
 
     options = match_options(values)

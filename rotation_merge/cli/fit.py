@@ -10,13 +10,13 @@ from typing import Any
 import click
 import tqdm
 
-from rotation_merge.cli.data import KINDS, read_batches
-from rotation_merge.cli.functions import load
 from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError
 from rotation_merge.learning.objective import OBJECTIVES
 from rotation_merge.matching.options import MatchOptions, VaryingOptions
+from rotation_merge.samples.data import KINDS, read_batches
+from rotation_merge.samples.functions import load
 
 
 @click.command(
@@ -111,7 +111,7 @@ def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple
         return list(models), given, untie
     if not os.path.isfile(models[0]):
         raise click.UsageError("give a recipe (a YAML file), or an anchor and its donors")
-    from rotation_merge.plugin.checking import donors_of
+    from rotation_merge.checking import donors_of
 
     pairs = donors_of(models[0])
     if any(isinstance(d.options, VaryingOptions) or d.options != pairs[0].options for d in pairs):
@@ -130,8 +130,8 @@ def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple
 
 def write(names: list[str], result: Any, out: str, made: dict[str, Any], untie: bool) -> list[str]:
     """One alignment file for each donor, under the checkpoint's names of spaces."""
+    from rotation_merge.checkpoints.pair import open_pair, write_alignment
     from rotation_merge.learning.engine import renamed
-    from rotation_merge.plugin.aligning import open_pair, write_alignment
 
     files = []
     stem, ending = os.path.splitext(out)

@@ -14,7 +14,7 @@ from rotation_merge.matching.options import NOTHING
 from rotation_merge.report.estimate import Estimate, carried, estimate
 
 if TYPE_CHECKING:
-    from rotation_merge.plugin.checking import RecipeDonor
+    from rotation_merge.checking import RecipeDonor
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -32,7 +32,7 @@ def command(model_or_recipe: str, untie: bool, as_json: bool, **values: Any) -> 
     For a model, as a donor aligned under these options; for a recipe, each of its donors under the recipe's. Only
     configs and headers are read. Time is estimated for this machine, memory beyond Python and its libraries.
     """
-    from rotation_merge.plugin.checking import RecipeDonor, donors_of
+    from rotation_merge.checking import RecipeDonor, donors_of
 
     options = match_options(values)
     if os.path.isfile(model_or_recipe):
@@ -57,7 +57,7 @@ def command(model_or_recipe: str, untie: bool, as_json: bool, **values: Any) -> 
 
 def _estimate(donor: RecipeDonor) -> Estimate:
     """What matching a donor (or the model it was tuned from) to the anchor costs; its files are looked at, too."""
-    from rotation_merge.plugin.aligning import check_models, open_pair
+    from rotation_merge.checkpoints.pair import check_models, open_pair
 
     options = donor.options
     check_models(donor.anchor, donor.matched, donor.name)

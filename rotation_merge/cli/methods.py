@@ -15,7 +15,7 @@ from rotation_merge.cli.show import json_option, print_json, say, shown, table
 @shown
 def command(own: bool, as_json: bool) -> int:
     """Merge methods that can be the delegate: what they take and need, and what aligning means for them."""
-    from rotation_merge.plugin.delegates import delegates, options
+    from rotation_merge.recipe.delegates import delegates, options
 
     found = delegates()
     if as_json:

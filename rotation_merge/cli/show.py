@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from rotation_merge.plugin.console import one_line
+from rotation_merge.seam.console import one_line
 
 Command = Callable[..., int | None]
 

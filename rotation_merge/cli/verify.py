@@ -7,9 +7,9 @@ from typing import Any
 import click
 import torch
 
-from rotation_merge.cli.functions import Batch, load, outputs, random_batch, stored_dtype
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
+from rotation_merge.samples.functions import Batch, load, outputs, random_batch, stored_dtype
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest difference, in units of the outputs' root mean square, by the dtype the weights were rounded to."""
@@ -48,7 +48,7 @@ def command(
     generator = torch.Generator().manual_seed(seed)
     inputs = [random_batch(a, generator) for _ in range(batches)]
     if data is not None:
-        from rotation_merge.cli.data import read_batches
+        from rotation_merge.samples.data import read_batches
 
         inputs += read_batches(data, model_a, a, limit=32).batches
     worst = largest_difference(a, b, inputs, (model_a, model_b))

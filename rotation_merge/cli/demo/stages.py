@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from rotation_merge.cli.data import Data
-from rotation_merge.cli.demo import data
 from rotation_merge.cli.demo.twin import make_twin
-from rotation_merge.cli.evaluate import evaluate
-from rotation_merge.cli.functions import load
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.plugin.merging import merge_recipe
 from rotation_merge.report.html import REPORT_FILE, read_report, write_page
+from rotation_merge.samples import demo as data
+from rotation_merge.samples.data import Data
+from rotation_merge.samples.evaluate import evaluate
+from rotation_merge.samples.functions import load
+from rotation_merge.seam.merging import merge_recipe
 
 LOCAL = {"heads": "permutation"}
 WHOLE = {"heads": "permutation", "residual": "rotation"}

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
+from rotation_merge.checkpoints.aligned import write_aligned
+from rotation_merge.checkpoints.pair import open_pair
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.plugin.aligning import open_pair, write_aligned
 from rotation_merge.report.record import MergeReport
 from rotation_merge.report.run import Run
 

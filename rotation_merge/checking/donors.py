@@ -1,0 +1,102 @@
+"""The donors of a recipe, one by one, for commands that look at anchor and donor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import yaml
+from mergekit.config import ConfigReader, MergeConfiguration
+
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.options import CHOICES, NOTHING, MatchOptions
+from rotation_merge.planning.donors import Donors
+from rotation_merge.recipe.document import documents
+from rotation_merge.recipe.names import DONOR, METHOD, OPTIONS
+from rotation_merge.recipe.reading import Recipe
+
+KEPT = ("exclude", "unsupported", "untie")
+"""Options of the whole merge that say something about each donor."""
+
+
+@dataclass(frozen=True)
+class RecipeDonor:
+    """One donor of a recipe.
+
+    Attributes:
+        options: of matching; they may differ from block to block.
+        origin: the model it was fine-tuned from, if its task vector is carried over; that one is matched then.
+        file: of an alignment, which is applied instead of matching.
+    """
+
+    anchor: str
+    name: str
+    options: MatchOptions
+    untie: bool = False
+    origin: str | None = None
+    file: str | None = None
+
+    @property
+    def matched(self) -> str:
+        """The model that is matched to the anchor."""
+        return self.origin or self.name
+
+    @property
+    def title(self) -> str:
+        return Donors.name(self.name, self.origin)
+
+
+def donors_of(path: str) -> list[RecipeDonor]:
+    """The donors of a recipe for one merge.
+
+    Raises:
+        RecipeError: the recipe is at fault, or names none.
+    """
+    config, recipe = _recipe_of(path)
+    result = []
+    for donor in config.models or []:
+        if donor.model == recipe.base:
+            continue
+        values = {**(config.parameters or {}), **(donor.parameters or {})}
+        reader = ConfigReader(config=config.model_copy(update={"parameters": values}), t=0)
+        origin, file = (recipe.donor_setting(name, reader, donor.model) for name in ("finetuned_from", "alignment"))
+        options = recipe.varying(reader, donor.model)
+        result.append(RecipeDonor(str(recipe.base), str(donor.model), options, recipe.untie, origin, file))
+    if not result:
+        raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
+    return result
+
+
+def carried_recipe(path: str, donor: RecipeDonor, scale: float, aligned: bool = True) -> str:
+    """A recipe for the anchor plus a multiple of one donor's task vector, carried over as the recipe at `path` says.
+
+    Args:
+        aligned: False: added as it is.
+    """
+    config, _ = _recipe_of(path)
+    own = next(m.parameters or {} for m in config.models or [] if str(m.model) == donor.name)
+    values = {**(config.parameters or {}), **own}
+    still = {name: getattr(NOTHING, name) for name in CHOICES}
+    options = {name: values[name] for name in OPTIONS if name in values} if aligned else still
+    chosen = [name for name in DONOR if name in values and (aligned or name != "alignment")]
+    document = MergeConfiguration.model_validate(
+        {
+            "merge_method": METHOD,
+            "base_model": donor.anchor,
+            "models": [
+                {"model": donor.anchor, "parameters": {"weight": 1 - scale}},
+                {"model": donor.name, "parameters": {"weight": scale, **{name: values[name] for name in chosen}}},
+            ],
+            "parameters": {"delegate": "linear", **options, **{n: values[n] for n in KEPT if n in values}},
+            "dtype": "float32",
+        }
+    )
+    return yaml.safe_dump(document.model_dump(mode="json", exclude_none=True), sort_keys=False)
+
+
+def _recipe_of(path: str) -> tuple[MergeConfiguration, Recipe]:
+    with open(path, encoding="utf-8") as file:
+        content = documents(file.read())[-1].value
+    if not isinstance(content, dict) or content.get("merge_method") != METHOD:
+        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy="give two models instead")
+    config = MergeConfiguration.model_validate({key: value for key, value in content.items() if key != "name"})
+    return config, Recipe.read(config)

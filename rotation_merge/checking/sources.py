@@ -1,0 +1,202 @@
+"""Checks of a document's models: present, whole, of one architecture and size, fit for what is asked of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+from pydantic import ValidationError
+
+from rotation_merge.architectures.model import TensorInfo
+from rotation_merge.checkpoints.hub import in_cache, is_hub_name
+from rotation_merge.checkpoints.models import Model, Models
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.recipe.document import Document, Path
+from rotation_merge.recipe.reading import Recipe
+from rotation_merge.recipe.settings import at, explain, scopes
+
+HUB_NOTE = "not in the local cache: its files are not checked"
+
+
+def check_sources(document: Document, made_earlier: set[str], options: MergeOptions) -> None:
+    """Collect the faults of all models that a document names.
+
+    Args:
+        made_earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
+    """
+    unsupported = at(document, ("parameters", "unsupported")) or "error"
+    models = Models(options, unsupported if unsupported in ("error", "merge") else "error")
+    opened: dict[str, tuple[Path, Model]] = {}
+    absent = False
+    for path, name in references(document.value):
+        if name in made_earlier or name in opened:
+            absent = absent or name in made_earlier
+            continue
+        model = _open(document, path, name, models)
+        if model is None:
+            absent = True
+        else:
+            opened[name] = (path, model)
+    for path, name in files(document.value):
+        if not os.path.isfile(name):
+            document.fault(path, f"{name}: no such file", "write it with 'rotation-merge align --alignment FILE'")
+    base = opened.get(str(document.value.get("base_model")))
+    if base is not None:
+        _compare(document, base[1], opened, models)
+    if not absent and not _faulty(document):
+        _plan(document, options)
+
+
+def _faulty(document: Document) -> bool:
+    return any(fault.error for fault in document.faults)
+
+
+def references(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Where models are named, and their names; the base first."""
+    if isinstance(value.get("base_model"), str):
+        yield ("base_model",), value["base_model"]
+    for path, _ in scopes(value):
+        if path[-1] == "parameters" and len(path) > 1:
+            entry: Any = value
+            for step in path[:-1]:
+                entry = entry[step]
+            if isinstance(entry, Mapping) and isinstance(entry.get("model"), str):
+                yield (*path[:-1], "model"), entry["model"]
+            settings = entry.get("parameters") if isinstance(entry, Mapping) else None
+            origin = settings.get("finetuned_from") if isinstance(settings, Mapping) else None
+            if isinstance(origin, str) and origin != "none":
+                yield (*path, "finetuned_from"), origin
+
+
+def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Where alignment files are named, and their names."""
+    for path, groups in scopes(value):
+        settings: Any = value
+        for step in path:
+            settings = settings.get(step) if isinstance(settings, Mapping) else settings[step]
+            if settings is None:
+                break
+        if "donor" in groups and isinstance(settings, Mapping) and isinstance(settings.get("alignment"), str):
+            yield (*path, "alignment"), settings["alignment"]
+
+
+def _open(document: Document, path: Path, name: str, models: Models) -> Model | None:
+    """The model, its files and architecture checked; None where that is impossible or failed."""
+    try:
+        reference = ModelReference.parse(name)
+    except (RuntimeError, ValueError) as error:
+        document.fault(path, str(error), "write a directory, or org/name")
+        return None
+    if not os.path.exists(reference.model.path) and is_hub_name(reference.model.path) and not in_cache(reference):
+        document.fault(path, f"{name}: {HUB_NOTE}", "download it, or check again after the first merge", error=False)
+        return None
+    model = models[reference]
+    try:
+        model.check_files()
+        model.architecture  # noqa: B018  (config, names and headers are read and checked)
+    except RotationMergeError as error:
+        document.raised(path, error)
+        return None
+    except Exception as error:  # whatever a damaged checkpoint makes the readers raise
+        document.fault(path, f"{name}: cannot be read ({error})", "download it again")
+        return None
+    return model
+
+
+def _compare(document: Document, anchor: Model, opened: dict[str, tuple[Path, Model]], models: Models) -> None:
+    recipe = _recipe(document)
+    resizes = document.value.get("tokenizer") or document.value.get("tokenizer_source")
+    for path, model in opened.values():
+        if model is anchor:
+            continue
+        try:
+            models.check(anchor.reference, [model.reference])
+        except RotationMergeError as error:
+            document.raised(path, error)
+            continue
+        for info in anchor.architecture.tensors():
+            _shapes(document, path, info, anchor, model, bool(resizes) or _carried(document, path), recipe)
+    _residual(document, anchor)
+
+
+def _carried(document: Document, path: Path) -> bool:
+    """Whether what stands here is carried into the anchor's vocabulary: a fine-tune, or what it was tuned from."""
+    return path[-1] == "finetuned_from" or bool(at(document, (*path[:-1], "parameters", "finetuned_from")))
+
+
+def _recipe(document: Document) -> Recipe | None:
+    """The recipe as the planner reads it, None where it is at fault."""
+    if _faulty(document):
+        return None
+    try:
+        content = {key: value for key, value in document.value.items() if key != "name"}
+        return Recipe.read(MergeConfiguration.model_validate(content))
+    except RotationMergeError as error:
+        document.raised((), error)
+        return None
+    except click.ClickException as error:
+        document.fault((), error.message)
+        return None
+
+
+def _shapes(
+    document: Document, path: Path, info: TensorInfo, anchor: Model, model: Model, resizes: bool, recipe: Recipe | None
+) -> None:
+    ours, theirs = anchor.shapes.get(info.name), model.shapes.get(info.name)
+    if ours is None or theirs is None or ours == theirs or (recipe is not None and recipe.excluded(info.name)):
+        return
+    what = f"{model.reference}: tensor '{info.name}' is {list(theirs)}, in {anchor.reference} {list(ours)}"
+    if info.vocabulary_axis is not None:
+        if resizes or recipe is None:
+            return
+        remedy = "add 'tokenizer: {source: base}' so that mergekit brings the vocabularies together"
+    else:
+        remedy = "only tensors of equal shape can be merged; 'exclude' copies one from base_model"
+    document.fault(path, what, remedy)
+
+
+def _residual(document: Document, anchor: Model) -> None:
+    admitted = {name: groups for name, groups in anchor.architecture.stream_groups.items() if groups}
+    for path, _ in scopes(document.value):
+        settings = at(document, path)
+        asked = settings.get("residual") if isinstance(settings, Mapping) else None
+        lacking = [name for name, groups in admitted.items() if isinstance(asked, str) and asked not in groups]
+        if lacking:
+            largest = admitted[lacking[0]][-1]
+            what = f"{anchor.architecture.family} models do not admit residual: {asked}"
+            document.fault((*path, "residual"), what, f"the largest group they admit is '{largest}'")
+
+
+def _plan(document: Document, options: MergeOptions) -> None:
+    """Let mergekit plan the whole merge, as it will before it reads a weight."""
+    from mergekit.architecture import get_architecture_info
+    from mergekit.merge import _model_out_config
+    from mergekit.plan import MergePlanner
+
+    content = {key: value for key, value in document.value.items() if key != "name"}
+    try:
+        config = MergeConfiguration.model_validate(content)
+        info = get_architecture_info(config, options)
+        planner = MergePlanner(config, info, options, _model_out_config(config, info))
+        planner.plan_to_disk(out_path="unused")
+    except RotationMergeError as error:
+        document.raised(_place(document, error), error)
+    except click.ClickException as error:
+        document.fault((), error.message)
+    except ValidationError as error:
+        document.fault((), *explain(error.errors()[0]))
+    except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
+        document.fault((), " ".join(str(error).split()), "mend the recipe")
+
+
+def _place(document: Document, error: RotationMergeError) -> Path:
+    """The entry that an error of the planner speaks of, as far as its words tell."""
+    for path, name in references(document.value):
+        if error.where and name in error.where:
+            return path
+    return ("parameters",)

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: headers, adapters, models, vocabularies, output folders, pairs of models."""

@@ -1,0 +1,140 @@
+"""A donor aligned outside a merge: opening two checkpoints, writing the aligned one as a normal checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+
+import torch
+import yaml
+from mergekit.common import dtype_from_name, parse_kmb
+from mergekit.io.tensor_writer import TensorWriter
+from torch import Tensor
+
+from rotation_merge.checkpoints.output import staged
+from rotation_merge.checkpoints.pair import Pair
+from rotation_merge.errors import RotationMergeError, nearest
+from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.report.card import fingerprints
+from rotation_merge.report.record import MergeReport, versions
+from rotation_merge.report.run import Run
+
+KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
+"""Endings of a checkpoint's small files that are taken along (tokenizer, preprocessor, generation settings)."""
+
+OWN = ("config.json", "rotation_merge.json")
+
+
+def match_pair(pair: Pair, options: MatchOptions, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:
+    """The best alignment of the donor to the anchor, and the report on it."""
+    anchor, donor = pair.sources
+    run = Run()
+    alignment = match_model(pair.architecture, anchor, donor, options, progress)
+    run.aligned(str(pair.donor.reference), alignment)
+    recipe = yaml.safe_dump(asdict(options), sort_keys=False)
+    return alignment, pair.report(run, recipe)
+
+
+def empty_report(pair: Pair) -> MergeReport:
+    """A report of nothing, where nothing was matched."""
+    return pair.report(Run())
+
+
+def write_aligned(
+    pair: Pair,
+    alignment: Alignment,
+    report: MergeReport,
+    out: str,
+    shard_size: int = 5_000_000_000,
+    dtype: str | None = None,
+    untie: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all."""
+    wanted = dtype_from_name(dtype)
+    with staged(out) as staging:
+        os.makedirs(staging, exist_ok=True)
+        writer = TensorWriter(staging, max_shard_size=shard_size)
+        total = sum(len(info.names) for info in pair.architecture.tensors())
+        written: set[str] = set()
+        for name, tensor in aligned_tensors(pair.architecture, pair.sources[1], alignment):
+            if progress is not None:
+                progress("writing", len(written), total)
+            writer.save_tensor(name, _stored(tensor, wanted), clone=True)
+            written.add(name)
+        for name in pair.donor.names:
+            if name not in written:
+                writer.save_tensor(name, _stored(pair.donor[name], wanted), clone=True)
+        writer.finalize()
+        report.write(os.path.join(staging, "rotation_merge.json"))
+        _write_beside(pair, report, staging, dtype, untie)
+
+
+def parse_size(text: str) -> int:
+    """A file size such as 500M or 5B.
+
+    Raises:
+        RotationMergeError: it is none.
+    """
+    try:
+        size = parse_kmb(text)
+    except (ValueError, IndexError) as error:
+        raise RotationMergeError(f"'{text}' is no size", remedy="write bytes, or 500M, or 5B") from error
+    if size <= 0:
+        raise RotationMergeError(f"'{text}' is no size", remedy="it must be positive")
+    return size
+
+
+def check_dtype(name: str | None) -> None:
+    """Refuse a dtype that weights cannot be stored in.
+
+    Raises:
+        RotationMergeError: names the nearest known one.
+    """
+    known = ("bfloat16", "float16", "float32", "float64")
+    if name is not None and name not in known:
+        raise RotationMergeError(f"there is no dtype '{name}'", remedy=nearest(name, known))
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+
+
+def _write_beside(pair: Pair, report: MergeReport, out: str, dtype: str | None, untie: bool) -> None:
+    source = pair.donor.loader.index.base_path
+    for name in sorted(os.listdir(source)):
+        path = os.path.join(source, name)
+        if os.path.isfile(path) and name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json"):
+            shutil.copyfile(path, os.path.join(out, name))
+    with open(os.path.join(out, "README.md"), "w", encoding="utf-8") as file:
+        file.write(card(pair, report, os.path.basename(out)))
+    with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
+        config = json.load(file)
+    if dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    if untie:
+        config["tie_word_embeddings"] = False
+    with open(os.path.join(out, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2)
+        file.write("\n")
+
+
+def card(pair: Pair, report: MergeReport, name: str) -> str:
+    """A model card for an aligned donor."""
+    donor, anchor = str(pair.donor.reference), str(pair.anchor.reference)
+    before, after = report.relative_distances(donor)
+    return (
+        "---\nlibrary_name: transformers\ntags:\n- rotation_merge\n- re-basin\n- mergekit\n---\n"
+        f"# {name}\n\n"
+        f"This is `{donor}` in the coordinates of `{anchor}`. It computes what `{donor}` computes, up to rounding; its "
+        "weights were moved by symmetries of the architecture as near as possible to the anchor's, by rotation_merge "
+        f"{versions().get('rotation-merge', '')}.\n\n"
+        f"Relative distance to the anchor over the matched tensors: {before:.4g} before, {after:.4g} after. "
+        f"{report.verdict(donor)[:1].upper()}{report.verdict(donor)[1:]}.\n\n"
+        f"Options:\n\n```yaml\n{report.recipe}```\n"
+        + "\n".join(fingerprints(report))
+        + "\n\nPer space: `rotation_merge.json`.\n"
+    )

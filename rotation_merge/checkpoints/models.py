@@ -1,0 +1,247 @@
+"""The models of a recipe: their configs, tensors and architectures, checked before any weight is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any
+
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.architectures import Architecture, resolve
+from rotation_merge.architectures.model import Space
+from rotation_merge.architectures.registry import find, unaligned
+from rotation_merge.checkpoints.adapters import merge_adapter
+from rotation_merge.checkpoints.headers import check_local, check_single, file_shapes, read_json
+from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
+from rotation_merge.matching.state import check_shape
+
+
+class Model:
+    """One checkpoint, read lazily: config, tensor names and shapes now, tensors when asked for by name."""
+
+    def __init__(
+        self, reference: ModelReference, options: MergeOptions, unsupported: str = "error", untie: bool = False
+    ) -> None:
+        self.reference, self.options, self.unsupported, self.untie = reference, options, unsupported, untie
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        path = self.reference.model.path
+        if os.path.isdir(path):
+            read_json(os.path.join(path, "config.json"))
+        try:
+            config = self.reference.config(trust_remote_code=self.options.trust_remote_code)
+        except Exception as error:  # transformers raises errors of many classes here
+            raise CheckpointError(
+                f"its config cannot be loaded ({short(error)})",
+                where=path,
+                remedy="mend config.json" if os.path.isdir(path) else "check the repository's name",
+            ) from error
+        return config.to_dict()
+
+    def check_files(self) -> None:
+        """Refuse a missing directory or missing weight files, before mergekit opens anything.
+
+        Raises:
+            CheckpointError: names the directory and what is missing.
+        """
+        if self.reference.lora is not None:
+            self._check_adapter(self.reference.lora.path)
+        path = self.reference.model.path
+        if not os.path.exists(path):
+            if _looks_local(path):
+                raise CheckpointError("no such directory", where=path, remedy="check the path")
+        elif not os.path.isdir(path):
+            raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model")
+        else:
+            check_local(path)
+
+    def _check_adapter(self, path: str) -> None:
+        if _looks_local(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
+            raise CheckpointError("no LoRA adapter is there", where=path, remedy="adapter_config.json is needed")
+        if not self.options.lora_merge_cache:
+            raise CheckpointError(
+                "a LoRA needs a place to be merged in", where=str(self.reference), remedy="pass --lora-merge-cache DIR"
+            )
+
+    @cached_property
+    def loader(self) -> Any:
+        """mergekit's own loader, shared with the merge; opened after a look at the files."""
+        self.check_files()
+        path = self.reference.model.path
+        if self.reference.lora is None and os.path.isdir(path):
+            check_single(path)
+        try:
+            merge_adapter(self.reference, self.options)
+            return LoaderCache().get(self.reference)
+        except RotationMergeError:
+            raise
+        except Exception as error:  # readers, adapters and downloads raise errors of many classes
+            raise CheckpointError(
+                f"weights cannot be read ({short(error)})", where=str(self.reference), remedy="download them again"
+            ) from error
+
+    @cached_property
+    def names(self) -> list[str]:
+        return list(self.loader.index.tensor_paths)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, from the files' headers (of pickles: loaded without their data)."""
+        index = self.loader.index
+        result: dict[str, tuple[int, ...]] = {}
+        for shard in sorted(set(index.tensor_paths.values())):
+            result.update(file_shapes(os.path.join(index.base_path, shard)))
+        if absent := [name for name in index.tensor_paths if name not in result]:
+            raise CheckpointError(
+                f"the index names '{absent[0]}', its shard does not hold it",
+                where=str(self.reference),
+                remedy="the shards and their index do not belong together; download them again",
+            )
+        return result
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Resolved from config and tensor names, shapes checked."""
+        merge_anyway = self.unsupported == "merge"
+        where = str(self.reference)
+        if merge_anyway and find(self.config) is None:
+            return unaligned(self.names, self.config)
+        try:
+            architecture = resolve(self.config, self.names, where, keep_unknown=merge_anyway, untie=self.untie)
+        except ArchitectureError as error:
+            if error.where == where:
+                raise
+            raise ArchitectureError(error.what, where=f"{where}, {error.where}", remedy=error.remedy) from error
+        for info in architecture.tensors():
+            present = [name for name in info.names if name in self.shapes]
+            if present:
+                shape = self.shapes[present[0]]
+                check_shape(info, (len(info.names), *shape) if info.stacked else shape, where)
+        return architecture
+
+    @cached_property
+    def ignored(self) -> list[str]:
+        """Stored tensors that are no weights and are not written again (position ids, rotary tables)."""
+        known = self.architecture.named()
+        tied = {name for info in self.architecture.tensors() for name in info.tied}
+        return [name for name in self.names if name not in known and name not in tied]
+
+    @cached_property
+    def tied_head(self) -> str | None:
+        """Name of a head that is tied to an embedding and has no tensor of its own, if there is one."""
+        if self.unsupported == "merge" and find(self.config) is None:
+            return None
+        untied = resolve(self.config, self.names, str(self.reference), keep_unknown=True, untie=True)
+        return next((t.name for t in untied.tensors() if t.tied and t.name not in self.names), None)
+
+    def check_shapes(self, other: Model, excluded: Callable[[str], bool], resized: bool) -> None:
+        """Tensors in the same place of another model have the same shape.
+
+        Args:
+            excluded: says which tensors are not merged.
+            resized: whether vocabularies are brought together.
+
+        Raises:
+            CheckpointError: names the first tensor that differs.
+        """
+        mine = {(b.index, info.key): info for b in self.architecture.blocks for info in b.tensors}
+        for block in other.architecture.blocks:
+            for info in block.tensors:
+                same = mine.get((block.index, info.key))
+                ours, theirs = (model.shapes.get(i.name) if i else None for model, i in ((self, same), (other, info)))
+                if ours is None or theirs is None or excluded(info.name):
+                    continue
+                axis = info.vocabulary_axis
+                differing = [d for d in range(max(len(ours), len(theirs))) if ours[d : d + 1] != theirs[d : d + 1]]
+                if differing == [axis] and resized:
+                    continue
+                if differing:
+                    raise CheckpointError(
+                        f"tensor '{info.name}' is {list(theirs)}, in {self.reference} {list(ours)}",
+                        where=str(other.reference),
+                        remedy="add 'tokenizer: {source: base}' so that the vocabularies are brought together"
+                        if differing == [axis]
+                        else "only equal shapes can be merged; name it under 'exclude' to copy it from base_model",
+                    )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.loader.index.tensor_paths
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.loader.get_tensor(name)
+
+
+def _looks_local(path: str) -> bool:
+    """Whether this is a path of the file system, not a name on the hub."""
+    return path.startswith((".", "/", "~")) or path.count("/") != 1 or os.path.exists(path)
+
+
+class Models:
+    """The models of one merge, opened once each."""
+
+    def __init__(self, options: MergeOptions, unsupported: str = "error", untie: bool = False) -> None:
+        self.options, self.unsupported, self.untie = options, unsupported, untie
+        self._opened: dict[ModelReference, Model] = {}
+        LoaderCache().setup(options=options)
+
+    def __getitem__(self, reference: ModelReference) -> Model:
+        if reference not in self._opened:
+            self._opened[reference] = Model(reference, self.options, self.unsupported, self.untie)
+        return self._opened[reference]
+
+    def check(self, anchor: ModelReference, others: Iterable[ModelReference]) -> None:
+        """All models exist, are whole, and are of the anchor's architecture and sizes.
+
+        Raises:
+            CheckpointError, ArchitectureError: name the model and what differs.
+        """
+        references = [anchor, *(r for r in others if r != anchor)]
+        for reference in references:
+            self[reference].check_files()
+        for reference in references:
+            self[reference].config  # noqa: B018  (loads and checks)
+        for reference in references:
+            self._compare(self[anchor], self[reference])
+
+    @staticmethod
+    def _compare(anchor: Model, other: Model) -> None:
+        ours, theirs = anchor.architecture, other.architecture
+        where = str(other.reference)
+        if ours.family != theirs.family:
+            raise ArchitectureError(
+                f"architecture is {theirs.family}, that of {anchor.reference} is {ours.family}",
+                where=where,
+                remedy="only models of one architecture can be aligned",
+            )
+        theirs_spaces = {**theirs.streams, **_spaces(theirs)}
+        for name, mine in {**ours.streams, **_spaces(ours)}.items():
+            if name in theirs_spaces and mine.sizes != theirs_spaces[name].sizes:
+                raise CheckpointError(
+                    f"'{theirs_spaces[name].name}' has {_differences(theirs_spaces[name], mine)} in {anchor.reference}",
+                    where=where,
+                    remedy="only models of equal sizes can be aligned",
+                )
+
+
+def _spaces(architecture: Architecture) -> dict[str, Space]:
+    """The first local space of each name."""
+    found: dict[str, Space] = {}
+    for block in architecture.blocks:
+        for space in block.spaces.values():
+            found.setdefault(space.name.split(".")[-1], space)
+    return found
+
+
+_WORDS = {"groups": "KV heads", "per_group": "query heads for each KV head", "head_dim": "dimensions of a head"}
+
+
+def _differences(its: Space, mine: Space) -> str:
+    """The sizes that differ, as `4 KV heads, against 2`."""
+    differing = [name for name in its.sizes if its.sizes[name] != mine.sizes.get(name)]
+    return ", ".join(f"{_WORDS.get(n, n)} {its.sizes[n]}, against {mine.sizes.get(n)}" for n in differing)

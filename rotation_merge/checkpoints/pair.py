@@ -1,0 +1,151 @@
+"""Two checkpoints opened side by side: what is read of them, their fingerprints, alignment files made for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.architectures import Architecture, resolve
+from rotation_merge.checkpoints.hub import in_cache, is_hub_name
+from rotation_merge.checkpoints.models import Model, Models
+from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.file import check_fingerprints, load_alignment, save_alignment
+from rotation_merge.matching.fingerprint import Fingerprint, Watched
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.sources import OnDevice
+from rotation_merge.matching.state import TensorSource
+from rotation_merge.report.record import MergeReport, versions
+from rotation_merge.report.run import Run
+
+
+class WithTied:
+    """A source that also gives a tied tensor under the name of its own."""
+
+    def __init__(self, source: TensorSource, architecture: Architecture) -> None:
+        self.source = source
+        self.tied = {name: info.tied for info in architecture.tensors() for name in info.names if info.tied}
+
+    def __contains__(self, name: object) -> bool:
+        return self._stored(str(name)) in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.source[self._stored(name)]
+
+    def _stored(self, name: str) -> str:
+        if name in self.source:
+            return name
+        return next((other for other in self.tied.get(name, ()) if other in self.source), name)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two checkpoints of one architecture, opened lazily.
+
+    Attributes:
+        device: where their tensors are put as they are read.
+        marks: what is known of their fingerprints; every tensor read leaves its mark.
+    """
+
+    anchor: Model
+    donor: Model
+    architecture: Architecture
+    device: str = "cpu"
+    marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
+
+    @property
+    def sources(self) -> tuple[TensorSource, TensorSource]:
+        return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
+
+    def _source(self, model: Model, mark: Fingerprint) -> TensorSource:
+        source = WithTied(Watched(model, mark), self.architecture)
+        return source if self.device == "cpu" else OnDevice(source, torch.device(self.device))
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Of anchor and donor; only what has not been read yet is read."""
+        for model, mark in zip((self.anchor, self.donor), self.marks, strict=True):
+            mark.complete(model.architecture.named(), model)
+        return self.marks[0].hexdigest(self.anchor.config), self.marks[1].hexdigest(self.donor.config)
+
+    def report(self, run: Run, recipe: str = "") -> MergeReport:
+        """The report on what was done to the donor."""
+        names = str(self.anchor.reference), str(self.donor.reference)
+        marks = dict(zip(names, self.fingerprints(), strict=True))
+        return MergeReport.of(run, self.anchor.reference, "none", recipe, marks)
+
+
+def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu") -> Pair:
+    """Two checkpoints, checked to be of one architecture and size.
+
+    Raises:
+        RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
+    """
+    models = Models(MergeOptions())
+    first, second = _reference(anchor), _reference(donor)
+    models.check(first, [second])
+    a, d = models[first], models[second]
+    architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)
+    counts = [{m: len(x.architecture.layers(m)) for m in x.architecture.layers_key} for x in (a, d)]
+    if counts[0] != counts[1]:
+        mine, its = (", ".join(map(str, count.values())) for count in counts)
+        raise CheckpointError(
+            f"has {its} layers, {anchor} has {mine}",
+            where=donor,
+            remedy="pick layers of either with 'slices' in a recipe",
+        )
+    for info in architecture.tensors():
+        ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise CheckpointError(
+                f"tensor '{info.name}' is {list(theirs)}, in {anchor} it is {list(ours)}",
+                where=donor,
+                remedy="other vocabularies or heads need a merge recipe, with 'tokenizer' or 'exclude'",
+            )
+    return Pair(a, d, architecture, device)
+
+
+def check_models(anchor: str, *others: str) -> None:
+    """All are there, whole, and of the anchor's architecture and sizes; their vocabularies may differ.
+
+    Models of the hub that have not been downloaded are left out.
+
+    Raises:
+        RotationMergeError: names the model and what is wrong with it.
+    """
+    references = [_reference(name) for name in others]
+    here = [r for r in references if not is_hub_name(r.model.path) or os.path.exists(r.model.path) or in_cache(r)]
+    Models(MergeOptions()).check(_reference(anchor), here)
+
+
+def _reference(path: str) -> ModelReference:
+    try:
+        return ModelReference.parse(path)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
+
+
+def read_alignment(pair: Pair, path: str) -> Alignment:
+    """An alignment file made for this very pair.
+
+    Raises:
+        AlignmentError: it cannot be read, or was made for other weights.
+    """
+    file = load_alignment(path, pair.architecture)
+    anchor, donor = pair.fingerprints()
+    check_fingerprints(file, path, anchor, donor, (str(pair.anchor.reference), str(pair.donor.reference)))
+    return file.alignment
+
+
+def write_alignment(pair: Pair, alignment: Alignment, path: str, made: Mapping[str, Any], half: bool = False) -> None:
+    """All transforms in one file, with the fingerprints of both models."""
+    anchor, donor = pair.fingerprints()
+    parent = os.path.dirname(os.path.abspath(path))
+    os.makedirs(parent, exist_ok=True)
+    dtype = torch.float16 if half else torch.float32
+    save_alignment(path, alignment, pair.architecture, anchor, donor, {**made, **versions()}, dtype)

@@ -1,0 +1,84 @@
+"""Vocabularies that differ: the rows of the tokens that all models share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mergekit.common import ModelReference
+from torch import Tensor
+
+from rotation_merge.checkpoints.models import Model
+from rotation_merge.errors import CheckpointError
+
+LEAST_SHARED = 32
+"""Fewer common tokens than this say nothing about how two models lie to each other."""
+
+
+def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
+    """Rows of the tokens that all models have, in one order.
+
+    Returns:
+        For each model int64, shape (tokens,); None where the vocabularies are the same, or none of them has one.
+
+    Raises:
+        CheckpointError: vocabularies of different sizes, and a tokenizer that would tell is missing; or next to nothing
+            in common.
+    """
+    sizes = [_size(model) for model in models]
+    if any(size is None for size in sizes):
+        return None
+    tokens = [_tokens(model.reference, model.options.trust_remote_code) for model in models]
+    lacking = next((m for m, t in zip(models, tokens, strict=True) if t is None), None)
+    if lacking is not None:
+        if len(set(sizes)) == 1:
+            return None
+        raise CheckpointError(
+            f"has {sizes[models.index(lacking)]} tokens, {models[0].reference} has {sizes[0]}, and no tokenizer tells "
+            "which of them are the same",
+            where=str(lacking.reference),
+            remedy="put both models' tokenizers beside their weights",
+        )
+    if all(t == tokens[0] for t in tokens) and len(set(sizes)) == 1:
+        return None
+    known = [t or {} for t in tokens]
+    common = [token for token in known[0] if all(_held(t, token, s) for t, s in zip(known, sizes, strict=True))]
+    if len(common) < LEAST_SHARED:
+        raise CheckpointError(
+            f"shares {len(common)} tokens with {models[0].reference}",
+            where=str(models[-1].reference),
+            remedy=f"at least {LEAST_SHARED} are needed; use models with related tokenizers",
+        )
+    common.sort(key=known[0].__getitem__)
+    return [torch.tensor([t[token] for token in common]) for t in known]
+
+
+def _held(tokens: dict[str, int], token: str, size: int | None) -> bool:
+    """Whether a token has a row."""
+    return token in tokens and tokens[token] < (size or 0)
+
+
+def _size(model: Model) -> int | None:
+    """Rows of the vocabulary's tensors; None where there are none."""
+    for info in model.architecture.tensors():
+        if info.vocabulary_axis is not None and info.name in model.shapes:
+            return model.shapes[info.name][info.vocabulary_axis]
+    return None
+
+
+def _tokens(reference: ModelReference, trust_remote_code: bool) -> dict[str, int] | None:
+    """Tokens and their numbers, None where no tokenizer can be loaded."""
+    from transformers import AutoTokenizer
+
+    path = reference.model
+    try:
+        found = AutoTokenizer.from_pretrained(path.path, revision=path.revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+        return None
+    return None if is_hollow(found) else dict(found.get_vocab())
+
+
+def is_hollow(tokenizer: Any) -> bool:
+    """Whether a tokenizer knows special tokens only: where its files are missing, transformers makes up such a one."""
+    return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) <= {"▁"}

@@ -1,0 +1,1 @@
+"""What a merge does to which tensor: blocks, donors, moves, tasks, planner."""

@@ -1,0 +1,247 @@
+"""How each donor of a recipe is to be aligned, settled before any block is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader, MergeConfiguration
+from mergekit.graph import Task
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.architectures.model import Architecture
+from rotation_merge.checkpoints.models import Model, Models
+from rotation_merge.checkpoints.vocabulary import shared_rows
+from rotation_merge.errors import CheckpointError, RecipeError
+from rotation_merge.matching.file import check_fingerprints, load_alignment
+from rotation_merge.matching.fingerprint import fingerprint
+from rotation_merge.matching.fold import Fold
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.sources import Renamed, Rows
+from rotation_merge.matching.state import TensorSource
+from rotation_merge.matching.stream import check_group
+from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, Pick
+from rotation_merge.recipe.reading import Recipe
+from rotation_merge.report.run import Run
+
+
+@dataclass(frozen=True)
+class Donor:
+    """One donor's part.
+
+    Attributes:
+        origin: the model it was fine-tuned from, if its task vector is to be carried over.
+        whole: task that gives its alignment across the whole model; None: each block is matched by itself.
+        rows: where its vocabulary is not the anchor's, the anchor's and the donor's rows of the tokens they share.
+    """
+
+    origin: ModelReference | None = None
+    whole: Task | None = None
+    rows: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass
+class Donors:
+    """The donors of one merge.
+
+    Attributes:
+        found: by model; the base is not among them.
+        folded: streams that are folded in every model of the merge, because some donor's rotation needs it.
+    """
+
+    recipe: Recipe
+    models: Models
+    options: MergeOptions
+    run: Run
+    found: dict[ModelReference, Donor] = field(default_factory=dict)
+    folded: tuple[str, ...] = ()
+
+    @classmethod
+    def read(
+        cls, config: MergeConfiguration, recipe: Recipe, models: Models, options: MergeOptions, run: Run
+    ) -> Donors:
+        """Settle every donor of a normalised configuration (modules with slices).
+
+        Raises:
+            RotationMergeError: a model or an alignment file does not fit, a group is not admitted.
+        """
+        self = cls(recipe, models, options, run)
+        readers: dict[ModelReference, ConfigReader] = {}
+        for module in (config.modules or {}).values():
+            for piece in module.slices or []:
+                reader = ConfigReader(config=config, t=0, module=module, slice_out=piece)
+                for source in piece.sources:
+                    if source.model != recipe.base:
+                        readers.setdefault(source.model, reader)
+        if recipe.mean:
+            self._settle_mean(readers)
+        else:
+            for model, reader in readers.items():
+                self.found[model] = self._settle(model, reader)
+        return self
+
+    @property
+    def fold(self) -> Fold | None:
+        return Fold(self._architecture, self.folded) if self.folded else None
+
+    @property
+    def _base(self) -> Model:
+        return self.models[self.recipe.base]
+
+    @property
+    def _architecture(self) -> Architecture:
+        return self._base.architecture
+
+    def _settle(self, model: ModelReference, reader: ConfigReader) -> Donor:
+        origin = self._origin(model, reader)
+        options = self.recipe.varying(reader, model)
+        path = self.recipe.donor_setting("alignment", reader, model)
+        rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
+        if path is not None:
+            return Donor(origin, self._given(path, origin or model), rows)
+        if options.residual == "none":
+            return Donor(origin, None, rows)
+        self._admit(options)
+        sources: list[TensorSource] = [self._base, self._source(origin or model)]
+        if rows is not None:
+            sources = [Rows(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
+        task = MatchWhole(
+            key=f"whole:{model}",
+            label="",
+            architecture=self._architecture,
+            anchor=sources[0],
+            donor=sources[1],
+            donor_name=self.name(model, origin),
+            options=options,
+            run=self.run,
+            device=str(self.options.device or "cpu"),
+            quiet=self.options.quiet,
+        )
+        return Donor(origin, task, rows)
+
+    def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
+        """Rows of shared tokens where the donor (or what it was tuned from) has another vocabulary than the anchor.
+
+        Raises:
+            RecipeError: a task vector would be carried into the anchor's vocabulary, and that changed afterwards.
+        """
+        rows = shared_rows([self._base, self.models[donor]])
+        if rows is None:
+            return None
+        config = self.recipe.config
+        if carried and (config.tokenizer or config.tokenizer_source):
+            raise RecipeError(
+                f"the task vector is carried into the vocabulary of {self.recipe.base}, which differs from its own",
+                where=str(donor),
+                remedy="leave out 'tokenizer' and 'tokenizer_source'",
+            )
+        self.run.note(
+            f"`{donor}` and `{self.recipe.base}` share {len(rows[0])} tokens: embeddings and heads were "
+            "matched on these."
+        )
+        return rows[0], rows[1]
+
+    def _settle_mean(self, readers: dict[ModelReference, ConfigReader]) -> None:
+        options: MatchOptions | None = None
+        for model, reader in readers.items():
+            if self._origin(model, reader) or self.recipe.donor_setting("alignment", reader, model):
+                raise RecipeError(
+                    "'anchor: mean' aligns whole models and does not go with finetuned_from or alignment",
+                    where=str(model),
+                    remedy="use 'anchor: base'",
+                )
+            mine = self.recipe.varying(reader, model)
+            if options is not None and self._by_block(mine) != self._by_block(options):
+                raise RecipeError(
+                    "'anchor: mean' needs the same options for all donors",
+                    where=str(model),
+                    remedy="set them once, under the recipe's parameters",
+                )
+            options = mine
+            if mine.residual != "none":
+                self._admit(mine)
+        if options is None:
+            return
+        sources: dict[str, TensorSource] = {str(self.recipe.base): self._base}
+        sources.update({str(model): self._source(model) for model in readers})
+        rows = (
+            shared_rows([self._base, *(self.models[model] for model in readers)])
+            if options.residual != "none"
+            else None
+        )
+        if rows is not None:
+            names = zip(sources, rows, strict=True)
+            sources = {name: Rows(self._architecture, sources[name], row) for name, row in names}
+        everything = MatchMean(
+            key="mean",
+            label="",
+            architecture=self._architecture,
+            sources=sources,
+            base=str(self.recipe.base),
+            options=options,
+            run=self.run,
+            device=str(self.options.device or "cpu"),
+            quiet=self.options.quiet,
+        )
+        self.found = {
+            model: Donor(whole=Pick(key=f"mean:{model}", label="", all=everything, name=str(model)))
+            for model in readers
+        }
+
+    def _by_block(self, options: MatchOptions) -> list[MatchOptions]:
+        return [options.at(self._architecture, block) for block in self._architecture.blocks]
+
+    def _origin(self, model: ModelReference, reader: ConfigReader) -> ModelReference | None:
+        path = self.recipe.donor_setting("finetuned_from", reader, model)
+        if path is None:
+            return None
+        origin = ModelReference.model_validate(path)
+        self.models.check(self.recipe.base, [origin])
+        return origin
+
+    def _given(self, path: str, donor: ModelReference) -> Given:
+        file = load_alignment(path, self._architecture)
+        marks = [fingerprint(model.architecture, model, model.config) for model in (self._base, self.models[donor])]
+        check_fingerprints(file, path, marks[0], marks[1], (str(self.recipe.base), str(donor)))
+        self._fold(file.alignment.folded)
+        self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.")
+        return Given(key=f"given:{path}", label="", alignment=file.alignment)
+
+    def _admit(self, options: MatchOptions) -> None:
+        """Check the residual group, and what folding needs."""
+        streams = check_group(self._architecture, options.residual, str(self.recipe.base))
+        if options.residual == "rotation":
+            self._fold(tuple(streams))
+
+    def _fold(self, streams: tuple[str, ...]) -> None:
+        if streams and not self.recipe.untie and (tied := self._base.tied_head) is not None:
+            admitted = [
+                g
+                for g in ("permutation", "signed_permutation")
+                if all(g in s for s in self._architecture.stream_groups.values())
+            ]
+            raise RecipeError(
+                f"'residual: rotation' needs a head of its own, '{tied}' is tied to the embedding",
+                where=str(self.recipe.base),
+                remedy=f"set 'untie: true' (the output then stores its head), or use 'residual: {admitted[-1]}'",
+            )
+        self.folded = tuple(dict.fromkeys((*self.folded, *streams)))
+
+    def _source(self, model: ModelReference) -> TensorSource:
+        """A model under the anchor's tensor names."""
+        own = self.models[model]
+        for module in self._architecture.layers_key:
+            ours, theirs = (len(a.layers(module)) for a in (self._architecture, own.architecture))
+            if ours != theirs:
+                raise CheckpointError(
+                    f"has {theirs} layers, {self.recipe.base} has {ours}",
+                    where=str(model),
+                    remedy="whole models can only be aligned layer by layer; use 'residual: none' with slices",
+                )
+        return Renamed(own, own.architecture, self._architecture)
+
+    @staticmethod
+    def name(model: ModelReference | str, origin: ModelReference | str | None) -> str:
+        """What the report calls a donor."""
+        return str(model) if origin is None else f"{model} (carried over from {origin})"

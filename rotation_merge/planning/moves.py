@@ -1,0 +1,137 @@
+"""The tasks that bring every source's tensors of one output block to the anchor's coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader
+from mergekit.graph import Task
+from torch import Tensor
+
+from rotation_merge.architectures.model import Block, TensorInfo
+from rotation_merge.matching.block import wanted_spaces
+from rotation_merge.planning.blocks import OutputBlock, Source, same_block
+from rotation_merge.planning.donors import Donor, Donors
+from rotation_merge.planning.tasks import LabelledLoad, Loads, MatchBlock, MoveTensor
+
+
+@dataclass(frozen=True)
+class Move:
+    """How one source's tensors of a block get to the anchor's coordinates.
+
+    Attributes:
+        frame: the block whose space names the transforms go by.
+        transforms: task that matches the block's local spaces.
+        whole: task that gives the alignment of the whole model.
+        origin: the same block of the model the source was fine-tuned from.
+        rows: the anchor's and the origin's rows of the tokens they share, where their vocabularies differ.
+    """
+
+    source: Source
+    frame: Block
+    transforms: Task | None = None
+    whole: Task | None = None
+    origin: Source | None = None
+    rows: tuple[Tensor, Tensor] | None = None
+
+
+class Moves:
+    """The moves of all sources of one output block; filters and per-layer lists are resolved by `reader`."""
+
+    def __init__(self, donors: Donors, out: OutputBlock, reader: ConfigReader) -> None:
+        self.donors, self.out, self.fold = donors, out, donors.fold
+        self.found = {source.model: self._move(source, reader) for source in (out.anchor, *out.sources)}
+
+    def _move(self, source: Source, reader: ConfigReader) -> Move:
+        """How the tensors of one source's block are moved."""
+        recipe, anchor = self.donors.recipe, self.out.anchor
+        donor = self.donors.found.get(source.model, Donor())
+        origin = None if donor.origin is None else self._same_block(donor.origin, source.block)
+        if source is anchor and donor.whole is None:
+            return Move(source, anchor.block, origin=origin)
+        if donor.whole is not None and source.block.index == anchor.block.index:
+            frame = self._same_block(recipe.base, source.block)
+            return Move(source, frame.block, None, donor.whole, origin, donor.rows)
+        options = recipe.options(reader, anchor.block.name, source.model)
+        if not wanted_spaces(anchor.block, options):
+            return Move(source, anchor.block, None, donor.whole, origin, donor.rows)
+        keys = [i.key for i in anchor.block.tensors if _touches(i, anchor.block, whole=donor.whole is not None)]
+        if self.fold is not None:
+            keys = list(dict.fromkeys(k for key in keys for k in self._fold_keys(anchor.block, key)))
+        task = MatchBlock(
+            key=f"{self.out.number}:{source.model}",
+            label=self.out.label,
+            block=anchor.block,
+            anchor=self._loads(anchor, keys),
+            donor=self._loads(origin or source, keys),
+            donor_name=self.donors.name(source.model, donor.origin),
+            options=options,
+            run=self.donors.run,
+            fold=self.fold,
+            whole=donor.whole,
+        )
+        return Move(source, anchor.block, task, donor.whole, origin, donor.rows)
+
+    def tasks(self, source: Source, info: TensorInfo) -> tuple[Task, ...]:
+        """What gives a source's pieces of one tensor: the loads themselves, or a task that moves them."""
+        move, names = self.found[source.model], self.out.names(info)
+        block = move.frame
+        framed = block.tensor(info.key) or info
+        matched = move.transforms is not None or move.whole is not None
+        moving = matched and _touches(framed, block, whole=move.whole is not None)
+        folding = self.fold is not None and self.fold.touches(block, framed)
+        if not moving and not folding and move.origin is None:
+            return self._loads(move.source, [info.key])[info.key]
+        keys = self._fold_keys(block, info.key)
+        recipe = self.donors.recipe
+        base = self._same_block(recipe.base, block)
+        carried = move.origin is not None
+        task = MoveTensor(
+            key=f"{self.out.number}:{source.model}:{info.key}",
+            label=names[0],
+            block=block,
+            info=framed,
+            loads=self._loads(move.source, keys),
+            transforms=move.transforms if moving else None,
+            whole=move.whole if moving else None,
+            fold=self.fold,
+            anchor=self._loads(base, keys) if carried else {},
+            origin=self._loads(move.origin, keys) if move.origin is not None else {},
+            run=self.donors.run if carried else None,
+            donor_name=str(source.model),
+            rows=move.rows if carried and framed.vocabulary_axis is not None else None,
+            dtype=recipe.config.dtype,
+        )
+        return (task,) * len(names)
+
+    def _loads(self, source: Source, keys: Iterable[str]) -> Loads:
+        """Loads of some tensors of a source's block, labelled by the names they have in the output."""
+        options = self.donors.options
+        device = options.device if options.read_to_gpu else None
+        result: Loads = {}
+        for key in keys:
+            info = self.out.anchor.block.tensor(key) or source.block.tensor(key)
+            own = source.block.tensor(key) or info
+            if info is None or own is None or not self.out.has(source, info):
+                continue
+            result[key] = tuple(
+                LabelledLoad(model=source.model, tensor=name, device=device, tied_names=own.tied or None, label=label)
+                for name, label in zip(own.names, self.out.names(info), strict=True)
+            )
+        return result
+
+    def _same_block(self, model: ModelReference, block: Block) -> Source:
+        return same_block(self.donors.models, model, block)
+
+    def _fold_keys(self, block: Block, key: str) -> list[str]:
+        """The tensors that a folded tensor is made of."""
+        info = block.tensor(key)
+        return [key] if info is None or self.fold is None else self.fold.inputs(block, info)
+
+
+def _touches(info: TensorInfo, block: Block, whole: bool) -> bool:
+    """Whether a tensor has an axis that a transform may move."""
+    local = {space.name for space in block.spaces.values()}
+    return any(space.name in local or (whole and space.kind == "stream") for space in info.spaces())

@@ -1,0 +1,181 @@
+"""mergekit's planner with alignment put between loading and merging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mergekit.architecture import ModelArchitecture, WeightInfo
+from mergekit.common import ImmutableMap, ModelReference
+from mergekit.config import ConfigReader, InputSliceDefinition, MergeConfiguration, OutputModuleDefinition
+from mergekit.graph import Task
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.options import MergeOptions
+from mergekit.parameter_resolver import resolve_parameters
+from mergekit.plan import MergePlanner
+from mergekit.tokenizer import PermutedVocabulary
+from mergekit.tokenizer.truncate import TruncatedVocabulary
+
+from rotation_merge.architectures.model import TensorInfo
+from rotation_merge.checkpoints.models import Models
+from rotation_merge.errors import RecipeError
+from rotation_merge.planning.blocks import OutputBlock, Source, same_block
+from rotation_merge.planning.donors import Donors
+from rotation_merge.planning.moves import Moves
+from rotation_merge.planning.tasks import AlignedGather
+from rotation_merge.recipe.reading import Recipe
+from rotation_merge.report.run import current
+
+
+class RotationMergePlanner(MergePlanner):
+    """Plans a merge whose donors are aligned; everything mergekit plans stays mergekit's."""
+
+    def __init__(
+        self, config: MergeConfiguration, arch_info: ModelArchitecture, options: MergeOptions, out_model_config: Any
+    ) -> None:
+        super().__init__(config, arch_info, options, out_model_config)
+        self.recipe = Recipe.read(config)
+        self._method = self.recipe.delegate
+        self.models = Models(options, self.recipe.unsupported, self.recipe.untie)
+        self.run = current()
+        self._blocks_planned = 0
+        if self.recipe.untie:
+            out_model_config.tie_word_embeddings = False
+
+    def normalize_config(self) -> None:
+        """As mergekit's; a delegate that takes these models only without a base is given none."""
+        base = self.config.base_model
+        if self.recipe.plain:
+            self.config.base_model = None
+        super().normalize_config()
+        self.config.base_model = base
+        self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
+        if left_out := self.models[self.recipe.base].ignored:
+            self.run.note(f"Not written, as they hold no weights: {', '.join(left_out)}.")
+
+    def plan_module(self, module_name: str, definition: OutputModuleDefinition) -> None:
+        reader = ConfigReader(config=self.config, t=0, module=definition)
+        slices = definition.slices or []
+        self._current_module_layers = 0
+        for place, piece in (("before", slices[0]), ("layers", None), ("after", slices[-1])):
+            if piece is None:
+                for out_slice in slices:
+                    self.plan_slice(out_slice, module_def=definition, module_name=module_name)
+            else:
+                self._plan_outside(module_name, place, piece.sources, reader.for_out_slice(piece))
+
+    def _plan_outside(
+        self, module: str, place: str, sources: Sequence[InputSliceDefinition], reader: ConfigReader
+    ) -> None:
+        found: dict[str, list[Source]] = {}
+        for source in sources:
+            architecture = self.models[source.model].architecture
+            for block in architecture.blocks:
+                if block.module == module and block.place == place:
+                    found.setdefault(block.name, []).append(Source(source.model, architecture, block))
+        for same in found.values():
+            self.plan_block(same, None, reader)
+
+    def plan_layer(
+        self,
+        sources: list[InputSliceDefinition],
+        layer_offset: int,
+        t: float,
+        cfg_reader: ConfigReader,
+        module_name: str,
+    ) -> None:
+        found = []
+        for source in sources:
+            architecture = self.models[source.model].architecture
+            layers = architecture.layers(module_name)
+            index = source.layer_range[0] + layer_offset
+            if index >= len(layers):
+                raise RecipeError(
+                    f"layer {index} is asked for, the model has {len(layers)}",
+                    where=f"slices, {source.model}",
+                    remedy="mend layer_range",
+                )
+            found.append(Source(source.model, architecture, layers[index]))
+        self.plan_block(found, self._current_module_layers, cfg_reader.with_t(t))
+        self._current_module_layers += 1
+
+    def plan_block(self, sources: list[Source], index: int | None, reader: ConfigReader) -> None:
+        """All tensors of one output block."""
+        self._blocks_planned += 1
+        anchor = next((s for s in sources if s.model == self.recipe.base), None)
+        anchor = anchor or same_block(self.models, self.recipe.base, sources[0].block)
+        out = OutputBlock(self.recipe, self.models, self._blocks_planned, index, anchor, sources)
+        moves = Moves(self.donors, out, reader)
+        for info in out.tensors():
+            self._plan_info(info, out, moves, reader)
+
+    def _plan_info(self, info: TensorInfo, out: OutputBlock, moves: Moves, reader: ConfigReader) -> None:
+        names = out.names(info)
+        sources = [out.anchor] if self.recipe.excluded(names[0]) else out.sources
+        given = [(s.model, moves.tasks(s, info)) for s in sources]
+        for piece, name in enumerate(names):
+            gather = AlignedGather(
+                weight_info=ImmutableMap(data={}),
+                key=f"{out.number}:{name}",
+                label=name,
+                sources=tuple((model, tasks[piece], piece) for model, tasks in given),
+                storage=self.config.dtype,
+            )
+            originals = {s.model: (s.block.tensor(info.key) or info).names[piece] for s in sources}
+            self._plan_merge(info, name, originals, gather, reader)
+
+    def _plan_merge(
+        self,
+        info: TensorInfo,
+        name: str,
+        originals: dict[ModelReference, str],
+        gather: AlignedGather,
+        reader: ConfigReader,
+    ) -> None:
+        weight = WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
+        alone = len(originals) == 1 and self.recipe.excluded(name)
+        method = "passthrough" if alone else self._method.spec.name
+        shared, per_input = (
+            ({}, {m: {"scale": None} for m in originals})
+            if alone
+            else resolve_parameters(
+                self._method.spec,
+                tensor_name=name,
+                inputs=originals,
+                sources=reader.parameter_sources,
+                base_model=self._base(reader, originals),
+                t=reader.t,
+            )
+        )
+        task = ExecuteMergeMethodTask(
+            method_name=method,
+            gather_tensors=self._with_vocabulary(weight, gather, reader),
+            model_order=tuple(originals),
+            parameters=shared,
+            input_parameters=per_input,
+            base_model=None if alone else self._base(reader, originals),
+            output_weight=weight,
+        )
+        self._tensors.append((weight, task))
+
+    def _base(self, reader: ConfigReader, models: dict[ModelReference, str]) -> ModelReference | None:
+        base = reader.base_model
+        return base if base in models and not self.recipe.plain else None
+
+    def _with_vocabulary(self, weight: WeightInfo, gather: AlignedGather, reader: ConfigReader) -> Task:
+        """The same vocabulary steps as mergekit's, after the alignment."""
+        if weight.vocabulary_axis is None:
+            return gather
+        if self._tokenizer_task is not None:
+            tokenizer = reader.config.tokenizer
+            return PermutedVocabulary(
+                gather_tensors=gather,
+                tokenizer_task=self._tokenizer_task,
+                tokens=tokenizer.tokens if tokenizer else {},
+                pad_to_multiple_of=tokenizer.pad_to_multiple_of if tokenizer else None,
+                base_model=reader.base_model,
+                vocabulary_axis=weight.vocabulary_axis,
+            )
+        if self.options.unsafe_truncate_embeddings:
+            return TruncatedVocabulary(gather_tensors=gather, weight_info=weight)
+        return gather

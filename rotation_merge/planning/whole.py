@@ -1,0 +1,132 @@
+"""Tasks that look at whole models: residual alignment, alignment to the mean, an alignment from a file.
+
+They stream through the models themselves instead of depending on mergekit's loads, which would keep every tensor
+of both models alive until the last has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+import tqdm
+from pydantic import Field
+
+from rotation_merge.architectures.model import Architecture
+from rotation_merge.errors import AlignmentError
+from rotation_merge.matching.mean import match_to_mean
+from rotation_merge.matching.model import Alignment, Progress, match_model
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.sources import OnDevice
+from rotation_merge.matching.state import TensorSource
+from rotation_merge.planning.tasks import KeyedTask
+from rotation_merge.report.run import Run
+
+
+class WholeTask(KeyedTask):
+    """Runs once, before everything that depends on it, on the main thread."""
+
+    def arguments(self) -> dict[str, KeyedTask]:
+        return {}
+
+    def priority(self) -> int:
+        return 2000
+
+    def uses_accelerator(self) -> bool:
+        return False
+
+    def main_thread_only(self) -> bool:
+        return True
+
+
+class Given(WholeTask):
+    """An alignment that is known already."""
+
+    alignment: Alignment = Field(repr=False)
+
+    def execute(self) -> Alignment:
+        return self.alignment
+
+
+class MatchWhole(WholeTask):
+    """Matches one donor to the anchor across the whole model."""
+
+    architecture: Architecture = Field(repr=False)
+    anchor: object = Field(repr=False)
+    donor: object = Field(repr=False)
+    donor_name: str
+    options: MatchOptions
+    run: Run = Field(repr=False)
+    device: str = "cpu"
+    quiet: bool = False
+
+    def execute(self) -> Alignment:
+        anchor, donor = (_on(source, self.device) for source in (self.anchor, self.donor))
+        with progress_bar(f"Aligning {self.donor_name}", self.quiet) as progress, named(self.donor_name):
+            alignment = match_model(self.architecture, anchor, donor, self.options, progress)
+        self.run.aligned(self.donor_name, alignment)
+        return alignment
+
+
+class MatchMean(WholeTask):
+    """Matches all models to their running mean; gives an alignment for every model but the base."""
+
+    architecture: Architecture = Field(repr=False)
+    sources: dict[str, object] = Field(repr=False)
+    base: str
+    options: MatchOptions
+    run: Run = Field(repr=False)
+    device: str = "cpu"
+    quiet: bool = False
+
+    def execute(self) -> dict[str, Alignment]:
+        sources = {name: _on(source, self.device) for name, source in self.sources.items()}
+        with progress_bar("Aligning to the mean", self.quiet) as progress:
+            found = match_to_mean(self.architecture, sources, self.base, self.options, progress)
+        for name, alignment in found.items():
+            self.run.aligned(name, alignment)
+        return found
+
+
+class Pick(WholeTask):
+    """One model's alignment out of those to the mean."""
+
+    all: MatchMean = Field(repr=False)
+    name: str
+
+    def arguments(self) -> dict[str, KeyedTask]:
+        return {"all": self.all}
+
+    def execute(self, all: dict[str, Alignment]) -> Alignment:
+        return all[self.name]
+
+
+def _on(source: object, device: str) -> TensorSource:
+    """A task's source, its tensors moved to a device as they are read."""
+    found = cast(TensorSource, source)
+    return found if device == "cpu" else OnDevice(found, torch.device(device))
+
+
+@contextmanager
+def progress_bar(title: str, quiet: bool) -> Iterator[Progress]:
+    """A bar like mergekit's own, which starts anew with every pass over the model."""
+    with tqdm.tqdm(desc=title, disable=quiet, leave=True) as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            if getattr(bar, "desc", None) != f"{title} ({what})":
+                bar.reset(total)
+                bar.set_description(f"{title} ({what})", refresh=False)
+            bar.update(done - bar.n)
+
+        yield show
+
+
+@contextmanager
+def named(donor: str) -> Iterator[None]:
+    """Errors of matching say which donor they are about."""
+    try:
+        yield
+    except AlignmentError as error:
+        raise AlignmentError(error.what, where=f"{donor}, {error.where}", remedy=error.remedy) from error

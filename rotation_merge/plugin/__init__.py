@@ -1,1 +1,0 @@
-"""The mergekit plugin: hooks, planner, tasks. The only part of the package that imports mergekit."""

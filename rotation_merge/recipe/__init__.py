@@ -1,0 +1,1 @@
+"""Recipes: names, documents with marks, rules, delegates."""

@@ -1,0 +1,73 @@
+"""The strictness that mergekit lacks, in its own commands: the first fault of a recipe stops it, with its place."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from rotation_merge.errors import RecipeError
+from rotation_merge.recipe.document import Document, Fault, documents
+from rotation_merge.recipe.names import METHOD
+from rotation_merge.recipe.settings import check_settings
+
+
+def is_ours(document: Any) -> bool:
+    """Whether a recipe names our method, perhaps misspelt or under a misspelt key."""
+    if not isinstance(document, dict):
+        return False
+    return METHOD in [v for v in document.values() if isinstance(v, str)] or resembles(document.get("merge_method"))
+
+
+def resembles(name: object) -> bool:
+    """Whether `name` is our method's name, perhaps misspelt."""
+    return isinstance(name, str) and bool(difflib.get_close_matches(name.lower(), [METHOD], cutoff=0.8))
+
+
+def check_document(content: dict[str, Any]) -> None:
+    """Check what can be seen without a model.
+
+    Raises:
+        RecipeError: the first fault.
+    """
+    document = Document(content)
+    check_settings(document)
+    if errors := [fault for fault in document.faults if fault.error]:
+        first = min(errors, key=_urgency)
+        raise RecipeError(first.what, where=first.where or "recipe", remedy=first.remedy)
+
+
+def check_file(path: str) -> None:
+    """Check every document of ours in a recipe file.
+
+    Raises:
+        RecipeError: the first fault, with line and column, and how many more there are.
+    """
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    try:
+        found = documents(text)
+    except RecipeError as error:
+        raise RecipeError(error.what, where=f"{path}, {error.where}", remedy=error.remedy) from error
+    ours = [document for document in found if is_ours(document.value)]
+    for document in ours:
+        check_settings(document)
+    errors = [fault for document in ours for fault in document.faults if fault.error]
+    if errors:
+        first = min(errors, key=_urgency)
+        raise RecipeError(first.what, where=_place(path, first), remedy=_remedy(path, first, len(errors) - 1))
+
+
+def _urgency(fault: Fault) -> tuple[bool, int, int, int]:
+    """A misspelt word comes first: what is missing for its sake is only its echo."""
+    return ("did you mean" not in fault.remedy, fault.document, fault.line, fault.column)
+
+
+def _place(path: str, fault: Fault) -> str:
+    position = f"line {fault.line}, column {fault.column}" if fault.line else ""
+    return ", ".join(part for part in (path, position, fault.where) if part)
+
+
+def _remedy(path: str, fault: Fault, more: int) -> str:
+    if not more:
+        return fault.remedy
+    return f"{fault.remedy} ({more} more: rotation-merge check {path})"

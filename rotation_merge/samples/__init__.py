@@ -1,0 +1,1 @@
+"""Inputs for models: reading data, batches, models as functions, losses."""

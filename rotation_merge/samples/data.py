@@ -1,0 +1,136 @@
+"""Data for measuring models: examples as batches, with what a loss can be measured of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import DataError
+from rotation_merge.samples.examples import KINDS, read_examples, tokenizer_of
+from rotation_merge.samples.functions import Batch
+
+
+@dataclass(frozen=True)
+class Data:
+    """Batches of model inputs, with `labels` where there are any.
+
+    Attributes:
+        batches: tensors by the names that the model's forward takes.
+        task: next token, masked token, class, or none (no labels).
+        examples: how many.
+    """
+
+    batches: list[Batch]
+    task: str
+    examples: int
+
+
+def read_batches(
+    source: str,
+    model_path: str,
+    model: Any,
+    limit: int | None = None,
+    batch_size: int = 32,
+    length: int = 128,
+    seed: int = 0,
+) -> Data:
+    """Read data for a model.
+
+    Args:
+        source: a path, or `demo:digits`, `demo:python`, `demo:english`, `demo:c`.
+        model_path: where tokenizer and preprocessor lie.
+        model: the loaded model; says what inputs and labels it takes.
+        limit: at most so many examples.
+        length: tokens in a window of running text.
+        seed: of the masks for masked language models.
+
+    Raises:
+        DataError: names the file and what it should hold.
+    """
+    examples = read_examples(source, model_path, model, length)
+    count = len(next(iter(examples.values()))) if isinstance(examples, dict) else len(examples)
+    if count == 0:
+        raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
+    rows = range(min(count, limit) if limit else count)
+    batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
+    for batch in batches:
+        _check_tokens(batch, model, source)
+    task = _task(model, batches[0])
+    if task == "masked token":
+        generator = torch.Generator().manual_seed(seed)
+        batches = [_masked(batch, model_path, generator) for batch in batches]
+    elif task == "next token" and "labels" not in batches[0]:
+        batches = [{**b, "labels": _labels(b)} for b in batches]
+    return Data(batches, task, len(rows))
+
+
+def _check_tokens(batch: Batch, model: Any, source: str) -> None:
+    """Tokens are rows of the model's tables of words and positions."""
+    if "input_ids" not in batch:
+        return
+    ids = batch["input_ids"]
+    words = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if words is not None and (int(ids.min()) < 0 or int(ids.max()) >= words):
+        odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise DataError(
+            f"token id {odd} is outside the model's vocabulary of {words}",
+            where=source,
+            remedy="encode the text with the model's own tokenizer",
+        )
+    longest = getattr(model.config, "max_position_embeddings", None)
+    learned = any("position" in name or "wpe" in name for name, _ in model.named_parameters())
+    if longest is not None and learned and ids.shape[-1] > longest:
+        raise DataError(
+            f"{ids.shape[-1]} tokens in a row, the model has positions for {longest}",
+            where=source,
+            remedy=f"give windows of at most {longest} ('--length')",
+        )
+
+
+def _task(model: Any, batch: Batch) -> str:
+    """What a loss can be measured of."""
+    name = type(model).__name__
+    if "input_ids" in batch and name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "next token"
+    if "input_ids" in batch and name.endswith("ForMaskedLM") and "labels" not in batch:
+        return "masked token"
+    return "class" if "labels" in batch else "none"
+
+
+def _batch(examples: Any, rows: Sequence[int]) -> Batch:
+    if isinstance(examples, dict):
+        return {name: array[rows[0] : rows[-1] + 1] for name, array in examples.items()}
+    chosen = [examples[row] for row in rows]
+    longest = max(len(example["input_ids"]) for example in chosen)
+    batch: Batch = {
+        "input_ids": torch.stack([_padded(example["input_ids"], longest, 0) for example in chosen]),
+        "attention_mask": torch.stack([_padded(torch.ones_like(e["input_ids"]), longest, 0) for e in chosen]),
+    }
+    if all("labels" in example for example in chosen):
+        labels = [example["labels"] for example in chosen]
+        batch["labels"] = torch.stack([_padded(label, longest, -100) if label.ndim else label for label in labels])
+    return batch
+
+
+def _padded(row: Tensor, length: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(row, (0, length - len(row)), value=value)
+
+
+def _labels(batch: Batch) -> Tensor:
+    mask = batch.get("attention_mask")
+    return batch["input_ids"] if mask is None else batch["input_ids"].masked_fill(mask == 0, -100)
+
+
+def _masked(batch: Batch, model_path: str, generator: torch.Generator) -> Batch:
+    """15% of the tokens behind the mask token; only they are labelled."""
+    token = tokenizer_of(model_path).mask_token_id
+    if token is None:
+        raise DataError("the tokenizer has no mask token", where=model_path, remedy="give records with 'labels'")
+    hidden = torch.rand(batch["input_ids"].shape, generator=generator) < 0.15
+    hidden &= batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
+    labels = batch["input_ids"].masked_fill(~hidden, -100)
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, token), "labels": labels}

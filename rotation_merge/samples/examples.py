@@ -1,0 +1,152 @@
+"""Examples from files: text, JSON lines, arrays, image folders, dataset directories, and what the demo ships."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.checkpoints.vocabulary import is_hollow
+from rotation_merge.errors import DataError, short
+from rotation_merge.samples.dataset import is_dataset, read_dataset
+from rotation_merge.samples.functions import Batch, local_path
+from rotation_merge.samples.images import preparer, read_images
+
+KINDS = (
+    "text (.txt, .md, .py ...), .jsonl or .json, .npz, .safetensors, a folder of images, a directory written by "
+    "datasets' save_to_disk, or demo:NAME"
+)
+ARRAYS = (".npz", ".safetensors")
+
+
+def read_examples(source: str, model_path: str, model: Any, length: int) -> dict[str, Tensor] | list[Batch]:
+    """All examples of a source: one tensor for each input of the model, or, of various lengths, one batch each.
+
+    Raises:
+        DataError: names the file and what it should hold.
+    """
+    if source.startswith("demo:"):
+        return _demo(source, length)
+    path = Path(source)
+    if not path.exists():
+        raise DataError("no such file", where=source, remedy=f"give {KINDS}")
+    try:
+        if path.is_dir() and is_dataset(path):
+            return _dataset(path, model_path, model, length)
+        if path.is_dir():
+            return read_images(path, local_path(model_path), model.config)
+        if path.suffix in ARRAYS:
+            return _arrays(path)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise DataError(f"cannot be read ({error})", where=source, remedy=f"give {KINDS}") from error
+    if path.suffix in (".jsonl", ".json"):
+        return _records(text, source, model_path, length)
+    return _windows(tokenizer_of(model_path)(text, return_tensors="pt", verbose=False)["input_ids"][0], length, source)
+
+
+def _demo(source: str, length: int) -> dict[str, Tensor]:
+    from rotation_merge.samples import demo as data
+
+    name = source.removeprefix("demo:")
+    if name == "digits":
+        _, _, pixels, labels = data.digits()
+        return {"pixel_values": pixels, "labels": labels}
+    if name not in data.NAMES:
+        known = ", ".join(f"demo:{known}" for known in ("digits", *data.NAMES))
+        raise DataError(f"the demo has no data '{name}'", remedy=f"known: {known}")
+    return {"input_ids": data.windows(name, length)}
+
+
+def tokenizer_of(model_path: str) -> Any:
+    """The tokenizer that lies beside a model.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = _processor("AutoTokenizer", model_path)
+    if is_hollow(found):
+        raise DataError("no tokenizer can be loaded (there is none)", where=model_path, remedy="add its files")
+    return found
+
+
+def _processor(name: str, model_path: str) -> Any:
+    """What one of transformers' Auto classes finds beside a model."""
+    import transformers
+
+    try:
+        return getattr(transformers, name).from_pretrained(local_path(model_path), local_files_only=True)
+    except Exception as error:
+        what = "tokenizer" if name == "AutoTokenizer" else "feature extractor"
+        raise DataError(
+            f"no {what} can be loaded ({short(error)})", where=model_path, remedy="add its files"
+        ) from error
+
+
+def _windows(tokens: Tensor, length: int, source: str) -> dict[str, Tensor]:
+    count = len(tokens) // length
+    if count == 0:
+        raise DataError(f"holds {len(tokens)} tokens, a window takes {length}", where=source, remedy="give more text")
+    return {"input_ids": tokens[: count * length].view(count, length)}
+
+
+def _arrays(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            found = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
+    else:
+        import numpy as np
+
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: torch.as_tensor(file[name]) for name in file.files}
+    if len({len(array) for array in found.values()}) != 1:
+        lengths = ", ".join(f"{name} {len(array)}" for name, array in found.items())
+        raise ValueError(f"arrays of different lengths: {lengths or 'none'}")
+    return {name: array.float() if array.is_floating_point() else array.long() for name, array in found.items()}
+
+
+def _records(text: str, source: str, model_path: str, length: int) -> list[Batch]:
+    try:
+        lines = [line for line in text.splitlines() if line.strip()]
+        records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
+    except json.JSONDecodeError as error:
+        raise DataError(f"is no JSON ({error})", where=source, remedy="one object a line") from error
+    return _encoded(records, source, model_path, length)
+
+
+def _encoded(records: Sequence[Any], source: str, model_path: str, length: int) -> list[Batch]:
+    tokenizer = None
+    result = []
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or not ({"text", "input_ids"} & set(record)):
+            remedy = 'write {"text": ..., "label": ...} or {"input_ids": [...], "labels": ...}'
+            raise DataError("has neither 'text' nor 'input_ids'", where=f"{source}, record {number}", remedy=remedy)
+        if "text" in record:
+            tokenizer = tokenizer or tokenizer_of(model_path)
+            ids = tokenizer(str(record["text"]), truncation=True, max_length=length)["input_ids"]
+        else:
+            ids = record["input_ids"]
+        label = record.get("labels", record.get("label"))
+        example = {"input_ids": torch.tensor(ids, dtype=torch.long)}
+        if label is not None:
+            example["labels"] = torch.tensor(label, dtype=torch.long)
+        result.append(example)
+    return result
+
+
+def _dataset(path: Path, model_path: str, model: Any, length: int) -> Any:
+    found = read_dataset(
+        path,
+        lambda: preparer(local_path(model_path), model.config),
+        lambda: _processor("AutoFeatureExtractor", model_path),
+    )
+    return _encoded(found, str(path), model_path, length) if isinstance(found, list) else found

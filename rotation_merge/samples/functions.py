@@ -1,0 +1,145 @@
+"""Models as functions: loading them, inputs of the right kind, what comes out. transformers' own classes only."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.checkpoints.headers import read_json
+from rotation_merge.errors import CheckpointError, short
+
+Batch = dict[str, Tensor]
+
+COMPARED = ("logits", "prediction_logits", "image_embeds", "text_embeds", "start_logits", "end_logits")
+"""Outputs that are a model's answer; where it has none of them, its last hidden state is looked at."""
+
+HIDDEN = ("last_hidden_state", "pooler_output")
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """A checkpoint's config.json.
+
+    Raises:
+        CheckpointError: there is none, or it is no JSON object.
+    """
+    return read_json(os.path.join(path, "config.json"))
+
+
+def local_path(path: str) -> str:
+    """A directory as it is; a hub model downloaded to the cache.
+
+    Raises:
+        CheckpointError: there is no such directory or model.
+    """
+    if os.path.isdir(path):
+        return path
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise CheckpointError("no such directory", where=path, remedy="check the path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    except (OSError, HFValidationError, HfHubHTTPError) as error:
+        raise CheckpointError(f"cannot be downloaded ({short(error)})", where=path, remedy="check the name") from error
+
+
+def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model at a path, in evaluation mode; every weight must be there.
+
+    Raises:
+        CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
+    """
+    import transformers
+
+    directory = local_path(path)
+    config = read_config(directory)
+    names = config.get("architectures") or []
+    kind = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
+    if kind is None or not hasattr(kind, "from_pretrained"):
+        raise CheckpointError(f"transformers has no class {names[0]}", where=path, remedy="update transformers")
+    try:
+        model, info = kind.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, output_loading_info=True, attn_implementation="eager"
+        )
+    except Exception as error:
+        raise CheckpointError(f"cannot be loaded ({short(error)})", where=path, remedy="download it again") from error
+    for what in ("missing_keys", "mismatched_keys"):
+        if wrong := sorted(map(str, info.get(what) or [])):
+            raise CheckpointError(
+                f"{what.replace('_keys', '')} weights, the first is {wrong[0]}",
+                where=path,
+                remedy="the checkpoint is incomplete, or its config.json belongs to another model",
+            )
+    return model.eval()
+
+
+def stored_dtype(path: str) -> torch.dtype:
+    """What a checkpoint's weights were rounded to, as its config says."""
+    config = read_config(local_path(path))
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+SIZE, LENGTH = 2, 24
+"""Examples in a random batch, and tokens in each."""
+
+
+def random_batch(model: Any, generator: torch.Generator) -> Batch:
+    """Random inputs of the kind the model takes: token ids, pixels or audio features."""
+    config = model.config
+    takes = set(inspect.signature(model.forward).parameters)
+    batch: Batch = {}
+    if "input_ids" in takes:
+        batch["input_ids"] = _ids(config, generator)
+    if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = _ids(config, generator)
+    if "pixel_values" in takes:
+        vision = getattr(config, "vision_config", config)
+        side = getattr(vision, "image_size", 224)
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        channels = getattr(vision, "num_channels", 3)
+        batch["pixel_values"] = torch.randn(SIZE, channels, height, width, generator=generator)
+    if "input_features" in takes:
+        bins, frames = getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)
+        batch["input_features"] = torch.randn(SIZE, bins, frames, generator=generator)
+    if "input_values" in takes:
+        shape = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else (8000,)
+        batch["input_values"] = torch.randn(SIZE, *shape, generator=generator)
+    if not batch:
+        raise CheckpointError(
+            f"{type(model).__name__} takes {', '.join(sorted(takes))}: no random input is known for that",
+            remedy="give inputs with --data",
+        )
+    return batch
+
+
+def _ids(config: Any, generator: torch.Generator) -> Tensor:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = getattr(text, "max_position_embeddings", None) or LENGTH + 4
+    length = max(2, min(LENGTH, longest - 4))
+    ids = torch.randint(text.vocab_size, (SIZE, length), generator=generator)
+    pad = getattr(text, "pad_token_id", None)
+    if isinstance(pad, int) and text.vocab_size > 2:
+        ids = torch.where(ids == pad, torch.full_like(ids, (pad + 1) % text.vocab_size), ids)
+    return ids
+
+
+@torch.no_grad()
+def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
+    """What a model answers to a batch: its logits or embeddings, else its last hidden state."""
+    dtype = next(model.parameters()).dtype
+    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items() if k != "labels"}
+    result = model(**given)
+    items = {k: v for k, v in result.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    chosen = {k: v for k, v in items.items() if k in COMPARED or "logits" in k}
+    chosen = chosen or {k: v for k, v in items.items() if k in HIDDEN}
+    if not chosen:
+        raise CheckpointError(f"{type(model).__name__} gives no logits or hidden state to compare")
+    return chosen

@@ -1,0 +1,1 @@
+"""Getting into mergekit: hooks, extensions, the merge method. The only code that touches its private parts."""

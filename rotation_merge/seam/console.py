@@ -1,0 +1,96 @@
+"""One line instead of a traceback, in mergekit's commands as in ours."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+import yaml
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError
+
+BAD_INPUT = 2
+"""Exit code for bad usage or input."""
+
+
+class OneLineError(click.ClickException):
+    """Shown by click as `Error: ...` with exit code 2."""
+
+    exit_code = BAD_INPUT
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Turn what can go wrong in a merge into one line; with debug logging (-vv) tracebacks stay.
+
+    Outside a command (from Python) errors pass unchanged.
+    """
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except Exception as error:
+        if click.get_current_context(silent=True) is None or logging.getLogger().isEnabledFor(logging.DEBUG):
+            raise
+        raise OneLineError(line(error)) from None
+
+
+def line(error: Exception) -> str:
+    """What an error says to a user, in one line."""
+    match error:
+        case RotationMergeError():
+            return str(error)
+        case ValidationError():
+            return str(_validation_error(error))
+        case yaml.MarkedYAMLError():
+            mark = error.problem_mark or error.context_mark
+            where = f"recipe, line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
+            return str(RecipeError(f"not valid YAML ({error.problem})", where=where, remedy="mend the syntax"))
+        case SafetensorError() | OSError():
+            return str(_file_error(error))
+        case MemoryError():
+            return str(RotationMergeError("out of memory", remedy="merge on a machine with more, or in a lower dtype"))
+    text = " ".join(f"{error}".split())
+    if "inline_container" in text:  # how torch reports that a pickle could not be written to its end
+        what = "a weight file cannot be written to its end, the disk may be full"
+        return str(RotationMergeError(what, remedy="free some space"))
+    if text == "'torch.storage.TypedStorage' object has no attribute 'execute'":  # mergekit's loader.py, Python 3.13
+        what = "mergekit cannot read pickled weights lazily on Python 3.13 and newer"
+        return str(RotationMergeError(what, remedy="leave out --lazy-unpickle"))
+    if type(error) in (RuntimeError, ValueError) and text:
+        return text
+    return f"{type(error).__name__}: {text or 'no message'}; run again with -vv to see where"
+
+
+def _file_error(error: Exception) -> RotationMergeError:
+    text = " ".join(f"{error}".split())
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT) or _names(text, 28) or "No space left" in text:
+        return RotationMergeError(f"the disk is full ({text})", remedy="free some space and run again")
+    if number == errno.EFBIG or _names(text, 27):
+        return RotationMergeError(
+            f"a file grew over the limit ({text})", remedy="raise the limit, or write smaller shards (--out-shard-size)"
+        )
+    if isinstance(error, SafetensorError) and not any(mark in text for mark in ("I/O", "IoError", "os error")):
+        return CheckpointError(f"a safetensors file is corrupt ({text})", remedy="download it again")
+    return RotationMergeError(text, remedy="check the path and its permissions")
+
+
+def _names(text: str, code: int) -> bool:
+    """Whether an error of safetensors names this code of the operating system, in its new form or its old."""
+    return f"os error {code}" in text or f"Os {{ code: {code}," in text
+
+
+def _validation_error(error: ValidationError) -> RecipeError:
+    """The first fault that mergekit's own schema finds."""
+    from rotation_merge.recipe.document import dotted
+    from rotation_merge.recipe.settings import explain
+
+    first = error.errors()[0]
+    what, remedy = explain(first)
+    return RecipeError(what, where=f"recipe, {dotted(first['loc'])}" if first["loc"] else "recipe", remedy=remedy)

@@ -1,0 +1,93 @@
+"""One merge from recipe to directory: check, run mergekit's own `run_merge`, add the report, put it in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mergekit import card
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+
+from rotation_merge.checkpoints.models import Models
+from rotation_merge.checkpoints.output import check_place, staged
+from rotation_merge.recipe.reading import Recipe
+from rotation_merge.report import run as runs
+from rotation_merge.report.card import add_section
+from rotation_merge.report.html import write_page
+from rotation_merge.report.record import MergeReport
+
+
+def run(
+    stock: Callable[..., None],
+    config: MergeConfiguration,
+    out_path: str,
+    options: MergeOptions,
+    config_source: str | None,
+) -> None:
+    """Run a rotation_merge recipe.
+
+    Args:
+        stock: mergekit's `run_merge`.
+
+    Raises:
+        RotationMergeError: bad input; nothing has been written.
+    """
+    recipe = Recipe.read(config)
+    check_place(out_path, [model.model.path for model in config.referenced_models()])
+    this = runs.begin()
+    try:
+        with staged(out_path) as staging, _local_is_local():
+            stock(config, staging, _quiet_about_tokenizers(config, options), config_source)
+            source = config_source or config.to_yaml()
+            marks = fingerprints(this, config, recipe, options)
+            report = MergeReport.of(this, recipe.base, recipe.delegate.spec.name, source, marks)
+            report.write(os.path.join(staging, "rotation_merge.json"))
+            if recipe.report:
+                write_page(staging)
+            if options.write_model_card:
+                add_section(os.path.join(staging, "README.md"), report)
+    finally:
+        runs.end(this)
+
+
+def fingerprints(this: runs.Run, config: MergeConfiguration, recipe: Recipe, options: MergeOptions) -> dict[str, str]:
+    """Of every model that was read, the base first; taken from the tensors as the merge loaded them."""
+    models = Models(options, recipe.unsupported, recipe.untie)
+    origins = [ModelReference.model_validate(name) for name in this.marks]
+    found = {}
+    for reference in dict.fromkeys([recipe.base, *config.referenced_models(), *origins]):
+        mark = this.marks.get(str(reference))
+        if mark is not None:
+            model = models[reference]
+            whole = [name for name in model.architecture.named() if name in model]
+            part = sum(name in mark for name in whole)
+            words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
+            found[str(reference)] = mark.hexdigest(model.config) + words
+    return found
+
+
+@contextmanager
+def _local_is_local() -> Iterator[None]:
+    """Write the card without asking the hub whether it knows a directory that is here, which without a network would
+    end the merge at its last step."""
+    real = card.is_hf
+    card.is_hf = lambda path: not os.path.exists(path) and real(path)
+    try:
+        yield
+    finally:
+        card.is_hf = real
+
+
+TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
+"""How names of files that make up a tokenizer begin."""
+
+
+def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -> MergeOptions:
+    """Do not let mergekit copy a tokenizer that is not there (it would log a traceback, for images too)."""
+    path = config.base_model.model.path if config.base_model else ""
+    if not os.path.isdir(path) or any(name.startswith(TOKENIZER_FILES) for name in os.listdir(path)):
+        return options
+    return options.model_copy(update={"copy_tokenizer": False})

@@ -1,0 +1,61 @@
+"""The merge method as mergekit's registry sees it. The planner does the work; called directly it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from mergekit.merge_methods.base import BatchOptions, MergeMethod, MergeMethodSpec, TensorGroup
+
+from rotation_merge.errors import RecipeError
+from rotation_merge.recipe.names import METHOD
+from rotation_merge.seam.console import one_line
+
+_REFUSAL = "merge_method rotation_merge aligns whole models and cannot merge single tensors"
+_REMEDY = "use mergekit-yaml, mergekit-multi or mergekit-evolve instead of mergekit-pytorch"
+
+
+class Methods(dict[str, MergeMethod]):
+    """mergekit's methods by name, ours among them only when it is asked for by name.
+
+    `registered_methods()` lists what merges single tensors; ours needs the planner and cannot.
+    """
+
+    def __missing__(self, name: str) -> MergeMethod:
+        if name == METHOD:
+            return _ours
+        raise KeyError(name)
+
+
+class RotationMergeMethod(MergeMethod):
+    """Stands in the registry so that recipes may name it."""
+
+    spec = MergeMethodSpec(
+        name=METHOD,
+        pretty_name="Rotation Merge",
+        reference_url="https://arxiv.org/abs/2502.00264",
+    )
+
+    def validate_inputs(
+        self, input_ids: Sequence[Hashable], base_id: Hashable | None = None, *, group_name: str | None = None
+    ) -> None:
+        """Only reached where the planner was bypassed."""
+        with one_line():
+            raise RecipeError(_REFUSAL, remedy=_REMEDY)
+
+    def _execute(
+        self,
+        groups: Sequence[TensorGroup],
+        parameters: list[dict[str, Any]],
+        options: BatchOptions,
+        *,
+        input_dtypes: Sequence[torch.dtype | None],
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        with one_line():
+            raise RecipeError(_REFUSAL, remedy=_REMEDY)
+        return ()
+
+
+_ours = RotationMergeMethod()
