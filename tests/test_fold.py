@@ -38,7 +38,7 @@ WIDE = Space("n", "ffn", {"size": 2})
 
 
 def info(key: str, *axes: tuple[Space, str] | None) -> TensorInfo:
-    found = tuple(Axis((Part(*axis),)) if axis is not None else Axis() for axis in axes)
+    found = tuple(Axis(((Part(*axis),),)) if axis is not None else Axis() for axis in axes)
     return TensorInfo(key, (key,), found)
 
 

@@ -14,12 +14,16 @@ from rotation_merge.architectures.model import (
     Block,
     Norm,
     Part,
+    Piece,
     Scale,
     Space,
     TensorInfo,
+    factors_of,
     spell,
 )
 from rotation_merge.architectures.schema import (
+    FIXED,
+    TIMES,
     ArchitectureSpec,
     AttentionSpec,
     AxisLabel,
@@ -182,12 +186,12 @@ def _block(
     for path, entry in section.norms.items():
         for norm in [n for n in _listed(entry) if _holds(scope, n.when)][:1]:
             tensors += _norm_tensors(scope, path, norm)
-            norms.append(_norm(scope, path, norm))
+            norms.append(_norm(scope, path, norm, tensors))
     for path, choice in section.scales.items():
         for scale in [s for s in _listed(choice) if _holds(scope, s.when)][:1]:
             tensors += _tensor(scope, path, TensorSpec(axes=[f"{scale.stream}.gain"]))
             key = scope.prefix + scale.writes
-            scales.append(Scale(scale.stream, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
+            scales.append(Scale(scope.spaces[scale.stream].name, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
     used = {space.name for tensor in tensors for space in tensor.spaces()}
     present = {local: space for local, space in spaces.items() if space.name in used}
     for local, space in present.items():
@@ -226,15 +230,17 @@ def _norm_tensors(scope: _Scope, path: str, norm: NormSpec) -> list[TensorInfo]:
     return [*_tensor(scope, f"{path}{dot}", gain), *_tensor(scope, f"{path}.bias", shift)]
 
 
-def _norm(scope: _Scope, path: str, norm: NormSpec) -> Norm:
+def _norm(scope: _Scope, path: str, norm: NormSpec, tensors: list[TensorInfo]) -> Norm:
+    """The norm, without those of its readers that read something else in a model of this config."""
     kind = word(norm.kind, scope.config, ("rms", "layer"))
     if kind not in ("rms", "layer"):
         raise scope.error(f"norm '{path}' is of kind {kind!r}", "write rms or layer")
     dot = "" if norm.gain == "" else f".{norm.gain}"
-    reads = tuple(read if read.startswith("{base}") else scope.prefix + read for read in norm.reads)
-    return Norm(
-        norm.stream, f"{scope.prefix}{path}{dot}", f"{scope.prefix}{path}.bias", reads, kind == "layer", norm.offset
-    )
+    stream = scope.spaces[norm.stream].name
+    wrong = {t.key for t in tensors if not any(p.space.name == stream for axis in t.axes for p in axis.parts)}
+    named = (read if read.startswith("{base}") else scope.prefix + read for read in norm.reads)
+    reads = tuple(read for read in named if read not in wrong and f"{read}.weight" not in wrong)
+    return Norm(stream, f"{scope.prefix}{path}{dot}", f"{scope.prefix}{path}.bias", reads, kind == "layer", norm.offset)
 
 
 def _tensor(scope: _Scope, path: str, spec: TensorSpec | None) -> list[TensorInfo]:
@@ -253,19 +259,25 @@ def _tensor(scope: _Scope, path: str, spec: TensorSpec | None) -> list[TensorInf
 
 
 def _axis(scope: _Scope, path: str, label: AxisLabel) -> Axis:
-    if isinstance(label, FusedAxis):
-        parts = label.split or label.interleave
-        if not parts:
-            raise scope.error(
-                f"'{path}': a fused axis without parts", 'write {"split": [...]} or {"interleave": [...]}'
-            )
-        return Axis(tuple(_part(scope, path, part) for part in parts), interleaved=label.split is None, label="fused")
-    if "." not in label:
-        return Axis(label=label)
-    return Axis((_part(scope, path, label),), label=label)
+    if not isinstance(label, FusedAxis):
+        return Axis((_piece(scope, path, label),), label=label) if "." in label or "(" in label else Axis(label=label)
+    pieces = tuple(_piece(scope, path, piece) for piece in label.split or label.interleave or [])
+    depth = 0 if label.split else label.depth
+    if len({factors_of(piece)[:depth] for piece in pieces}) != 1:
+        what = (
+            f"the pieces of a fused axis share no {depth} leading factors" if pieces else "a fused axis without pieces"
+        )
+        raise scope.error(f"'{path}': {what}", 'write {"split": [...]} or {"interleave": [...]}, and its "depth"')
+    return Axis(pieces, depth, label="fused")
+
+
+def _piece(scope: _Scope, path: str, label: str) -> Piece:
+    return tuple(_part(scope, path, factor) for factor in label.split(TIMES))
 
 
 def _part(scope: _Scope, path: str, label: str) -> Part:
+    if fixed := FIXED.fullmatch(label):
+        return Part(Space("", "fixed", {"size": _integer(scope, fixed[1], f"'{path}': {label}")}), "fixed")
     space_name, _, role = label.partition(".")
     space = scope.spaces.get(space_name)
     if space is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -52,6 +53,7 @@ class Space:
 
 
 ROLES = {
+    "fixed": ("fixed",),
     "stream": ("write", "read", "gain", "shift"),
     "ffn": ("in", "gate", "out"),
     "experts": ("index", "in", "gate", "out"),
@@ -62,7 +64,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One role of a space on an axis."""
+    """One role of a space on an axis; a space of kind `fixed` is a number of coordinates that nothing moves."""
 
     space: Space
     role: str
@@ -73,24 +75,42 @@ class Part:
 
     @property
     def size(self) -> int:
-        size = 1
-        for factor in self.factors:
-            size *= factor
-        return size
+        return math.prod(self.factors)
+
+
+Piece = tuple[Part, ...]
+"""Parts multiplied with one another, outermost first: `attn.head * rope.q` has an entry for each pair of both."""
+
+
+def factors_of(piece: Piece) -> tuple[int, ...]:
+    """The dimensions that a piece of an axis splits into."""
+    return tuple(factor for part in piece for factor in part.factors)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A dimension of a tensor: the parts it is made of (none: outside every space) and how they are laid out."""
+    """A dimension of a tensor, made of pieces (none: outside every space).
 
-    parts: tuple[Part, ...] = ()
-    interleaved: bool = False
+    Attributes:
+        pieces: one after the other.
+        depth: number of leading factors that the pieces share: they follow one another for each entry of these (0:
+            whole pieces do; 1: they alternate for each KV group, or for each neuron).
+        label: as the architecture file has it.
+    """
+
+    pieces: tuple[Piece, ...] = ()
+    depth: int = 0
     label: str = "fixed"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of all pieces that live in a space."""
+        return tuple(part for piece in self.pieces for part in piece if part.space.kind != "fixed")
 
     @property
     def size(self) -> int | None:
         """Length the dimension must have; None where the architecture does not say."""
-        return sum(part.size for part in self.parts) if self.parts else None
+        return sum(math.prod(factors_of(piece)) for piece in self.pieces) if self.pieces else None
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """What an architecture file may say. One JSON file a family, under `data/`; see docs/add-architecture.md.
 
 An axis is written `space.role` (`attn.q`, `ffn.in`, `residual.write`), or as a bare word (`vocabulary`, `classes`,
-`positions`, `fixed`, ...: see OUTSIDE) if it lives in no space. A fused axis lists its parts: `{"split": [...]}` where
-they follow one another, `{"interleave": [...]}` where they alternate for each KV group. Where an entry depends on the
-config, it may be a list of entries, of which the first one whose `when` holds is taken.
+`positions`, `fixed`, ...: see OUTSIDE) if it lives in no space. `a * b` is an axis with an entry for each pair of
+entries of `a` and `b`, that of `b` running fastest; `fixed(EXPRESSION)` stands for so many entries that keep their
+place. A fused axis lists its pieces: `{"split": [...]}` where they follow one another, `{"interleave": [...]}` where
+they alternate: for each entry of the first `depth` factors that they share (each KV group; each neuron). Where an entry
+depends on the config, it may be a list of entries, of which the first one whose `when` holds is taken.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -32,19 +35,29 @@ class Strict(BaseModel):
 
 
 def _known_label(label: str) -> str:
-    if "." not in label and label not in OUTSIDE:
-        raise ValueError(f"'{label}' is neither space.role nor one of {', '.join(OUTSIDE)}")
+    for factor in label.split(TIMES):
+        if not _FACTOR.fullmatch(factor) and label not in OUTSIDE:
+            raise ValueError(f"'{factor}' is neither space.role nor one of {', '.join(OUTSIDE)}, fixed(SIZE)")
     return label
 
+
+TIMES = " * "
+"""Between the factors of an axis label."""
+
+FIXED = re.compile(r"fixed\((.+)\)")
+"""So many coordinates that keep their place."""
+
+_FACTOR = re.compile(r"\w+\.\w+|" + FIXED.pattern)
 
 Label = Annotated[str, AfterValidator(_known_label)]
 
 
 class FusedAxis(Strict):
-    """An axis that several roles share. Exactly one of the two lists is given."""
+    """An axis that several roles share. Exactly one of the two lists is given; `depth` belongs to `interleave`."""
 
     split: list[Label] | None = None
     interleave: list[Label] | None = None
+    depth: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _one_of_two(self) -> FusedAxis:

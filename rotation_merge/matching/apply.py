@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Axis, Part, TensorInfo
+from rotation_merge.architectures.model import Axis, Part, Piece, TensorInfo, factors_of
 from rotation_merge.groups import SpaceTransform
 
 
@@ -36,36 +37,39 @@ def transform_axis(
     x: Tensor, dim: int, axis: Axis, transforms: Mapping[str, SpaceTransform], dual: bool = False
 ) -> Tensor:
     """One labelled axis of x, which stands at `dim`, in the new coordinates; with `dual`, what is paired with it."""
-
-    def act(piece: Tensor, part: Part) -> Tensor:
-        transform = transforms.get(part.space.name)
-        return piece if transform is None else transform.act(piece, part.role, dim, dual)
-
-    pieces = [act(piece, part) for piece, part in zip(split_axis(x, dim, axis), axis.parts, strict=True)]
+    pieces = split_axis(x, dim, axis)
+    for where, piece in enumerate(axis.pieces):
+        for part, start in placed(piece, dim):
+            if part.space.name in transforms:
+                pieces[where] = transforms[part.space.name].act(pieces[where], part.role, start, dual)
     return join_axis(pieces, dim, axis)
 
 
+def placed(piece: Piece, dim: int) -> Iterator[tuple[Part, int]]:
+    """The parts of a piece that begins at dimension `dim`, each with the first of its dimensions."""
+    for part in piece:
+        yield part, dim
+        dim += len(part.factors)
+
+
 def split_axis(x: Tensor, dim: int, axis: Axis) -> list[Tensor]:
-    """Views of x, one for each part of the axis, dimension `dim` replaced by the part's factors."""
-    if not axis.interleaved:
-        pieces = x.split([part.size for part in axis.parts], dim=dim)
-        return [piece.unflatten(dim, part.factors) for piece, part in zip(pieces, axis.parts, strict=True)]
-    groups, width = axis.parts[0].factors[0], axis.parts[0].factors[-1]
-    rows = [part.size // (groups * width) for part in axis.parts]
-    pieces = x.unflatten(dim, (groups, sum(rows), width)).split(rows, dim=dim + 1)
+    """Views of x, one for each piece of the axis, dimension `dim` replaced by the piece's factors."""
+    factors = [factors_of(piece) for piece in axis.pieces]
+    shared = factors[0][: axis.depth]
+    rest = [math.prod(own[axis.depth :]) for own in factors]
+    views = x.unflatten(dim, (*shared, sum(rest))).split(rest, dim=dim + axis.depth)
     return [
-        piece if len(part.factors) == 3 else piece.squeeze(dim + 1)
-        for piece, part in zip(pieces, axis.parts, strict=True)
+        view.unflatten(dim + axis.depth, own[axis.depth :]) if own[axis.depth :] else view.squeeze(dim + axis.depth)
+        for view, own in zip(views, factors, strict=True)
     ]
 
 
 def join_axis(pieces: list[Tensor], dim: int, axis: Axis) -> Tensor:
     """The reverse of `split_axis`."""
-    if not axis.interleaved:
-        flat = [piece.flatten(dim, dim + len(part.factors) - 1) for piece, part in zip(pieces, axis.parts, strict=True)]
-        return flat[0] if len(flat) == 1 else torch.cat(flat, dim=dim)
-    full = [
-        piece if len(part.factors) == 3 else piece.unsqueeze(dim + 1)
-        for piece, part in zip(pieces, axis.parts, strict=True)
-    ]
-    return torch.cat(full, dim=dim + 1).flatten(dim, dim + 2)
+    at = dim + axis.depth
+    flat = []
+    for piece, own in zip(pieces, map(factors_of, axis.pieces), strict=True):
+        inner = len(own) - axis.depth
+        flat.append(piece.flatten(at, at + inner - 1) if inner else piece.unsqueeze(at))
+    joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=at)
+    return joined.flatten(dim, at) if axis.depth else joined

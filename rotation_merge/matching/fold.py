@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block, Norm, TensorInfo
 from rotation_merge.errors import AlignmentError
+from rotation_merge.matching.apply import join_axis, placed, split_axis
 from rotation_merge.matching.state import TensorSource, read_tensor
 
 Get = Callable[[str], Tensor | None]
@@ -70,7 +71,7 @@ def fold_tensor(block: Block, info: TensorInfo, get: Get, streams: Iterable[str]
             if info.key == scale.gain:
                 tensor = torch.ones_like(tensor)
             elif info.key in scale.writes:
-                tensor = _along(_work(tensor), _required(get, scale.gain), _dim(info, scale.stream, "write"))
+                tensor = _times(_work(tensor), info, _required(get, scale.gain), scale.stream, "write")
     for dim, axis in enumerate(info.axes):
         if any(part.role == "write" and part.space.name in centred for part in axis.parts):
             tensor = _work(tensor)
@@ -94,9 +95,9 @@ def _fold_norm(block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: 
             return tensor
         weight = _work(_required(get, weight_info.key))
         dim = _dim(weight_info, norm.stream)
-        added = _along(weight, shift, dim).sum(dim)
+        added = _times(weight, weight_info, shift, norm.stream).sum(dim)
         return _work(tensor) + (added.flatten(tensor.ndim).sum(-1) if added.ndim > tensor.ndim else added)
-    return _along(_work(tensor), _gain(norm, get), _dim(info, norm.stream))
+    return _times(_work(tensor), info, _gain(norm, get), norm.stream)
 
 
 def _norms(block: Block, streams: Iterable[str]) -> list[Norm]:
@@ -155,11 +156,16 @@ def _dim(info: TensorInfo, stream: str, role: str = "read") -> int:
     raise KeyError(f"{info.key} does not {role} {stream}")
 
 
-def _along(tensor: Tensor, gain: Tensor, dim: int) -> Tensor:
-    """Times the gain along a dimension, which may hold the stream several times over."""
-    shape = [1] * tensor.ndim
-    shape[dim] = -1
-    return tensor * gain.to(tensor).repeat(tensor.shape[dim] // len(gain)).reshape(shape)
+def _times(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role: str = "read") -> Tensor:
+    """Times the gain along the axis of a stream, which may hold it several times over."""
+    dim = _dim(info, stream, role)
+    axis = info.axes[dim]
+    pieces = split_axis(tensor, dim, axis)
+    for where, piece in enumerate(axis.pieces):
+        for part, start in placed(piece, dim):
+            if part.space.name == stream and part.role == role:
+                pieces[where] = pieces[where] * gain.to(tensor).reshape(-1, *[1] * (pieces[where].ndim - start - 1))
+    return join_axis(pieces, dim, axis)
 
 
 def centred_streams(architecture: Architecture, streams: Iterable[str]) -> list[str]:

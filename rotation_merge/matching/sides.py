@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rotation_merge.architectures.model import Block, Part, Space, TensorInfo
+from rotation_merge.architectures.model import Axis, Block, Part, Space, TensorInfo
 from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.apply import split_axis, transform_tensor
+from rotation_merge.matching.apply import placed, split_axis, transform_tensor
 
 Tensors = Mapping[str, Tensor]
 """Tensors of a block by key (`TensorInfo.key`); stacked ones stacked."""
@@ -57,10 +57,17 @@ def views(
         moved = transform_tensor(donor[info.key], info, rest)
         for dim, axis in enumerate(info.axes):
             if any(part.space == space for part in axis.parts):
-                pieces = (split_axis(x, dim, axis) for x in (anchor[info.key], moved))
-                for part, a, b in zip(axis.parts, *pieces, strict=True):
+                for part, start, a, b in axis_views(anchor[info.key], moved, dim, axis):
                     if part.space == space:
-                        yield info, part, dim, a, b
+                        yield info, part, start, a, b
+
+
+def axis_views(a: Tensor, b: Tensor, dim: int, axis: Axis) -> Iterator[tuple[Part, int, Tensor, Tensor]]:
+    """Every part of an axis in two tensors of one shape: the part, its first dimension, and both views."""
+    for piece, x, y in zip(axis.pieces, split_axis(a, dim, axis), split_axis(b, dim, axis), strict=True):
+        for part, start in placed(piece, dim):
+            if part.space.kind != "fixed":
+                yield part, start, x, y
 
 
 def _to_front(x: Tensor, dim: int, count: int) -> Tensor:

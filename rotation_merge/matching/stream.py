@@ -36,8 +36,8 @@ from rotation_merge.groups import (
 )
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.polar import complement_of_ones, procrustes
-from rotation_merge.matching.apply import split_axis, transform_tensor
-from rotation_merge.matching.sides import Tensors
+from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.sides import Tensors, axis_views
 
 GROUPS = ("permutation", "signed_permutation", "rotation")
 
@@ -102,8 +102,8 @@ class Statistics:
             moved = transform_tensor(b, _without(info, dim), transforms)
             other = _square(moved, logits)
             distance = norm + other
-            for part, x, y in zip(axis.parts, split_axis(a, dim, axis), split_axis(moved, dim, axis), strict=True):
-                product = _product(x.movedim(dim, 0), y.movedim(dim, 0), self.precise, logits is not None)
+            for part, start, x, y in axis_views(a, moved, dim, axis):
+                product = _product(x.movedim(start, 0), y.movedim(start, 0), self.precise, logits is not None)
                 distance -= 2 * _overlap(transforms[part.space.name], product, part.role)
                 found.append((part.space.name, part.role, product))
         if norm == 0 or (found and all(role == "gain" and _mixes(transforms[name]) for name, role, _ in found)):
