@@ -1,10 +1,14 @@
-"""Which tensors of an architecture are linear maps, what they read and what they give: told from their labelled axes."""
+"""Which tensors are linear maps, what they read and what they give: told from their labelled axes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from rotation_merge.architectures.model import Architecture, Axis, Block, Norm, Scale, TensorInfo
+from rotation_merge.matching.fold import times_gain
 
 READERS = ("read", "o", "out")
 """Roles of an axis that reads activations."""
@@ -46,6 +50,21 @@ class LinearMap:
     def scale(self) -> Scale | None:
         """The layer scale that multiplies what it gives."""
         return next((s for s in self.block.scales if self.info.key in s.writes), None)
+
+
+def along_inputs(one: LinearMap, gain: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A norm's gain and shift along the whole axis that a map reads, which may hold the stream several times over."""
+    norm = one.norm
+    size = one.inputs.size
+    if norm is None or size is None:
+        raise KeyError(one.info.key)
+    axis = TensorInfo(one.info.key, one.info.names, (one.inputs,))
+    ones = torch.ones(size, dtype=gain.dtype, device=gain.device)
+    gains = times_gain(ones, axis, gain, norm.stream)
+    if shift is None:
+        return gains, torch.zeros_like(gains)
+    elsewhere = times_gain(ones, axis, torch.zeros_like(gain), norm.stream)
+    return gains, times_gain(ones, axis, shift, norm.stream) - elsewhere
 
 
 def linear_map(block: Block, info: TensorInfo) -> LinearMap | None:
@@ -101,12 +120,10 @@ def _within(wanted: LinearMap, other: LinearMap) -> slice | None:
     if wanted.stacked != other.stacked or local_parts(wanted.inputs) != local_parts(other.inputs):
         return None
     names, start = local_parts(wanted.outputs), 0
-    if len(names) != 1 or other.outputs.interleaved or names[0] not in local_parts(other.outputs):
+    if len(names) != 1 or other.outputs.depth or names[0] not in local_parts(other.outputs):
         return None
     for part, name in zip(other.outputs.parts, local_parts(other.outputs), strict=True):
         if name == names[0]:
             return slice(start, start + part.size)
         start += part.size
     return None
-
-

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rotation_merge.architectures.model import Architecture, Norm, Scale
-from rotation_merge.averaging.maps import LinearMap, linear_maps
+from rotation_merge.averaging.maps import LinearMap, along_inputs, linear_maps
 
 _PRODUCTS = {
     torch.nn.functional.linear: 0,
@@ -40,19 +40,6 @@ class Watcher(Protocol):
 
     def gave(self, name: str, expert: int | None, y: Tensor) -> None:
         """What comes out: (..., outputs), behind a layer scale."""
-
-
-@dataclass
-class Split:
-    """A norm that runs without gain and shift: what its readers apply instead (to each copy of the stream they read)."""
-
-    gain: Tensor
-    shift: Tensor | None
-
-    def apply(self, x: Tensor) -> Tensor:
-        copies = x.shape[-1] // len(self.gain)
-        x = x * self.gain.repeat(copies)
-        return x if self.shift is None else x + self.shift.repeat(copies)
 
 
 @dataclass
@@ -79,7 +66,7 @@ class Tapped:
     model: nn.Module
     architecture: Architecture
     maps: dict[str, LinearMap]
-    splits: dict[str, Split] = field(default_factory=dict)
+    splits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -104,8 +91,8 @@ class Tapped:
                 readers = [m for m in self.maps.values() if m.block is block and m.norm is norm]
                 if readers and self._readable(norm, names, seen):
                     gain, shift = parameters[names[norm.gain]], parameters.get(names.get(norm.shift or "", ""))
-                    split = Split(gain.detach() + norm.offset, None if shift is None else shift.detach().clone())
-                    self.splits.update({m.info.name: split for m in readers})
+                    own = gain.detach() + norm.offset, None if shift is None else shift.detach().clone()
+                    self.splits.update({m.info.name: along_inputs(m, *own) for m in readers})
                     kept.append((gain, gain.detach().clone(), 1.0 - norm.offset))
                     kept += [] if shift is None else [(shift, shift.detach().clone(), 0.0)]
             for scale in block.scales:
@@ -189,7 +176,7 @@ class _Mode(TorchFunctionMode):
         self.watcher.saw(name, expert, x)
         split = self.tapped.splits.get(name)
         if split is not None:
-            args = (*args[:place], split.apply(x), *args[place + 1 :])
+            args = (*args[:place], x * split[0] + split[1], *args[place + 1 :])
         y = func(*args, **kwargs)
         scale = self.tapped.scales.get(name)
         if scale is not None:

@@ -71,7 +71,7 @@ def fold_tensor(block: Block, info: TensorInfo, get: Get, streams: Iterable[str]
             if info.key == scale.gain:
                 tensor = torch.ones_like(tensor)
             elif info.key in scale.writes:
-                tensor = _times(_work(tensor), info, _required(get, scale.gain), scale.stream, "write")
+                tensor = times_gain(_work(tensor), info, _required(get, scale.gain), scale.stream, "write")
     for dim, axis in enumerate(info.axes):
         if any(part.role == "write" and part.space.name in centred for part in axis.parts):
             tensor = _work(tensor)
@@ -95,9 +95,9 @@ def _fold_norm(block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: 
             return tensor
         weight = _work(_required(get, weight_info.key))
         dim = _dim(weight_info, norm.stream)
-        added = _times(weight, weight_info, shift, norm.stream).sum(dim)
+        added = times_gain(weight, weight_info, shift, norm.stream).sum(dim)
         return _work(tensor) + (added.flatten(tensor.ndim).sum(-1) if added.ndim > tensor.ndim else added)
-    return _times(_work(tensor), info, _gain(norm, get), norm.stream)
+    return times_gain(_work(tensor), info, _gain(norm, get), norm.stream)
 
 
 def _norms(block: Block, streams: Iterable[str]) -> list[Norm]:
@@ -156,7 +156,7 @@ def _dim(info: TensorInfo, stream: str, role: str = "read") -> int:
     raise KeyError(f"{info.key} does not {role} {stream}")
 
 
-def _times(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role: str = "read") -> Tensor:
+def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role: str = "read") -> Tensor:
     """Times the gain along the axis of a stream, which may hold it several times over."""
     dim = _dim(info, stream, role)
     axis = info.axes[dim]

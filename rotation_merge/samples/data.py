@@ -12,6 +12,10 @@ from torch import Tensor
 from rotation_merge.errors import DataError
 from rotation_merge.samples.examples import KINDS, read_examples, tokenizer_of
 from rotation_merge.samples.functions import Batch
+from rotation_merge.samples.written import SOURCES, write_samples
+
+SAMPLES = 64
+"""Samples that are made where no number is given."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +45,21 @@ def read_batches(
     """Read data for a model.
 
     Args:
-        source: a path, or `demo:digits`, `demo:python`, `demo:english`, `demo:c`.
+        source: a path, `demo:digits`, `demo:python`, `demo:english`, `demo:c`, or what needs no data: `self`,
+            `synthetic` (see `written`).
         model_path: where tokenizer and preprocessor lie.
         model: the loaded model; says what inputs and labels it takes.
-        limit: at most so many examples.
+        limit: at most so many examples; so many are made where they are made.
         length: tokens in a window of running text.
-        seed: of the masks for masked language models.
+        seed: of the masks for masked language models, and of samples that are made.
 
     Raises:
         DataError: names the file and what it should hold.
     """
-    examples = read_examples(source, model_path, model, length)
+    if source in SOURCES:
+        examples: Any = write_samples(source, model, model_path, limit or SAMPLES, length, seed)
+    else:
+        examples = read_examples(source, model_path, model, length)
     count = len(next(iter(examples.values()))) if isinstance(examples, dict) else len(examples)
     if count == 0:
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
@@ -134,3 +142,54 @@ def _masked(batch: Batch, model_path: str, generator: torch.Generator) -> Batch:
     hidden &= batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
     labels = batch["input_ids"].masked_fill(~hidden, -100)
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, token), "labels": labels}
+
+
+def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
+    """The same examples without padding: those of one length together, in the order of their lengths' first examples.
+
+    Args:
+        source: what to call the data in errors.
+
+    Raises:
+        DataError: a mask has holes inside an example.
+    """
+    groups: dict[int, list[Batch]] = {}
+    size = max((len(next(iter(batch.values()))) for batch in batches), default=1)
+    for batch in batches:
+        if "attention_mask" not in batch:
+            groups.setdefault(-1, []).append(batch)
+            continue
+        for row in range(len(batch["attention_mask"])):
+            begin, end = _real(batch["attention_mask"][row], source)
+            long = batch["attention_mask"].shape[1]
+            cut = {
+                name: tensor[row : row + 1, begin:end] if tensor.shape[1:2] == (long,) else tensor[row : row + 1]
+                for name, tensor in batch.items()
+                if name != "attention_mask"
+            }
+            groups.setdefault(end - begin, []).append(cut)
+    return [made for rows in groups.values() for made in _joined(rows, size)]
+
+
+def _real(mask: Tensor, source: str) -> tuple[int, int]:
+    """Where the tokens of an example begin and end."""
+    found = mask.nonzero()[:, 0]
+    begin, end = (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)
+    if end - begin != len(found) or not len(found):
+        raise DataError(
+            "an attention mask has holes, or is empty", where=source, remedy="pad examples at one end, not inside"
+        )
+    return begin, end
+
+
+def _joined(rows: list[Batch], size: int) -> list[Batch]:
+    """Examples of one length in batches of at most `size`."""
+    flat = [{name: tensor[i : i + 1] for name, tensor in batch.items()} for batch in rows for i in range(_count(batch))]
+    return [
+        {name: torch.cat([example[name] for example in flat[i : i + size]]) for name in flat[i]}
+        for i in range(0, len(flat), size)
+    ]
+
+
+def _count(batch: Batch) -> int:
+    return len(next(iter(batch.values())))

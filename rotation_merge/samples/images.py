@@ -65,16 +65,11 @@ def preparer(directory: str, config: Any) -> Callable[[Any], Tensor]:
         from PIL import Image
     except ImportError as error:
         raise DataError("images need Pillow", remedy="pip install pillow") from error
-    path = Path(directory) / "preprocessor_config.json"
-    says = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     vision = getattr(config, "vision_config", config)
     side = getattr(vision, "image_size", 224)
     size = tuple(side) if isinstance(side, list | tuple) else (side, side)
     channels = getattr(vision, "num_channels", 3)
-    factor = says.get("rescale_factor", 1 / 255) if says.get("do_rescale", True) else 1.0
-    normalise = says.get("do_normalize", True)
-    mean = torch.tensor(says.get("image_mean", [0.5] * channels) if normalise else [0.0]).view(-1, 1, 1)
-    deviation = torch.tensor(says.get("image_std", [0.5] * channels) if normalise else [1.0]).view(-1, 1, 1)
+    factor, mean, deviation = normalisation(directory, channels)
 
     def prepare(file: Any) -> Tensor:
         with Image.open(file) if isinstance(file, Path) else nullcontext(file) as image:
@@ -85,3 +80,21 @@ def preparer(directory: str, config: Any) -> Callable[[Any], Tensor]:
         return (torch.as_tensor(array.copy()) * factor - mean) / deviation
 
     return prepare
+
+
+def normalisation(directory: str, channels: int) -> tuple[float, Tensor, Tensor]:
+    """What a model's preprocessor does to values of 0 to 255: times a factor, minus a mean, over a deviation.
+
+    Args:
+        directory: where preprocessor_config.json lies, if there is one.
+
+    Returns:
+        The factor, and mean and deviation of each channel, shape (channels, 1, 1).
+    """
+    path = Path(directory) / "preprocessor_config.json"
+    says = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    factor = says.get("rescale_factor", 1 / 255) if says.get("do_rescale", True) else 1.0
+    normalise = says.get("do_normalize", True)
+    mean = torch.tensor(says.get("image_mean", [0.5] * channels) if normalise else [0.0]).view(-1, 1, 1)
+    deviation = torch.tensor(says.get("image_std", [0.5] * channels) if normalise else [1.0]).view(-1, 1, 1)
+    return factor, mean, deviation
