@@ -26,8 +26,8 @@ def attention(groups: int, per_group: int, d: int, **facts: object) -> Space:
     return Space("attn", "attention", sizes, **facts)  # type: ignore[arg-type]
 
 
-def ffn(n: int, gated: bool = False, relu: bool = False) -> Space:
-    return Space("ffn", "ffn", {"size": n}, gated=gated, relu=relu)
+def ffn(n: int, gated: bool = False, degree: int = 0) -> Space:
+    return Space("ffn", "ffn", {"size": n}, gated=gated, degree=1 if gated else degree)
 
 
 def roles_of(space: Space) -> tuple[str, ...]:

@@ -202,7 +202,7 @@ def random_transform(kind: str, seed: int) -> SpaceTransform:
     if kind == "ffn":
         return NeuronTransform(Monomial(Permutation.random(1, 7, g), signed(1, 7, seed)))
     if kind == "experts":
-        return ExpertTransform(torch.randperm(3, generator=g), Monomial.random(3, 4, g))
+        return ExpertTransform(torch.randperm(3, generator=g), Monomial.random(3, 4, g), degree=2)
     return StreamTransform(Monomial(Permutation.random(1, 6, g), Scaling.random_signs(1, 6, g)))
 
 

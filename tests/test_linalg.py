@@ -90,15 +90,16 @@ positive = st.floats(0.01, 100, allow_nan=False)
 
 
 @settings(max_examples=300, deadline=None)
-@given(positive, positive, finite, finite, st.booleans())
-def test_best_scale_by_dense_grid(primal, dual, p, q, signed):
+@given(positive, positive, finite, finite, st.booleans(), st.sampled_from([1, 1, 2, 3]))
+def test_best_scale_by_dense_grid(primal, dual, p, q, signed, degree):
+    signed = signed and degree == 1
     args = [torch.tensor([x], dtype=torch.float64) for x in (primal, dual, p, q)]
-    a = best_scale(*args, signed=signed)
+    a = best_scale(*args, signed=signed, degree=degree)
     grid = torch.linspace(-LARGEST_LOG_SCALE, LARGEST_LOG_SCALE, 4001, dtype=torch.float64).exp()
     if signed:
         grid = torch.cat([grid, -grid])
-    best = cost(grid, *args).min()
-    found = float(cost(a, *args))
+    best = cost(grid, *args, degree).min()
+    found = float(cost(a, *args, degree))
     if float(a.abs().log().abs()) < LARGEST_LOG_SCALE - 1e-6:
         assert found <= float(best) + 1e-9 * (primal + dual)
     assert found <= float(cost(torch.ones(1).double(), *args))
@@ -111,6 +112,15 @@ def test_best_scale_is_a_root_of_the_papers_quartic():
     a = best_scale(primal, dual, p, q)
     residual = primal * a**4 - p * a**3 + q * a - dual
     assert (residual.abs() / (primal * a**4 + dual)).max() < 1e-12
+
+
+def test_float32_finds_the_best_scale_of_higher_degrees():
+    known = [x(2000, seed=i) for i, x in enumerate((randn, randn, randn, randn))]
+    known = [known[0].square() + 0.01, known[1].square() + 0.01, 2 * known[2], 2 * known[3]]
+    for degree in (2, 3):
+        exact, rough = best_scale(*known, degree=degree), best_scale(*(x.float() for x in known), degree=degree)
+        lost = cost(rough.double(), *known, degree) - cost(exact, *known, degree)
+        assert (lost / (known[0] + known[1] + cost(exact, *known, degree).abs())).max() < 1e-5
 
 
 def test_best_scale_ties():

@@ -22,7 +22,7 @@ from rotation_merge.matching.nearest import nearest_order
 from rotation_merge.matching.neurons import Neurons
 from rotation_merge.matching.options import MatchOptions
 
-KINDS = {"plain": {}, "relu": {"relu": True}, "gated": {"gated": True}}
+KINDS = {"plain": {}, "relu": {"degree": 1}, "relu2": {"degree": 2}, "gated": {"gated": True}}
 kinds = pytest.mark.parametrize("facts", KINDS.values(), ids=KINDS.keys())
 SCALES = torch.linspace(-3, 3, 2001, dtype=torch.float64).exp()
 
@@ -36,7 +36,7 @@ def grid_costs(anchor, donor, facts, rescale):
     n = len(anchor["in"])
     total = torch.zeros(len(scales), n, n, dtype=torch.float64)
     for role, x in anchor.items():
-        factor = {"in": scales, "gate": torch.ones_like(scales), "out": 1 / scales}[role]
+        factor = {"in": scales, "gate": torch.ones_like(scales), "out": scales ** -facts.get("degree", 1)}[role]
         y = donor[role]
         total += x.square().sum(1)[None, :, None] - 2 * factor * (x @ y.T) + factor**2 * y.square().sum(1)
     return total.amin(0)
@@ -54,7 +54,9 @@ def test_order_signs_and_scales_against_brute_force(facts, rescale, spread):
         match = match_ffn(space, sides_of(anchor, donor), MatchOptions(rescale=rescale))
         assert match.after <= best * (1 + 1e-9)
         assert match.after == pytest.approx(best, rel=1e-4)
-        assert left(anchor, donor, NeuronTransform(match.element)) == pytest.approx(match.after, rel=1e-9)
+        assert left(anchor, donor, NeuronTransform(match.element, space.degree or 1)) == pytest.approx(
+            match.after, rel=1e-9
+        )
         assert match.before == pytest.approx(distance(anchor, donor))
         assert match.gap == 0
 
@@ -88,9 +90,7 @@ def test_larger_problems_attain_the_assignments_bound(facts):
     match = match_ffn(space, sides_of(anchor, donor), MatchOptions())
     i, j = (x.flatten() for x in torch.meshgrid(torch.arange(150), torch.arange(150), indexing="ij"))
     roles = {r: [(anchor[r], donor[r])] for r in anchor}
-    neurons = Neurons(
-        roles["in"], roles.get("gate", []), roles["out"], bool(facts.get("gated")), bool(facts.get("relu"))
-    )
+    neurons = Neurons(roles["in"], roles.get("gate", []), roles["out"], space.gated, space.degree)
     costs = neurons.pair_distances(i, j).reshape(150, 150)
     rows, columns = linear_sum_assignment(costs.numpy())
     assert match.after == pytest.approx(float(costs[rows, columns].sum()), rel=1e-9)
@@ -121,11 +121,9 @@ def test_near_models_are_proven_without_all_pairs(facts, dtype):
     for index in (torch.arange(300), order):
         donor = {r: x[index.argsort()] for r, x in noisy(anchor, 0.05, 1).items()}
         roles = {r: [(anchor[r], donor[r])] for r in anchor}
-        neurons = Neurons(
-            roles["in"], roles.get("gate", []), roles["out"], bool(facts.get("gated")), bool(facts.get("relu"))
-        )
+        neurons = Neurons(roles["in"], roles.get("gate", []), roles["out"], space.gated, space.degree)
         proven = nearest_order(neurons)
-        if facts.get("relu"):
+        if facts.get("degree"):
             assert proven is None  # every coordinate may be rescaled: nothing to tell neurons apart by quickly
         else:
             assert torch.equal(proven[0], index)
@@ -140,7 +138,7 @@ def test_the_quick_proof_never_accepts_a_wrong_order():
     donor = noisy(anchor, 0.05, 1)
     for role in donor:
         donor[role][[3, 8]] = donor[role][[8, 3]]
-    neurons = Neurons([(anchor["in"], donor["in"])], [], [(anchor["out"], donor["out"])], False, False)
+    neurons = Neurons([(anchor["in"], donor["in"])], [], [(anchor["out"], donor["out"])], False, 0)
     assert nearest_order(neurons) is None  # the donor's own order looks right, two neurons are exchanged
     found = match_ffn(space, sides_of(anchor, donor), MatchOptions())
     assert found.element.permutation.index[0, [3, 8]].tolist() == [8, 3]

@@ -41,7 +41,8 @@ from rotation_merge.errors import ArchitectureError
 
 T = TypeVar("T")
 
-_RELU = ("relu", "relu2", "relu_squared")
+DEGREES = {"relu": 1, "leaky_relu": 1, "linear": 1, "relu2": 2, "relu_squared": 2}
+"""Activations by name with f(c x) = c^degree f(x) for every c > 0; all others admit no rescaling."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,9 @@ def _space(scope: _Scope, name: str, spec: LocalSpace) -> Space:
     sizes = {"size": _integer(scope, spec.size, f"size of space {name}") if evaluate(spec.size, config) else 0}
     if spec.kind == "experts":
         sizes["count"] = _integer(scope, spec.count, f"count of {name}") if evaluate(spec.count, config) else 0
-    relu = evaluate(spec.activation, config) in _RELU if spec.activation else False
-    return Space(name, spec.kind, sizes, gated=bool(evaluate(spec.gated, config)), relu=relu)
+    gated = bool(evaluate(spec.gated, config))
+    degree = 1 if gated else DEGREES.get(evaluate(spec.activation, config), 0)
+    return Space(name, spec.kind, sizes, gated=gated, degree=degree)
 
 
 def _attention(scope: _Scope, name: str, spec: AttentionSpec) -> Space:

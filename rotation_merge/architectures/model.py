@@ -19,7 +19,8 @@ class Space:
         interleaved: whether RoPE pairs are neighbours.
         norm: norm between query/key projection and product, as in the architecture file.
         free_order, free_values: whether heads may change places, and values may be turned.
-        gated, relu: what kind of FFN the neurons belong to.
+        gated: whether the neurons' activations are multiplied by a second, linear map.
+        degree: a neuron scaled by c on its way in is scaled by 1 / c^degree on its way out; 0: it cannot be scaled.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Space:
     free_order: bool = True
     free_values: bool = True
     gated: bool = False
-    relu: bool = False
+    degree: int = 0
 
     def factors(self, role: str) -> tuple[int, ...]:
         """Dimensions an axis of this role splits into."""

@@ -160,7 +160,7 @@ class AttentionSpec(Strict):
 
 
 class FfnSpec(Strict):
-    """Neurons of one FFN; `activation` names the config's function, of which ReLU admits positive rescaling."""
+    """Neurons of one FFN; `activation` names the config's function, which may admit rescaling (`DEGREES`)."""
 
     kind: Literal["ffn"]
     size: Expression

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.groups.monomial import Monomial
-from rotation_merge.groups.neurons import act_on_neurons
+from rotation_merge.groups.neurons import act_on_neurons, degree_in, degree_tensor
 from rotation_merge.groups.space import SpaceTransform
 
 
@@ -19,6 +19,7 @@ class ExpertTransform(SpaceTransform):
     Attributes:
         order: int64 (E,).
         neurons: Monomial of batch E and size n.
+        degree: of their activation, f(c x) = c^degree f(x).
 
     Roles: `index` is the axis that counts the experts (router rows; dimension 0 of stacked expert weights);
     `in`, `gate`, `out` are neuron axes of stacked weights, whose dimension 0 counts the (reordered) experts.
@@ -26,23 +27,25 @@ class ExpertTransform(SpaceTransform):
 
     order: Tensor
     neurons: Monomial
+    degree: int = 1
 
     space_kind = "experts"
 
     def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
         if role == "index":
             return x.index_select(dim, self.order.to(x.device))
-        return act_on_neurons(self.neurons, x, role, dim, dual)
+        return act_on_neurons(self.neurons, self.degree, x, role, dim, dual)
 
     def mixes(self, role: str) -> bool:
         return False
 
     def inverse(self) -> ExpertTransform:
         back = self.order.argsort()
-        return ExpertTransform(back, self.neurons.inverse().select(back))
+        return ExpertTransform(back, self.neurons.inverse().select(back), self.degree)
 
     def compose(self, first: ExpertTransform) -> ExpertTransform:
-        return ExpertTransform(first.order[self.order], self.neurons.compose(first.neurons.select(self.order)))
+        neurons = self.neurons.compose(first.neurons.select(self.order))
+        return ExpertTransform(first.order[self.order], neurons, self.degree)
 
     def _moved(self) -> float:
         at_home = torch.arange(len(self.order), device=self.order.device)
@@ -62,8 +65,8 @@ class ExpertTransform(SpaceTransform):
         return "order of experts, permutation of each one's neurons"
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"order": self.order} | self.neurons.tensors()
+        return {"order": self.order} | self.neurons.tensors() | degree_tensor(self.degree)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> ExpertTransform:
-        return cls(tensors["order"].long(), Monomial.from_tensors(tensors))
+        return cls(tensors["order"].long(), Monomial.from_tensors(tensors), degree_in(tensors))

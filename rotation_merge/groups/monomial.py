@@ -52,6 +52,10 @@ class Monomial(GroupElement):
     def select(self, index: Tensor) -> Monomial:
         return Monomial(self.permutation.select(index), self.scaling.select(index))
 
+    def powered(self, degree: int) -> Monomial:
+        """The same order, every factor to the power of `degree`."""
+        return self if degree == 1 else Monomial(self.permutation, Scaling(self.scaling.factor**degree))
+
     def act(self, x: Tensor, batch_dim: int, dim: int, dual: bool = False) -> Tensor:
         if not self.permutation.is_identity():
             x = self.permutation.act(x, batch_dim, dim)

@@ -142,7 +142,7 @@ class LearnedTransforms(nn.Module):
             space = self.spaces[name]
             for part, element in _parts(transform).items():
                 ones = space.kind == "stream" and layer_normed(architecture, name) and isinstance(element, Orthogonal)
-                scales = rescale and (space.kind == "attention" or space.gated or space.relu)
+                scales = rescale and (space.kind == "attention" or space.degree > 0)
                 self.elements[_key(name, part)] = LearnedElement(
                     element, scales, ones, permutations and part == "neurons"
                 )
@@ -161,9 +161,9 @@ class LearnedTransforms(nn.Module):
             case StreamTransform():
                 return StreamTransform(element("stream"))
             case NeuronTransform():
-                return NeuronTransform(element("neurons"))  # type: ignore[arg-type]
+                return NeuronTransform(element("neurons"), transform.degree)  # type: ignore[arg-type]
             case ExpertTransform():
-                return ExpertTransform(transform.order, element("neurons"))  # type: ignore[arg-type]
+                return ExpertTransform(transform.order, element("neurons"), transform.degree)  # type: ignore[arg-type]
         return transform
 
     @torch.no_grad()
@@ -207,10 +207,10 @@ def _still(transform: SpaceTransform) -> SpaceTransform:
         case StreamTransform():
             return StreamTransform(_still_element(transform.element))
         case NeuronTransform():
-            return NeuronTransform(Monomial.identity(transform.element.batch, transform.element.size))
+            return NeuronTransform(Monomial.identity(transform.element.batch, transform.element.size), transform.degree)
         case ExpertTransform():
             neurons = Monomial.identity(transform.neurons.batch, transform.neurons.size)
-            return ExpertTransform(torch.arange(len(transform.order)), neurons)
+            return ExpertTransform(torch.arange(len(transform.order)), neurons, transform.degree)
     return transform
 
 

@@ -10,6 +10,10 @@ x^2 + x^-2 - 2 u x - 2 v / x, with stationary points at the roots of x^4 - u x^3
 lies at x >= 1, where there is one root (the derivative in log x >= 0, over cosh, is convex or increasing and starts at
 or below zero); Newton's method from its right descends to it. If u < v, 1/x solves the problem with u and v exchanged;
 a negative scale changes the signs of both.
+
+Behind a homogeneous activation of degree k, f(c x) = c^k f(x), the dual side is scaled by 1/a^k. In t = log x, half the
+derivative of what is left, x^2 - u x - k x^-2k + k v x^-k, has one root or three (Descartes' rule): the outer two are
+minima, and the better one is taken.
 """
 
 from __future__ import annotations
@@ -20,28 +24,36 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-LARGEST_LOG_SCALE = 4.6
-"""Scales stay within exp(+-4.6), a factor of about 100: further out half precision is the limit, not the fit."""
+LARGEST_LOG_SCALE = math.log(1e6)
+"""Scales stay within a millionth and a million; `limited` says where that is what stopped them."""
 
 _NEWTON = {torch.float32: 8, torch.float64: 14}
 _TIE = 1e-12  # gains below this share of the norms give way to the scale 1
 _ROUNDS = 60
+_GRID = 16
 _SETTLED = 1e-8  # change of a log scale; the cost's error is its square
 _WIDE = 0.3  # log scales further apart than this from the best start are searched on a grid
 
 
-def cost(scale: Tensor, primal: Tensor, dual: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """a^2 P + D / a^2 - 2 a p - 2 q / a, elementwise."""
-    return scale**2 * primal + dual / scale**2 - 2 * scale * p - 2 * q / scale
+def cost(scale: Tensor, primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, degree: int = 1) -> Tensor:
+    """a^2 P + D / a^2k - 2 a p - 2 q / a^k, elementwise, k the degree."""
+    power = scale**degree
+    return scale**2 * primal + dual / power**2 - 2 * scale * p - 2 * q / power
 
 
-def best_scale(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool = False) -> Tensor:
+def limited(scale: Tensor) -> Tensor:
+    """Where a scale is as large or as small as one may be."""
+    return scale.abs().log().abs() >= LARGEST_LOG_SCALE * (1 - 1e-6)
+
+
+def best_scale(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool = False, degree: int = 1) -> Tensor:
     r"""The scale that minimises `cost`: the right real root of P a^4 - p a^3 + q a - D = 0.
 
     Args:
         primal, dual: P and D, >= 0, shapes that broadcast.
         p, q: inner products with the anchor.
-        signed: also allow negative scales.
+        signed: also allow negative scales (of degree 1).
+        degree: k, how often the dual side is divided by the scale.
 
     Returns:
         a, in the inputs' dtype, 1 where nothing is gained. Where the optimum lies beyond exp(+-LARGEST_LOG_SCALE), the
@@ -51,20 +63,23 @@ def best_scale(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool 
     """
     primal, dual, p, q = torch.broadcast_tensors(primal, dual, p, q)
     usable = (primal > 0) & (dual > 0)
-    root = (torch.where(usable, dual, 1.0) / torch.where(usable, primal, 1.0)) ** 0.25
+    root = (torch.where(usable, dual, 1.0) / torch.where(usable, primal, 1.0)) ** (0.5 / (1 + degree))
     middle = torch.where(usable, primal, 1.0) * root * root
-    u, v = p * root / middle, q / (root * middle)
+    u, v = p * root / middle, q / (root**degree * middle)
     sign = torch.ones_like(u)
     if signed:
         sign = torch.where(u + v < 0, -sign, sign)
         u, v = u * sign, v * sign
-    x = _largest_root(torch.maximum(u, v), torch.minimum(u, v))
-    x = torch.where(u >= v, x, 1 / x)
+    if degree == 1:
+        x = _largest_root(torch.maximum(u, v), torch.minimum(u, v))
+        x = torch.where(u >= v, x, 1 / x)
+    else:
+        x = _outer_roots(u, v, degree)
     limit = math.exp(LARGEST_LOG_SCALE)
     a = (x * root).clamp(1 / limit, limit) * sign
     one = torch.ones_like(a)
     a = torch.where(usable & a.isfinite(), a, one)
-    gains = cost(one, primal, dual, p, q) - cost(a, primal, dual, p, q) > _TIE * (primal + dual)
+    gains = cost(one, primal, dual, p, q) - cost(a, primal, dual, p, q, degree) > _TIE * (primal + dual)
     return torch.where(gains, a, one)
 
 
@@ -81,6 +96,43 @@ def _largest_root(u: Tensor, v: Tensor) -> Tensor:
         if bool((before - x <= eps * x).all()):
             break
     return x
+
+
+def _outer_roots(u: Tensor, v: Tensor, degree: int) -> Tensor:
+    """The better one of the least and the greatest stationary x > 0 of x^2 - 2 u x + x^-2k - 2 v x^-k, elementwise.
+
+    Both lie in brackets found on a grid between bounds of all roots, and are closed in on by Newton's method in log x,
+    by halves where a step would leave the bracket.
+    """
+    k, none = degree, torch.full_like(u, torch.inf)
+    alone = torch.where(u > 0, u.log(), -none), torch.where(v > 0, -v.log() / k, none)  # minima of either side
+    low = torch.maximum(-(v.clamp_min(0) + 1 + (-u).clamp_min(0)).log() / k, torch.minimum(*alone))
+    high = torch.minimum((u.clamp_min(0) + 1 + k * (1 + (-v).clamp_min(0))).log(), torch.maximum(*alone))
+
+    def slope(t: Tensor) -> Tensor:
+        x, y = t.exp(), (-k * t).exp()
+        return x * (x - u) - k * y * (y - v)
+
+    step = (high - low) / _GRID
+    first, last = high, low
+    for i in range(1, _GRID):
+        point = low + i * step
+        falls = slope(point) < 0
+        last = torch.where(falls, point, last)
+        first = torch.where(~falls & (first == high), point, first)
+    found = []
+    for left, right in ((first - step, first), (last, last + step)):
+        t = (left + right) / 2
+        for _ in range(2 * _NEWTON.get(u.dtype, 14)):
+            value = slope(t)
+            left, right = torch.where(value < 0, t, left), torch.where(value < 0, right, t)
+            x, y = t.exp(), (-k * t).exp()
+            moved = t - value / (x * (2 * x - u) + k * k * y * (2 * y - v))
+            t = torch.where((moved > left) & (moved < right), moved, (left + right) / 2)
+        found.append(t.exp())
+    ones = torch.ones_like(u)
+    better = cost(found[0], ones, ones, u, v, k) <= cost(found[1], ones, ones, u, v, k)
+    return torch.where(better, *found)
 
 
 def joint_scale(

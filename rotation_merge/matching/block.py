@@ -69,7 +69,7 @@ def wanted_spaces(block: Block, options: MatchOptions) -> list[Space]:
         if space.kind == "attention":
             ask = options.attention != "none" or options.heads != "none"
         else:
-            ask = options.ffn != "none" or (bool(options.rescale) and (space.gated or space.relu))
+            ask = options.ffn != "none" or (bool(options.rescale) and space.degree > 0)
         if ask:
             wanted.append(space)
     return wanted
@@ -128,7 +128,7 @@ def _match_space(
     found = sides(block, space, anchor, donor, transforms)
     if space.kind == "ffn":
         neurons = match_ffn(space, found, options)
-        return NeuronTransform(neurons.element), {**_distances(neurons), "gap": neurons.gap}
+        return NeuronTransform(neurons.element, space.degree or 1), {**_distances(neurons), "gap": neurons.gap}
     attention = match_attention(space, found, options)
     return attention.transform, {**_distances(attention), "notes": attention.notes}
 

@@ -70,7 +70,7 @@ def match_experts(
     gaps = [m.gap for m in chosen if m.gap is not None]
     routed = layer.routing[torch.arange(layer.count), order]
     return ExpertsMatch(
-        ExpertTransform(order, stacked),
+        ExpertTransform(order, stacked, space.degree or 1),
         max(gaps) if gaps else None,
         notes,
         before=sum(n.before for n in own) + float(layer.routing.diagonal().sum()),

@@ -42,13 +42,12 @@ def match_ffn(space: Space, found: list[Side], options: MatchOptions) -> NeuronM
 
 def neurons_of(space: Space, by_role: dict[str, Pairs], options: MatchOptions) -> Neurons:
     """The sides with what the activation admits: any nonzero scale if gated, a positive one if ReLU-like."""
-    scale = bool(options.rescale)
     return Neurons(
         by_role["in"],
         by_role["gate"],
         by_role["out"],
-        signed=scale and space.gated,
-        positive=scale and space.relu and not space.gated,
+        signed=bool(options.rescale) and space.gated,
+        degree=space.degree if options.rescale else 0,
     )
 
 

@@ -70,15 +70,15 @@ def _random_transform(space: Space, options: MatchOptions, generator: torch.Gene
     permute, scale = options.ffn != "none", bool(options.rescale)
     order = Permutation.random(batch, size, generator) if permute else Permutation.identity(batch, size)
     factor = Scaling.identity(batch, size)
-    if scale and (space.gated or space.relu):
+    if scale and (space.degree):
         factor = Scaling.random(batch, size, generator)
         if space.gated:
             factor = factor.compose(Scaling.random_signs(batch, size, generator))
     element = Monomial(order, factor)
     if space.kind == "ffn":
-        return NeuronTransform(element)
+        return NeuronTransform(element, space.degree or 1)
     experts = torch.randperm(batch, generator=generator) if permute else torch.arange(batch)
-    return ExpertTransform(experts, element)
+    return ExpertTransform(experts, element, space.degree or 1)
 
 
 def _random_heads(space: Space, options: MatchOptions, generator: torch.Generator) -> HeadTransform:

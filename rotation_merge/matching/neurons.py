@@ -1,8 +1,8 @@
 """The statistics of FFN neurons that matching needs: their norms, their distances, their similarities.
 
-A neuron's squared distance under a scale a on its in side and 1/a on its out side is
+A neuron's squared distance under a scale a on its in side and 1/a^k on its out side (k the activation's degree) is
 
-    |A_in - a B_in|^2 + |A_gate - B_gate|^2 + |A_out - B_out / a|^2.
+    |A_in - a B_in|^2 + |A_gate - B_gate|^2 + |A_out - B_out / a^k|^2.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class Neurons:
     Attributes:
         ins, gates, outs: (anchor, donor) matrices of each role.
         signed: the activation admits any nonzero scale (gated).
-        positive: it admits positive scales.
+        degree: k; 0 where neurons may not be rescaled.
     """
 
     ins: Pairs
     gates: Pairs
     outs: Pairs
     signed: bool
-    positive: bool
+    degree: int
 
     @property
     def rescales(self) -> bool:
         """Whether neurons may be rescaled."""
-        return self.signed or self.positive
+        return self.degree > 0
 
     @property
     def pairs(self) -> Pairs:
@@ -88,7 +88,7 @@ class Neurons:
         def moved(pairs: Pairs) -> Pairs:
             return [(a, b[index.to(b.device)]) for a, b in pairs]
 
-        return Neurons(moved(self.ins), moved(self.gates), moved(self.outs), self.signed, self.positive)
+        return Neurons(moved(self.ins), moved(self.gates), moved(self.outs), self.signed, self.degree)
 
     @cached_property
     def rows(self) -> tuple[Row, Row, Row]:
@@ -101,7 +101,7 @@ class Neurons:
         ins, _, outs = self.rows
         if not self.rescales:
             return torch.ones_like(ins.anchor)
-        return best_scale(ins.donor, outs.donor, ins.inner, outs.inner, signed=self.signed)
+        return best_scale(ins.donor, outs.donor, ins.inner, outs.inner, self.signed, self.degree)
 
     @cached_property
     def distances(self) -> Tensor:
@@ -109,7 +109,7 @@ class Neurons:
         ins, gates, outs = self.rows
         if not self.rescales:
             return ins.distance + gates.distance + outs.distance
-        return ins.scaled(self.factor) + gates.distance + outs.scaled(1 / self.factor)
+        return ins.scaled(self.factor) + gates.distance + outs.scaled(self.factor**-self.degree)
 
     @property
     def before(self) -> float:
@@ -124,15 +124,15 @@ class Neurons:
     def pair_distances(self, i: Tensor, j: Tensor) -> Tensor:
         """Squared distances of anchor neurons i and donor neurons j with the best scale of each pair, float64 (N,)."""
         ins, gates, outs = (_pair_rows(pairs, i, j, self) for pairs in (self.ins, self.gates, self.outs))
-        picked = Neurons([], [], [], self.signed, self.positive)
+        picked = Neurons([], [], [], self.signed, self.degree)
         picked.__dict__["rows"] = (ins, gates, outs)
         return picked.distances
 
     def similarity(self) -> Tensor:
         """C, (n, n): half of what pairing i with j takes off the squared norms, with the best scale of each pair.
 
-        With rescaling C_ij = max_a <A_i, a B_j>_in + <A_i, B_j>_gate + <A_i, B_j / a>_out - (a^2 |B_j|_in^2 +
-        |B_j|_out^2 / a^2) / 2, so that the assignment over C is the joint optimum of order, signs and scales. Formed
+        With rescaling C_ij = max_a <A_i, a B_j>_in + <A_i, B_j>_gate + <A_i, B_j / a^k>_out - (a^2 |B_j|_in^2 +
+        |B_j|_out^2 / a^2k) / 2, so that the assignment over C is the joint optimum of order, signs and scales. Formed
         in blocks of rows, in float32 (float64 for float64 sides).
         """
         double = all(torch.float64 in (a.dtype, b.dtype) for a, b in self.pairs)
@@ -151,8 +151,9 @@ class Neurons:
             if self.rescales:
                 for s in range(0, n, _BLOCK // step + 1):
                     c = slice(s, s + _BLOCK // step + 1)
-                    scale = best_scale(norms[0][:, c], norms[1][:, c], p[:, c], q[:, c], signed=self.signed)
-                    result[part, c] = gate[:, c] - cost(scale, norms[0][:, c], norms[1][:, c], p[:, c], q[:, c]) / 2
+                    known = norms[0][:, c], norms[1][:, c], p[:, c], q[:, c]
+                    scale = best_scale(*known, self.signed, self.degree)
+                    result[part, c] = gate[:, c] - cost(scale, *known, self.degree) / 2
             else:
                 result[part] = p + gate + q
         return result

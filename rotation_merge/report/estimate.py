@@ -186,7 +186,7 @@ def group_of(space: Space, options: MatchOptions) -> str:
             parts.insert(0, f"head order: {options.heads if space.free_order else 'fixed'}")
         return "; ".join(parts) + (" (invertible where orthogonal)" if options.attention == "invertible" else "")
     parts = ["permutation"] if options.ffn != "none" else []
-    if options.rescale and (space.gated or space.relu):
+    if options.rescale and space.degree:
         parts.append("signed rescaling" if space.gated else "positive rescaling")
     if space.kind == "experts" and options.ffn != "none":
         parts.insert(0, "order of experts")
