@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,19 @@ transformers.logging.disable_progress_bar()
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model: its family, its transformers class, its config."""
+    """One tiny model: its family, its transformers class, its config.
+
+    Attributes:
+        images: of one that sees and writes: shapes of pixels, and values of what goes with them.
+        image_tokens: how many of each example's tokens stand for its image.
+    """
 
     family: str
     name: str
     class_name: str
     config: dict[str, Any]
+    images: dict[str, Any] = field(default_factory=dict)
+    image_tokens: int = 0
 
     @property
     def model_class(self) -> Any:
@@ -62,7 +69,11 @@ def cases(path: Path) -> list[Case]:
     """The cases of one file."""
     content = json.loads(path.read_text(encoding="utf-8"))
     return [
-        Case(path.stem, name, case["class"], {**content.get("config", {}), **case.get("config", {})})
+        Case(
+            *(path.stem, name, case["class"], {**content.get("config", {}), **case.get("config", {})}),
+            images=case.get("images", {}),
+            image_tokens=case.get("image_tokens", 0),
+        )
         for name, case in content["cases"].items()
     ]
 
@@ -130,6 +141,8 @@ def inputs(case: Case, model: Any, seed: int = 1) -> dict[str, Tensor]:
     config = model.config
     text, vision = (getattr(config, name, config) for name in ("text_config", "vision_config"))
     result: dict[str, Tensor] = {}
+    if case.images:
+        return _words_and_images(case, config, generator)
     if case.class_name.endswith("MultipleChoice"):
         return {"input_ids": torch.randint(3, text.vocab_size, (2, 3, 7), generator=generator)}
     if model.main_input_name == "pixel_values" or hasattr(config, "vision_config"):
@@ -146,6 +159,16 @@ def inputs(case: Case, model: Any, seed: int = 1) -> dict[str, Tensor]:
     if wants_decoder and not case.class_name.endswith("Answering"):
         result["decoder_input_ids"] = torch.randint(3, config.vocab_size, (2, 5), generator=generator)
     return result
+
+
+def _words_and_images(case: Case, config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Two random examples of words around an image each."""
+    image = next(getattr(config, key) for key in ("image_token_id", "image_token_index") if hasattr(config, key))
+    words = torch.randint(3, 50, (2, case.image_tokens + 7), generator=generator)
+    words[:, 2 : 2 + case.image_tokens] = image
+    given = {name: torch.tensor(value) for name, value in case.images.items() if name != "pixel_values"}
+    pixels = torch.randn(case.images["pixel_values"], generator=generator, dtype=torch.float64)
+    return {"input_ids": words, "mm_token_type_ids": (words == image).int(), "pixel_values": pixels, **given}
 
 
 def outputs(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -191,7 +214,7 @@ def foldable(case: Case, folder: Path) -> Foldable:
     if not streams:
         pytest.skip("no stream admits rotations")
     expected = outputs(reload(case, folder, state), given)
-    untied = {t.name: state[t.tied[0]] for t in architecture.tensors() if t.tied and t.name not in state}
+    untied = {t.name: state[t.tied[0]].clone() for t in architecture.tensors() if t.tied and t.name not in state}
     if untied:
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))

@@ -60,8 +60,12 @@ class _Scope:
 
 def variables(spec: ArchitectureSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     """What the file's expressions may name: the config's keys, `model_class`, and the file's own variables."""
-    values = {**config, "model_class": (config.get("architectures") or [""])[0]}
-    for name, expression in spec.variables.items():
+    return _named({**config, "model_class": (config.get("architectures") or [""])[0]}, spec.variables)
+
+
+def _named(values: dict[str, Any], expressions: Mapping[str, Expression]) -> dict[str, Any]:
+    """The values with those of named expressions, each of which may use the ones before it."""
+    for name, expression in expressions.items():
         values[name] = evaluate(expression, values)
     return values
 
@@ -91,7 +95,8 @@ def build(
     modules = {name: module for name, module in spec.modules.items() if _holds(root, module.when)}
     own = {name: (values.get(module.config) or {}) if module.config else {} for name, module in modules.items()}
     for module, definition in modules.items():
-        scope = replace(root, config={**values, **own[module]}, spaces=streams)
+        inner = _named({**values, **own[module]}, definition.variables)
+        scope = replace(root, config=inner, spaces=streams)
         blocks += _module_blocks(scope, module, definition)
     named = [_rename(block, base, spelling) for block in blocks]
     return Architecture(
@@ -128,9 +133,7 @@ def _module_blocks(scope: _Scope, module: str, definition: ModuleSpec) -> list[B
     blocks = [_block(outer_scope, definition.before, f"{module}.before", module, None, "before", outer)]
     for index in range(_integer(scope, definition.layers, f"number of layers of module {module}")):
         path = definition.layer.path.replace("{i}", str(index))
-        config = {**scope.config, "i": index}
-        for name, expression in definition.layer.variables.items():
-            config[name] = evaluate(expression, config)
+        config = _named({**scope.config, "i": index}, definition.layer.variables)
         inner = replace(scope, config=config)
         local = path.replace("{base}", "")
         spaces = {name: _space(inner, local + name, space) for name, space in definition.layer.spaces.items()}
@@ -274,7 +277,7 @@ def _axis(scope: _Scope, path: str, label: AxisLabel) -> Axis:
 
 
 def _piece(scope: _Scope, path: str, label: str) -> Piece:
-    return tuple(_part(scope, path, factor) for factor in label.split(TIMES))
+    return tuple(_part(scope, path, factor) for factor in TIMES.split(label))
 
 
 def _part(scope: _Scope, path: str, label: str) -> Part:

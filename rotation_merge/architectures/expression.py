@@ -1,7 +1,8 @@
 """Small expressions over a model's config, as they stand in architecture files.
 
 Names are config keys (a missing key is None), `i` is the layer, `a.b` reaches into nested configs, and the usual
-arithmetic, comparisons, `and`/`or`/`not`, `x if c else y` and indexing work: ``head_dim or hidden_size // heads``.
+arithmetic, comparisons, `and`/`or`/`not`, `x if c else y`, indexing and `len` work:
+``head_dim or hidden_size // heads``.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def _value(node: ast.AST, config: Mapping[str, Any]) -> Any:
             return _BINARY[type(node.op)](_value(node.left, config), _value(node.right, config))
         case ast.UnaryOp():
             return _UNARY[type(node.op)](_value(node.operand, config))
+        case ast.Call(func=ast.Name(id="len"), args=[item], keywords=[]):
+            return len(_value(item, config) or ())
         case ast.IfExp():
             return _value(node.body if _value(node.test, config) else node.orelse, config)
         case ast.BoolOp():

@@ -53,14 +53,36 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise ArchitectureError("is not one JSON object", where=str(path), remedy="see docs/add-architecture.md")
-    if (parent := content.get("extends")) is None:
-        return content
-    source = DATA / f"{parent}.json"
+    if (parent := content.get("extends")) is not None:
+        inherited = {key: value for key, value in _parent(path, "extends", parent).items() if key not in OWN}
+        content = _overlay(inherited, content)
+    modules = content.get("modules")
+    if isinstance(modules, dict):
+        content = {**content, "modules": {name: _module(path, name, module) for name, module in modules.items()}}
+    return content
+
+
+def _parent(path: Path, entry: str, family: Any) -> dict[str, Any]:
+    """The file's object of a family that another file's entry names."""
+    source = DATA / f"{family}.json"
     if not source.is_file():
-        remedy = nearest(str(parent), [file.stem for file in DATA.glob("*.json")])
-        raise ArchitectureError(f"entry 'extends': there is no family '{parent}'", where=str(path), remedy=remedy)
-    inherited = {key: value for key, value in _read(source).items() if key not in OWN}
-    return _overlay(inherited, content)
+        remedy = nearest(str(family), [file.stem for file in DATA.glob("*.json")])
+        raise ArchitectureError(f"entry '{entry}': there is no family '{family}'", where=str(path), remedy=remedy)
+    return _read(source)
+
+
+def _module(path: Path, name: str, module: Any) -> Any:
+    """A module laid over that of another family, `FAMILY.MODULE`, whose variables come with it."""
+    if not isinstance(module, dict) or "extends" not in module:
+        return module
+    entry = f"modules.{name}.extends"
+    family, _, part = str(module["extends"]).partition(".")
+    parent = _parent(path, entry, family)
+    if part not in parent["modules"]:
+        remedy = nearest(part, parent["modules"])
+        raise ArchitectureError(f"entry '{entry}': {family} has no module '{part}'", where=str(path), remedy=remedy)
+    below = _overlay({"variables": parent.get("variables", {})}, parent["modules"][part])
+    return _overlay(below, {key: value for key, value in module.items() if key != "extends"})
 
 
 def _overlay(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,12 +126,18 @@ def find(config: Mapping[str, Any]) -> ArchitectureSpec | None:
     """The family of a model with this config, or None."""
     classes = set(config.get("architectures") or [])
     model_type = config.get("model_type")
-    fits = [spec for spec in families().values() if classes & set(spec.classes)]
+    known = [spec for spec in families().values() if _about(spec, config)]
+    fits = [spec for spec in known if classes & set(spec.classes)]
     if fits:
         return next((spec for spec in fits if model_type in spec.model_types), fits[0])
     if classes:
         return None
-    return next((spec for spec in families().values() if model_type in spec.model_types), None)
+    return next((spec for spec in known if model_type in spec.model_types), None)
+
+
+def _about(spec: ArchitectureSpec, config: Mapping[str, Any]) -> bool:
+    """Whether the file is about a model of this config, by its `when`."""
+    return spec.when is None or bool(evaluate(spec.when, variables(spec, config)))
 
 
 def resolve(

@@ -35,14 +35,14 @@ class Strict(BaseModel):
 
 
 def _known_label(label: str) -> str:
-    for factor in label.split(TIMES):
+    for factor in TIMES.split(label):
         if not _FACTOR.fullmatch(factor) and label not in OUTSIDE:
             raise ValueError(f"'{factor}' is neither space.role nor one of {', '.join(OUTSIDE)}, fixed(SIZE)")
     return label
 
 
-TIMES = " * "
-"""Between the factors of an axis label."""
+TIMES = re.compile(r" \* (?![^(]*\))")
+"""Between the factors of an axis label, not inside `fixed(...)`."""
 
 FIXED = re.compile(r"fixed\((.+)\)")
 """So many coordinates that keep their place."""
@@ -207,16 +207,20 @@ class LayerSection(Section):
 class ModuleSpec(Strict):
     """A stack of layers with what stands before and after it; named as mergekit names modules.
 
+    In a file, `"extends": "FAMILY.MODULE"` lays a module over one of another family.
+
     Attributes:
         when: whether a model of this config has the module (null: always).
         config: the part of the config (`text_config`) that the module's expressions are about, where there is one.
         layers: number of layers.
         layers_key: config key of that number.
+        variables: named expressions, as the family's, about this part of the config.
         spaces: those of `before` and `after`.
     """
 
     when: Expression = None
     config: str | None = None
+    variables: dict[str, Expression] = Field(default_factory=dict)
     layers: Expression
     layers_key: str
     before: Section = Field(default_factory=Section)
@@ -234,6 +238,7 @@ class ArchitectureSpec(Strict):
         classes: names that stand under `architectures` in config.json.
         bare: those of them whose output is a residual stream itself, so that no stream may be moved.
         model_types: what stands under `model_type` there; decides where no class does, or several families name one.
+        when: whether a model of this config belongs to the family (null: always).
         bases: prefixes that `{base}` may stand for, the likeliest first.
         spellings: ways in which tensor names may differ from this file: lists of [ours, theirs] substitutions.
         variables: named expressions for use in other expressions, beside the config's keys and `model_class`.
@@ -248,6 +253,7 @@ class ArchitectureSpec(Strict):
     classes: list[str]
     bare: list[str] = Field(default_factory=list)
     model_types: list[str] = Field(default_factory=list)
+    when: Expression = None
     bases: list[str] = Field(default_factory=lambda: [""])
     spellings: list[list[tuple[str, str]]] = [[]]
     variables: dict[str, Expression] = Field(default_factory=dict)

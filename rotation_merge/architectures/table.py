@@ -30,10 +30,12 @@ group, and KV groups), *fixed* ones may not.
 |---|---|---|---|---|---|
 """
 
-SIZES = {
+SIZES: dict[str, float] = {
     "head_dim d_kv": 16,
     "rotary_dim": 8,
-    "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers decoder_layers": 2,
+    "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers decoder_layers depth": 2,
+    "spatial_merge_size": 2,
+    "downsample_ratio": 0.5,
     "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads": 4,
     "num_key_value_heads num_kv_heads num_experts num_local_experts mlp_ratio": 2,
     "hidden_size n_embd d_model dim intermediate_size moe_intermediate_size shared_expert_intermediate_size": 64,
@@ -72,7 +74,8 @@ def _row(spec: ArchitectureSpec) -> str:
     architecture = sample(spec)
     spaces: dict[str, Space] = {}
     for block in architecture.blocks:
-        spaces.update(block.spaces)
+        module = f"{block.module} " if len(architecture.layers_key) > 1 else ""
+        spaces.update({module + name: space for name, space in block.spaces.items()})
     attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
     neurons = {name: space for name, space in spaces.items() if space.kind != "attention"}
     cells = [
