@@ -18,6 +18,7 @@ import rotation_merge  # noqa: F401  (registers the method)
 from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.recipe.delegates import delegates, options
+from rotation_merge.recipe.names import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
 
 FOLDER = Path(__file__).resolve().parent
 VERSION = f"mergekit {version('mergekit')}:"
@@ -62,15 +63,18 @@ def code(words: str) -> str:
     return f"`{words}`"
 
 
-def parameters(place: str) -> str:
-    """Our own parameters that stand at one place."""
+def parameters(*places: str) -> str:
+    """Our own parameters that stand at some places."""
     rows = []
     for option in options():
-        if option.where == place:
+        if option.where in places:
             values = option.values
             if "," in values and " or " not in values:
                 values = ", ".join(code(word) for word in values.split(", "))
-            rows.append((code(option.name), values, code(option.default), MEANINGS.get(option.name, option.text)))
+            text = MEANINGS.get(option.name, option.text)
+            if option.where == PLACES[EACH]:
+                text += " Under the recipe's `parameters`: for every model."
+            rows.append((code(option.name), values, code(option.default), text))
     return table(("parameter", "values", "default", "meaning"), rows)
 
 
@@ -128,9 +132,9 @@ def commands() -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {
-    "options": lambda: parameters("anywhere"),
-    "donor parameters": lambda: parameters("under one donor"),
-    "global parameters": lambda: parameters("under the recipe"),
+    "options": lambda: parameters(PLACES[BLOCK]),
+    "donor parameters": lambda: parameters(PLACES[DONOR_ONLY], PLACES[EACH]),
+    "global parameters": lambda: parameters(PLACES[RECIPE]),
     "shared names": shared_names,
     "delegates": delegate_table,
     "fit options": fit_options,

@@ -11,7 +11,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import CHOICES, NOTHING, MatchOptions
 from rotation_merge.planning.donors import Donors
 from rotation_merge.recipe.document import documents
-from rotation_merge.recipe.names import DONOR, METHOD, OPTIONS
+from rotation_merge.recipe.names import METHOD, OF_MODEL, OPTIONS
 from rotation_merge.recipe.reading import Recipe
 
 KEPT = ("exclude", "unsupported", "untie")
@@ -58,7 +58,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
             continue
         values = {**(config.parameters or {}), **(donor.parameters or {})}
         reader = ConfigReader(config=config.model_copy(update={"parameters": values}), t=0)
-        origin, file = (recipe.donor_setting(name, reader, donor.model) for name in ("finetuned_from", "alignment"))
+        origin, file = (recipe.of_model(name, reader, donor.model) for name in ("finetuned_from", "alignment"))
         options = recipe.varying(reader, donor.model)
         result.append(RecipeDonor(str(recipe.base), str(donor.model), options, recipe.untie, origin, file))
     if not result:
@@ -77,7 +77,7 @@ def carried_recipe(path: str, donor: RecipeDonor, scale: float, aligned: bool = 
     values = {**(config.parameters or {}), **own}
     still = {name: getattr(NOTHING, name) for name in CHOICES}
     options = {name: values[name] for name in OPTIONS if name in values} if aligned else still
-    chosen = [name for name in DONOR if name in values and (aligned or name != "alignment")]
+    chosen = [name for name in OF_MODEL if name in values and (aligned or name != "alignment")]
     document = MergeConfiguration.model_validate(
         {
             "merge_method": METHOD,

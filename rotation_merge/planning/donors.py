@@ -96,7 +96,7 @@ class Donors:
     def _settle(self, model: ModelReference, reader: ConfigReader) -> Donor:
         origin = self._origin(model, reader)
         options = self.recipe.varying(reader, model)
-        path = self.recipe.donor_setting("alignment", reader, model)
+        path = self.recipe.of_model("alignment", reader, model)
         rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
         if path is not None:
             return Donor(origin, self._given(path, origin or model), rows)
@@ -145,7 +145,7 @@ class Donors:
     def _settle_mean(self, readers: dict[ModelReference, ConfigReader]) -> None:
         options: MatchOptions | None = None
         for model, reader in readers.items():
-            if self._origin(model, reader) or self.recipe.donor_setting("alignment", reader, model):
+            if self._origin(model, reader) or self.recipe.of_model("alignment", reader, model):
                 raise RecipeError(
                     "'anchor: mean' aligns whole models and does not go with finetuned_from or alignment",
                     where=str(model),
@@ -193,7 +193,7 @@ class Donors:
         return [options.at(self._architecture, block) for block in self._architecture.blocks]
 
     def _origin(self, model: ModelReference, reader: ConfigReader) -> ModelReference | None:
-        path = self.recipe.donor_setting("finetuned_from", reader, model)
+        path = self.recipe.of_model("finetuned_from", reader, model)
         if path is None:
             return None
         origin = ModelReference.model_validate(path)

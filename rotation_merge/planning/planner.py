@@ -23,6 +23,7 @@ from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.moves import Moves
 from rotation_merge.planning.tasks import AlignedGather
+from rotation_merge.recipe.delegates import registered_name
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import current
 
@@ -134,7 +135,7 @@ class RotationMergePlanner(MergePlanner):
     ) -> None:
         weight = WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
         alone = len(originals) == 1 and self.recipe.excluded(name)
-        method = "passthrough" if alone else self._method.spec.name
+        method = "passthrough" if alone else registered_name(self._method)
         shared, per_input = (
             ({}, {m: {"scale": None} for m in originals})
             if alone

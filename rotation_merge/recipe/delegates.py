@@ -1,24 +1,54 @@
-"""What can be said of delegates and options without a recipe: for listings and the generated reference."""
+"""What may do the averaging: mergekit's methods, and our own. What can be said of them without a recipe."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from mergekit import merge_methods
-from mergekit.merge_methods.base import BasePolicy, InputContract, ParameterScope
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethod, ParameterScope
 
-from rotation_merge.matching.options import CHOICES, MatchOptions
-from rotation_merge.recipe.names import DONOR, GLOBAL, GLOBAL_CHOICES, METHOD, OPTIONS
+from rotation_merge.recipe.names import KEYS, METHOD, PLACES, Kind
+
+_METHODS: tuple[MergeMethod, ...] = ()
+
+OWN: dict[str, MergeMethod] = {method.spec.name: method for method in _METHODS}
+"""Delegates of our own. They need more than weights, so they stay out of mergekit's list and run only inside a
+rotation_merge recipe."""
+
+PREFIX = f"{METHOD}:"
+"""Under `rotation_merge:NAME` the tasks of a merge find a delegate of our own in mergekit's registry."""
+
+
+def names() -> list[str]:
+    """Everything that can be a delegate."""
+    known = [method.spec.name for method in merge_methods.registered_methods()]
+    return sorted({*OWN, *known} - {METHOD})
+
+
+def get(name: str) -> MergeMethod:
+    """A delegate by its name; ours before mergekit's.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    return OWN[name] if name in OWN else merge_methods.get(name)
+
+
+def registered_name(method: MergeMethod) -> str:
+    """What mergekit's registry knows a delegate by."""
+    name = method.spec.name
+    return f"{PREFIX}{name}" if OWN.get(name) is method else name
 
 
 @dataclass(frozen=True)
 class Delegate:
-    """One merge method of mergekit, as a delegate.
+    """One delegate, in words.
 
     Attributes:
-        models: how many it takes, in words.
+        models: how many it takes.
         base: whether it uses base_model.
         required, optional: its parameters; `weight*` stands under each model.
+        own: whether it is one of ours.
     """
 
     name: str
@@ -28,6 +58,7 @@ class Delegate:
     required: list[str]
     optional: list[str]
     url: str | None
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,25 +73,23 @@ class Option:
 
 
 def delegates() -> list[Delegate]:
-    """Every registered method that can do the averaging, by name."""
+    """Everything that can do the averaging, by name."""
     found = []
-    for method in merge_methods.registered_methods():
-        spec = method.spec
-        if spec.name == METHOD:
-            continue
-        names = {p: p.name + ("" if p.scope == ParameterScope.SHARED else "*") for p in spec.parameters}
+    for spec in (get(name).spec for name in names()):
+        parameters = {p: p.name + ("" if p.scope == ParameterScope.SHARED else "*") for p in spec.parameters}
         found.append(
             Delegate(
                 spec.name,
                 spec.pretty_name or spec.name,
                 _models(spec.contract),
                 spec.contract.base.value if isinstance(spec.contract.base, BasePolicy) else str(spec.contract.base),
-                [name for p, name in names.items() if p.required],
-                [name for p, name in names.items() if not p.required],
+                [name for p, name in parameters.items() if p.required],
+                [name for p, name in parameters.items() if not p.required],
                 spec.reference_url,
+                spec.name in OWN,
             )
         )
-    return sorted(found, key=lambda d: d.name)
+    return found
 
 
 def _models(contract: InputContract) -> str:
@@ -73,17 +102,13 @@ def _models(contract: InputContract) -> str:
 
 def options() -> list[Option]:
     """Every parameter of rotation_merge itself."""
-    found = []
-    defaults = MatchOptions()
-    for name, text in OPTIONS.items():
-        values = ", ".join(str(v).lower() for v in CHOICES[name]) if name in CHOICES else "all, or ranges"
-        found.append(Option(name, "anywhere", values, str(getattr(defaults, name)).lower(), text))
-    for name, text in DONOR.items():
-        values = "a model" if name == "finetuned_from" else "a file"
-        found.append(Option(name, "under one donor", values, "none", text))
-    for name, text in GLOBAL.items():
-        choices = [str(choice).lower() for choice in GLOBAL_CHOICES.get(name, ())]
-        values = ", ".join(choices) or ("a merge method" if name == "delegate" else "names")
-        default = choices[0] if choices else "linear" if name == "delegate" else "none"
-        found.append(Option(name, "under the recipe", values, default, text))
-    return found
+    return [
+        Option(
+            key.name,
+            PLACES[key.scope],
+            ", ".join(value.words if isinstance(value, Kind) else str(value).lower() for value in key.values),
+            str(key.default).lower(),
+            key.words + (f" (delegate {', '.join(key.delegates)})" if key.delegates else ""),
+        )
+        for key in KEYS
+    ]

@@ -1,44 +1,141 @@
-"""What a recipe may say to rotation_merge: the names of its parameters, by where they stand."""
+"""What a recipe may say to rotation_merge: one line of data for each parameter. What is not here is no parameter."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.matching.options import CHOICES
 
 METHOD = "rotation_merge"
 """The merge method's name."""
 
-OPTIONS: dict[str, str] = {
-    "attention": "maps inside attention heads",
-    "heads": "order of attention heads",
-    "ffn": "order of FFN neurons and of experts",
-    "rescale": "positive (where allowed, signed) rescaling; sequential: after the rotation, as the paper does",
-    "residual": "group of the residual stream",
-    "layers": "all, or ranges such as 0-5,11: match only these layers",
-}
-"""Options of matching; allowed at every level, with filters and per-layer lists, resolved once a block."""
-
-DONOR: dict[str, str] = {
-    "finetuned_from": "the donor is a fine-tune of this model: its task vector is carried over to the anchor",
-    "alignment": "file of transforms to apply instead of matching",
-}
-"""Options that belong to one donor."""
-
 LEGACY = ("int8_mask",)
 """Parameters that mergekit-evolve writes into every recipe although no method reads them any more."""
 
-GLOBAL: dict[str, str] = {
-    "delegate": "the mergekit method that does the averaging",
-    "unsupported": "error, or merge: merge without alignment what cannot be aligned",
-    "exclude": "comma-separated parts of tensor names: such tensors are copied from base_model",
-    "untie": "true: give the output its own head where residual rotation needs it",
-    "anchor": "base, or mean: align all models to their running mean",
-    "report": "true: also write the report as an HTML page",
-}
-"""Options of the whole merge."""
 
-GLOBAL_CHOICES: dict[str, tuple[Any, ...]] = {
-    "unsupported": ("error", "merge"),
-    "untie": (False, True),
-    "anchor": ("base", "mean"),
-    "report": (False, True),
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        words: what it is called, after "it must be".
+        holds: whether a value is of the kind.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+FILE, MODEL, FOLDER, NAMES, RANGES, STREAMS = (
+    Kind(words, _text) for words in ("a file", "a model", "a folder", "names", "all, or ranges", "a group by stream")
+)
+METHOD_NAME = Kind("a merge method", _text)
+NUMBER = Kind("a number", _number)
+COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
+
+BLOCK, WHOLE = "block", "whole"
+"""Options of matching, allowed anywhere. BLOCK: with filters and per-layer lists, resolved once a block. WHOLE: one
+value for a whole donor."""
+EACH = "each"
+"""One value for a model; under it, or for all models under the recipe's parameters."""
+DONOR_ONLY = "donor"
+"""Only under one donor."""
+RECIPE = "recipe"
+"""Only under the recipe's parameters: holds for the merge."""
+
+PLACES = {
+    BLOCK: "anywhere",
+    WHOLE: "anywhere",
+    EACH: "under the recipe or one model",
+    DONOR_ONLY: "under one donor",
+    RECIPE: "under the recipe",
 }
+"""Where parameters of a scope stand, in words."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One parameter.
+
+    Attributes:
+        scope: where it may stand.
+        values: what it may be: words, numbers, true and false as they stand, and kinds of values.
+        words: what it does.
+        default: what holds where it is not given.
+        delegates: our own delegates that read it (empty: it holds whatever the delegate).
+    """
+
+    name: str
+    scope: str
+    values: tuple[Any, ...]
+    words: str
+    default: Any = None
+    delegates: tuple[str, ...] = ()
+
+    def check(self, value: Any) -> Any:
+        """The value, if it is one that the parameter may have; YAML reads off and no as false, which here is none.
+
+        Raises:
+            RecipeError: it is none of them.
+        """
+        if value is False and self.default is None and False not in self.values:
+            return None
+        literals = [v for v in self.values if not isinstance(v, Kind)]
+        if any(value == known and type(value) is type(known) for known in literals):
+            return value
+        if any(kind.holds(value) for kind in self.values if isinstance(kind, Kind)):
+            return None if value == "none" and self.default is None else value
+        close = nearest(str(value), [str(word).lower() for word in literals]) if isinstance(value, str) else ""
+        remedy = close if "did you mean" in close else f"it must be {self.allowed}"
+        raise RecipeError(f"parameter '{self.name}' is {value!r}", remedy=remedy)
+
+    @property
+    def allowed(self) -> str:
+        """What it may be, in words."""
+        words = [v.words if isinstance(v, Kind) else str(v).lower() for v in self.values]
+        return words[0] if len(words) == 1 else f"one of: {', '.join(words)}"
+
+
+KEYS = (
+    Key("attention", BLOCK, CHOICES["attention"], "maps inside attention heads", "rotation"),
+    Key("heads", BLOCK, CHOICES["heads"], "order of attention heads", "none"),
+    Key("ffn", BLOCK, CHOICES["ffn"], "order of FFN neurons and of experts", "permutation"),
+    Key("rescale", BLOCK, CHOICES["rescale"], "rescaling, positive or (where allowed) signed", True),
+    Key("residual", WHOLE, CHOICES["residual"], "group of the residual stream", "none"),
+    Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
+    Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
+    Key("alignment", DONOR_ONLY, (FILE,), "file of transforms to apply instead of matching"),
+    Key("delegate", RECIPE, (METHOD_NAME,), "the merge method that does the averaging", "linear"),
+    Key("unsupported", RECIPE, ("error", "merge"), "merge: merge without alignment what cannot be aligned", "error"),
+    Key("exclude", RECIPE, (NAMES,), "comma-separated parts of tensor names: such tensors are copied from base_model"),
+    Key("untie", RECIPE, (False, True), "true: give the output its own head where residual rotation needs it", False),
+    Key("anchor", RECIPE, ("base", "mean"), "mean: align all models to their running mean", "base"),
+    Key("report", RECIPE, (False, True), "true: also write the report as an HTML page", False),
+)
+"""Every parameter. To add one, add a line; `Recipe.value` and `Recipe.of_model` read it."""
+
+BY_NAME = {key.name: key for key in KEYS}
+
+
+def names(*scopes: str) -> tuple[str, ...]:
+    """Names of the parameters of some scopes, in the order of the table."""
+    return tuple(key.name for key in KEYS if key.scope in scopes)
+
+
+OPTIONS = names(BLOCK, WHOLE)
+"""Options of matching."""
+
+OF_MODEL = names(EACH, DONOR_ONLY)
+"""Parameters that say something about one model."""

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mergekit import merge_methods
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration, evaluate_setting
 from mergekit.merge_methods.base import MergeMethod
 
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import CHOICES, MatchOptions, VaryingOptions
-from rotation_merge.recipe.names import DONOR, GLOBAL, GLOBAL_CHOICES, LEGACY, METHOD, OPTIONS
+from rotation_merge.recipe import delegates
+from rotation_merge.recipe.names import BLOCK, BY_NAME, EACH, LEGACY, OF_MODEL, OPTIONS, RECIPE, names
 from rotation_merge.recipe.rules import (
     check_dtypes,
     check_inputs,
@@ -54,6 +54,7 @@ class Recipe:
         delegate: the method that averages.
         plain: the delegate is not told that the anchor is the base (see `rules.is_plain`).
         exclude: parts of names of tensors that are copied from the anchor.
+        values: the parameters of the whole merge, by name (see `value`).
     """
 
     config: MergeConfiguration
@@ -61,10 +62,7 @@ class Recipe:
     delegate: MergeMethod
     plain: bool
     exclude: tuple[str, ...]
-    unsupported: str
-    untie: bool
-    mean: bool
-    report: bool
+    values: Mapping[str, Any]
 
     @classmethod
     def read(cls, config: MergeConfiguration) -> Recipe:
@@ -87,18 +85,36 @@ class Recipe:
         found = list(groups(config))
         plain = is_plain(delegate.spec.contract, [group.models for group in found], config.base_model)
         check_inputs(delegate, found, None if plain else config.base_model)
-        chosen = {name: _choice(name, values.get(name, choices[0])) for name, choices in GLOBAL_CHOICES.items()}
+        chosen = {name: _checked(name, values[name]) for name in names(RECIPE) if name in values}
         return cls(
             config=config,
             base=config.base_model,
             delegate=delegate,
             plain=plain,
-            exclude=tuple(part.strip() for part in str(values.get("exclude", "")).split(",") if part.strip()),
-            unsupported=chosen["unsupported"],
-            untie=chosen["untie"],
-            mean=chosen["anchor"] == "mean",
-            report=chosen["report"],
+            exclude=tuple(part.strip() for part in (chosen.get("exclude") or "").split(",") if part.strip()),
+            values=chosen,
         )
+
+    def value(self, name: str) -> Any:
+        """A parameter of the whole merge, its default where it is not given."""
+        value = self.values.get(name)
+        return BY_NAME[name].default if value is None else value
+
+    @property
+    def unsupported(self) -> str:
+        return str(self.value("unsupported"))
+
+    @property
+    def untie(self) -> bool:
+        return bool(self.value("untie"))
+
+    @property
+    def mean(self) -> bool:
+        return bool(self.value("anchor") == "mean")
+
+    @property
+    def report(self) -> bool:
+        return bool(self.value("report"))
 
     def options(self, reader: ConfigReader, block: str, donor: ModelReference) -> MatchOptions:
         """The options for one donor in one block; filters see the block's module path."""
@@ -112,14 +128,15 @@ class Recipe:
     def varying(self, reader: ConfigReader, donor: ModelReference) -> MatchOptions:
         """The options for one donor, which know those of each block."""
         scopes = [scope for scope in reader.parameter_sources(donor) if scope is not None]
-        varied = any(isinstance(s[n], list) or filters(s[n]) for s in scopes for n in OPTIONS.keys() & s.keys())
+        varied = any(isinstance(s[n], list) or filters(s[n]) for s in scopes for n in s.keys() & set(OPTIONS))
         whole = self.options(reader, "", donor)
         return VaryingOptions(whole, lambda b, t: self.options(reader.with_t(t), b, donor)) if varied else whole
 
-    def donor_setting(self, name: str, reader: ConfigReader, donor: ModelReference) -> str | None:
-        """`finetuned_from` or `alignment` of one donor."""
-        value = _setting(name, reader.parameter_sources(donor), "", 0.0)
-        return None if value in (None, False, "none") else str(value)
+    def of_model(self, name: str, reader: ConfigReader, model: ModelReference) -> Any:
+        """A parameter that says something about one model, its default where it is not given."""
+        value = _setting(name, reader.parameter_sources(model), "", 0.0)
+        value = None if value is None else BY_NAME[name].check(value)
+        return BY_NAME[name].default if value is None else value
 
     def check_filters(self, blocks: Iterable[str]) -> None:
         """Filters of our own options see blocks, not tensors: one that fits none was written for tensors.
@@ -133,7 +150,7 @@ class Recipe:
         names = list(blocks)
         example = next((name for name in names if name.endswith(".0")), names[0])
         for where, settings, _ in _scopes(self.config):
-            for option in settings.keys() & OPTIONS.keys():
+            for option in settings.keys() & set(OPTIONS):
                 for text in filters(settings[option]):
                     if not any(text in name for name in names):
                         raise RecipeError(
@@ -159,7 +176,7 @@ def _check_values(where: str, settings: Mapping[str, Any], delegate: MergeMethod
     """Values of every setting in one scope."""
     own = {parameter.name: parameter for parameter in delegate.spec.parameters}
     for name, setting in settings.items():
-        if name in (*_WHOLE, *DONOR, *GLOBAL) and (isinstance(setting, list) or filters(setting)):
+        if name in BY_NAME and BY_NAME[name].scope != BLOCK and (isinstance(setting, list) or filters(setting)):
             raise RecipeError(
                 f"parameter '{name}' holds for the whole model, lists and filters do not fit it",
                 where=where,
@@ -171,8 +188,8 @@ def _check_values(where: str, settings: Mapping[str, Any], delegate: MergeMethod
                 check_shared(own[name], setting, where, delegate.spec.name)
         elif name in own:
             check_value(own[name], setting, where)
-        elif name in (*DONOR, "exclude") and not isinstance(setting, str) and setting is not False:
-            raise RecipeError(f"parameter '{name}' is {setting!r}", where=where, remedy="it must be a string")
+        elif name in OF_MODEL:
+            _checked(name, setting)
 
 
 def _check_option(name: str, setting: Any, where: str) -> None:
@@ -181,10 +198,6 @@ def _check_option(name: str, setting: Any, where: str) -> None:
             MatchOptions.from_values({name: _normal(name, value)})
         except RecipeError as error:
             raise RecipeError(error.what, where=where, remedy=error.remedy) from None
-
-
-_WHOLE = ("residual", "layers")
-"""Options that have one value for a whole donor."""
 
 
 def _normal(name: str, value: Any) -> Any:
@@ -196,22 +209,21 @@ def _normal(name: str, value: Any) -> Any:
     return "none" if value is False and "none" in CHOICES.get(name, ()) else value
 
 
-def _choice(name: str, value: Any) -> Any:
-    choices = GLOBAL_CHOICES[name]
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
-        words = ", ".join(str(choice).lower() for choice in choices)
-        raise RecipeError(f"parameter '{name}' is {value!r}", where="recipe", remedy=f"it must be one of: {words}")
-    return value
+def _checked(name: str, value: Any) -> Any:
+    try:
+        return BY_NAME[name].check(value)
+    except RecipeError as error:
+        raise RecipeError(error.what, where="parameters", remedy=error.remedy) from None
 
 
 def _delegate(values: Mapping[str, Any]) -> MergeMethod:
     name = values.get("delegate", "linear")
-    known = [m.spec.name for m in merge_methods.registered_methods() if m.spec.name != METHOD]
+    known = delegates.names()
     if not isinstance(name, str) or name not in known:
         raise RecipeError(
             f"no merge method '{name}' to delegate to", where="parameters", remedy=nearest(str(name), known)
         )
-    return merge_methods.get(name)
+    return delegates.get(name)
 
 
 def _scopes(config: MergeConfiguration) -> Iterable[tuple[str, Mapping[str, Any], tuple[str, ...]]]:
@@ -235,7 +247,7 @@ def _scopes(config: MergeConfiguration) -> Iterable[tuple[str, Mapping[str, Any]
 
 
 def _check_names(where: str, settings: Mapping[str, Any], allowed: tuple[str, ...], delegate: MergeMethod) -> None:
-    groups = {"options": OPTIONS, "donor": DONOR, "global": GLOBAL}
+    groups = {"options": OPTIONS, "donor": OF_MODEL, "global": names(RECIPE, EACH)}
     own = [parameter.name for parameter in delegate.spec.parameters]
     known = [*own, *(name for group in allowed for name in groups[group])]
     elsewhere = {name for group in groups.values() for name in group}
@@ -243,7 +255,7 @@ def _check_names(where: str, settings: Mapping[str, Any], allowed: tuple[str, ..
         if name in known or name in LEGACY:
             continue
         if name in elsewhere:
-            place = "under 'parameters' of the recipe" if name in GLOBAL else "under one donor's 'parameters'"
+            place = "under 'parameters' of the recipe" if name in names(RECIPE) else "under one donor's 'parameters'"
             raise RecipeError(f"parameter '{name}' does not belong here", where=where, remedy=f"it stands {place}")
         raise RecipeError(
             f"there is no parameter '{name}' with delegate {delegate.spec.name}",

@@ -21,10 +21,10 @@ from mergekit.tokenizer.config import TokenEmbeddingConfig, TokenizerConfig
 from pydantic import ValidationError
 
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import CHOICES, MatchOptions
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.recipe import delegates
 from rotation_merge.recipe.document import Document, Path
-from rotation_merge.recipe.names import DONOR, GLOBAL, LEGACY, METHOD, OPTIONS
-from rotation_merge.recipe.reading import _choice as choice
+from rotation_merge.recipe.names import BY_NAME, EACH, LEGACY, METHOD, OF_MODEL, OPTIONS, RECIPE, names
 from rotation_merge.recipe.reading import _normal as normal
 from rotation_merge.recipe.rules import check_shared, is_plain, wanted
 
@@ -75,7 +75,7 @@ def _keys(document: Document, path: Path, value: Any, known: tuple[str, ...]) ->
     for key in value if isinstance(value, Mapping) else ():
         if key not in known:
             remedy = nearest(str(key), known)
-            if not path and key in {**OPTIONS, **DONOR, **GLOBAL}:
+            if not path and key in BY_NAME:
                 remedy = "it stands under 'parameters'"
             document.fault((*path, str(key)), f"there is no key '{key}' here", remedy)
 
@@ -158,14 +158,14 @@ def _dtype(document: Document, key: str) -> None:
 def _delegate(document: Document) -> MergeMethod | None:
     value = _at(document.value, ("parameters", "delegate"))
     name = "linear" if value is None else value
-    known = [m.spec.name for m in merge_methods.registered_methods() if m.spec.name != METHOD]
+    known = delegates.names()
     if not isinstance(name, str) or name not in known:
         document.fault(
             ("parameters", "delegate"), f"no merge method '{name}' to delegate to", nearest(str(name), known)
         )
         close = difflib.get_close_matches(str(name), known, n=1)
-        return merge_methods.get(close[0]) if close else None
-    return merge_methods.get(name)
+        return delegates.get(close[0]) if close else None
+    return delegates.get(name)
 
 
 def scopes(value: Mapping[str, Any]) -> Iterator[tuple[Path, tuple[str, ...]]]:
@@ -180,7 +180,7 @@ def scopes(value: Mapping[str, Any]) -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 def _parameters(document: Document, path: Path, groups: tuple[str, ...], delegate: MergeMethod | None) -> None:
     settings = _at(document.value, path)
-    tables = {"options": OPTIONS, "donor": DONOR, "global": GLOBAL}
+    tables = {"options": OPTIONS, "donor": OF_MODEL, "global": names(RECIPE, EACH)}
     own = {spec.name: spec for spec in delegate.spec.parameters} if delegate else {}
     known = [*own, *(name for group in groups for name in tables[group])]
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
@@ -189,9 +189,9 @@ def _parameters(document: Document, path: Path, groups: tuple[str, ...], delegat
             _conditions(document, here, value)
             for leaf, place in _leaves(value, here):
                 _value(document, place, name, leaf, own.get(name), delegate)
-        elif name in GLOBAL:
+        elif name in names(RECIPE):
             document.fault(here, f"parameter '{name}' does not belong here", "move it under the recipe's 'parameters'")
-        elif name in DONOR:
+        elif name in OF_MODEL:
             document.fault(here, f"parameter '{name}' does not belong here", "move it under one donor's 'parameters'")
         elif delegate is not None and name not in LEGACY:
             what = f"there is no parameter '{name}' (delegate {delegate.spec.name})"
@@ -218,12 +218,12 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
 
 def _value(document: Document, path: Path, name: str, value: Any, spec: Any, delegate: MergeMethod | None) -> None:
     try:
-        if name in OPTIONS and not (spec is not None and name not in CHOICES):
+        if name in OPTIONS:
             MatchOptions.from_values({name: normal(name, value)})
             if spec is not None and delegate is not None:
                 check_shared(spec, value, None, delegate.spec.name)
-        elif name in GLOBAL and name not in ("delegate", "exclude"):
-            choice(name, value)
+        elif name in BY_NAME and name != "delegate":
+            BY_NAME[name].check(value)
         elif spec is not None:
             spec.validate(value)
     except RecipeError as error:

@@ -19,12 +19,23 @@ _REMEDY = "use mergekit-yaml, mergekit-multi or mergekit-evolve instead of merge
 class Methods(dict[str, MergeMethod]):
     """mergekit's methods by name, ours among them only when it is asked for by name.
 
-    `registered_methods()` lists what merges single tensors; ours needs the planner and cannot.
+    `registered_methods()` lists what merges single tensors; ours needs the planner and cannot. Delegates of our own
+    are known to the tasks of a merge of ours alone (`rotation_merge:NAME`); a stock recipe that names one gets a line.
     """
 
     def __missing__(self, name: str) -> MergeMethod:
         if name == METHOD:
             return _ours
+        from rotation_merge.recipe.delegates import OWN, PREFIX
+
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX) in OWN:
+            return OWN[name.removeprefix(PREFIX)]
+        if name in OWN:
+            with one_line():
+                raise RecipeError(
+                    f"merge_method '{name}' is a delegate of rotation_merge, mergekit has no method of that name",
+                    remedy=f"write 'merge_method: rotation_merge', and 'delegate: {name}' under parameters",
+                )
         raise KeyError(name)
 
 
