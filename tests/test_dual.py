@@ -9,10 +9,10 @@ from tiny_models import ALL, make
 from rotation_merge.groups import HeadTransform, NeuronTransform, Orthogonal, Permutation, Planar, Scaling
 from rotation_merge.groups.base import mixes
 from rotation_merge.groups.monomial import Monomial
-from rotation_merge.learning.engine import architecture_of
 from rotation_merge.matching.apply import transform_axis
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.samples.functions import architecture_of
 
 FAMILIES = {case.family: case for case in ALL}
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForC
 from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
 from rotation_merge.groups import HeadTransform, Monomial, NeuronTransform, Orthogonal, StreamTransform
 from rotation_merge.learning.engine import Path as ModelPath
-from rotation_merge.learning.engine import architecture_of, renamed
+from rotation_merge.learning.engine import renamed
 from rotation_merge.learning.fit import fit, widest
 from rotation_merge.learning.objective import mix
 from rotation_merge.learning.parameters import LearnedTransforms, identities
@@ -23,6 +23,7 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import transform_state
 from rotation_merge.samples.demo import CHECKPOINTS, digits
+from rotation_merge.samples.functions import architecture_of
 
 
 @pytest.fixture(scope="module")

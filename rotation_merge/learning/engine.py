@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rotation_merge.architectures import Architecture, resolve
+from rotation_merge.architectures import Architecture
 from rotation_merge.errors import CheckpointError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
@@ -29,13 +29,6 @@ def untie_heads(model: nn.Module, architecture: Architecture) -> None:
             owner, _, leaf = info.name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(parameters[info.name].detach().clone()))
     cast(Any, model).config.tie_word_embeddings = False
-
-
-def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:
-    """The architecture of a loaded model, under the names of its own state dict."""
-    config = cast(Any, model).config.to_dict()
-    config["architectures"] = [type(model).__name__]
-    return resolve(config, list(model.state_dict()), type(model).__name__, untie=untie)
 
 
 @dataclass

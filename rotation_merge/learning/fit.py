@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.errors import RecipeError
-from rotation_merge.learning.engine import Batch, Path, architecture_of, same_names, untie_heads
+from rotation_merge.learning.engine import Batch, Path, same_names, untie_heads
 from rotation_merge.learning.objective import (
     Teachers,
     attention_mask,
@@ -34,6 +34,7 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.stream import check_group
+from rotation_merge.samples.functions import architecture_of
 
 CONCENTRATION = 8.0
 """Of the Dirichlet distribution that coefficients of three or more models are drawn from."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.checkpoints.headers import read_json
 from rotation_merge.errors import CheckpointError, short
 
@@ -55,14 +56,8 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
     Raises:
         CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
     """
-    import transformers
-
     directory = local_path(path)
-    config = read_config(directory)
-    names = config.get("architectures") or []
-    kind = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
-    if kind is None or not hasattr(kind, "from_pretrained"):
-        raise CheckpointError(f"transformers has no class {names[0]}", where=path, remedy="update transformers")
+    kind = model_class(read_config(directory).get("architectures"), path)
     try:
         model, info = kind.from_pretrained(
             directory, dtype=dtype, local_files_only=True, output_loading_info=True, attn_implementation="eager"
@@ -77,6 +72,28 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
                 remedy="the checkpoint is incomplete, or its config.json belongs to another model",
             )
     return model.eval()
+
+
+def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:
+    """The architecture of a loaded model, under the names of its own state dict."""
+    config = cast(Any, model).config.to_dict()
+    config["architectures"] = [type(model).__name__]
+    return resolve(config, list(model.state_dict()), type(model).__name__, untie=untie)
+
+
+def model_class(names: Sequence[str] | None, where: str | None = None) -> Any:
+    """transformers' class of a model, as its config names it.
+
+    Raises:
+        CheckpointError: there is none of that name.
+    """
+    import transformers
+
+    kind = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
+    if kind is None or not hasattr(kind, "from_pretrained"):
+        what = f"transformers has no class {names[0] if names else ''}"
+        raise CheckpointError(what, where=where, remedy="update transformers")
+    return kind
 
 
 def stored_dtype(path: str) -> torch.dtype:

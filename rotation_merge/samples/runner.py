@@ -1,0 +1,284 @@
+"""Running a model block by block: the weights of one layer in memory at a time, hidden states carried between them.
+
+The model is transformers' own, made without weights, and its own forward is what runs: layers that are done give back
+what they gave before, the present one has its weights, and where the forward would enter a block that has none yet, it
+ends. So masks, positions and whatever else a model hands to its layers are right in every family. What stands outside
+of the layers stays in memory from its turn on. Models that transformers stores in another form than checkpoints have
+(mixtures of experts) are held whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from rotation_merge.architectures import Architecture
+from rotation_merge.architectures.model import Block, TensorInfo
+from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.sources import Renamed
+from rotation_merge.matching.state import TensorSource, read_tensor, unstack
+from rotation_merge.samples.functions import Batch, architecture_of, model_class
+from rotation_merge.samples.store import Store
+
+Fill = Callable[[TensorInfo, Tensor], Tensor]
+"""What a tensor becomes on its way from the source into the model."""
+
+
+class Halt(Exception):
+    """Ends a forward where all that was wanted of it has been seen. Hooks may raise it."""
+
+
+class _Unfilled(Halt):
+    def __init__(self, block: Block) -> None:
+        super().__init__(block.name)
+        self.block = block
+
+
+class Runner:
+    """One model on its way through its blocks.
+
+    Attributes:
+        model: without weights but those of the present block, and of blocks outside of the layers that are done.
+        architecture: under the names of the model's own state dict; blocks have their names from here.
+        whole: whether all weights are in memory.
+        block: the present one.
+        batches: what it is run on.
+
+    Args:
+        config: of the model; not modified.
+        source: its tensors.
+        own: the architecture by whose names the source goes.
+        store: where hidden states wait; None: in memory.
+        prefix: of this model's keys in the store.
+        fill: see `Fill`.
+        untie: give a tied head its own tensor.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        source: TensorSource,
+        own: Architecture,
+        batches: Sequence[Batch],
+        store: Store | None = None,
+        prefix: str = "",
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        fill: Fill = lambda _, tensor: tensor,
+        untie: bool = False,
+    ) -> None:
+        self.dtype, self.device, self.fill, self.prefix = dtype, torch.device(device), fill, prefix
+        self.store = Store() if store is None else store
+        self.model = empty_model(config, untie)
+        self.architecture = architecture_of(self.model, untie)
+        self.source = Renamed(source, own, self.architecture)
+        self.whole = not self._covers()
+        if self.whole:
+            self.model = _whole_model(self.model, source, own, dtype)
+        self.model.to(self.device) if self.whole else self._buffers()
+        self.batches = [{k: self._input(v) for k, v in batch.items() if k != "labels"} for batch in batches]
+        self.block: Block | None = None
+        self.opened: set[str] = set()
+        self._slots = _slots(self.model, self.architecture)
+        self._latest: dict[tuple[str, int], Any] = {}
+        self._hooks: list[Any] = []
+        self._recording = False
+        self._batch = 0
+        self._guard()
+
+    def advance(self) -> Block | None:
+        """Leave the present block, whose outputs must have been recorded, and open the next; None: there is none."""
+        if self.block is not None:
+            self._leave(self.block)
+        self.block = None
+        try:
+            self._forward(0)
+        except _Unfilled as stop:
+            self._open(stop.block)
+        return self.block
+
+    def run(self, batch: int) -> None:
+        """Run one batch through the present block (its hooks see it), or as far as a hook lets it."""
+        try:
+            self._forward(batch)
+        except Halt:
+            return
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """What the present layer gives is kept for the layers after it."""
+        self._recording = True
+        yield
+        self._recording = False
+
+    def module(self, name: str) -> nn.Module:
+        return self.model.get_submodule(name)
+
+    def module_of(self, block: Block) -> nn.Module | None:
+        """The module that is a layer; None for what stands outside of the layers."""
+        return None if block.index is None else self.module(block.name)
+
+    def close(self) -> None:
+        """Let go of all weights and states."""
+        for hook in self._hooks:
+            hook.remove()
+        self.model = None
+
+    # --- weights -----------------------------------------------------------------------------------------------
+
+    def _covers(self) -> bool:
+        """Whether the source has every parameter of the model in the model's own form."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        stored = {name for info in self.architecture.tensors() if self._stored(info) for name in info.names}
+        found = {id(parameters[name]) for name in stored if name in parameters}
+        return all(id(parameter) in found for parameter in parameters.values())
+
+    def _stored(self, info: TensorInfo) -> bool:
+        names = [info.names] if not info.tied else [info.names, *((tied,) for tied in info.tied)]
+        return any(all(name in self.source for name in some) for some in names)
+
+    def _buffers(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
+
+    def _open(self, block: Block) -> None:
+        self.block = block
+        self.opened.add(block.name)
+        if self.whole:
+            return
+        with torch.no_grad():
+            for info in block.tensors:
+                tensor = read_tensor(info, self.source)
+                if tensor is not None:
+                    for name, piece in unstack(info, self.fill(info, tensor)).items():
+                        self.set(name, piece)
+
+    def set(self, name: str, tensor: Tensor) -> None:
+        """Give a parameter (or a buffer that holds weights) a value, wherever the model uses it."""
+        owner, _, leaf = name.rpartition(".")
+        module = self.module(owner)
+        kept = tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+        if leaf in module._buffers:
+            module._buffers[leaf] = kept
+            return
+        parameter = nn.Parameter(kept, requires_grad=False)
+        for place, slot in self._slots[name]:
+            place._parameters[slot] = parameter
+
+    def _leave(self, block: Block) -> None:
+        """A layer that is done gives what it gave, and needs no weights for that."""
+        layer = self.module_of(block)
+        if layer is None:
+            return
+        layer.forward = lambda *_, **__: self._replay(self._stack(block))
+        if self.whole:
+            return
+        for info in block.tensors:
+            for name in info.names:
+                for place, slot in self._slots.get(name, ()):
+                    old = place._parameters[slot]
+                    if old is not None:
+                        place._parameters[slot] = nn.Parameter(torch.empty_like(old, device="meta"), False)
+
+    # --- forwards ----------------------------------------------------------------------------------------------
+
+    def _guard(self) -> None:
+        """Let the forward end where it would enter a block that is not open."""
+        blocks: dict[nn.Module, list[Block]] = {}
+        for block in self.architecture.blocks:
+            layer = self.module_of(block)
+            places = [place for info in block.tensors for name in info.names for place, _ in self._slots.get(name, ())]
+            for place in [*([layer] if layer is not None else []), *places]:
+                if place is not self.model and block not in blocks.setdefault(place, []):
+                    blocks[place].append(block)
+        for place, some in blocks.items():
+            self._hooks.append(place.register_forward_pre_hook(lambda *_, some=some: self._check(some)))
+        for block in self.architecture.blocks:
+            layer = self.module_of(block)
+            if layer is not None:
+                self._hooks.append(layer.register_forward_hook(lambda _, __, out, block=block: self._keep(block, out)))
+
+    def _check(self, blocks: Sequence[Block]) -> None:
+        unopened = next((block for block in blocks if block.name not in self.opened), None)
+        if unopened is not None:
+            raise _Unfilled(unopened)
+
+    def _keep(self, block: Block, output: Any) -> None:
+        if not self._recording or block is not self.block:
+            return
+        leaves, form = _pytree.tree_flatten(output)
+        self.store.put(self._key(self._stack(block)), [x for x in leaves if isinstance(x, Tensor)])
+        still = [None if isinstance(x, Tensor) else x for x in leaves]
+        self._latest[self._stack(block), self._batch] = (still, [isinstance(x, Tensor) for x in leaves], form)
+
+    def _stack(self, block: Block) -> str:
+        """Whose latest output a layer gives back: its stack's, or its own where a head looks at all layers."""
+        every = getattr(self.model.config, "use_weighted_layer_sum", False)
+        return block.name if every else block.module
+
+    def _replay(self, stack: str) -> Any:
+        still, moving, form = self._latest[stack, self._batch]
+        tensors = iter(self.store.get(self._key(stack), self.device))
+        return _pytree.tree_unflatten([next(tensors) if m else x for x, m in zip(still, moving, strict=True)], form)
+
+    def _key(self, stack: str) -> str:
+        return f"{self.prefix}:{stack}:{self._batch}"
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    @torch.no_grad()
+    def _forward(self, batch: int) -> None:
+        self._batch = batch
+        self.model(**self.batches[batch])
+
+
+def empty_model(config: Any, untie: bool = False) -> Any:
+    """A model of transformers' own class without weights, its buffers as they should be; in evaluation mode."""
+    from accelerate import init_empty_weights
+
+    own = copy.deepcopy(config)
+    for part in (own, own.get_text_config()):
+        part.use_cache = False
+        part._attn_implementation = part._experts_implementation = "eager"
+        if untie:
+            part.tie_word_embeddings = False
+    kind = model_class(own.architectures)
+    with init_empty_weights(include_buffers=False):
+        model = kind(own)
+    model.tie_weights()
+    return model.eval()
+
+
+def _whole_model(empty: Any, source: TensorSource, own: Architecture, dtype: torch.dtype) -> Any:
+    """A model with all of its weights, which transformers brings into its own form."""
+    state = {}
+    for info in own.tensors():
+        tensor = read_tensor(info, source)
+        if tensor is not None and all(name in source for name in info.names):
+            state.update(unstack(info, tensor.to(dtype)))
+    model, info = type(empty).from_pretrained(
+        None, config=empty.config, state_dict=state, dtype=dtype, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(f"missing weights, the first is {missing[0]}", remedy="the checkpoint is incomplete")
+    return model.eval()
+
+
+def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple[nn.Module, str]]]:
+    """By tensor name: every place in the model that holds the same parameter."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, leaf))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: places[id(parameters[name])] for name in architecture.named() if name in parameters}

@@ -1,0 +1,72 @@
+"""Where hidden states wait between two layers: in memory, or in files of a folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rotation_merge.errors import RotationMergeError, short
+
+
+class Store:
+    """Tensors by key, off the accelerator.
+
+    Args:
+        folder: they are written to a new folder inside of it, which `close` removes; None: kept in memory.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self._held: dict[str, list[Tensor]] = {}
+        self._files: dict[str, str] = {}
+        self._count = 0
+        self.folder = None if folder is None else _new_folder(folder)
+
+    def put(self, key: str, tensors: Sequence[Tensor]) -> None:
+        """Keep some tensors in the place of those that the key had."""
+        kept = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
+        if self.folder is None:
+            self._held[key] = kept
+            return
+        if key not in self._files:
+            self._count += 1
+            self._files[key] = os.path.join(self.folder, f"{self._count}.safetensors")
+        save_file({str(i): tensor for i, tensor in enumerate(kept)}, self._files[key])
+
+    def get(self, key: str, device: torch.device | str = "cpu") -> list[Tensor]:
+        """The tensors of a key."""
+        if self.folder is None:
+            return [tensor.to(device) for tensor in self._held[key]]
+        found = load_file(self._files[key])
+        return [found[str(i)].to(device) for i in range(len(found))]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._held or key in self._files
+
+    def drop(self, key: str) -> None:
+        """Forget a key."""
+        self._held.pop(key, None)
+        if key in self._files:
+            os.remove(self._files.pop(key))
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._held.clear()
+        self._files.clear()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _new_folder(parent: str) -> str:
+    try:
+        os.makedirs(parent, exist_ok=True)
+        return tempfile.mkdtemp(prefix="states-", dir=parent)
+    except OSError as error:
+        raise RotationMergeError(
+            f"cannot be written to ({short(error)})", where=parent, remedy="name a folder for 'spill' that can"
+        ) from error

@@ -1,0 +1,67 @@
+"""Running models block by block: the same answers as the whole model, in every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_models import ALL, Case, difference, exactly, inputs, make, outputs, save
+
+from rotation_merge.architectures import resolve
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.samples.runner import Runner
+from rotation_merge.samples.store import Store
+
+FIRST = list({case.family: case for case in reversed(ALL)}.values())
+HARD = [case for case in ALL if case.name in ("classifier, all layers", "t5-mt5", "v2, own keys, convolution")]
+
+
+def runner(case: Case, folder: Path, store: Store | None = None) -> tuple[Runner, dict[str, torch.Tensor]]:
+    """A tiny model about to run on two batches of the same examples, and what it answers."""
+    model = make(case)
+    given = inputs(case, model)
+    config, state = save(model, folder)
+    architecture = resolve(config, list(state), case.name)
+    own = transformers.AutoConfig.from_pretrained(folder)
+    found = Runner(own, state, architecture, [given, dict(given)], store, dtype=torch.float64)
+    return found, outputs(model, given)
+
+
+@pytest.mark.parametrize("case", [*FIRST, *HARD], ids=lambda case: f"{case.family}-{case.name}")
+def test_block_by_block_is_the_whole_model(case: Case, tmp_path: Path) -> None:
+    run, expected = runner(case, tmp_path)
+    filled = []
+    with exactly():
+        while (block := run.advance()) is not None:
+            with run.recording():
+                for batch in range(2):
+                    run.run(batch)
+            layers = [run.module_of(b) for b in run.architecture.blocks if b.index is not None]
+            filled.append(sum(all(p.device.type != "meta" for p in m.parameters()) for m in layers if m is not None))
+            assert run.whole or filled[-1] <= 1, block.name
+        assert difference(outputs(run.model, run.batches[1]), expected) <= 1e-9
+    assert max(filled) >= 1
+
+
+def test_states_wait_on_disk(tmp_path: Path) -> None:
+    """Hidden states in a folder give the same as in memory, and the folder is left as it was."""
+    store = Store(str(tmp_path / "spill"))
+    case = next(case for case in ALL if case.family == "llama")
+    run, expected = runner(case, tmp_path / "model", store)
+    with exactly():
+        while run.advance() is not None:
+            with run.recording():
+                for batch in range(2):
+                    run.run(batch)
+        assert len(list((tmp_path / "spill").rglob("*.safetensors"))) == 2
+        assert difference(outputs(run.model, run.batches[0]), expected) <= 1e-9
+    store.close()
+    assert list((tmp_path / "spill").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RotationMergeError, match="cannot be written to"):
+        Store(str(tmp_path / "file"))
