@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Space
 from rotation_merge.groups import HeadTransform, Orthogonal, SpaceTransform
-from rotation_merge.matching.gauge import _random_transform
+from rotation_merge.groups.admitted import admitted
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Side
 
@@ -63,7 +63,7 @@ def moved(given: dict[str, Tensor], transform: SpaceTransform) -> dict[str, Tens
 
 
 def planted(space: Space, options: MatchOptions, seed: int) -> SpaceTransform:
-    return _random_transform(space, options, gen(seed))
+    return admitted(space, options).random(gen(seed))
 
 
 def sides_of(anchor: dict[str, Tensor], donor: dict[str, Tensor]) -> list[Side]:

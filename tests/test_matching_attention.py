@@ -20,9 +20,9 @@ from matching_support import (
 )
 from scipy.optimize import minimize
 
+from rotation_merge.groups.invertible import LARGEST_CONDITION
 from rotation_merge.matching import head_order as head_order_module
 from rotation_merge.matching.attention import match_attention
-from rotation_merge.matching.invertible import LARGEST_CONDITION
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Side
 

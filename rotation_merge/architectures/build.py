@@ -38,6 +38,7 @@ from rotation_merge.architectures.schema import (
 )
 from rotation_merge.architectures.streams import stream_groups
 from rotation_merge.errors import ArchitectureError
+from rotation_merge.groups.admitted import QUERIES, VALUES
 
 T = TypeVar("T")
 
@@ -171,9 +172,9 @@ def _attention(scope: _Scope, name: str, spec: AttentionSpec) -> Space:
         {"groups": groups, "per_group": heads // groups, "head_dim": head_dim, "value_dim": value_dim},
         rotary=rotary,
         interleaved=bool(spec.rotary and spec.rotary.layout == "interleaved"),
-        norm=word(spec.norm, scope.config, ("rms_head", "layer_head", "affine_head", "rms_all", "l2_head")),
+        norm=word(spec.norm, scope.config, tuple(filter(None, QUERIES))),
+        values=word(spec.values, scope.config, tuple(VALUES)) or "free",
         free_order=word(spec.order, scope.config, ("free", "fixed")) != "fixed",
-        free_values=word(spec.values, scope.config, ("free", "fixed")) != "fixed",
     )
 
 

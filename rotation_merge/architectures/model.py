@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from rotation_merge.groups.stream import STREAM_GROUPS, StreamGroup
+
 
 @dataclass(frozen=True)
 class Space:
@@ -18,7 +20,8 @@ class Space:
         rotary: number of leading query/key dimensions that rotary embedding turns (0: none).
         interleaved: whether RoPE pairs are neighbours.
         norm: norm between query/key projection and product, as in the architecture file.
-        free_order, free_values: whether heads may change places, and values may be turned.
+        values: what values and outputs admit, as in the architecture file.
+        free_order: whether heads may change places.
         gated: whether the neurons' activations are multiplied by a second, linear map.
         degree: a neuron scaled by c on its way in is scaled by 1 / c^degree on its way out; 0: it cannot be scaled.
     """
@@ -29,8 +32,8 @@ class Space:
     rotary: int = 0
     interleaved: bool = False
     norm: str | None = None
+    values: str = "free"
     free_order: bool = True
-    free_values: bool = True
     gated: bool = False
     degree: int = 0
 
@@ -212,6 +215,23 @@ class Architecture:
     limits: tuple[str, ...] = ()
     base: str = ""
     spelling: tuple[tuple[str, str], ...] = ()
+
+    def layer_normed(self, stream: str) -> bool:
+        """Whether a norm of the stream takes off its mean, so that rotations have to fix the all-ones vector."""
+        return any(norm.layer for block in self.blocks for norm in block.norms if norm.stream == stream)
+
+    def stream_group(self, stream: str, kind: str) -> StreamGroup:
+        """The group of a residual stream that is called `kind` in recipes."""
+        return StreamGroup(kind, self.streams[stream].sizes["size"], self.layer_normed(stream))
+
+    def admitting(self, kind: str) -> list[str]:
+        """The streams that admit a residual group."""
+        return [name for name, groups in self.stream_groups.items() if kind in groups]
+
+    @property
+    def residual_groups(self) -> list[str]:
+        """The residual groups that every stream admits, smallest first: `none` at least."""
+        return [kind for kind in STREAM_GROUPS if len(self.admitting(kind)) == len(self.streams)]
 
     def names(self, info: TensorInfo, index: int | None) -> tuple[str, ...]:
         """What a tensor is called in layer `index` of a checkpoint that names its tensors as this one does."""

@@ -8,6 +8,8 @@ from rotation_merge.architectures.build import build
 from rotation_merge.architectures.model import Architecture, Space
 from rotation_merge.architectures.registry import shipped
 from rotation_merge.architectures.schema import ArchitectureSpec
+from rotation_merge.groups.admitted import heads
+from rotation_merge.groups.stream import STREAM_GROUPS
 
 INTRO = """\
 # Architectures
@@ -43,13 +45,6 @@ SIZES: dict[str, float] = {
 }
 """Config keys, by what they count, and a value that makes a small model."""
 
-RESIDUAL = {
-    "rotation": "rotations",
-    "signed_permutation": "signed permutations",
-    "permutation": "permutations",
-    "none": "none",
-}
-
 
 def sample(spec: ArchitectureSpec) -> Architecture:
     """The family's architecture at small sizes, everything optional left at its default."""
@@ -79,26 +74,13 @@ def _row(spec: ArchitectureSpec) -> str:
     attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
     neurons = {name: space for name, space in spaces.items() if space.kind != "attention"}
     cells = [
-        _joined({name: RESIDUAL[groups[-1]] for name, groups in architecture.stream_groups.items()}),
-        _joined({name: _queries(space) for name, space in attention.items()}),
-        _joined({name: "O(d)" if space.free_values else "none" for name, space in attention.items()}),
+        _joined({name: STREAM_GROUPS[groups[-1]] for name, groups in architecture.stream_groups.items()}),
+        _joined({name: heads(space).qk.symbol for name, space in attention.items()}),
+        _joined({name: heads(space).vo.symbol for name, space in attention.items()}),
         _joined({name: "free" if space.free_order else "fixed" for name, space in attention.items()}),
         _joined({name: _neurons(space) for name, space in neurons.items()}),
     ]
     return f"| {spec.title} | {' | '.join(cells)} |\n"
-
-
-def _queries(space: Space) -> str:
-    rest = space.sizes["head_dim"] - space.rotary
-    if space.norm == "affine_head":
-        return "none"
-    if space.norm == "layer_head":
-        return "sign of a KV group"
-    if space.norm is not None:
-        return "sign of each RoPE pair" if space.rotary else "sign of each coordinate"
-    if not space.rotary:
-        return "O(d)"
-    return "planar, O(d) on what rotary leaves alone" if rest else "planar"
 
 
 def _neurons(space: Space) -> str:

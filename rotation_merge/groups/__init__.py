@@ -13,7 +13,7 @@ from rotation_merge.groups.planar import Planar
 from rotation_merge.groups.scaled import Scaled
 from rotation_merge.groups.scaling import Scaling
 from rotation_merge.groups.space import TRANSFORMS, SpaceTransform
-from rotation_merge.groups.stream import StreamTransform
+from rotation_merge.groups.stream import StreamGroup, StreamTransform
 
 __all__ = [
     "KINDS",
@@ -31,5 +31,6 @@ __all__ = [
     "Scaled",
     "Scaling",
     "SpaceTransform",
+    "StreamGroup",
     "StreamTransform",
 ]

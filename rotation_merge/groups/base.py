@@ -9,12 +9,14 @@ keys, outputs against values) is moved by the inverse transpose, so that the pai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from rotation_merge.errors import AlignmentError
+from rotation_merge.groups.tangent import Freedom, Steps
 
 Self = TypeVar("Self", bound="GroupElement")
 
@@ -92,10 +94,34 @@ class GroupElement(ABC):
     def from_tensors(cls: type[Self], tensors: dict[str, Tensor]) -> Self:
         """Rebuild an element; maps stored in half precision come back inside their group."""
 
+    def still(self: Self) -> Self:
+        """The identity of the same group, batch and layout."""
+        return self.identity(self.batch, self.size)
+
+    def tangent(self, freedom: Freedom) -> Steps:
+        """What learning may move, as parameters that stand at the element itself; none where it is discrete."""
+        return {}
+
+    def along(self: Self, steps: Steps, freedom: Freedom, exact: bool) -> Self:
+        """The element where the parameters have led, differentiable in them.
+
+        Args:
+            steps: as `tangent` names them, not empty.
+            freedom: that `tangent` was asked for.
+            exact: in float64 and inside the group to the last digit, else in float32.
+        """
+        raise NotImplementedError
+
     def is_identity(self) -> bool:
         """True where nothing would be moved; never of an element that is being learned."""
-        if any(tensor.requires_grad for tensor in self.tensors().values()):
-            return False
+        return not self._learned and self._still
+
+    @cached_property
+    def _learned(self) -> bool:
+        return any(tensor.requires_grad for tensor in self.tensors().values())
+
+    @cached_property
+    def _still(self) -> bool:
         return bool((self.distance() == 0).all())
 
     def to(self: Self, device: torch.device) -> Self:

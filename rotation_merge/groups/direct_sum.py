@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from rotation_merge.groups.base import GroupElement, dump, load, nested
+from rotation_merge.groups.group import Group
 from rotation_merge.groups.orthogonal import Orthogonal
 from rotation_merge.groups.planar import Planar
 from rotation_merge.groups.scaling import Scaling
+from rotation_merge.groups.statistics import Grams
+from rotation_merge.groups.tangent import Freedom, Steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +58,7 @@ class DirectSum(GroupElement):
 
     def distance(self) -> Tensor:
         """Mean of the parts' distances, weighted by their sizes."""
-        return sum((part.distance() * part.size for part in self.parts), torch.zeros(self.batch)) / self.size
+        return torch.stack([part.distance() * part.size for part in self.parts]).sum(0) / self.size
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"{i}.{name}": t for i, part in enumerate(self.parts) for name, t in dump(part).items()}
@@ -63,3 +66,54 @@ class DirectSum(GroupElement):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> DirectSum:
         return cls(tuple(load(part) for _, part in sorted(nested(tensors).items())))
+
+    def still(self) -> DirectSum:
+        return DirectSum(tuple(part.still() for part in self.parts))
+
+    def tangent(self, freedom: Freedom) -> Steps:
+        return {f"{i}/{name}": t for i, part in enumerate(self.parts) for name, t in part.tangent(freedom).items()}
+
+    def along(self, steps: Steps, freedom: Freedom, exact: bool) -> DirectSum:
+        moved = []
+        for i, part in enumerate(self.parts):
+            own = {name.removeprefix(f"{i}/"): step for name, step in steps.items() if name.startswith(f"{i}/")}
+            moved.append(part.along(own, freedom, exact) if own else part)
+        return DirectSum(tuple(moved))
+
+
+@dataclass(frozen=True)
+class Split(Group):
+    """One group on the first `at` coordinates (those that rotary embedding turns), another on the rest.
+
+    Each is solved on its own (`parts`), so that this one asks for no statistics.
+    """
+
+    first: Group
+    second: Group
+    at: int
+
+    kind = "split"
+
+    @property
+    def words(self) -> str:
+        return f"{self.first.words}, {self.second.words} on the rest"
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.first.symbol}, {self.second.symbol} on what rotary leaves alone"
+
+    def parts(self, size: int) -> list[tuple[Group, slice]]:
+        return [(self.first, slice(0, self.at)), (self.second, slice(self.at, size))]
+
+    def identity(self, batch: int, size: int) -> DirectSum:
+        return DirectSum((self.first.identity(batch, self.at), self.second.identity(batch, size - self.at)))
+
+    def random(self, batch: int, size: int, generator: torch.Generator) -> DirectSum:
+        first = self.first.random(batch, self.at, generator)
+        return DirectSum((first, self.second.random(batch, size - self.at, generator)))
+
+    def solve(self, grams: Grams) -> tuple[GroupElement, Tensor]:
+        raise TypeError("a split group is solved part by part")
+
+    def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
+        raise TypeError("a split group is solved part by part")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from rotation_merge.groups.base import GroupElement
 from rotation_merge.groups.monomial import Monomial
-from rotation_merge.groups.neurons import act_on_neurons, degree_in, degree_tensor
-from rotation_merge.groups.space import SpaceTransform
+from rotation_merge.groups.neurons import NeuronGroup, act_on_neurons, degree_in, degree_tensor
+from rotation_merge.groups.space import SpaceGroup, SpaceTransform, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,15 @@ class ExpertTransform(SpaceTransform):
         neurons = self.neurons.compose(first.neurons.select(self.order))
         return ExpertTransform(first.order[self.order], neurons, self.degree)
 
+    def still(self) -> ExpertTransform:
+        return ExpertTransform(torch.arange(len(self.order)), self.neurons.still(), self.degree)
+
+    def elements(self) -> dict[str, GroupElement]:
+        return {"neurons": self.neurons}
+
+    def with_elements(self, elements: Mapping[str, GroupElement]) -> ExpertTransform:
+        return ExpertTransform(self.order, cast(Monomial, elements["neurons"]), self.degree)
+
     def _moved(self) -> float:
         at_home = torch.arange(len(self.order), device=self.order.device)
         return float((self.order != at_home).double().mean())
@@ -70,3 +82,27 @@ class ExpertTransform(SpaceTransform):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> ExpertTransform:
         return cls(tensors["order"].long(), Monomial.from_tensors(tensors), degree_in(tensors))
+
+
+@dataclass(frozen=True)
+class ExpertGroup(SpaceGroup):
+    """The order of experts, where their neurons may be permuted too, and the neurons of each."""
+
+    neurons: NeuronGroup
+
+    def identity(self) -> ExpertTransform:
+        own = self.neurons.identity()
+        return ExpertTransform(torch.arange(self.neurons.count), own.element, own.degree)
+
+    def random(self, generator: torch.Generator) -> ExpertTransform:
+        neurons, count = self.neurons.random(generator), self.neurons.count
+        order = torch.randperm(count, generator=generator) if self.neurons.permute else torch.arange(count)
+        return ExpertTransform(order, neurons.element, neurons.degree)
+
+    @property
+    def words(self) -> str:
+        return ("order of experts, " if self.neurons.permute else "") + self.neurons.words
+
+    def work(self) -> Work:
+        work, pairs = self.neurons.work(), self.neurons.count if self.neurons.permute else 1
+        return replace(work, assigned=work.assigned * pairs)

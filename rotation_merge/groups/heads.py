@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rotation_merge.groups.base import GroupElement, dump, gather, load, mixes, nested
-from rotation_merge.groups.space import SpaceTransform
+from rotation_merge.groups.group import Group
+from rotation_merge.groups.space import SpaceGroup, SpaceTransform, Work
 
 QUERY_ROLES = ("q", "o", "q_gain", "head")
 """Roles whose axis has one entry for each query head: dimensions (G, r, ...)."""
@@ -79,6 +81,15 @@ class HeadTransform(SpaceTransform):
             self.vo.compose(first.vo.select(self.groups)),
         )
 
+    def still(self) -> HeadTransform:
+        return HeadTransform(*self.identity_order(*self.queries.shape), self.qk.still(), self.vo.still())
+
+    def elements(self) -> dict[str, GroupElement]:
+        return {"qk": self.qk, "vo": self.vo}
+
+    def with_elements(self, elements: Mapping[str, GroupElement]) -> HeadTransform:
+        return HeadTransform(self.groups, self.queries, elements["qk"], elements["vo"])
+
     def is_identity(self) -> bool:
         in_order = self._ordered(self.groups[None]) and self._ordered(self.queries)
         return in_order and self.qk.is_identity() and self.vo.is_identity()
@@ -110,3 +121,51 @@ class HeadTransform(SpaceTransform):
     def from_tensors(cls, tensors: dict[str, Tensor]) -> HeadTransform:
         maps = nested({key: tensor for key, tensor in tensors.items() if "." in key})
         return cls(tensors["groups"].long(), tensors["queries"].long(), load(maps["qk"]), load(maps["vo"]))
+
+
+ORDERS = ("none", "permutation", "spectral", "fixed")
+"""Orders of heads: not asked for, the best, by singular values; asked for where the architecture forbids it."""
+
+_PAIR_FLOPS = 600.0
+"""Work of judging one pairing of heads, in units of the cube of their size: a polar factor at several scales."""
+
+
+@dataclass(frozen=True)
+class HeadGroup(SpaceGroup):
+    """The order of the heads of one layer (one of `ORDERS`), and the groups inside them."""
+
+    groups: int
+    per_group: int
+    head_dim: int
+    value_dim: int
+    order: str
+    qk: Group
+    vo: Group
+
+    @property
+    def own_order(self) -> tuple[Tensor, Tensor]:
+        """`groups` and `queries` of heads that stay where they are."""
+        return HeadTransform.identity_order(self.groups, self.per_group)
+
+    def identity(self) -> HeadTransform:
+        qk, vo = self.qk.identity(self.groups, self.head_dim), self.vo.identity(self.groups, self.value_dim)
+        return HeadTransform(*self.own_order, qk, vo)
+
+    def random(self, generator: torch.Generator) -> HeadTransform:
+        order, queries = self.own_order
+        if self.order in ("permutation", "spectral"):
+            order = torch.randperm(self.groups, generator=generator)
+            queries = torch.stack([torch.randperm(self.per_group, generator=generator) for _ in range(self.groups)])
+        qk = self.qk.random(self.groups, self.head_dim, generator)
+        return HeadTransform(order, queries, qk, self.vo.random(self.groups, self.value_dim, generator))
+
+    @property
+    def words(self) -> str:
+        order = "" if self.order == "none" else f"head order: {self.order}; "
+        return f"{order}query/key: {self.qk.words}; value/output: {self.vo.words}"
+
+    def work(self) -> Work:
+        if self.order == "none":
+            return Work(2.0 * self.head_dim)
+        heads = self.groups * self.per_group
+        return Work(2.0 * self.head_dim * heads, _PAIR_FLOPS * heads**2 * self.head_dim**3)

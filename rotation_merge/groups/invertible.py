@@ -1,4 +1,9 @@
-"""Invertible maps GL(d): what a value/output pair, or a rotary-free query/key pair, admits at most."""
+r"""Invertible maps GL(d): what a value/output pair, or a rotary-free query/key pair, admits at most.
+
+The best one minimises |A_P - G B_P|^2 + |A_D - G^-T B_D|^2. The problem is not convex: L-BFGS descends from the best
+orthogonal map with its scale, all heads at once, and each head keeps its start unless the result is better. Singular
+values are held within a bounded ratio, because a badly conditioned map loses digits in half precision.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.base import act_by_matrices
+from rotation_merge.groups.base import GroupElement, act_by_matrices
+from rotation_merge.groups.group import Own
 from rotation_merge.groups.matrix import MatrixElement
+from rotation_merge.groups.scaled import OrthogonalGroup
+from rotation_merge.groups.statistics import Grams
+from rotation_merge.groups.tangent import Freedom, Steps, like
 from rotation_merge.linalg.polar import random_orthogonal
+
+LARGEST_CONDITION = 30.0
+"""Bound on the ratio of largest to smallest singular value of a map."""
+
+_ITERATIONS = 60
+_TIE = 1e-10  # gains below this share of the norms leave the start as it is
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,3 +50,77 @@ class Invertible(MatrixElement):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Invertible:
         return cls(tensors["matrix"].double())
+
+    def tangent(self, freedom: Freedom) -> Steps:
+        return {"turn": torch.zeros(self.matrix.shape)}
+
+    def along(self, steps: Steps, freedom: Freedom, exact: bool) -> Invertible:
+        turn = steps["turn"]
+        return Invertible(torch.matrix_exp(like(turn, turn, exact)) @ like(self.matrix, turn, exact))
+
+
+@dataclass(frozen=True)
+class InvertibleGroup(OrthogonalGroup):
+    """GL(d); `solve` gives the best element of O(d), and `refined` descends from there."""
+
+    kind = "invertible"
+    words = "invertible maps"
+    symbol = "GL(d)"
+
+    def random(self, batch: int, size: int, generator: torch.Generator) -> GroupElement:
+        return Invertible.random(batch, size, generator)
+
+    def refined(
+        self, element: GroupElement, gain: Tensor, grams: Grams, own: Own, equal: Tensor
+    ) -> tuple[Invertible, Tensor]:
+        """The best maps found, of condition number at most `LARGEST_CONDITION`."""
+        objective = _Objective(grams, *own())
+        eye = torch.eye(element.size, dtype=torch.float64, device=grams.primal.device).repeat(element.batch, 1, 1)
+        first = element.act(eye, 0, 1)
+        result = _bounded(_descend(objective, first))
+        before, after = objective(first), objective(result)
+        better = (before - after > _TIE * objective.scale) & ~equal
+        chosen = Invertible(torch.where(better[:, None, None], result, first))
+        return chosen, -torch.where(better, after, before)
+
+
+class _Objective:
+    """The squared distance as a function of the maps, from second-order statistics; a constant is left out."""
+
+    def __init__(self, grams: Grams, own_primal: Tensor, own_dual: Tensor) -> None:
+        self.k_primal, self.k_dual = own_primal, own_dual
+        self.m_primal, self.m_dual = grams.primal, grams.dual
+        self.scale = (grams.norms() + grams.anchor_primal.sum(-1) + grams.anchor_dual.sum(-1)).clamp_min(1e-300)
+
+    def __call__(self, maps: Tensor) -> Tensor:
+        dual = torch.linalg.inv(maps).mT
+        primal_part = ((maps @ self.k_primal - 2 * self.m_primal) * maps).sum((1, 2))
+        dual_part = ((dual @ self.k_dual - 2 * self.m_dual) * dual).sum((1, 2))
+        return primal_part + dual_part
+
+
+def _descend(objective: _Objective, first: Tensor) -> Tensor:
+    with torch.enable_grad():
+        maps = first.clone().requires_grad_(True)
+        optimiser = torch.optim.LBFGS([maps], max_iter=_ITERATIONS, line_search_fn="strong_wolfe", tolerance_grad=1e-10)
+
+        def closure() -> Tensor:
+            optimiser.zero_grad()
+            loss = (objective(maps) / objective.scale).sum()
+            loss.backward()
+            return loss
+
+        try:
+            optimiser.step(closure)
+        except torch.linalg.LinAlgError:  # a step onto a singular matrix: keep the start
+            return first
+    result = maps.detach()
+    return torch.where(result.isfinite().all(-1).all(-1)[:, None, None], result, first)
+
+
+def _bounded(maps: Tensor) -> Tensor:
+    """Singular values clamped around their geometric mean to a ratio of `LARGEST_CONDITION`."""
+    u, s, vh = torch.linalg.svd(maps)
+    middle = s.clamp_min(1e-300).log().mean(-1, keepdim=True).exp()
+    reach = LARGEST_CONDITION**0.5
+    return (u * s.clamp(middle / reach, middle * reach)[:, None, :]) @ vh

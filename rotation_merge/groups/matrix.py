@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -41,6 +42,11 @@ class MatrixElement(GroupElement):
         """Frobenius distance from the identity over 2 sqrt(d), that of the farthest orthogonal map: 1 at -I."""
         eye = torch.eye(self.size, dtype=self.matrix.dtype, device=self.matrix.device)
         return (self.matrix - eye).flatten(1).norm(dim=1).double() / (2 * self.size**0.5)
+
+    @cached_property
+    def _still(self) -> bool:
+        """The diagonal tells most maps from the identity; only then is the whole matrix looked at."""
+        return bool((self.matrix.diagonal(dim1=1, dim2=2) == 1).all()) and super()._still
 
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from rotation_merge.groups.base import GroupElement
+from rotation_merge.groups.group import Group, agreement_by_matrices
+from rotation_merge.groups.orthogonal import Orthogonal
 from rotation_merge.groups.permutation import Permutation
 from rotation_merge.groups.scaling import Scaling
+from rotation_merge.groups.statistics import Grams
+from rotation_merge.groups.tangent import Freedom, Steps, scaled
+from rotation_merge.linalg.assignment import assign, assign_small
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,3 +77,49 @@ class Monomial(GroupElement):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Monomial:
         return cls(Permutation.from_tensors(tensors), Scaling.from_tensors(tensors))
+
+    def tangent(self, freedom: Freedom) -> Steps:
+        scale = {"log_scale": torch.zeros(self.batch, self.size)} if freedom.scales else {}
+        return {**scale, "scores": torch.eye(self.size)} if freedom.permutations and self.batch == 1 else scale
+
+    def along(self, steps: Steps, freedom: Freedom, exact: bool) -> Monomial:
+        permutation = self._reordered(steps["scores"], exact) if "scores" in steps else self.permutation
+        return Monomial(permutation, Scaling(scaled(self.scaling.factor, steps, exact)))
+
+    def _reordered(self, scores: Tensor, exact: bool) -> Permutation:
+        """The best assignment of the scores after the permutation.
+
+        While learning, the hard permutation stands as a matrix whose gradient goes straight through to the scores
+        (Git Re-Basin, 2023, section 3.3).
+        """
+        found = assign(scores.detach()).permutation[None]
+        own = self.permutation.to(found.device)
+        if exact:
+            return Permutation(found).compose(own)
+        hard = torch.zeros_like(scores).scatter(1, found.T.to(scores.device), 1.0)
+        matrix = (hard + scores - scores.detach())[:, own.inverse().index[0].to(scores.device)]
+        return cast(Permutation, Orthogonal(matrix[None]))  # acts as a permutation does
+
+
+@dataclass(frozen=True)
+class CoordinateOrder(Group):
+    """Permutations of the coordinates of a head (TransFusion, 2025)."""
+
+    kind = "permutation"
+    words = "permutations"
+    symbol = "permutations"
+
+    def identity(self, batch: int, size: int) -> Monomial:
+        return Monomial.identity(batch, size)
+
+    def random(self, batch: int, size: int, generator: torch.Generator) -> Monomial:
+        return Monomial(Permutation.random(batch, size, generator), Scaling.identity(batch, size))
+
+    def solve(self, grams: Grams) -> tuple[Monomial, Tensor]:
+        agreement = grams.primal + grams.dual
+        index = torch.stack([assign_small(m) for m in agreement])
+        element = Monomial(Permutation(index), Scaling.identity(*index.shape))
+        return element, 2 * agreement.gather(2, index.to(agreement.device)[..., None]).sum((1, 2)) - grams.norms()
+
+    def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
+        return agreement_by_matrices(element, products)

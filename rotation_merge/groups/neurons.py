@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from rotation_merge.groups.base import GroupElement
 from rotation_merge.groups.monomial import Monomial
-from rotation_merge.groups.space import SpaceTransform
+from rotation_merge.groups.permutation import Permutation
+from rotation_merge.groups.scaling import Scaling
+from rotation_merge.groups.space import SpaceGroup, SpaceTransform, Work
 
 
 def act_on_neurons(element: Monomial, degree: int, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
@@ -55,6 +60,15 @@ class NeuronTransform(SpaceTransform):
     def compose(self, first: NeuronTransform) -> NeuronTransform:
         return NeuronTransform(self.element.compose(first.element), self.degree)
 
+    def still(self) -> NeuronTransform:
+        return NeuronTransform(self.element.still(), self.degree)
+
+    def elements(self) -> dict[str, GroupElement]:
+        return {"neurons": self.element}
+
+    def with_elements(self, elements: Mapping[str, GroupElement]) -> NeuronTransform:
+        return NeuronTransform(cast(Monomial, elements["neurons"]), self.degree)
+
     def is_identity(self) -> bool:
         return self.element.is_identity()
 
@@ -73,3 +87,48 @@ class NeuronTransform(SpaceTransform):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> NeuronTransform:
         return cls(Monomial.from_tensors(tensors), degree_in(tensors))
+
+
+@dataclass(frozen=True)
+class NeuronGroup(SpaceGroup):
+    """Neurons of one FFN, or of each expert of a layer.
+
+    Attributes:
+        size: how many neurons.
+        permute: whether they may change places.
+        degree: of their activation, f(c x) = c^degree f(x); 0: they cannot be rescaled.
+        signed: whether factors may be negative, too.
+        count: how many experts.
+    """
+
+    size: int
+    permute: bool
+    degree: int
+    signed: bool = False
+    count: int = 1
+
+    def _with(self, element: Monomial) -> NeuronTransform:
+        return NeuronTransform(element, self.degree or 1)
+
+    def identity(self) -> NeuronTransform:
+        return self._with(Monomial.identity(self.count, self.size))
+
+    def random(self, generator: torch.Generator) -> NeuronTransform:
+        draw = Permutation.random if self.permute else lambda batch, size, _: Permutation.identity(batch, size)
+        order = draw(self.count, self.size, generator)
+        if not self.degree:
+            return self._with(Monomial(order, Scaling.identity(self.count, self.size)))
+        factor = Scaling.random(self.count, self.size, generator)
+        if self.signed:
+            factor = factor.compose(Scaling.random_signs(self.count, self.size, generator))
+        return self._with(Monomial(order, factor))
+
+    @property
+    def words(self) -> str:
+        parts = ["permutation"] if self.permute else []
+        if self.degree:
+            parts.append("signed rescaling" if self.signed else "positive rescaling")
+        return ", ".join(parts) or "none"
+
+    def work(self) -> Work:
+        return Work(2.0 * self.size, assigned=self.count * self.size**2, table=self.size**2)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rotation_merge.groups.base import act_by_matrices
 from rotation_merge.groups.matrix import MatrixElement
-from rotation_merge.linalg.polar import procrustes, random_orthogonal
+from rotation_merge.groups.tangent import Freedom, Steps, like, turned
+from rotation_merge.linalg.polar import complement_of_ones, procrustes, random_orthogonal
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,3 +34,30 @@ class Orthogonal(MatrixElement):
         """Rounded matrices are put back onto the group by their polar factor."""
         matrix = tensors["matrix"]
         return cls(matrix if matrix.dtype == torch.float64 else procrustes(matrix))
+
+    def tangent(self, freedom: Freedom) -> Steps:
+        size = self.size - freedom.fixes_ones
+        return {"turn": torch.zeros(self.batch, size, size)}
+
+    def along(self, steps: Steps, freedom: Freedom, exact: bool) -> Orthogonal:
+        """``exp(A)`` of a skew-symmetric A, in the complement of the all-ones vector where that is to stay."""
+        turn = turned(steps["turn"], exact)
+        if freedom.fixes_ones:
+            turn = beside_ones(turn)
+        moved = Orthogonal(turn @ like(self.matrix, turn, exact))
+        if not exact:
+            return moved
+        return fixing_ones(moved) if freedom.fixes_ones else Orthogonal(procrustes(moved.matrix))
+
+
+def beside_ones(inner: Tensor) -> Tensor:
+    """Maps of the complement of the all-ones vector, (G, d - 1, d - 1), as maps that fix it, (G, d, d)."""
+    size = inner.shape[-1] + 1
+    basis = complement_of_ones(size).to(inner)
+    return basis @ inner @ basis.T + 1.0 / size
+
+
+def fixing_ones(element: Orthogonal) -> Orthogonal:
+    """The nearest maps that fix the all-ones vector."""
+    basis = complement_of_ones(element.size).to(element.matrix)
+    return Orthogonal(beside_ones(procrustes(basis.T @ element.matrix @ basis)))

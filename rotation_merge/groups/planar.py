@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 from rotation_merge.groups.base import GroupElement, broadcast
+from rotation_merge.groups.group import Group
+from rotation_merge.groups.statistics import Grams, balance
+from rotation_merge.groups.tangent import Freedom, Steps, like, scaled
+from rotation_merge.linalg.scaling import best_scale, cost, joint_scale
 
 
 def pair_dims(size: int, interleaved: bool) -> tuple[slice, slice]:
@@ -86,8 +90,83 @@ class Planar(GroupElement):
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Planar:
         return cls(tensors["angle"].double(), tensors["scale"].double(), bool(tensors["interleaved"]))
 
+    def still(self) -> Planar:
+        return Planar(torch.zeros_like(self.angle), torch.ones_like(self.scale), self.interleaved)
+
+    def tangent(self, freedom: Freedom) -> Steps:
+        zeros = {"angle": torch.zeros(self.angle.shape)}
+        return {**zeros, "log_scale": torch.zeros(self.scale.shape)} if freedom.scales else zeros
+
+    def along(self, steps: Steps, freedom: Freedom, exact: bool) -> Planar:
+        step = steps["angle"]
+        angle = like(self.angle, step, exact) + like(step, step, exact)
+        return Planar(angle, scaled(self.scale, steps, exact), self.interleaved)
+
 
 def _along(x: Tensor, dim: int, part: slice) -> Tensor:
     index: list[slice] = [slice(None)] * x.ndim
     index[dim] = part
     return x[tuple(index)]
+
+
+@dataclass(frozen=True)
+class PlanarGroup(Group):
+    """Rotations of RoPE pairs, with `rescale` times a positive factor for each."""
+
+    rescale: bool | str = False
+    interleaved: bool = False
+
+    kind = "planar"
+    statistic = "pairs"
+    words = "a rotation for each RoPE pair"
+    symbol = "planar"
+
+    def identity(self, batch: int, size: int) -> Planar:
+        start = Planar.identity(batch, size)
+        return Planar(start.angle, start.scale, self.interleaved)
+
+    def random(self, batch: int, size: int, generator: torch.Generator) -> Planar:
+        turn = Planar.random(batch, size, generator)
+        return Planar(turn.angle, turn.scale if self.rescale else torch.ones_like(turn.scale), self.interleaved)
+
+    def solve(self, grams: Grams) -> tuple[Planar, Tensor]:
+        """The angle of each pair's sum of complex inner products, jointly with its scale."""
+        primal, dual = grams.primal, grams.dual
+        norms = self._pair_sums(grams.donor_primal, grams.donor_dual)
+        scale = torch.ones_like(norms[0])
+        if self.rescale is True:
+            anchor = self._pair_sums(grams.anchor_primal, grams.anchor_dual)
+            scale = _joint_scale(primal, dual, norms, balance(*norms, *anchor))
+        turn = _phase(scale * primal + dual / scale).conj()
+        inner = (turn * primal).real, (turn * dual).real
+        if self.rescale:
+            scale = best_scale(*norms, *inner)
+        return Planar(-turn.angle(), scale, self.interleaved), -cost(scale, *norms, *inner).sum(-1)
+
+    def bound(self, primal: Tensor, dual: Tensor, grams: Grams) -> Tensor:
+        return self._bounded(primal, dual, self._pair_sums(grams.donor_primal, grams.donor_dual)).sum(-1)
+
+    def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
+        assert isinstance(element, Planar)
+        turn = torch.polar(1 / element.scale, -element.angle)
+        return torch.einsum("np,nabp->nab", turn, products).real
+
+    def _pair_sums(self, primal: Tensor, dual: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = pair_dims(primal.shape[-1], self.interleaved)
+        return primal[..., first] + primal[..., second], dual[..., first] + dual[..., second]
+
+
+def _joint_scale(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor], guess: Tensor) -> Tensor:
+    def inner(scale: Tensor) -> tuple[Tensor, Tensor]:
+        turn = _phase(scale * primal + dual / scale).conj()
+        return (turn * primal).real, (turn * dual).real
+
+    bounds = primal.abs(), dual.abs()
+    return joint_scale(lambda a: (a * primal + dual / a).abs(), inner, *norms, guess, bounds)
+
+
+def _phase(z: Tensor) -> Tensor:
+    """z / |z|; 1 where z is zero or its phase is below rounding, so that ties go to the identity."""
+    size = z.abs()
+    flat = (size == 0) | (size - z.real <= 1e-12 * size)
+    return torch.where(flat, torch.ones_like(z), z / torch.where(size == 0, torch.ones_like(size), size))

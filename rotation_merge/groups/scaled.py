@@ -1,4 +1,4 @@
-"""O(d) with one scale for each head: value/output and rotary-free query/key dimensions with `rescale`."""
+"""O(d), and O(d) with one scale for each head: value/output and rotary-free query/key dimensions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.base import act_by_matrices
+from rotation_merge.groups.base import GroupElement, act_by_matrices
+from rotation_merge.groups.group import Group, agreement_by_matrices
 from rotation_merge.groups.matrix import MatrixElement
 from rotation_merge.groups.orthogonal import Orthogonal
-from rotation_merge.linalg.polar import random_orthogonal
+from rotation_merge.groups.statistics import Grams
+from rotation_merge.groups.tangent import Freedom, Steps, scaled
+from rotation_merge.linalg.polar import nuclear_norm, procrustes, random_orthogonal
+from rotation_merge.linalg.scaling import best_scale, cost, joint_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,3 +57,62 @@ class Scaled(MatrixElement):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Scaled:
         return cls(Orthogonal.from_tensors(tensors).matrix, tensors["factor"].double())
+
+    def tangent(self, freedom: Freedom) -> Steps:
+        scale = {"log_scale": torch.zeros(self.batch)} if freedom.scales else {}
+        return {"turn": torch.zeros(self.matrix.shape), **scale}
+
+    def along(self, steps: Steps, freedom: Freedom, exact: bool) -> Scaled:
+        turned = Orthogonal(self.matrix).along({"turn": steps["turn"]}, Freedom(), exact)
+        return Scaled(turned.matrix, scaled(self.factor, steps, exact))
+
+
+@dataclass(frozen=True)
+class OrthogonalGroup(Group):
+    """O(d), with `rescale` times the positive scalars."""
+
+    rescale: bool | str = False
+
+    kind = "orthogonal"
+    words = "orthogonal maps"
+    symbol = "O(d)"
+
+    def identity(self, batch: int, size: int) -> GroupElement:
+        return (Scaled if self.rescale else Orthogonal).identity(batch, size)
+
+    def random(self, batch: int, size: int, generator: torch.Generator) -> GroupElement:
+        return (Scaled if self.rescale else Orthogonal).random(batch, size, generator)
+
+    def solve(self, grams: Grams) -> tuple[GroupElement, Tensor]:
+        """Procrustes; with `rescale` jointly with the scale (ICML 2025 paper, sections 4.2 and 4.3, appendix D)."""
+        if not self.rescale:
+            rotation = procrustes(grams.primal + grams.dual, grams.rank_tolerance)
+            return Orthogonal(rotation), 2 * _inner(rotation, grams.primal + grams.dual) - grams.norms()
+        primal, dual = grams.donor_primal.sum(-1), grams.donor_dual.sum(-1)
+        scale = torch.ones_like(primal)
+        if self.rescale != "sequential":
+            scale = _joint_scale(grams, primal, dual)
+        rotation = procrustes(_mix(grams, scale), grams.rank_tolerance)
+        scale = best_scale(primal, dual, _inner(rotation, grams.primal), _inner(rotation, grams.dual))
+        inner = _inner(rotation, grams.primal), _inner(rotation, grams.dual)
+        return Scaled(rotation, scale), -cost(scale, primal, dual, *inner)
+
+    def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
+        return agreement_by_matrices(element, products)
+
+
+def _joint_scale(grams: Grams, primal: Tensor, dual: Tensor) -> Tensor:
+    def inner(scale: Tensor) -> tuple[Tensor, Tensor]:
+        rotation = procrustes(_mix(grams, scale), grams.rank_tolerance)
+        return _inner(rotation, grams.primal), _inner(rotation, grams.dual)
+
+    bounds = nuclear_norm(grams.primal), nuclear_norm(grams.dual)
+    return joint_scale(lambda a: nuclear_norm(_mix(grams, a)), inner, primal, dual, grams.guess(), bounds)
+
+
+def _mix(grams: Grams, scale: Tensor) -> Tensor:
+    return scale[..., None, None] * grams.primal + grams.dual / scale[..., None, None]
+
+
+def _inner(rotation: Tensor, products: Tensor) -> Tensor:
+    return (rotation * products).sum((-2, -1))

@@ -8,10 +8,14 @@ into a residual stream or its norm gains). The axis stands in the tensor as one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+
+from rotation_merge.groups.base import GroupElement
 
 Self = TypeVar("Self", bound="SpaceTransform")
 
@@ -47,6 +51,18 @@ class SpaceTransform(ABC):
         """This after `first`."""
 
     @abstractmethod
+    def still(self: Self) -> Self:
+        """The identity of the same group."""
+
+    @abstractmethod
+    def elements(self) -> dict[str, GroupElement]:
+        """Its elements by name, all but the order of heads or experts: what learning may move."""
+
+    @abstractmethod
+    def with_elements(self: Self, elements: Mapping[str, GroupElement]) -> Self:
+        """The same transform with other elements under the names that `elements` gives."""
+
+    @abstractmethod
     def is_identity(self) -> bool: ...
 
     @abstractmethod
@@ -66,3 +82,41 @@ class SpaceTransform(ABC):
 
     def to(self: Self, device: torch.device) -> Self:
         return self.from_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+
+@dataclass(frozen=True)
+class Work:
+    """What matching a space costs.
+
+    Attributes:
+        per_weight: floating-point operations for each entry of a tensor that lives in the space.
+        solving: floating-point operations of the solve itself.
+        assigned: entries of all similarity matrices that are assigned.
+        table: entries of the largest one.
+    """
+
+    per_weight: float
+    solving: float = 0.0
+    assigned: int = 0
+    table: int = 0
+
+
+class SpaceGroup(ABC):
+    """The group of one space, as it is asked for: the order of heads or experts, and the groups of its elements."""
+
+    @abstractmethod
+    def identity(self) -> SpaceTransform:
+        """The transform that moves nothing, of the kind that matching gives."""
+
+    @abstractmethod
+    def random(self, generator: torch.Generator) -> SpaceTransform:
+        """A random transform, for tests and twins."""
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """What matching looks for, in words."""
+
+    @abstractmethod
+    def work(self) -> Work:
+        """What matching it costs."""

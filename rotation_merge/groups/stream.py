@@ -1,14 +1,22 @@
-"""Transforms of a residual stream."""
+"""Transforms of a residual stream, and the groups they come from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.groups.base import GroupElement, dump, load, mixes
 from rotation_merge.groups.monomial import Monomial
-from rotation_merge.groups.space import SpaceTransform
+from rotation_merge.groups.orthogonal import Orthogonal, beside_ones, fixing_ones
+from rotation_merge.groups.permutation import Permutation
+from rotation_merge.groups.scaling import Scaling
+from rotation_merge.groups.space import SpaceGroup, SpaceTransform, Work
+from rotation_merge.linalg.assignment import assign
+from rotation_merge.linalg.polar import complement_of_ones, procrustes
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +49,29 @@ class StreamTransform(SpaceTransform):
     def compose(self, first: StreamTransform) -> StreamTransform:
         return StreamTransform(self.element.compose(first.element))
 
+    def still(self) -> StreamTransform:
+        return StreamTransform(self.element.still())
+
+    def elements(self) -> dict[str, GroupElement]:
+        return {"stream": self.element}
+
+    def with_elements(self, elements: Mapping[str, GroupElement]) -> StreamTransform:
+        return StreamTransform(elements["stream"])
+
+    @property
+    def moves_gains(self) -> bool:
+        """Whether gains follow the element; a map that mixes coordinates needs them folded away."""
+        return isinstance(self.element, Monomial)
+
+    def overlap(self, product: Tensor, role: str) -> float:
+        """<R, M> for products M = A B^T (d, d) of axes of this role."""
+        if isinstance(self.element, Monomial):
+            index, factor = self.element.permutation.index[0], self.element.scaling.factor[0]
+            picked = product[torch.arange(len(product), device=product.device), index.to(product.device)]
+            return float((picked if role == "gain" else picked * factor.to(picked)).sum())
+        assert isinstance(self.element, Orthogonal)
+        return float(product.trace() if role == "gain" else (self.element.matrix[0].to(product) * product).sum())
+
     def is_identity(self) -> bool:
         return self.element.is_identity()
 
@@ -56,3 +87,91 @@ class StreamTransform(SpaceTransform):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> StreamTransform:
         return cls(load(tensors))
+
+
+STREAM_GROUPS = {
+    "none": "none",
+    "permutation": "permutations",
+    "signed_permutation": "signed permutations",
+    "rotation": "rotations",
+}
+"""The residual groups, smallest first, and their words in a table."""
+
+
+@dataclass(frozen=True)
+class StreamGroup(SpaceGroup):
+    """A group of a residual stream.
+
+    Attributes:
+        kind: one of `STREAM_GROUPS`.
+        size: d.
+        fixes_ones: whether rotations have to fix the all-ones vector: LayerNorm takes off the mean.
+    """
+
+    kind: str
+    size: int
+    fixes_ones: bool
+
+    def __post_init__(self) -> None:
+        if self.kind not in STREAM_GROUPS:
+            raise RecipeError(f"no residual group is called '{self.kind}'", remedy=nearest(self.kind, STREAM_GROUPS))
+
+    @property
+    def rotates(self) -> bool:
+        return self.kind == "rotation"
+
+    def identity(self) -> StreamTransform:
+        return StreamTransform((Orthogonal if self.rotates else Monomial).identity(1, self.size))
+
+    def random(self, generator: torch.Generator) -> StreamTransform:
+        if self.kind == "none":
+            return self.identity()
+        if self.rotates:
+            inner = Orthogonal.random(1, self.size - self.fixes_ones, generator)
+            return StreamTransform(Orthogonal(beside_ones(inner.matrix)) if self.fixes_ones else inner)
+        order, signs = Permutation.random(1, self.size, generator), Scaling.identity(1, self.size)
+        if self.kind == "signed_permutation":
+            signs = Scaling.random_signs(1, self.size, generator)
+        return StreamTransform(Monomial(order, signs))
+
+    def solve(self, products: Tensor, gains: Tensor) -> StreamTransform:
+        """The element that maximises the overlap with products of axes, and with those of gains, (d, d) each.
+
+        Assignment, on absolute values for signed permutations, the sign read off afterwards; Procrustes for rotations,
+        in the complement of the all-ones vector where that is fixed. Gains follow a permutation but not its signs.
+        """
+        if self.kind == "none":
+            return self.identity()
+        if self.rotates:
+            return StreamTransform(Orthogonal(self._rotation(products)[None]))
+        gains = gains.to(products.device)
+        if self.kind == "permutation":
+            return _monomial(assign(products + gains).permutation, torch.ones(self.size))
+        found = assign(products.abs() + gains).permutation
+        picked = products.gather(1, found.to(products.device)[:, None])[:, 0]
+        return _monomial(found, torch.where(picked < 0, -1.0, 1.0))
+
+    def _rotation(self, products: Tensor) -> Tensor:
+        if not self.fixes_ones:
+            return procrustes(products)
+        basis = complement_of_ones(self.size).to(products.device)
+        inner = procrustes(basis.T @ products @ basis)
+        eye = torch.eye(self.size, dtype=inner.dtype, device=inner.device)
+        return eye if torch.equal(inner, eye[1:, 1:]) else beside_ones(inner)
+
+    def restored(self, transform: StreamTransform) -> StreamTransform:
+        """A transform that storage has rounded, put back inside the group to the last digit."""
+        if not (self.fixes_ones and isinstance(transform.element, Orthogonal)):
+            return transform
+        return StreamTransform(fixing_ones(transform.element))
+
+    @property
+    def words(self) -> str:
+        return self.kind
+
+    def work(self) -> Work:
+        return Work(4.0 * self.size, table=self.size**2)
+
+
+def _monomial(index: Tensor, signs: Tensor) -> StreamTransform:
+    return StreamTransform(Monomial(Permutation(index[None].cpu()), Scaling(signs[None].double().cpu())))

@@ -91,10 +91,7 @@ def fit(
 def widest(model: nn.Module) -> MatchOptions:
     """The largest groups a model admits: head order, and the residual group that moves most."""
     architecture = architecture_of(model)
-    group = "none"
-    for wanted in ("permutation", "signed_permutation", "rotation"):
-        if architecture.streams and all(wanted in groups for groups in architecture.stream_groups.values()):
-            group = wanted
+    group = architecture.residual_groups[-1] if architecture.streams else "none"
     return MatchOptions(heads="permutation", residual=group)
 
 

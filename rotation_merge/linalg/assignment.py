@@ -117,6 +117,14 @@ def assign_factored(plain: Sequence[tuple[Tensor, Tensor]], signed: Sequence[tup
     return _preferred(factors, own, result.permutation, gap, result.method)
 
 
+def assign_small(values: Tensor) -> Tensor:
+    """The best assignment of a small matrix (n, n), the identity on ties; int64 (n,), on the CPU."""
+    matrix = values.detach().cpu().double()
+    index = torch.from_numpy(linear_sum_assignment(matrix.numpy(), maximize=True)[1]).long()
+    chosen, trace = float(matrix.gather(1, index[:, None]).sum()), float(matrix.trace())
+    return torch.arange(len(index)) if trace >= chosen - _TIE * abs(chosen) else index
+
+
 def certificate(similarity: Tensor, permutation: Tensor, prices: Tensor) -> float:
     """How far at most the permutation's objective lies below the optimum, proven by column prices.
 

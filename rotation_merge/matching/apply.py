@@ -23,8 +23,9 @@ def transform_tensor(tensor: Tensor, info: TensorInfo, transforms: Mapping[str, 
     Returns:
         The very same tensor if nothing moves, else a new one in float32 at least (rounding is the caller's, once).
     """
-    moving = {name: t for name, t in transforms.items() if not t.is_identity()}
-    if not any(space.name in moving for space in info.spaces()):
+    own = {space.name for space in info.spaces()} & transforms.keys()
+    moving = {name: transforms[name] for name in own if not transforms[name].is_identity()}
+    if not moving:
         return tensor
     result = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     for dim, axis in enumerate(info.axes):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Space
 from rotation_merge.groups import GroupElement, HeadTransform
+from rotation_merge.groups.admitted import heads
+from rotation_merge.groups.heads import HeadGroup
 from rotation_merge.matching.head_order import head_order
-from rotation_merge.matching.invertible import refine
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.pairing import Pairing, assembled, groups_of, pairings_of
+from rotation_merge.matching.pairing import Pairing, assembled, pairings_of
 from rotation_merge.matching.products import Order
 from rotation_merge.matching.sides import Side
 from rotation_merge.matching.spectral import spectral_order
@@ -38,21 +40,21 @@ class AttentionMatch:
 
 def match_attention(space: Space, found: list[Side], options: MatchOptions) -> AttentionMatch:
     """The best order of heads and maps inside them, as far as `options` and the layer allow."""
-    groups, per_group = space.sizes["groups"], space.sizes["per_group"]
-    own = Order(torch.arange(groups), torch.arange(groups), torch.arange(per_group).repeat(groups, 1))
+    group = heads(space, options)
+    donor, queries = group.own_order
+    own = Order(torch.arange(group.groups), donor, queries)
     pairings = pairings_of(space, found, options)
     distances = [pairing.distance() for pairing in pairings]
     before = float(sum(distance.sum().cpu() for distance in distances))
     anchor = float(sum(pairing.anchor_norm().sum().cpu() for pairing in pairings))
     if before == 0:
-        maps = [g.identity(groups, space.sizes[s]) for g, s in zip(groups_of(space, options), _SIZES, strict=True)]
-        return AttentionMatch(HeadTransform(own.donor, own.queries, *maps), [], 0.0, 0.0, anchor)
-    order, notes = _order(space, pairings, options, own)
+        return AttentionMatch(group.identity(), [], 0.0, 0.0, anchor)
+    order, notes = _order(group, pairings, own)
     if order is not None:
         distances = [pairing.distance(order) for pairing in pairings]
     elements, after = [], 0.0
     for pairing, distance in zip(pairings, distances, strict=True):
-        element, gained = _solve(pairing, order, distance, options)
+        element, gained = _solve(pairing, order, distance)
         elements.append(element)
         after += float((distance - gained).clamp_min(0).sum())
     order = order or own
@@ -60,26 +62,21 @@ def match_attention(space: Space, found: list[Side], options: MatchOptions) -> A
     return AttentionMatch(HeadTransform(order.donor, order.queries, *maps), notes, before, after, anchor)
 
 
-_SIZES = ("head_dim", "value_dim")
-
-
-def _order(space: Space, pairings: list[Pairing], options: MatchOptions, own: Order) -> tuple[Order | None, list[str]]:
+def _order(group: HeadGroup, pairings: list[Pairing], own: Order) -> tuple[Order | None, list[str]]:
     """The order of the donor's heads, None where it is its own; and notes."""
-    if options.heads == "none" or len(own.donor) * own.queries.shape[1] == 1:
+    if group.order == "none" or own.queries.numel() == 1:
         return None, []
-    if not space.free_order:
+    if group.order == "fixed":
         return None, ["the order of the heads is fixed by the architecture"]
-    order, notes = spectral_order(pairings) if options.heads == "spectral" else head_order(pairings)
+    order, notes = spectral_order(pairings) if group.order == "spectral" else head_order(pairings)
     unmoved = torch.equal(order.donor, own.donor) and torch.equal(order.queries, own.queries)
     return (None if unmoved else order), notes
 
 
-def _solve(
-    pairing: Pairing, order: Order | None, distance: Tensor, options: MatchOptions
-) -> tuple[GroupElement, Tensor]:
+def _solve(pairing: Pairing, order: Order | None, distance: Tensor) -> tuple[GroupElement, Tensor]:
     """The best maps, and what they take off the squared distances."""
     grams = pairing.settled(pairing.grams(order), distance)
     element, gain = pairing.group.solve(grams)
-    if options.attention == "invertible" and pairing.group.kind == "orthogonal":
-        element, gain = refine(pairing, order, grams, element, distance == 0)
+    own = partial(pairing.own_products, order)
+    element, gain = pairing.group.refined(element, gain, grams, own, distance == 0)
     return element, gain - pairing.group.gain_as_it_stands(grams)

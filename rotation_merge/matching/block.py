@@ -13,6 +13,7 @@ from torch import Tensor
 from rotation_merge.architectures.model import Block, Space
 from rotation_merge.errors import AlignmentError
 from rotation_merge.groups import HeadTransform, NeuronTransform, SpaceTransform
+from rotation_merge.groups.admitted import asks
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.attention import AttentionMatch, match_attention
 from rotation_merge.matching.experts import ExpertsMatch, match_experts
@@ -64,15 +65,7 @@ def wanted_spaces(block: Block, options: MatchOptions) -> list[Space]:
     """The local spaces of a block that these options ask to match."""
     if not options.matches_layer(block.index):
         return []
-    wanted = []
-    for space in block.spaces.values():
-        if space.kind == "attention":
-            ask = options.attention != "none" or options.heads != "none"
-        else:
-            ask = options.ffn != "none" or (bool(options.rescale) and space.degree > 0)
-        if ask:
-            wanted.append(space)
-    return wanted
+    return [space for space in block.spaces.values() if asks(space, options)]
 
 
 def match_block(

@@ -94,7 +94,8 @@ def _collect(
             moved = (x.movedim(dim, 1).reshape(space.sizes["count"], part.size, -1) for x in (a, b))
             stacks[part.role].append((next(moved), next(moved)))
         elif all(p.role == "index" for axis in info.axes for p in axis.parts if p.space == space):
-            router.append((a.movedim(dim, 0).flatten(1), b.movedim(dim, 0).flatten(1)))
+            first, second = (x.movedim(dim, 0).reshape(space.sizes["count"], -1) for x in (a, b))
+            router.append((first, second))
     return router, stacks
 
 

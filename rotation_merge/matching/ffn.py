@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Space
 from rotation_merge.groups import Monomial, Permutation, Scaling
+from rotation_merge.groups.admitted import neurons as neuron_group
 from rotation_merge.linalg.assignment import assign, assign_factored
 from rotation_merge.matching.nearest import nearest_order
 from rotation_merge.matching.neurons import Neurons, Pairs
@@ -41,14 +42,10 @@ def match_ffn(space: Space, found: list[Side], options: MatchOptions) -> NeuronM
 
 
 def neurons_of(space: Space, by_role: dict[str, Pairs], options: MatchOptions) -> Neurons:
-    """The sides with what the activation admits: any nonzero scale if gated, a positive one if ReLU-like."""
-    return Neurons(
-        by_role["in"],
-        by_role["gate"],
-        by_role["out"],
-        signed=bool(options.rescale) and space.gated,
-        degree=space.degree if options.rescale else 0,
-    )
+    """The sides with what the activation admits."""
+    group = neuron_group(space, options)
+    signed = group.signed and group.degree > 0
+    return Neurons(by_role["in"], by_role["gate"], by_role["out"], signed=signed, degree=group.degree)
 
 
 def match_neurons(neurons: Neurons, permute: bool) -> NeuronMatch:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.errors import AlignmentError
-from rotation_merge.groups import TRANSFORMS, Orthogonal, SpaceTransform, StreamTransform
-from rotation_merge.linalg.polar import complement_of_ones, procrustes
+from rotation_merge.groups import TRANSFORMS, SpaceTransform, StreamTransform
 from rotation_merge.matching.model import Alignment, Transforms
 
 FORMAT = "rotation_merge.alignment.2"
@@ -134,13 +133,9 @@ def _check_spaces(transforms: Transforms, architecture: Architecture, path: str)
 
 def _whole(transform: SpaceTransform, space: str, architecture: Architecture) -> SpaceTransform:
     """A stream rotation under LayerNorm fixes the all-ones vector exactly, whatever storage did to it."""
-    layer = space in architecture.streams and "signed_permutation" not in architecture.stream_groups[space]
-    if not layer or not isinstance(transform, StreamTransform) or not isinstance(transform.element, Orthogonal):
+    if not (isinstance(transform, StreamTransform) and space in architecture.streams):
         return transform
-    matrix = transform.element.matrix[0]
-    basis = complement_of_ones(len(matrix))
-    inner = procrustes(basis.T @ matrix @ basis)
-    return StreamTransform(Orthogonal((basis @ inner @ basis.T + 1.0 / len(matrix))[None]))
+    return architecture.stream_group(space, "rotation").restored(transform)
 
 
 def check_fingerprints(file: AlignmentFile, path: str, anchor: str, donor: str, names: tuple[str, str]) -> None:

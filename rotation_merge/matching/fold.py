@@ -168,18 +168,12 @@ def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role
     return join_axis(pieces, dim, axis)
 
 
-def centred_streams(architecture: Architecture, streams: Iterable[str]) -> list[str]:
-    """Those streams whose norms subtract the mean."""
-    layer = {norm.stream for block in architecture.blocks for norm in block.norms if norm.layer}
-    return [stream for stream in streams if stream in layer]
-
-
 class Fold:
     """Which streams are folded, and which of them centred; folds single tensors and blocks."""
 
     def __init__(self, architecture: Architecture, streams: Iterable[str]) -> None:
         self.streams = tuple(streams)
-        self.centred = tuple(centred_streams(architecture, self.streams))
+        self.centred = tuple(filter(architecture.layer_normed, self.streams))
 
     def touches(self, block: Block, info: TensorInfo) -> bool:
         """Whether folding may change a tensor of a block."""

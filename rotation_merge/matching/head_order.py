@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rotation_merge.linalg.assignment import assign
+from rotation_merge.groups.statistics import Grams
+from rotation_merge.linalg.assignment import assign, assign_small
 from rotation_merge.linalg.polar import nuclear_norm
-from rotation_merge.matching.inhead import Grams, InHead, assign_small
 from rotation_merge.matching.pairing import Pairing
 from rotation_merge.matching.products import Order
 
@@ -103,8 +103,8 @@ class _Search:
         for k, pairing in enumerate(self.pairings):
             if k in self.tables:
                 primal, dual = self.tables[k]
-                likeliest = _size(pairing.group, dual[i, j]).amax(2).sum(1)
-                total += _bound(pairing, i, j, _size(pairing.group, primal[i, j]), likeliest)
+                likeliest = pairing.group.reach(dual[i, j]).amax(2).sum(1)
+                total += _bound(pairing, i, j, pairing.group.reach(primal[i, j]), likeliest)
             else:
                 total += pairing.anchor_norm().cpu()[i]
         return total
@@ -116,7 +116,7 @@ class _Search:
         for k, pairing in enumerate(self.pairings):
             if k in self.tables:
                 primal, dual = self.tables[k][0][i, j], self.tables[k][1][i, j, 0, 0]
-                sizes = _size(pairing.group, primal), _size(pairing.group, dual)
+                sizes = pairing.group.reach(primal), pairing.group.reach(dual)
             else:
                 d = pairing.dual.shape[2]
                 sizes = tuple(half.product_norms().cpu().flatten() * d**0.5 for half in (pairing.primal, pairing.dual))
@@ -132,7 +132,7 @@ class _Search:
         for k, pairing in enumerate(self.pairings):
             if k in self.tables:
                 grams = self._tabulated(k, Order(first, second, queries))
-                sizes = (_size(pairing.group, x) for x in (grams.primal, grams.dual))
+                sizes = (pairing.group.reach(x) for x in (grams.primal, grams.dual))
                 total += _bound(pairing, first, second, *sizes)
             else:
                 total += pairing.anchor_norm().cpu()[first]
@@ -199,13 +199,6 @@ class _Search:
         return total
 
 
-def _size(group: InHead, products: Tensor) -> Tensor:
-    """What a group can make of each product at most, real."""
-    if group.kind == "fixed":
-        return products
-    return products.abs()
-
-
 def _bound(pairing: Pairing, i: Tensor, j: Tensor, primal: Tensor, dual: Tensor) -> Tensor:
     """Upper bounds on gains from bounds (N, S) on what each product can contribute."""
     norms = (x.cpu() for x in pairing.norms(Order(i, j, torch.arange(pairing.dual.shape[1])[None])))
@@ -239,7 +232,7 @@ def _independent(pairings: list[Pairing], products: list[Tensor]) -> Tensor:
     """Orders from what each pair of heads could agree on by itself, (N, r)."""
     total: Tensor | float = 0.0
     for pairing, dual in zip(pairings, products, strict=True):
-        value = _size(pairing.group, dual).sum(-1) if pairing.compact else nuclear_norm(dual)
+        value = pairing.group.reach(dual).sum(-1) if pairing.compact else nuclear_norm(dual)
         total = total + value.cpu()
     return torch.stack([assign_small(m) for m in torch.as_tensor(total)])
 

@@ -16,7 +16,7 @@ from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors
 from rotation_merge.matching.state import TensorSource, read_block, read_tensor, unstack
-from rotation_merge.matching.stream import FLOOR, Statistics, check_group, identity
+from rotation_merge.matching.stream import FLOOR, Statistics, check_group
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done, and how many there are."""
@@ -199,7 +199,7 @@ def _match_streams(
     """Alternate residual and local spaces, from the start that is nearest (in deep models: on a sample of layers)."""
     if starts is None:
         group = walk.options.residual
-        still: Transforms = {s: identity(group, walk.architecture.streams[s].sizes["size"]) for s in streams}
+        still: Transforms = {s: walk.architecture.stream_group(s, group).identity() for s in streams}
         run = walk.pass_over(still, "residual, from identity", {}, layers=_SAMPLE)
         if run.objective < RELATED and run.promise(still, _solved(walk, run, still)) < LEAST_PROMISE:
             return still, {"start": "identity", "passes": 0, "objective": [run.objective], "shared": True}

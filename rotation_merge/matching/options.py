@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.groups.admitted import Wanted
+from rotation_merge.groups.stream import STREAM_GROUPS
 
 if TYPE_CHECKING:
     from rotation_merge.architectures.model import Architecture, Block
@@ -16,30 +18,19 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "heads": ("none", "permutation", "spectral"),
     "ffn": ("permutation", "none"),
     "rescale": (True, False, "sequential"),
-    "residual": ("none", "permutation", "signed_permutation", "rotation"),
+    "residual": tuple(STREAM_GROUPS),
 }
 """Values each option may take, the default first."""
 
 
 @dataclass(frozen=True)
-class MatchOptions:
-    """Which groups matching may use; the names and values of the recipe (DESIGN section 4).
+class MatchOptions(Wanted):
+    """Which groups matching may use (`Wanted`), and where.
 
     Attributes:
-        attention: maps inside heads: none, rotation (the largest compact group the layer admits), or invertible.
-        heads: order of heads: none, permutation, or spectral (TransFusion's pairing, for comparison).
-        ffn: order of FFN neurons and of experts.
-        rescale: positive (where allowed, signed) rescaling; `sequential` rotates first and scales then, as the
-            ICML 2025 paper does, instead of solving for both.
-        residual: group of the residual stream.
         layers: which layers to match: `all`, or ranges such as "0-5,11".
     """
 
-    attention: str = "rotation"
-    heads: str = "none"
-    ffn: str = "permutation"
-    rescale: bool | str = True
-    residual: str = "none"
     layers: str = "all"
 
     def __post_init__(self) -> None:

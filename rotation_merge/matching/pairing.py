@@ -9,8 +9,11 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Space
 from rotation_merge.groups import DirectSum, GroupElement
+from rotation_merge.groups.admitted import heads
+from rotation_merge.groups.group import Group
 from rotation_merge.groups.planar import pair_dims
-from rotation_merge.matching.inhead import Grams, InHead, group_for_queries
+from rotation_merge.groups.signs import Fixed
+from rotation_merge.groups.statistics import Grams
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.products import Half, Order
 from rotation_merge.matching.sides import Side
@@ -28,7 +31,7 @@ class Pairing:
     """
 
     side: str
-    group: InHead
+    group: Group
     primal: Half
     dual: Half
 
@@ -42,6 +45,14 @@ class Pairing:
         norms = self.norms(order)
         rounding = Grams.rounding(self.primal.exact and self.dual.exact)
         return Grams(self.primal.products(order), self.dual.products(order), *norms, rank_tolerance=rounding)
+
+    def own_products(self, order: Order | None) -> tuple[Tensor, Tensor]:
+        """The donor's own products B B^T of either side, in an order of its groups."""
+        found = (half.own_products(1) for half in (self.primal, self.dual))
+        if order is None:
+            return next(found), next(found)
+        primal, dual = (x[order.donor.to(x.device)] for x in found)
+        return primal, dual
 
     def norms(self, order: Order | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Squared norms in `Grams`' order, (N, d) each; a group's do not depend on the order inside it."""
@@ -88,25 +99,13 @@ class Pairing:
 def pairings_of(space: Space, found: list[Side], options: MatchOptions) -> list[Pairing]:
     """Everything of an attention space that moves with its heads, by side: qk, vo, rest."""
     sizes = space.sizes
-    qk, vo = groups_of(space, options)
-    result = _parts("qk", qk, space, found, ("k", "q"), sizes["head_dim"])
-    result += _parts("vo", vo, space, found, ("v", "o"), sizes["value_dim"])
+    group = heads(space, options)
+    result = _parts("qk", group.qk, space, found, ("k", "q"), sizes["head_dim"])
+    result += _parts("vo", group.vo, space, found, ("v", "o"), sizes["value_dim"])
     for roles, size in ((("k_gain", "q_gain"), sizes["head_dim"]), (("kv_head", "head"), 1)):
         if any(side.role in roles for side in found):
-            result += _parts("rest", InHead("fixed"), space, found, roles, size)
+            result += _parts("rest", Fixed(), space, found, roles, size)
     return result
-
-
-def groups_of(space: Space, options: MatchOptions) -> tuple[InHead, InHead]:
-    """The groups of the query/key and of the value/output coordinates."""
-    qk = group_for_queries(
-        options.attention, space.rotary, space.sizes["head_dim"], space.interleaved, space.norm, options.rescale
-    )
-    turns = options.attention != "none" and space.free_values
-    vo = InHead("orthogonal", options.rescale) if turns else InHead("fixed")
-    if options.heads == "spectral":  # TransFusion permutes the coordinates of a head; with rotary it cannot
-        qk, vo = (InHead("permutation" if group.kind == "orthogonal" else "fixed") for group in (qk, vo))
-    return qk, vo
 
 
 def assembled(pairings: list[Pairing], elements: list[GroupElement], side: str) -> GroupElement:
@@ -116,7 +115,7 @@ def assembled(pairings: list[Pairing], elements: list[GroupElement], side: str) 
 
 
 def _parts(
-    name: str, group: InHead, space: Space, found: list[Side], roles: tuple[str, str], size: int
+    name: str, group: Group, space: Space, found: list[Side], roles: tuple[str, str], size: int
 ) -> list[Pairing]:
     primal, dual = (_half(space, found, role, size) for role in roles)
     if not primal.pairs:

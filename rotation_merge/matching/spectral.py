@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rotation_merge.matching.inhead import assign_small
+from rotation_merge.linalg.assignment import assign_small
 from rotation_merge.matching.pairing import Pairing
 from rotation_merge.matching.products import Half, Order
 

@@ -25,21 +25,9 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Axis, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RecipeError
-from rotation_merge.groups import (
-    GroupElement,
-    Monomial,
-    Orthogonal,
-    Permutation,
-    Scaling,
-    SpaceTransform,
-    StreamTransform,
-)
-from rotation_merge.linalg.assignment import assign
-from rotation_merge.linalg.polar import complement_of_ones, procrustes
+from rotation_merge.groups import SpaceTransform, StreamTransform
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.sides import Tensors, axis_views
-
-GROUPS = ("permutation", "signed_permutation", "rotation")
 
 FLOOR = 1e-2
 """Relative squared distance below which a tensor's agreement no longer raises its weight."""
@@ -104,9 +92,9 @@ class Statistics:
             distance = norm + other
             for part, start, x, y in axis_views(a, moved, dim, axis):
                 product = _product(x.movedim(start, 0), y.movedim(start, 0), self.precise, logits is not None)
-                distance -= 2 * _overlap(transforms[part.space.name], product, part.role)
+                distance -= 2 * _element(transforms, part.space.name).overlap(product, part.role)
                 found.append((part.space.name, part.role, product))
-        if norm == 0 or (found and all(role == "gain" and _mixes(transforms[name]) for name, role, _ in found)):
+        if norm == 0 or (found and all(role == "gain" and not _element(transforms, name).moves_gains for name, role, _ in found)):
             return
         if distance is None:
             distance = _square(a - transform_tensor(b, info, transforms))
@@ -134,19 +122,19 @@ class Statistics:
 
     def solve(self, stream: str, group: str) -> StreamTransform | None:
         """The best element of a group for what has accumulated; None where nothing has."""
-        size = self.architecture.streams[stream].sizes["size"]
-        nothing = torch.zeros(size, size, dtype=torch.float64)
+        found = self.architecture.stream_group(stream, group)
+        nothing = torch.zeros(found.size, found.size, dtype=torch.float64)
         if stream not in self.products and stream not in self.gains:
             return None
         products, gains = (x.get(stream, nothing) for x in (self.products, self.gains))
-        return StreamTransform(_best(products, gains, group, layer_normed(self.architecture, stream)))
+        return found.solve(products, gains)
 
     def promise(self, current: Mapping[str, SpaceTransform], solved: Mapping[str, SpaceTransform]) -> float:
         """Share of the weighted squared distance that other stream elements would take off, the rest held still."""
         gained = 0.0
         for products, role in ((self.products, "read"), (self.gains, "gain")):
             for stream, product in products.items():
-                better, now = (_overlap(x[stream], product, role) for x in (solved, current))
+                better, now = (_element(x, stream).overlap(product, role) for x in (solved, current))
                 gained += 2 * (better - now)
         return gained / self._apart if self._apart else 0.0
 
@@ -201,52 +189,10 @@ def _square(x: Tensor, centred: int | None = None) -> float:
     return max(square - float(sums.square().sum()) / x.shape[centred], 0.0)
 
 
-def _mixes(transform: SpaceTransform) -> bool:
-    return isinstance(transform, StreamTransform) and isinstance(transform.element, Orthogonal)
-
-
-def _overlap(transform: SpaceTransform, product: Tensor, role: str) -> float:
-    """<R, A B^T> for a stream's present element R."""
-    assert isinstance(transform, StreamTransform)
-    element = transform.element
-    if isinstance(element, Monomial):
-        index, factor = element.permutation.index[0], element.scaling.factor[0]
-        picked = product[torch.arange(len(product)), index.to(product.device)]
-        return float((picked if role == "gain" else picked * factor.to(picked)).sum())
-    assert isinstance(element, Orthogonal)
-    return float(product.trace() if role == "gain" else (element.matrix[0].to(product) * product).sum())
-
-
-def _best(products: Tensor, gains: Tensor, group: str, layer_norm: bool) -> GroupElement:
-    if group == "rotation":
-        return Orthogonal(_rotation(products, layer_norm)[None])
-    gains = gains.to(products.device)
-    if group == "permutation":
-        return _monomial(assign(products + gains).permutation, None)
-    found = assign(products.abs() + gains).permutation
-    picked = products[torch.arange(len(products)), found.to(products.device)]
-    return _monomial(found, torch.where(picked < 0, -1.0, 1.0).double())
-
-
-def _rotation(products: Tensor, layer_norm: bool) -> Tensor:
-    if not layer_norm:
-        return procrustes(products)
-    basis = complement_of_ones(len(products)).to(products.device)
-    inner = procrustes(basis.T @ products @ basis)
-    eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
-    if torch.equal(inner, eye):
-        return torch.eye(len(products), dtype=inner.dtype, device=inner.device)
-    return basis @ inner @ basis.T + 1.0 / len(products)
-
-
-def _monomial(index: Tensor, signs: Tensor | None) -> Monomial:
-    factor = torch.ones(len(index), dtype=torch.float64) if signs is None else signs
-    return Monomial(Permutation(index[None].cpu()), Scaling(factor[None].cpu()))
-
-
-def identity(group: str, size: int) -> StreamTransform:
-    """The element that moves nothing."""
-    return StreamTransform((Orthogonal if group == "rotation" else Monomial).identity(1, size))
+def _element(transforms: Mapping[str, SpaceTransform], stream: str) -> StreamTransform:
+    found = transforms[stream]
+    assert isinstance(found, StreamTransform)
+    return found
 
 
 def check_group(architecture: Architecture, group: str, model: str = "the model") -> list[str]:
@@ -261,15 +207,9 @@ def check_group(architecture: Architecture, group: str, model: str = "the model"
         )
     refusing = [name for name, groups in architecture.stream_groups.items() if group not in groups]
     if refusing:
-        admitted = [g for g in ("none", *GROUPS) if all(g in groups for groups in architecture.stream_groups.values())]
         raise RecipeError(
             f"'residual: {group}' is not a symmetry of the {architecture.family} architecture (stream '{refusing[0]}')",
             where=model,
-            remedy=f"the largest it admits is 'residual: {admitted[-1]}'",
+            remedy=f"the largest it admits is 'residual: {architecture.residual_groups[-1]}'",
         )
     return list(architecture.streams)
-
-
-def layer_normed(architecture: Architecture, stream: str) -> bool:
-    """Whether the stream's norms subtract the mean."""
-    return "signed_permutation" not in architecture.stream_groups[stream]

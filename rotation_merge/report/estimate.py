@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rotation_merge.architectures.model import Architecture, Block, Space, TensorInfo
+from rotation_merge.groups.admitted import admitted
+from rotation_merge.groups.space import Work
 from rotation_merge.matching.block import wanted_spaces
-from rotation_merge.matching.inhead import group_for_queries
 from rotation_merge.matching.options import MatchOptions
 
 Shapes = dict[str, tuple[int, ...]]
@@ -19,8 +20,6 @@ ASSIGNMENT_SECONDS = 8.4 / 14336**2
 """Seconds of one assignment per squared neuron, one core: benchmarks/README.md."""
 PASSES = 16
 """Typical passes over the model that matching the residual stream takes, both starts together."""
-HEAD_PAIR_FLOPS = 600.0
-"""Work of judging one pairing of heads, in units of the cube of their size: a polar factor at several scales."""
 SHARD = 5_000_000_000
 """Bytes of output that are held before a file is written."""
 READ_BYTES = 3e8
@@ -126,15 +125,15 @@ def _lines(architecture: Architecture, options: MatchOptions) -> list[SpaceLine]
         own = options.at(architecture, block)
         wanted = wanted_spaces(block, own)
         for space in block.spaces.values():
-            group = group_of(space, own) if space in wanted else "not matched"
+            group = admitted(space, own).words if space in wanted else "not matched"
             key = (space.name.rsplit(".", 1)[-1], space.kind, _sizes(space), group)
             found.setdefault(key, []).append(block)
     lines = []
     for name, stream in architecture.streams.items():
-        admitted = architecture.stream_groups.get(name, ())
+        possible = architecture.stream_groups.get(name, ())
         group = options.residual if options.residual != "none" else "not matched"
         lines.append(
-            SpaceLine(name, "stream", _sizes(stream), f"{group} (admits {', '.join(admitted)})", 1, "whole model")
+            SpaceLine(name, "stream", _sizes(stream), f"{group} (admits {', '.join(possible)})", 1, "whole model")
         )
     for (name, kind, sizes, group), blocks in found.items():
         lines.append(SpaceLine(name, kind, sizes, group, len(blocks), _ranges(blocks)))
@@ -161,38 +160,6 @@ def _sizes(space: Space) -> str:
     return str(s["size"])
 
 
-WORDS = {
-    "orthogonal": "orthogonal maps",
-    "planar": "a rotation for each RoPE pair",
-    "pair_signs": "a sign for each RoPE pair",
-    "coordinate_signs": "a sign for each coordinate",
-    "head_sign": "a sign for each head",
-    "split": "RoPE rotations, orthogonal on the rest",
-    "split_signs": "RoPE pair signs, signs on the rest",
-    "fixed": "none",
-}
-
-
-def group_of(space: Space, options: MatchOptions) -> str:
-    """The group that a local space is matched in, in words."""
-    if space.kind == "attention":
-        sizes = space.sizes
-        queries = group_for_queries(
-            options.attention, space.rotary, sizes["head_dim"], space.interleaved, space.norm, options.rescale
-        )
-        turns = options.attention != "none" and space.free_values
-        parts = [f"query/key: {WORDS[queries.kind]}", f"value/output: {WORDS['orthogonal' if turns else 'fixed']}"]
-        if options.heads != "none":
-            parts.insert(0, f"head order: {options.heads if space.free_order else 'fixed'}")
-        return "; ".join(parts) + (" (invertible where orthogonal)" if options.attention == "invertible" else "")
-    parts = ["permutation"] if options.ffn != "none" else []
-    if options.rescale and space.degree:
-        parts.append("signed rescaling" if space.gated else "positive rescaling")
-    if space.kind == "experts" and options.ffn != "none":
-        parts.insert(0, "order of experts")
-    return ", ".join(parts) or "none"
-
-
 def _unaligned(architecture: Architecture, options: MatchOptions, moved: list[TensorInfo]) -> list[str]:
     reasons = []
     for name, groups in architecture.stream_groups.items():
@@ -209,7 +176,7 @@ def _unaligned(architecture: Architecture, options: MatchOptions, moved: list[Te
             reasons.append(f"'{name}' uses rotary positions: query/key maps turn each RoPE pair in its plane")
         if not space.free_order:
             reasons.append(f"heads of '{name}' keep their order: positions are tied to it")
-        if not space.free_values:
+        if space.values == "fixed":
             reasons.append(f"values of '{name}' keep their coordinates")
     if (layers := options.layer_set()) is not None:
         reasons.append(f"layers other than {options.layers} ({len(layers)} layers asked for)")
@@ -225,30 +192,27 @@ def _unaligned(architecture: Architecture, options: MatchOptions, moved: list[Te
 
 def _work(architecture: Architecture, shapes: Shapes, options: MatchOptions) -> tuple[float, float]:
     """Floating-point operations of all products, and seconds of all assignments."""
-    flops, seconds = 0.0, 0.0
+    flops, assigned = 0.0, 0
     passes = PASSES if options.residual != "none" else 1
     for block in architecture.blocks:
-        own = options.at(architecture, block)
-        for space in wanted_spaces(block, own):
-            for info in block.tensors:
-                if space in info.spaces():
-                    flops += passes * _product(space, _count(_shape(info, shapes)), own)
-            if space.kind == "attention" and own.heads != "none":
-                flops += passes * HEAD_PAIR_FLOPS * _head_pairs(space) * space.sizes["head_dim"] ** 3
-            if space.kind in ("ffn", "experts"):
-                count, size = space.sizes.get("count", 1), space.sizes["size"]
-                pairs = count**2 if space.kind == "experts" and own.ffn != "none" else count
-                seconds += passes * pairs * ASSIGNMENT_SECONDS * size**2
-        if options.residual != "none":
-            for info in block.tensors:
-                for space in info.spaces():
-                    if space.kind == "stream":
-                        flops += passes * 4.0 * space.sizes["size"] * _count(_shape(info, shapes))
-    return flops, seconds
+        works = _works(architecture, block, options)
+        flops += sum(work.solving for work in works.values())
+        assigned += sum(work.assigned for work in works.values())
+        for info in block.tensors:
+            weights = _count(_shape(info, shapes))
+            flops += sum(
+                works[name].per_weight * weights for name in sorted({s.name for s in info.spaces()} & works.keys())
+            )
+    return passes * flops, passes * assigned * ASSIGNMENT_SECONDS
 
 
-def _head_pairs(space: Space) -> int:
-    return int((space.sizes["groups"] * space.sizes["per_group"]) ** 2)
+def _works(architecture: Architecture, block: Block, options: MatchOptions) -> dict[str, Work]:
+    """What each space of a block costs that is matched, by name; the streams that pass through it included."""
+    own = options.at(architecture, block)
+    found = {space.name: admitted(space, own).work() for space in wanted_spaces(block, own)}
+    if options.residual == "none":
+        return found
+    return found | {name: architecture.stream_group(name, options.residual).work() for name in architecture.streams}
 
 
 def _shape(info: TensorInfo, shapes: Shapes) -> tuple[int, ...]:
@@ -256,26 +220,16 @@ def _shape(info: TensorInfo, shapes: Shapes) -> tuple[int, ...]:
     return (len(info.names), *shape) if info.stacked else shape
 
 
-def _product(space: Space, weights: int, options: MatchOptions) -> float:
-    """Multiply-adds of the anchor-donor products over one tensor of `weights` entries."""
-    if space.kind == "attention":
-        heads = space.sizes["groups"] * space.sizes["per_group"] if options.heads != "none" else 1
-        return 2.0 * space.sizes["head_dim"] * weights * heads
-    return 2.0 * space.sizes["size"] * weights
-
-
 def _memory(architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int) -> int:
     """Both models' tensors of the largest block, float32 copies of its largest tensors, and the similarity matrices."""
-    peak = 0
+    peak, streams = 0, architecture.streams
     for block in architecture.blocks:
         weights = [sum(sizes.get(name, 0) for name in info.names) for info in block.tensors]
-        wanted = wanted_spaces(block, options.at(architecture, block))
-        neurons = [space.sizes["size"] for space in wanted if space.kind in ("ffn", "experts")]
+        spaces = [work for name, work in _works(architecture, block, options).items() if name not in streams]
         width = 3 if options.residual != "none" else 1
         block_bytes = 2 * itemsize * sum(weights) + 8 * width * max(weights, default=0)
-        peak = max(peak, block_bytes + 12 * max(neurons, default=0) ** 2)
-    streams = [stream.sizes["size"] for stream in architecture.streams.values()] if options.residual != "none" else []
-    return peak + sum(6 * 8 * size**2 for size in streams)
+        peak = max(peak, block_bytes + 12 * max((work.table for work in spaces), default=0))
+    return peak + sum(6 * 8 * stream.sizes["size"] ** 2 for stream in streams.values() if options.residual != "none")
 
 
 def flops_per_second() -> float:

@@ -1,0 +1,169 @@
+"""Which group a local space admits: the one answer that matching, gauges, learning, estimates and tables go by.
+
+What an architecture file says of a space (rotary dimensions, norm of queries and keys, gate, activation) picks a row of
+these tables; what a recipe asks for takes from it. To add a group is to write it in a file of this folder and to name
+it here, in the row of the norm (or of the values) that leaves it. Residual streams: `stream.StreamGroup`, which an
+architecture makes from its norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rotation_merge.errors import ArchitectureError, nearest
+from rotation_merge.groups.direct_sum import Split
+from rotation_merge.groups.experts import ExpertGroup
+from rotation_merge.groups.group import Group
+from rotation_merge.groups.heads import HeadGroup
+from rotation_merge.groups.invertible import InvertibleGroup
+from rotation_merge.groups.monomial import CoordinateOrder
+from rotation_merge.groups.neurons import NeuronGroup
+from rotation_merge.groups.planar import PlanarGroup
+from rotation_merge.groups.scaled import OrthogonalGroup
+from rotation_merge.groups.signs import CoordinateSigns, Fixed, HeadSign, PairSigns
+from rotation_merge.groups.space import SpaceGroup
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which groups may be used; the names and values of the recipe (DESIGN section 4).
+
+    Attributes:
+        attention: maps inside heads: none, rotation (the largest compact group the layer admits), or invertible.
+        heads: order of heads: none, permutation, or spectral (TransFusion's pairing, for comparison).
+        ffn: order of FFN neurons and of experts.
+        rescale: positive (where allowed, signed) rescaling; `sequential` rotates first and scales then, as the
+            ICML 2025 paper does, instead of solving for both.
+        residual: group of the residual stream.
+    """
+
+    attention: str = "rotation"
+    heads: str = "none"
+    ffn: str = "permutation"
+    rescale: bool | str = True
+    residual: str = "none"
+
+
+LARGEST = Wanted(heads="permutation")
+"""The largest compact groups, with rescaling."""
+
+
+class Facts(Protocol):
+    """What is known of a local space (`architectures.model.Space`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def sizes(self) -> dict[str, int]: ...
+    @property
+    def rotary(self) -> int: ...
+    @property
+    def interleaved(self) -> bool: ...
+    @property
+    def norm(self) -> str | None: ...
+    @property
+    def values(self) -> str: ...
+    @property
+    def free_order(self) -> bool: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def degree(self) -> int: ...
+
+
+def _maps(space: Facts, wanted: Wanted) -> Group:
+    """Maps that nothing but the pairing of two coordinate systems restricts."""
+    return (InvertibleGroup if wanted.attention == "invertible" else OrthogonalGroup)(wanted.rescale)
+
+
+def _turns(space: Facts, wanted: Wanted) -> Group:
+    """What commutes with rotary embedding."""
+    planar = PlanarGroup(wanted.rescale, space.interleaved)
+    return _beside_rotary(space, planar, _maps(space, wanted))
+
+
+def _signs(space: Facts, wanted: Wanted) -> Group:
+    """What commutes with a gained RMSNorm and rotary embedding."""
+    return _beside_rotary(space, PairSigns(space.interleaved), CoordinateSigns())
+
+
+def _beside_rotary(space: Facts, turned: Group, rest: Group) -> Group:
+    if space.rotary == 0:
+        return rest
+    return turned if space.rotary == space.sizes["head_dim"] else Split(turned, rest, space.rotary)
+
+
+Choose = Callable[[Facts, Wanted], Group]
+
+QUERIES: dict[str | None, Choose] = {
+    None: _turns,
+    "rms_head": _signs,
+    "rms_all": _signs,
+    "l2_head": _signs,
+    "layer_head": lambda space, wanted: HeadSign(),
+    "affine_head": lambda space, wanted: Fixed(),
+}
+"""The group of query and key coordinates, by the norm between their projection and their product."""
+
+VALUES: dict[str, Choose] = {
+    "free": _maps,
+    "fixed": lambda space, wanted: Fixed(),
+}
+"""The group of value and output coordinates, by what an architecture file says of them."""
+
+
+def admitted(space: Facts, wanted: Wanted = LARGEST) -> SpaceGroup:
+    """The group of a local space that a recipe's wishes leave.
+
+    Raises:
+        ArchitectureError: nothing is known of the space's kind, norm or values; names it.
+    """
+    if space.kind not in _KINDS:
+        raise _unknown(space, "kind", space.kind, _KINDS)
+    return _KINDS[space.kind](space, wanted)
+
+
+def heads(space: Facts, wanted: Wanted = LARGEST) -> HeadGroup:
+    """`admitted` for an attention space."""
+    for what, given, known in (("norm", space.norm, QUERIES), ("values", space.values, VALUES)):
+        if given not in known:
+            raise _unknown(space, what, given, [word for word in known if word])
+    qk, vo = QUERIES[space.norm](space, wanted), VALUES[space.values](space, wanted)
+    if wanted.attention == "none":
+        qk, vo = Fixed(), Fixed()
+    if wanted.heads == "spectral":  # TransFusion permutes the coordinates of a head; with rotary it cannot
+        qk, vo = (CoordinateOrder() if isinstance(group, OrthogonalGroup) else Fixed() for group in (qk, vo))
+    sizes = {name: space.sizes[name] for name in ("groups", "per_group", "head_dim", "value_dim")}
+    order = wanted.heads if wanted.heads == "none" or space.free_order else "fixed"
+    return HeadGroup(**sizes, order=order, qk=qk, vo=vo)
+
+
+def neurons(space: Facts, wanted: Wanted = LARGEST) -> NeuronGroup:
+    """`admitted` for an FFN; for experts, that of the neurons of each."""
+    degree = space.degree if wanted.rescale else 0
+    return NeuronGroup(space.sizes["size"], wanted.ffn != "none", degree, space.gated, space.sizes.get("count", 1))
+
+
+_KINDS: dict[str, Callable[[Facts, Wanted], SpaceGroup]] = {
+    "attention": heads,
+    "ffn": neurons,
+    "experts": lambda space, wanted: ExpertGroup(neurons(space, wanted)),
+}
+
+
+def asks(space: Facts, wanted: Wanted) -> bool:
+    """Whether a recipe asks to match a local space."""
+    if space.kind == "attention":
+        return wanted.attention != "none" or wanted.heads != "none"
+    group = neurons(space, wanted)
+    return group.permute or group.degree > 0
+
+
+def _unknown(space: Facts, what: str, given: object, known: Iterable[str]) -> ArchitectureError:
+    return ArchitectureError(
+        f"no group is known for the {what} '{given}'", where=f"space '{space.name}'", remedy=nearest(str(given), known)
+    )
