@@ -46,7 +46,7 @@ def must_move(architecture: Architecture, residual: str) -> set[str]:
         for info in architecture.tensors()
         for axis in info.axes
         for part in axis.parts
-        if (part.role in roles and part.space.free_values) or part.space.name in streams
+        if (part.role in roles and part.space.values != "fixed") or part.space.name in streams
     }
 
 

@@ -94,7 +94,9 @@ class Statistics:
                 product = _product(x.movedim(start, 0), y.movedim(start, 0), self.precise, logits is not None)
                 distance -= 2 * _element(transforms, part.space.name).overlap(product, part.role)
                 found.append((part.space.name, part.role, product))
-        if norm == 0 or (found and all(role == "gain" and not _element(transforms, name).moves_gains for name, role, _ in found)):
+        if norm == 0 or (
+            found and all(role == "gain" and not _element(transforms, name).moves_gains for name, role, _ in found)
+        ):
             return
         if distance is None:
             distance = _square(a - transform_tensor(b, info, transforms))
