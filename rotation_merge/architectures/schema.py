@@ -11,7 +11,7 @@ depends on the config, it may be a list of entries, of which the first one whose
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -244,6 +244,7 @@ class ArchitectureSpec(Strict):
         variables: named expressions for use in other expressions, beside the config's keys and `model_class`.
         tied_when: whether a model has the heads whose tensors are `tied`, where it does not store them.
         limits: what is not aligned and why, in words, for people.
+        example: config keys of a small model that the usual sizes (`table.SIZES`) do not give.
         ignored: name endings of buffers that carry no weights (rotary tables, masks).
     """
 
@@ -263,6 +264,7 @@ class ArchitectureSpec(Strict):
     streams: dict[str, StreamSpec]
     modules: dict[str, ModuleSpec]
     limits: list[str] = Field(default_factory=list)
+    example: dict[str, Any] = Field(default_factory=dict)
     ignored: list[str] = Field(default_factory=list)
     vocab_size_key: str = "vocab_size"
     tagalong_files: list[str] = Field(default_factory=list)

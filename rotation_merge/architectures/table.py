@@ -52,7 +52,7 @@ def sample(spec: ArchitectureSpec) -> Architecture:
     parts = {module.config: sizes for module in spec.modules.values() if module.config}
     headed = [name for name in spec.classes if name not in spec.bare]
     named = {"architectures": headed[:1], "model_type": (spec.model_types or [""])[0]}
-    config: dict[str, Any] = {**sizes, **parts, **named, "do_layer_norm_before": True}
+    config: dict[str, Any] = {**sizes, **parts, **named, "do_layer_norm_before": True, **spec.example}
     return build(spec, config, spec.bases[0], [])
 
 
