@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 # Tests run in two processes with one thread each; `make test PYTEST="-k heads"` picks some.
-PYTEST ?= -n 2
+PYTEST ?= -n 2 --durations 10
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 

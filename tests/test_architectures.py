@@ -3,13 +3,13 @@ declares everything."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import ALL, Case, difference, foldable, further, inputs, make, outputs, reload, save
+from tiny_models import ALL, Case, Planted, difference, further, inputs, make, outputs, planted
 
 from rotation_merge.architectures import Architecture, families, registry, resolve
 from rotation_merge.architectures.schema import OUTSIDE, ArchitectureSpec
@@ -28,10 +28,7 @@ LOCAL = {
 RESIDUAL = ("permutation", "signed_permutation")
 
 
-def moved(
-    config: dict[str, Any], state: dict[str, torch.Tensor], options: MatchOptions, name: str, seed: int = 5
-) -> Any:
-    architecture = resolve(config, list(state), name)
+def moved(architecture: Architecture, state: dict[str, torch.Tensor], options: MatchOptions, seed: int = 5) -> Any:
     return transform_state(
         architecture, state, random_gauge(architecture, options, torch.Generator().manual_seed(seed))
     )
@@ -55,40 +52,49 @@ def unmoved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
 
 
 @by_case
-def test_declared_groups_are_symmetries(case: Case, tmp_path: Path) -> None:
+def test_declared_groups_are_symmetries(case: Case) -> None:
     """(a): a random element of every declared group moves weights and leaves float64 outputs within 1e-9."""
-    model = make(case)
-    given = inputs(case, model)
-    config, state = save(model, tmp_path)
-    expected = outputs(reload(case, tmp_path, state), given)
-    architecture = resolve(config, list(state), case.name)
-    groups = {group for admitted in architecture.stream_groups.values() for group in admitted}
+    model = planted(case)
+    groups = {group for admitted in model.architecture.stream_groups.values() for group in admitted}
     options = LOCAL | {group: MatchOptions(residual=group) for group in RESIDUAL if group in groups}
     for what, option in options.items():
-        after = moved(config, state, option, case.name)
-        assert not must_move(architecture, option.residual).intersection(unmoved(state, after)), what
-        assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9, what
+        after = moved(model.architecture, model.state, option)
+        assert not must_move(model.architecture, option.residual).intersection(unmoved(model.state, after)), what
+        assert model.differs(after) <= 1e-9, what
+    if model.rotatable:
+        _rotations_of_folded_streams_are_symmetries(model.untied())
+
+
+def _rotations_of_folded_streams_are_symmetries(model: Planted) -> None:
+    """Gains folded into the readers, writers centred under LayerNorm; then folding alone, and a random rotation."""
+    architecture, streams = model.architecture, model.rotatable
+    alone = dict(aligned_tensors(architecture, model.state, Alignment({}, streams)))
+    assert unmoved(model.state, alone) != list(model.state)
+    assert model.differs(alone) <= 1e-9
+    gains = [(b.tensor(n.gain), n.offset) for b in architecture.blocks for n in b.norms if n.stream in streams]
+    assert all(bool((alone[i.name] + offset == 1).all()) for i, offset in gains if i is not None and i.name in alone)
+    gauge = random_gauge(architecture, MatchOptions(residual="rotation"), torch.Generator().manual_seed(5))
+    after = dict(aligned_tensors(architecture, model.state, Alignment(gauge, streams)))
+    assert set(after) == set(model.state)
+    assert not must_move(architecture, "rotation").intersection(unmoved(model.state, after))
+    assert model.differs(after) <= 1e-9
 
 
 @pytest.mark.parametrize("case", further(), ids=lambda case: f"{case.family}-{case.name}")
-def test_every_class_that_a_file_names(case: Case, tmp_path: Path) -> None:
+def test_every_class_that_a_file_names(case: Case) -> None:
     """Heads of every kind: the local groups are symmetries, and nothing is unknown."""
-    model = make(case)
-    given = inputs(case, model)
-    config, state = save(model, tmp_path)
-    expected = outputs(reload(case, tmp_path, state), given)
-    architecture = resolve(config, list(state), case.name)
-    residual = "permutation" if any(len(groups) > 1 for groups in architecture.stream_groups.values()) else "none"
-    after = moved(config, state, MatchOptions(heads="permutation", residual=residual), case.name)
-    assert not must_move(architecture, residual).intersection(unmoved(state, after))
-    assert difference(outputs(reload(case, tmp_path, after), given), expected) <= 1e-9
+    model = planted(case)
+    residual = "permutation" if any(len(groups) > 1 for groups in model.architecture.stream_groups.values()) else "none"
+    after = moved(model.architecture, model.state, MatchOptions(heads="permutation", residual=residual))
+    assert not must_move(model.architecture, residual).intersection(unmoved(model.state, after))
+    assert model.differs(after) <= 1e-9
 
 
 @by_case
-def test_every_tensor_is_covered_and_every_axis_labelled(case: Case, tmp_path: Path) -> None:
+def test_every_tensor_is_covered_and_every_axis_labelled(case: Case) -> None:
     """(d) and (e): nothing of the checkpoint is unknown; each axis is of a space, or explicitly of none."""
-    config, state = save(make(case), tmp_path)
-    architecture = resolve(config, list(state), case.name)
+    model = planted(case)
+    state, architecture = model.state, model.architecture
     named = architecture.named()
     assert architecture.family == case.family
     assert set(state) == set(named)
@@ -112,8 +118,9 @@ def test_names_of_a_loaded_module_work_too(case: Case) -> None:
     expected = outputs(model, given)
     config = {**model.config.to_dict(), "architectures": [case.class_name]}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    after = moved(config, before, MatchOptions(heads="permutation", rescale=False), case.name)
-    assert not must_move(resolve(config, list(before), case.name), "none").intersection(unmoved(before, after))
+    architecture = resolve(config, list(before), case.name)
+    after = moved(architecture, before, MatchOptions(heads="permutation", rescale=False))
+    assert not must_move(architecture, "none").intersection(unmoved(before, after))
     model.load_state_dict(after)
     assert difference(outputs(model, given), expected) <= 1e-9
 
@@ -156,35 +163,18 @@ def matters(case: Case, change: Callable[[Any], Any], architecture: Any) -> bool
 
 
 @by_case
-def test_rotations_of_folded_streams_are_symmetries(case: Case, tmp_path: Path) -> None:
-    """(a), for the largest residual group: gains folded into the readers, writers centred under LayerNorm."""
-    model = foldable(case, tmp_path)
-    gauge = random_gauge(model.architecture, MatchOptions(residual="rotation"), torch.Generator().manual_seed(5))
-    after = dict(aligned_tensors(model.architecture, model.state, Alignment(gauge, model.streams)))
-    assert set(after) == set(model.state)
-    assert not must_move(model.architecture, "rotation").intersection(unmoved(model.state, after))
-    assert model.differs(after) <= 1e-9
-
-
-@pytest.mark.parametrize("change", [wrong_heads, wrong_rotary, wrong_split], ids=lambda change: change.__name__)
-@by_case
-def test_a_wrong_file_is_found_out(
-    case: Case, change: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """(b): the same test fails for a wrong head count, rotary layout or split."""
-    model = make(case)
-    given = inputs(case, model)
-    config, state = save(model, tmp_path)
-    expected = outputs(reload(case, tmp_path, state), given)
-    if not matters(case, change, resolve(config, list(state), case.name)):
-        pytest.skip("nothing to get wrong here")
-    wrong = changed(families()[case.family].model_dump(), change)
-    monkeypatch.setitem(registry._extra, case.family, ArchitectureSpec.model_validate(wrong))
-    try:
-        after = moved(config, state, LOCAL["heads, neurons and experts"], case.name)
-    except RotationMergeError:
-        return
-    assert difference(outputs(reload(case, tmp_path, after), given), expected) > 1e-6
+def test_a_wrong_file_is_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(b): the same test fails for a wrong head count, and where there are such, a wrong rotary layout or split."""
+    model = planted(case)
+    right = families()[case.family].model_dump()
+    for change in (wrong_heads, wrong_rotary, wrong_split):
+        if not matters(case, change, model.architecture):
+            continue
+        monkeypatch.setitem(registry._extra, case.family, ArchitectureSpec.model_validate(changed(right, change)))
+        with contextlib.suppress(RotationMergeError):
+            wrong = resolve(model.config, list(model.state), case.name)
+            after = moved(wrong, model.state, LOCAL["heads, neurons and experts"])
+            assert model.differs(after) > 1e-6, change.__name__
 
 
 def test_every_family_has_a_tiny_model() -> None:

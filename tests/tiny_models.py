@@ -7,8 +7,12 @@ from nearly equal ones.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -81,6 +85,7 @@ def cases(path: Path) -> list[Case]:
 ALL = [case for path in sorted(CONFIGS.glob("*.json")) for case in cases(path)]
 
 
+@functools.cache
 def further() -> list[Case]:
     """A case for each class that a family names and no file has: with the config of the class most like it."""
     found = []
@@ -182,43 +187,86 @@ def outputs(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Foldable:
-    """A tiny model whose residual streams can be folded, with a head of its own.
+class Planted:
+    """A tiny model as a checkpoint, with what it answers; made once for all tests of a process, never changed.
 
     Attributes:
-        state: its tensors, an untied head among them.
-        streams: the streams that admit rotations.
-        folder: where its checkpoint lies, `config.json` untied.
+        config: as mergekit reads it.
+        state: its tensors, as they are named on disk; of an untied one, the head among them.
+        folder: where other tensors are put for `differs`.
     """
 
     case: Case
-    architecture: Architecture
+    config: dict[str, Any]
     state: dict[str, Tensor]
-    streams: tuple[str, ...]
     folder: Path
     given: dict[str, Tensor]
     expected: dict[str, Tensor]
 
+    @functools.cached_property
+    def architecture(self) -> Architecture:
+        return resolve(self.config, list(self.state), self.case.name)
+
+    @functools.cached_property
+    def rotatable(self) -> tuple[str, ...]:
+        """Streams that admit rotations once their gains are folded."""
+        return tuple(name for name, groups in self.architecture.stream_groups.items() if "rotation" in groups)
+
+    @functools.cached_property
+    def _loaded(self) -> Any:
+        """The model in `folder`, if all that it has is called there as on disk, or is tied to such; else None."""
+        model = reload(self.case, self.folder, self.state)
+        own = model.state_dict(keep_vars=True)
+        known = {own[name].data_ptr() for name in self.state if name in own}
+        same = self.state.keys() <= own.keys() and all(tensor.data_ptr() in known for tensor in own.values())
+        return model if same else None
+
     def differs(self, state: dict[str, Tensor]) -> float:
         """Largest difference of the outputs with other tensors from those of the model itself."""
-        return difference(outputs(reload(self.case, self.folder, state), self.given), self.expected)
+        model = self._loaded
+        if model is None or state.keys() != self.state.keys():
+            model = reload(self.case, self.folder, state)
+        else:
+            model.load_state_dict(state, strict=False)
+        return difference(outputs(model, self.given), self.expected)
+
+    def untied(self) -> Planted:
+        """The same with a head of its own, stored and declared."""
+        architecture = resolve(self.config, list(self.state), self.case.name, untie=True)
+        state = self.state | {
+            t.name: self.state[t.tied[0]].clone() for t in architecture.tensors() if t.tied and t.name not in self.state
+        }
+        if len(state) == len(self.state):
+            return self
+        folder = Path(tempfile.mkdtemp(dir=_folder()))
+        config = {**json.loads((self.folder / "config.json").read_text()), "tie_word_embeddings": False}
+        (folder / "config.json").write_text(json.dumps(config))
+        return Planted(
+            self.case, self.config | {"tie_word_embeddings": False}, state, folder, self.given, self.expected
+        )
 
 
-def foldable(case: Case, folder: Path) -> Foldable:
-    """A tiny model that admits residual rotations; the test is skipped where it admits none."""
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="tiny-models-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def planted(case: Case) -> Planted:
+    """The tiny model of a case."""
+    return _planted(case.family, case.name, case.class_name)
+
+
+@functools.cache
+def _planted(family: str, name: str, class_name: str) -> Planted:
+    case = next(c for c in (*ALL, *further()) if (c.family, c.name, c.class_name) == (family, name, class_name))
     model = make(case)
     given = inputs(case, model)
+    folder = Path(tempfile.mkdtemp(dir=_folder()))
     config, state = save(model, folder)
-    architecture = resolve(config, list(state), case.name, untie=True)
-    streams = tuple(name for name, groups in architecture.stream_groups.items() if "rotation" in groups)
-    if not streams:
-        pytest.skip("no stream admits rotations")
-    expected = outputs(reload(case, folder, state), given)
-    untied = {t.name: state[t.tied[0]].clone() for t in architecture.tensors() if t.tied and t.name not in state}
-    if untied:
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
-    return Foldable(case, architecture, state | untied, streams, folder, given, expected)
+    state = {key: tensor.clone() for key, tensor in state.items()}
+    return Planted(case, config, state, folder, given, outputs(reload(case, folder, state), given))
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
