@@ -217,3 +217,25 @@ def test_expressions(expression: Any, value: Any) -> None:
 def test_expressions_without_a_value_say_so(expression: str) -> None:
     with pytest.raises(ArchitectureError, match=r"has no value for this config"):
         evaluate(expression, {})
+
+
+def test_a_very_large_model_is_resolved_well_under_a_second():
+    """Qwen3-235B: 94 layers of 128 experts. Of processor time, so that a busy machine counts the same."""
+    import time
+
+    config = LLAMA | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 94,
+        "num_experts": 128,
+        "head_dim": 4,
+        "moe_intermediate_size": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+    }
+    known = [name for name in names(config, "qwen_moe") if not name.endswith("bias") and "shared_expert" not in name]
+    assert len(known) > 36_000
+    began = time.process_time()
+    resolve(config, known, "large")
+    assert time.process_time() - began < 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -74,13 +74,16 @@ def _named(values: dict[str, Any], expressions: Mapping[str, Expression]) -> dic
 def build(
     spec: ArchitectureSpec, config: Mapping[str, Any], base: str, spelling: list[tuple[str, str]]
 ) -> Architecture:
-    """Lay out the whole model as the file and the config describe it, under one way of naming tensors.
+    """The whole model as the file and the config describe it, under one way of naming tensors (see `spelled`)."""
+    return spelled(lay_out(spec, config), base, spelling)
+
+
+def lay_out(spec: ArchitectureSpec, config: Mapping[str, Any]) -> Architecture:
+    """The whole model as the file and the config describe it, its tensors named as in the file (`{base}`, `{e}`).
 
     Args:
         spec: the architecture file.
         config: the model's config as a dictionary.
-        base: what `{base}` stands for.
-        spelling: [ours, theirs] substitutions in tensor names.
 
     Raises:
         ArchitectureError: the file refers to spaces, roles or config keys that are not there.
@@ -99,20 +102,28 @@ def build(
         inner = _named({**values, **own[module]}, definition.variables)
         scope = replace(root, config=inner, spaces=streams)
         blocks += _module_blocks(scope, module, definition)
-    named = [_rename(block, base, spelling) for block in blocks]
     return Architecture(
         family=spec.family,
         streams=streams,
-        stream_groups={name: stream_groups(spec, values, name, named) for name in streams},
-        blocks=tuple(named),
+        stream_groups={name: stream_groups(spec, values, name, blocks) for name in streams},
+        blocks=tuple(blocks),
         layers_key={
             module: f"{definition.config}.{definition.layers_key}" if own[module] else definition.layers_key
             for module, definition in modules.items()
         },
         limits=tuple(spec.limits),
-        base=base,
-        spelling=tuple(spelling),
     )
+
+
+def spelled(architecture: Architecture, base: str, spelling: list[tuple[str, str]]) -> Architecture:
+    """A laid-out model as one kind of checkpoint names its tensors.
+
+    Args:
+        base: what `{base}` stands for.
+        spelling: [ours, theirs] substitutions in tensor names.
+    """
+    blocks = tuple(_rename(block, base, spelling) for block in architecture.blocks)
+    return replace(architecture, blocks=blocks, base=base, spelling=tuple(spelling))
 
 
 def _holds(scope: _Scope, when: Expression) -> bool:
@@ -255,13 +266,10 @@ def _tensor(scope: _Scope, path: str, spec: TensorSpec | None) -> list[TensorInf
     axes = tuple(_axis(scope, path, label) for label in spec.axes)
     key = scope.prefix + path
     real = key.replace("{i}", str(scope.config.get("i", "")))
-    names: tuple[str, ...] = (real,)
     other = (scope.prefix + spec.unless).replace("{i}", str(scope.config.get("i", ""))) if spec.unless else None
-    if "{e}" in real:
-        names = tuple(real.replace("{e}", str(e)) for e in range(axes[0].size or 0))
-        if not names:
-            return []
-    return [TensorInfo(key, names, axes, spec.optional, "{e}" in real, tuple(spec.tied), other)]
+    if "{e}" in real and not axes[0].size:
+        return []
+    return [TensorInfo(key, (real,), axes, spec.optional, "{e}" in real, tuple(spec.tied), other)]
 
 
 def _axis(scope: _Scope, path: str, label: AxisLabel) -> Axis:
@@ -299,18 +307,12 @@ def _rename(block: Block, base: str, spelling: list[tuple[str, str]]) -> Block:
     def rename(name: str) -> str:
         return spell(name, base, spelling)
 
+    def names(tensor: TensorInfo) -> tuple[str, ...]:
+        head, entry, tail = rename(tensor.name).partition("{e}")
+        return tuple(f"{head}{e}{tail}" for e in range(tensor.axes[0].size or 0)) if entry else (head,)
+
     tensors = tuple(
-        replace(
-            t,
-            names=tuple(map(rename, t.names)),
-            tied=tuple(map(rename, t.tied)),
-            unless=rename(t.unless) if t.unless else None,
-        )
+        replace(t, names=names(t), tied=tuple(map(rename, t.tied)), unless=rename(t.unless) if t.unless else None)
         for t in block.tensors
     )
     return replace(block, name=rename(block.name), tensors=tensors)
-
-
-def required(architecture: Architecture) -> Collection[str]:
-    """Names that a checkpoint must have."""
-    return [name for tensor in architecture.tensors() if not tensor.optional for name in tensor.names]

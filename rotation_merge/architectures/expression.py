@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from rotation_merge.errors import ArchitectureError
@@ -46,12 +47,17 @@ def evaluate(expression: str | int | float | bool | None, config: Mapping[str, A
     if not isinstance(expression, str):
         return expression
     try:
-        return _value(ast.parse(expression, mode="eval").body, config)
+        return _value(_parsed(expression), config)
     except (SyntaxError, TypeError, KeyError, IndexError, ZeroDivisionError) as error:
         raise ArchitectureError(
             f"the expression '{expression}' has no value for this config ({error})",
             remedy="check the config keys it names",
         ) from error
+
+
+@cache
+def _parsed(expression: str) -> ast.expr:
+    return ast.parse(expression, mode="eval").body
 
 
 def word(expression: Any, config: Mapping[str, Any], words: tuple[str, ...]) -> str | None:

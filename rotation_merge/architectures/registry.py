@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rotation_merge.architectures.build import build, required, variables
+from rotation_merge.architectures.build import lay_out, spelled, variables
 from rotation_merge.architectures.expression import evaluate
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.architectures.schema import ArchitectureSpec, explain
@@ -167,19 +168,13 @@ def resolve(
         )
     present = set(names)
     untie = untie and bool(evaluate(spec.tied_when, variables(spec, config)))
-    candidates = [
-        _present_only(build(spec, config, base, spelling), present, untie)
-        for base in spec.bases
-        for spelling in spec.spellings
-    ]
-    architecture = min(candidates, key=lambda c: (len(_missing(c, present)), len(unknown_names(c, spec, present))))
-    if missing := _missing(architecture, present):
+    architecture, missing, unknown = _best_spelling(spec, lay_out(spec, config), present, untie)
+    if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of a {spec.family} model are missing, the first is '{missing[0]}'",
             where=model,
             remedy="the checkpoint is incomplete, or its config.json belongs to another model",
         )
-    unknown = unknown_names(architecture, spec, present)
     if unknown and not keep_unknown:
         raise CheckpointError(
             f"{len(unknown)} tensors are not part of the {spec.family} architecture, the first is '{unknown[0]}'",
@@ -195,9 +190,23 @@ def resolve(
     return architecture
 
 
+def _best_spelling(
+    spec: ArchitectureSpec, laid: Architecture, present: set[str], untie: bool
+) -> tuple[Architecture, list[str], list[str]]:
+    """The model under the names that fit a checkpoint, what is missing then, and what is unknown: the first names
+    under which nothing is either, else those with the least missing, then the least unknown."""
+    found = []
+    for base, spelling in itertools.product(spec.bases, spec.spellings):
+        candidate = _present_only(spelled(laid, base, spelling), present, untie)
+        found.append((candidate, _missing(candidate, present), unknown_names(candidate, spec, present)))
+        if not any(found[-1][1:]):
+            break
+    return min(found, key=lambda entry: (len(entry[1]), len(entry[2])))
+
+
 def _missing(architecture: Architecture, present: set[str]) -> list[str]:
-    tied = {name: t.tied for t in architecture.tensors() for name in t.names}
-    return [n for n in required(architecture) if n not in present and not present.intersection(tied[n])]
+    needed = (t for t in architecture.tensors() if not t.optional and not present.intersection(t.tied))
+    return [name for tensor in needed for name in tensor.names if name not in present]
 
 
 def unknown_names(architecture: Architecture, spec: ArchitectureSpec, present: Collection[str]) -> list[str]:

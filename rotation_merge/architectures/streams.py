@@ -24,7 +24,7 @@ def stream_groups(
     norms = [norm for block in blocks for norm in block.norms if norm.stream == stream]
     layer = any(norm.layer for norm in norms)
     groups = ["none", "permutation"] if layer else ["none", "permutation", "signed_permutation"]
-    folds = all(norm.reads for norm in norms) and all(_read_in_its_block(block, stream, blocks) for block in blocks)
+    folds = all(norm.reads for norm in norms) and _read_in_their_blocks(stream, blocks)
     normed = {_stem(key) for norm in norms for key in norm.reads}
     if folds and (not layer or _readers(stream, blocks) <= normed):
         groups.append("rotation")
@@ -42,11 +42,12 @@ def _readers(stream: str, blocks: Sequence[Block]) -> set[str]:
     }
 
 
-def _read_in_its_block(block: Block, stream: str, blocks: Sequence[Block]) -> bool:
-    """Whether what reads the block's norms of a stream is in the same block, as folding block by block needs it."""
-    reads = {_stem(key) for norm in block.norms if norm.stream == stream for key in norm.reads}
-    elsewhere = {_stem(tensor.key) for other in blocks if other is not block for tensor in other.tensors}
-    return not reads.intersection(elsewhere - {_stem(tensor.key) for tensor in block.tensors})
+def _read_in_their_blocks(stream: str, blocks: Sequence[Block]) -> bool:
+    """Whether what reads a block's norms of a stream is in the same block, as folding block by block needs it."""
+    own = [{_stem(tensor.key) for tensor in block.tensors} for block in blocks]
+    everywhere = set().union(*own)
+    reads = [{_stem(key) for n in block.norms if n.stream == stream for key in n.reads} for block in blocks]
+    return not any(read & everywhere - here for read, here in zip(reads, own, strict=True))
 
 
 def _stem(key: str) -> str:
