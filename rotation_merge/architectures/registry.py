@@ -204,6 +204,22 @@ def _best_spelling(
     return min(found, key=lambda entry: (len(entry[1]), len(entry[2])))
 
 
+def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[str, str]:
+    """The names that tensors of a checkpoint may have elsewhere (in its class, in older files), and those they have."""
+    spec = find(config)
+    if spec is None:
+        return {}
+    here = {(b.module, b.place, b.index, info.key): info.names for b in architecture.blocks for info in b.tensors}
+    found: dict[str, str] = {}
+    laid = build(spec, config)
+    for base, spelling in itertools.product(spec.bases, spec.spellings):
+        for block in spelled(laid, base, spelling).blocks:
+            for info in block.tensors:
+                names = here.get((block.module, block.place, block.index, info.key), ())
+                found.update(zip(info.names, names, strict=False))
+    return found
+
+
 def _missing(architecture: Architecture, present: set[str]) -> list[str]:
     needed = (t for t in architecture.tensors() if not t.optional and not present.intersection(t.tied))
     return [name for tensor in needed for name in tensor.names if name not in present]

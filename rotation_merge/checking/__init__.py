@@ -17,13 +17,13 @@ from rotation_merge.recipe.settings import at, check_settings
 __all__ = ["Document", "Fault", "RecipeDonor", "carried_recipe", "check_text", "documents", "donors_of"]
 
 
-def check_text(text: str, lora_merge_cache: str | None = None) -> list[Fault]:
+def check_text(text: str) -> list[Fault]:
     """Every fault of a recipe for mergekit-yaml, mergekit-multi or mergekit-evolve, in the order of the text.
 
     Raises:
         RecipeError: the text is not YAML.
     """
-    options = MergeOptions(lora_merge_cache=lora_merge_cache)
+    options = MergeOptions()
     found = documents(text)
     names: set[str] = set()
     for document in found:

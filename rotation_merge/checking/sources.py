@@ -13,7 +13,7 @@ from mergekit.options import MergeOptions
 from pydantic import ValidationError
 
 from rotation_merge.architectures.model import TensorInfo
-from rotation_merge.checkpoints.hub import in_cache, is_hub_name
+from rotation_merge.checkpoints.hub import is_absent
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.recipe.document import Document, Path
@@ -92,7 +92,7 @@ def _open(document: Document, path: Path, name: str, models: Models) -> Model | 
     except (RuntimeError, ValueError) as error:
         document.fault(path, str(error), "write a directory, or org/name")
         return None
-    if not os.path.exists(reference.model.path) and is_hub_name(reference.model.path) and not in_cache(reference):
+    if is_absent(reference):
         document.fault(path, f"{name}: {HUB_NOTE}", "download it, or check again after the first merge", error=False)
         return None
     model = models[reference]

@@ -1,60 +1,231 @@
-"""Models with a LoRA: mergekit merges the two into a cache; here whole or not at all."""
+"""LoRA adapters as they lie on disk: what an adapter does to each weight of the model it was trained on.
+
+A weight W becomes W + s B A with s = alpha / r (Hu and others, 2021), s = alpha / sqrt(r) (rsLoRA: Kalajdzievski,
+2023), or m (W + s B A) / |W + s B A| row by row (DoRA: Liu and others, 2024, equation 5). Names and shapes are those of
+the peft library. Everything is read when it is asked for, and nothing is kept on disk.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from mergekit.common import ModelReference
-from mergekit.options import MergeOptions
+import torch
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
+from torch import Tensor
 
-from rotation_merge.checkpoints.headers import check_local, file_shapes, read_json
+from rotation_merge.checkpoints.headers import Shapes, file_shapes, read_json
 from rotation_merge.errors import CheckpointError
 
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
-def merge_adapter(reference: ModelReference, options: MergeOptions) -> None:
-    """Have mergekit merge a LoRA into its cache, unless it did so before.
+BEYOND = {
+    "alora_invocation_tokens": "it works from certain tokens on only",
+    "arrow_config": "it chooses among experts token by token",
+    "kasa_config": "KaSA changes the base weights",
+    "layer_replication": "it repeats layers",
+    "monteclora_config": "its weights are drawn at random",
+    "target_parameters": "it adapts parameters that are not the weight of a layer",
+    "trainable_token_indices": "it trains single tokens",
+    "use_bdlora": "its factors are block-diagonal",
+    "use_qalora": "its factors act on groups of inputs",
+}
+"""Entries of an adapter's config that make it more than W + s B A, and what they mean."""
 
-    mergekit writes right where it looks the next time, and takes whatever is there for finished. Here it writes beside
-    that place, and what it has finished is moved there; so do several processes at a time.
+SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
 
-    Raises:
-        CheckpointError: what lies in the cache is not whole.
+_FACTOR = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.(?P<leaf>weight|bias))?"
+)
+_PARTS = {
+    "lora_A": "a",
+    "lora_B": "b",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
+    "lora_magnitude_vector": "magnitude",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an adapter does to one parameter, by the names of the tensors in its file.
+
+    Attributes:
+        a, b: the factors A (r, in) and B (out, r); of an embedding, in = tokens and out = width.
+        magnitude: DoRA's m, (out,).
+        shift: what is added, `scale` times, to a bias.
+        value: what the parameter is replaced by, before anything else.
+        embedding: W is (in, out), not (out, in).
     """
-    cache, lora = options.lora_merge_cache, reference.lora
-    if lora is None or not cache:
-        return
-    place = os.path.join(
-        cache, f"{reference.model._unique_id()}_{lora._unique_id()}"
-    )  # as ModelReference.merged has it
-    if os.path.exists(place):
-        _check_whole(place)
-        return
-    os.makedirs(cache, exist_ok=True)
-    staging = tempfile.mkdtemp(prefix=".partial-", dir=cache)
-    try:
-        made = reference.merged(staging, options.trust_remote_code, options.lora_merge_dtype).model.path
-        place = os.path.join(cache, os.path.basename(made))
+
+    a: str | None = None
+    b: str | None = None
+    magnitude: str | None = None
+    shift: str | None = None
+    value: str | None = None
+    scale: float = 1.0
+    embedding: bool = False
+
+
+class Adapter:
+    """A LoRA adapter in a directory.
+
+    Attributes:
+        changes: by the name of the parameter (`model.layers.0.self_attn.q_proj.weight`), as the model's class has it.
+    """
+
+    def __init__(self, path: str) -> None:
+        """
+        Args:
+            path: the directory.
+
+        Raises:
+            CheckpointError: it holds no adapter, a damaged one, or one that is more than W + s B A.
+        """
+        self.path = path
+        if not os.path.isfile(os.path.join(path, CONFIG)):
+            raise CheckpointError("no LoRA adapter is there", where=path, remedy=f"{CONFIG} is needed")
+        self.config: dict[str, Any] = read_json(os.path.join(path, CONFIG))
+        self._check_config()
+        self.shapes: Shapes = file_shapes(self._file)
+        self.changes = {name: self._scaled(name, change) for name, change in self._read_names().items()}
+        self._check_changes()
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor, float] | None:
+        """A (r, in), B (out, r) as they are stored and s, so that the parameter gains s B A; None: it has none."""
+        change = self.changes[name]
+        if change.a is None or change.b is None:
+            return None
+        return self._tensor(change.a), self._tensor(change.b), change.scale
+
+    def apply(self, name: str, weight: Tensor, transposed: bool = False) -> Tensor:
+        """A parameter as the adapter makes it, in float32 at least.
+
+        Args:
+            weight: of the base model, (out, in) or a convolution's (out, in, ...).
+            transposed: it is stored as (in, out).
+        """
+        change = self.changes[name]
+        work = torch.promote_types(weight.dtype, torch.float32)
+        result = weight.to(work)
+        if change.value is not None:
+            result = self._tensor(change.value).to(work)
+        if change.shift is not None:
+            result = result + change.scale * self._tensor(change.shift).to(work)
+        factors = self.factors(name)
+        if factors is not None:
+            a, b, scale = factors
+            delta = scale * (b.to(work).flatten(1) @ a.to(work).flatten(1))
+            flipped = transposed or change.embedding
+            result = result + (delta.T if flipped else delta.reshape(result.shape))
+            if change.magnitude is not None:
+                rows = (result.T if flipped else result).norm(dim=1)
+                factor = (self._tensor(change.magnitude).to(work).flatten() / rows)[:, None]
+                result = result * (factor.T if flipped else factor)
+        return result
+
+    def shape(self, name: str) -> tuple[int, int] | None:
+        """(out, in) of what is added to a parameter, None where nothing or a vector is."""
+        change = self.changes[name]
+        if change.a is None or change.b is None:
+            return None
+        a, b = self.shapes[change.a], self.shapes[change.b]
+        return b[0], int(torch.Size(a[1:]).numel())
+
+    @cached_property
+    def _file(self) -> str:
+        found = next((file for name in WEIGHTS if os.path.isfile(file := os.path.join(self.path, name))), None)
+        if found is None:
+            raise CheckpointError("the adapter has no weights", where=self.path, remedy=f"{WEIGHTS[0]} is needed")
+        return found
+
+    @cached_property
+    def _loader(self) -> LazyTensorLoader:
+        return LazyTensorLoader(ShardedTensorIndex.from_file(self._file), lazy_unpickle=False)
+
+    def _tensor(self, key: str) -> Tensor:
+        tensor: Tensor = self._loader.get_tensor(key)
+        return tensor
+
+    def _check_config(self) -> None:
+        kind = self.config.get("peft_type")
+        if kind != "LORA":
+            raise self._refusal(f"is an adapter of kind {kind}, not a LoRA")
+        for entry, meaning in BEYOND.items():
+            if self.config.get(entry):
+                raise self._refusal(f"'{entry}' is set: {meaning}")
+        begun = self.config.get("init_lora_weights")
+        if isinstance(begun, str) and begun.lower().startswith(SHIFTS_BASE):
+            raise self._refusal(f"it was begun with '{begun}', which changes the base weights")
+
+    def _refusal(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            what, where=self.path, remedy="merge it into its base model with peft, and name the result"
+        )
+
+    def _read_names(self) -> dict[str, Change]:
+        found: dict[str, Change] = {}
+        for key in sorted(self.shapes):
+            stem = key.removeprefix("base_model.model.")
+            match = _FACTOR.fullmatch(stem)
+            if match is None:
+                if "lora_" in stem or ".token_adapter." in stem:
+                    raise self._refusal(f"tensor '{key}' is no part of W + s B A")
+                name = re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem)
+                found[name] = replace(found.get(name, Change()), value=key)
+            elif match["leaf"] == "bias":
+                name = f"{match['module']}.bias"
+                found[name] = replace(found.get(name, Change()), shift=key)
+            else:
+                name = f"{match['module']}.weight"
+                change = replace(found.get(name, Change()), **{_PARTS[match["part"]]: key})
+                found[name] = replace(change, embedding=change.embedding or "embedding" in match["part"])
+        return found
+
+    def _scaled(self, name: str, change: Change) -> Change:
+        """With s, which may be different for each module."""
+        module = name.rpartition(".")[0]
+        key = change.b or change.shift
+        if key is None:
+            return change
+        factor = change.b or str(change.shift).removesuffix("bias") + "weight"
+        if factor not in self.shapes:
+            raise self._damaged(f"'{key}' stands without '{factor}'")
+        rank = (*self.shapes[factor], 0, 0)[1]
+        alpha = self._pattern("alpha_pattern", module, self.config.get("lora_alpha"))
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or rank < 1:
+            raise self._damaged(f"lora_alpha of '{module}' is {alpha!r}")
+        return replace(change, scale=alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
+
+    def _pattern(self, entry: str, module: str, otherwise: Any) -> Any:
+        """The value of the first pattern that a module's name ends with."""
+        patterns = self.config.get(entry) or {}
+        if not isinstance(patterns, dict):
+            raise self._damaged(f"'{entry}' is no mapping")
         try:
-            os.rename(made, place)
-        except OSError:
-            if not os.path.isdir(place):  # else another process was quicker
-                raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            return next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), otherwise)
+        except re.error as error:
+            raise self._damaged(f"'{entry}' holds a pattern that cannot be read ({error})") from error
 
+    def _check_changes(self) -> None:
+        if not self.changes:
+            raise self._damaged("it holds no tensors")
+        for name, change in self.changes.items():
+            if (change.a is None) != (change.b is None) or (change.magnitude and change.a is None):
+                raise self._damaged(f"'{name}' has one factor without the other")
+            if change.a is None or change.b is None:
+                continue
+            a, b = self.shapes[change.a], self.shapes[change.b]
+            if len(a) < 2 or len(b) < 2 or a[0] != b[1] or any(n != 1 for n in b[2:]):
+                raise self._damaged(f"the factors of '{name}' are {list(a)} and {list(b)}")
+            if change.magnitude is not None and (change.embedding or len(a) > 2):
+                raise self._refusal(f"'{name}': DoRA of an embedding or a convolution")
 
-def _check_whole(folder: str) -> None:
-    try:
-        read_json(os.path.join(folder, "config.json"))
-        check_local(folder)
-        for name in os.listdir(folder):
-            if name.endswith(".safetensors"):
-                file_shapes(os.path.join(folder, name))
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"this merged LoRA is not whole, as an interrupted merge leaves it ({error.what})",
-            where=folder,
-            remedy="delete the directory, it will be made again",
-        ) from error
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(what, where=self.path, remedy="the adapter is damaged; download it again")

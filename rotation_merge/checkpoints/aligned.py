@@ -63,11 +63,11 @@ def write_aligned(
         for name, tensor in aligned_tensors(pair.architecture, pair.sources[1], alignment):
             if progress is not None:
                 progress("writing", len(written), total)
-            writer.save_tensor(name, _stored(tensor, wanted), clone=True)
+            writer.save_tensor(name, _stored(tensor, wanted or pair.donor.dtypes.get(name)), clone=True)
             written.add(name)
         for name in pair.donor.names:
             if name not in written:
-                writer.save_tensor(name, _stored(pair.donor[name], wanted), clone=True)
+                writer.save_tensor(name, _stored(pair.donor[name], wanted or pair.donor.dtypes.get(name)), clone=True)
         writer.finalize()
         report.write(os.path.join(staging, "rotation_merge.json"))
         _write_beside(pair, report, staging, dtype, untie)

@@ -14,6 +14,9 @@ from rotation_merge.errors import CheckpointError, short
 
 Shapes = dict[str, tuple[int, ...]]
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating types of safetensors headers."""
+
 
 def read_json(path: str) -> dict[str, Any]:
     """A JSON file that holds an object.
@@ -108,6 +111,19 @@ def safetensors_shapes(path: str) -> Shapes:
         ValueError: the header is damaged, or the file is shorter or longer than the header says.
     """
     size = os.path.getsize(path)
+    header, start = _header(path, size)
+    try:
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise ValueError("its header is damaged") from None
+    if size != start + end:
+        raise ValueError(f"it is {size} bytes long, its header says {start + end}; it is truncated or damaged")
+    return shapes
+
+
+def _header(path: str, size: int) -> tuple[dict[str, Any], int]:
+    """The tensors' entries of a safetensors file, and where its data begin."""
     with open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
@@ -115,17 +131,25 @@ def safetensors_shapes(path: str) -> Shapes:
             raise ValueError("it is truncated or not a safetensors file")
         head = file.read(length)
     try:
-        header = {name: entry for name, entry in json.loads(head).items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return {name: entry for name, entry in json.loads(head).items() if name != "__metadata__"}, 8 + length
+    except (ValueError, AttributeError, RecursionError):
         raise ValueError("its header is damaged") from None
-    if size != 8 + length + end:
-        raise ValueError(f"it is {size} bytes long, its header says {8 + length + end}; it is truncated or damaged")
-    return shapes
+
+
+def file_dtypes(path: str) -> dict[str, torch.dtype]:
+    """What the tensors in one whole weight file are stored in."""
+    if not path.endswith(".safetensors"):
+        return {name: tensor.dtype for name, tensor in _pickle(path).items()}
+    header, _ = _header(path, os.path.getsize(path))
+    return {name: DTYPES[entry["dtype"]] for name, entry in header.items() if entry["dtype"] in DTYPES}
 
 
 def _pickle_shapes(path: str) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in _pickle(path).items()}
+
+
+def _pickle(path: str) -> dict[str, Tensor]:
+    """The tensors of a pickle, without their data."""
     try:
         state = torch.load(path, map_location="meta", weights_only=True)
     except Exception as error:  # pickle errors come in every class
@@ -135,7 +159,7 @@ def _pickle_shapes(path: str) -> Shapes:
         raise ValueError(f"the pickle is damaged or holds something else than tensors ({detail})") from error
     if isinstance(state, dict):
         state = state.get("state_dict", state)
-    found = {n: tuple(v.shape) for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}
+    found = {n: v for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}
     if not found:
         raise ValueError("the pickle holds no tensors by name")
     return found

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from mergekit.common import ModelReference
+import torch
+from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from torch import Tensor
@@ -15,8 +16,10 @@ from torch import Tensor
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.architectures.model import Space
 from rotation_merge.architectures.registry import find, unaligned
-from rotation_merge.checkpoints.adapters import merge_adapter
-from rotation_merge.checkpoints.headers import check_local, check_single, file_shapes, read_json
+from rotation_merge.checkpoints.adapted import AdaptedLoader, find_places
+from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter
+from rotation_merge.checkpoints.headers import check_local, check_single, file_dtypes, file_shapes, read_json
+from rotation_merge.checkpoints.hub import downloaded, is_hub_name
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
 from rotation_merge.matching.state import check_shape
 
@@ -50,41 +53,48 @@ class Model:
         Raises:
             CheckpointError: names the directory and what is missing.
         """
-        if self.reference.lora is not None:
-            self._check_adapter(self.reference.lora.path)
+        self.adapter  # noqa: B018  (reads and checks it)
         path = self.reference.model.path
         if not os.path.exists(path):
-            if _looks_local(path):
+            if not is_hub_name(path):
                 raise CheckpointError("no such directory", where=path, remedy="check the path")
         elif not os.path.isdir(path):
             raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model")
         else:
             check_local(path)
 
-    def _check_adapter(self, path: str) -> None:
-        if _looks_local(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
-            raise CheckpointError("no LoRA adapter is there", where=path, remedy="adapter_config.json is needed")
-        if not self.options.lora_merge_cache:
-            raise CheckpointError(
-                "a LoRA needs a place to be merged in", where=str(self.reference), remedy="pass --lora-merge-cache DIR"
-            )
+    @cached_property
+    def adapter(self) -> Adapter | None:
+        """The LoRA adapter that the reference names, checked; a directory, or a repository of the hub."""
+        lora = self.reference.lora
+        if lora is None:
+            return None
+        cache = self.options.transformers_cache
+        return Adapter(downloaded(lora.path, lora.revision, cache, [CONFIG, *WEIGHTS]))
 
     @cached_property
     def loader(self) -> Any:
-        """mergekit's own loader, shared with the merge; opened after a look at the files."""
+        """mergekit's own loader, shared with the merge; opened after a look at the files.
+
+        With an adapter, one around it that merges tensor by tensor as they are read. mergekit, which would write the
+        merged model into a cache and take it from there ever after, finds it in the place of its own.
+        """
         self.check_files()
         path = self.reference.model.path
-        if self.reference.lora is None and os.path.isdir(path):
+        if os.path.isdir(path):
             check_single(path)
+        plain = self.reference.model_copy(update={"lora": None})
         try:
-            merge_adapter(self.reference, self.options)
-            return LoaderCache().get(self.reference)
+            found = LoaderCache().get(plain)
         except RotationMergeError:
             raise
-        except Exception as error:  # readers, adapters and downloads raise errors of many classes
+        except Exception as error:  # readers and downloads raise errors of many classes
             raise CheckpointError(
                 f"weights cannot be read ({short(error)})", where=str(self.reference), remedy="download them again"
             ) from error
+        if self.adapter is not None:
+            LoaderCache.loaders[self.reference] = found = AdaptedLoader(found, self.adapter, self._places)
+        return found
 
     @cached_property
     def names(self) -> list[str]:
@@ -106,8 +116,28 @@ class Model:
         return result
 
     @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """What the tensors are stored in, which what an adapter changes is not rounded to when it is read."""
+        index = self.loader.index
+        result: dict[str, torch.dtype] = {}
+        for shard in sorted(set(index.tensor_paths.values())):
+            result.update(file_dtypes(os.path.join(index.base_path, shard)))
+        return result
+
+    @property
     def architecture(self) -> Architecture:
-        """Resolved from config and tensor names, shapes checked."""
+        """Resolved from config and tensor names, shapes checked, an adapter's too."""
+        if isinstance(self.loader, AdaptedLoader):
+            self.loader.places  # noqa: B018  (finds and checks them)
+        return self._layout
+
+    def _places(self) -> dict[str, tuple[str, bool]]:
+        assert self.adapter is not None
+        name = str(self.reference)
+        return find_places(self.adapter, self._layout, self.shapes, self.config, self.tied_head, name)
+
+    @cached_property
+    def _layout(self) -> Architecture:
         merge_anyway = self.unsupported == "merge"
         where = str(self.reference)
         if merge_anyway and find(self.config) is None:
@@ -177,9 +207,30 @@ class Model:
         return self.loader.get_tensor(name)
 
 
-def _looks_local(path: str) -> bool:
-    """Whether this is a path of the file system, not a name on the hub."""
-    return path.startswith((".", "/", "~")) or path.count("/") != 1 or os.path.exists(path)
+def parse_reference(path: str) -> ModelReference:
+    """A model as a user names it: a directory, org/name, either with a revision or an adapter.
+
+    Raises:
+        CheckpointError: it names none.
+    """
+    try:
+        return ModelReference(model=ModelPath(path=path)) if os.path.isdir(path) else ModelReference.parse(path)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
+
+
+def adapted_state(path: str) -> dict[str, Tensor] | None:
+    """All tensors of a model with an adapter (`model+adapter`); None for a model without one.
+
+    Raises:
+        CheckpointError: one of the two cannot be read, or they do not belong together.
+    """
+    reference = parse_reference(path)
+    if reference.lora is None:
+        return None
+    model = Model(reference, MergeOptions(), unsupported="merge")
+    model.architecture  # noqa: B018  (finds what the adapter changes, and checks it)
+    return {name: model[name] for name in model.names}
 
 
 class Models:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.checkpoints.hub import in_cache, is_hub_name
-from rotation_merge.checkpoints.models import Model, Models
+from rotation_merge.checkpoints.hub import is_absent
+from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.file import check_fingerprints, load_alignment, save_alignment
 from rotation_merge.matching.fingerprint import Fingerprint, Watched
@@ -87,7 +86,7 @@ def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu")
         RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
     """
     models = Models(MergeOptions())
-    first, second = _reference(anchor), _reference(donor)
+    first, second = parse_reference(anchor), parse_reference(donor)
     models.check(first, [second])
     a, d = models[first], models[second]
     architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)
@@ -118,16 +117,9 @@ def check_models(anchor: str, *others: str) -> None:
     Raises:
         RotationMergeError: names the model and what is wrong with it.
     """
-    references = [_reference(name) for name in others]
-    here = [r for r in references if not is_hub_name(r.model.path) or os.path.exists(r.model.path) or in_cache(r)]
-    Models(MergeOptions()).check(_reference(anchor), here)
-
-
-def _reference(path: str) -> ModelReference:
-    try:
-        return ModelReference.parse(path)
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
+    references = [parse_reference(name) for name in others]
+    here = [reference for reference in references if not is_absent(reference)]
+    Models(MergeOptions()).check(parse_reference(anchor), here)
 
 
 def read_alignment(pair: Pair, path: str) -> Alignment:

@@ -13,10 +13,9 @@ from rotation_merge.errors import RecipeError
 
 @click.command(epilog="Example: rotation-merge check recipe.yml")
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--lora-merge-cache", help="Where LoRA references will be merged, as for mergekit-yaml.")
 @json_option
 @shown
-def command(recipe: Path, lora_merge_cache: str | None, as_json: bool) -> int:
+def command(recipe: Path, as_json: bool) -> int:
     """Check RECIPE (a YAML file) without reading weights.
 
     Every fault is reported at once, with line and column and how to mend it: keys, parameters, delegates, models,
@@ -25,7 +24,7 @@ def command(recipe: Path, lora_merge_cache: str | None, as_json: bool) -> int:
     """
     from rotation_merge.checking import check_text
 
-    faults = check_text(read(recipe), lora_merge_cache)
+    faults = check_text(read(recipe))
     bad = [fault for fault in faults if fault.error]
     if as_json:
         print_json({"recipe": str(recipe), "ok": not bad, "faults": [asdict(fault) for fault in faults]})

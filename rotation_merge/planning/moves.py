@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mergekit.common import ModelReference
+import torch
+from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader
 from mergekit.graph import Task
 from torch import Tensor
@@ -82,7 +83,8 @@ class Moves:
         matched = move.transforms is not None or move.whole is not None
         moving = matched and _touches(framed, block, whole=move.whole is not None)
         folding = self.fold is not None and self.fold.touches(block, framed)
-        if not moving and not folding and move.origin is None:
+        adapted = source.model.lora is not None  # comes unrounded
+        if not moving and not folding and move.origin is None and not adapted:
             return self._loads(move.source, [info.key])[info.key]
         keys = self._fold_keys(block, info.key)
         recipe = self.donors.recipe
@@ -102,9 +104,17 @@ class Moves:
             run=self.donors.run if carried else None,
             donor_name=str(source.model),
             rows=move.rows if carried and framed.vocabulary_axis is not None else None,
-            dtype=recipe.config.dtype,
+            dtype=dtype_from_name(recipe.config.dtype) or self._stored(move.source, info),
         )
         return (task,) * len(names)
+
+    def _stored(self, source: Source, info: TensorInfo) -> torch.dtype | None:
+        """What a model with an adapter stores a tensor in; None of other models, whose tensors come in it."""
+        if source.model.lora is None:
+            return None
+        own = source.block.tensor(info.key) or info
+        dtypes = self.donors.models[source.model].dtypes
+        return next((dtypes[name] for name in (*own.names, *own.tied) if name in dtypes), None)
 
     def _loads(self, source: Source, keys: Iterable[str]) -> Loads:
         """Loads of some tensors of a source's block, labelled by the names they have in the output."""

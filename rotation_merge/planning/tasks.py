@@ -140,7 +140,7 @@ class MoveTensor(KeyedTask):
     run: Run | None = Field(default=None, repr=False)
     donor_name: str = ""
     rows: tuple[Tensor, Tensor] | None = Field(default=None, repr=False)
-    dtype: str | None = None
+    dtype: torch.dtype | None = None
 
     def arguments(self) -> dict[str, Task]:
         tasks = load_arguments(donor=self.loads, anchor=self.anchor, origin=self.origin)
@@ -165,7 +165,7 @@ class MoveTensor(KeyedTask):
         else:
             donor = transform_tensor(donor, self.info, maps)
         if donor.is_floating_point():
-            donor = donor.to(dtype_from_name(self.dtype) or stored.dtype)
+            donor = donor.to(self.dtype or stored.dtype)
         return tuple(donor.unbind(0)) if self.info.stacked else (donor,)
 
     def _tensor(self, side: str, loads: Loads, values: Mapping[str, Tensor | None]) -> Tensor | None:

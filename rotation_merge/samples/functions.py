@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.checkpoints.headers import read_json
+from rotation_merge.checkpoints.hub import downloaded
+from rotation_merge.checkpoints.models import adapted_state, parse_reference
 from rotation_merge.errors import CheckpointError, short
 
 Batch = dict[str, Tensor]
@@ -31,23 +33,17 @@ def read_config(path: str) -> dict[str, Any]:
     return read_json(os.path.join(path, "config.json"))
 
 
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
 def local_path(path: str) -> str:
-    """A directory as it is; a hub model downloaded to the cache.
+    """A directory as it is; a hub model downloaded to the cache. Of `model+adapter`, that of the model.
 
     Raises:
         CheckpointError: there is no such directory or model.
     """
-    if os.path.isdir(path):
-        return path
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise CheckpointError("no such directory", where=path, remedy="check the path")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-    except (OSError, HFValidationError, HfHubHTTPError) as error:
-        raise CheckpointError(f"cannot be downloaded ({short(error)})", where=path, remedy="check the name") from error
+    part = parse_reference(path).model
+    return downloaded(part.path, part.revision, None, FILES)
 
 
 def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -56,12 +52,18 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
     Raises:
         CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
     """
+    import transformers
+
     directory = local_path(path)
     kind = model_class(read_config(directory).get("architectures"), path)
+    options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
+    state = adapted_state(path)
     try:
-        model, info = kind.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, output_loading_info=True, attn_implementation="eager"
-        )
+        if state is None:
+            model, info = kind.from_pretrained(directory, local_files_only=True, **options)
+        else:
+            settings = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+            model, info = kind.from_pretrained(None, config=settings, state_dict=state, **options)
     except Exception as error:
         raise CheckpointError(f"cannot be loaded ({short(error)})", where=path, remedy="download it again") from error
     for what in ("missing_keys", "mismatched_keys"):
@@ -71,6 +73,7 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
                 where=path,
                 remedy="the checkpoint is incomplete, or its config.json belongs to another model",
             )
+    model.config._experts_implementation = "eager"  # grouped products know no double precision
     return model.eval()
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mergekit import card
+from mergekit import card, merge
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
@@ -39,7 +39,7 @@ def run(
     check_place(out_path, [model.model.path for model in config.referenced_models()])
     this = runs.begin()
     try:
-        with staged(out_path) as staging, _local_is_local():
+        with staged(out_path) as staging, _as_it_is_here():
             stock(config, staging, _quiet_about_tokenizers(config, options), config_source)
             source = config_source or config.to_yaml()
             marks = fingerprints(this, config, recipe, options)
@@ -70,15 +70,22 @@ def fingerprints(this: runs.Run, config: MergeConfiguration, recipe: Recipe, opt
 
 
 @contextmanager
-def _local_is_local() -> Iterator[None]:
+def _as_it_is_here() -> Iterator[None]:
     """Write the card without asking the hub whether it knows a directory that is here, which without a network would
-    end the merge at its last step."""
-    real = card.is_hf
+    end the merge at its last step; and take the base model's small files from where they are, not from a cache of
+    models merged with their adapters."""
+    real, folder = card.is_hf, merge._get_donor_model
     card.is_hf = lambda path: not os.path.exists(path) and real(path)
+    merge._get_donor_model = _base_folder
     try:
         yield
     finally:
-        card.is_hf = real
+        card.is_hf, merge._get_donor_model = real, folder
+
+
+def _base_folder(config: MergeConfiguration, options: MergeOptions) -> tuple[ModelReference, str]:
+    base = config.base_model or config.referenced_models()[0]
+    return base, base.local_path(cache_dir=options.transformers_cache, ignore_lora=True)
 
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
