@@ -211,7 +211,7 @@ def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[s
         return {}
     here = {(b.module, b.place, b.index, info.key): info.names for b in architecture.blocks for info in b.tensors}
     found: dict[str, str] = {}
-    laid = build(spec, config)
+    laid = lay_out(spec, config)
     for base, spelling in itertools.product(spec.bases, spec.spellings):
         for block in spelled(laid, base, spelling).blocks:
             for info in block.tensors:

@@ -184,7 +184,8 @@ class Adapter:
                 found[name] = replace(found.get(name, Change()), shift=key)
             else:
                 name = f"{match['module']}.weight"
-                change = replace(found.get(name, Change()), **{_PARTS[match["part"]]: key})
+                part: dict[str, Any] = {_PARTS[match["part"]]: key}
+                change = replace(found.get(name, Change()), **part)
                 found[name] = replace(change, embedding=change.embedding or "embedding" in match["part"])
         return found
 
