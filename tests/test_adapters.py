@@ -89,6 +89,10 @@ def test_as_peft_merges_it(way: str, tmp_path: Path) -> None:
     assert any(not torch.equal(plain[name], found[name]) for name in plain)
 
 
+OTHERWISE = ("nomic_bert",)
+"""Families whose class splits maps that their checkpoints store fused."""
+
+
 @pytest.mark.parametrize("family", FIRST)
 def test_every_family(family: str, tmp_path: Path) -> None:
     """The checkpoint's names of tensors, their layout, and the loaded model: the same function as peft's."""
@@ -99,6 +103,10 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 
     base = tiny.load(case, tmp_path / "base")
     adapter, whole = train(tmp_path / "lora", base, target_modules=linear_modules(base))
+    if family in OTHERWISE:
+        with pytest.raises(CheckpointError, match="does not store"):
+            load(f"{tmp_path / 'base'}+{adapter}")
+        return
     found = load(f"{tmp_path / 'base'}+{adapter}", torch.float64)
     wanted = tiny.outputs(whole.eval(), given)
     assert tiny.difference(wanted, tiny.outputs(found, given)) <= 1e-9
@@ -109,6 +117,8 @@ def linear_modules(model: Any) -> list[str]:
     """Every linear map but the heads."""
     kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
     named = {name for name, module in model.named_modules() if isinstance(module, kinds)}
+    if any("experts" in name for name, _ in model.named_parameters()):
+        named = {name for name in named if "mlp" not in name}  # peft turns these into parameters of all experts
     return sorted(name for name in named if "layer" in name or ".h." in name or ".block." in name)
 
 
