@@ -44,6 +44,10 @@ class DataError(RotationMergeError):
     """The data cannot be read, or are of no use to the model."""
 
 
+class StatisticsError(RotationMergeError):
+    """Statistics of a model are missing, unreadable, of another model, or of no use."""
+
+
 def short(error: object) -> str:
     """What somebody else's error says, as the part of a line."""
     return textwrap.shorten(str(error), 160, placeholder=" ...")

@@ -141,7 +141,8 @@ class Tapped:
 
     def _owned(self) -> dict[nn.Module, list[_Owned]]:
         """The modules that hold weights of maps."""
-        modules, found = dict(self.model.named_modules(remove_duplicate=False)), {}
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        found: dict[nn.Module, list[_Owned]] = {}
         for name, one in self.maps.items():
             for number, stored in enumerate(one.info.names):
                 owner, _, leaf = stored.rpartition(".")

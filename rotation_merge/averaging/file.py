@@ -1,0 +1,173 @@
+"""Statistics as a file: written tensor by tensor, whole or not at all, and read tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rotation_merge.errors import StatisticsError, short
+
+FORMAT = "rotation_merge.statistics.1"
+
+NAME = "statistics.safetensors"
+"""What the file is called beside a model."""
+
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Second moments of what a map reads.
+
+    Attributes:
+        matrix: of (x, 1), (..., n + 1, n + 1); None where the two below stand for it.
+        diagonal, factor: of x: ``diag(diagonal) + factor @ factor^T``, (..., n) and (..., n, rank).
+        count: rows that were seen, one number for each expert.
+        split: whether x is what a norm normalised, before gain and shift.
+    """
+
+    matrix: Tensor | None
+    diagonal: Tensor | None
+    factor: Tensor | None
+    count: Tensor
+    split: bool
+
+
+@dataclass
+class Statistics:
+    """A statistics file, opened.
+
+    Attributes:
+        made: how it was made: model, fingerprint, family, data, samples, tokens, labels, versions.
+        inputs: by tensor name, the name that the Gram of its inputs is stored under.
+        split: names of Grams of what norms normalised.
+        uncalled: maps that never ran on the samples.
+    """
+
+    path: str
+    made: dict[str, Any]
+    inputs: dict[str, str]
+    split: frozenset[str]
+    uncalled: frozenset[str]
+    keys: frozenset[str]
+    _file: Any = field(default=None, repr=False)
+
+    @classmethod
+    def open(cls, path: Path | str) -> Statistics:
+        """Read the head of a file.
+
+        Raises:
+            StatisticsError: it cannot be read, or is none.
+        """
+        try:
+            file = safe_open(str(path), framework="pt")
+            meta = file.metadata() or {}
+            keys = frozenset(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise StatisticsError(f"cannot be read ({short(error)})", where=str(path), remedy=ANEW) from error
+        if meta.get("format") != FORMAT:
+            raise StatisticsError("is no statistics file of this version", where=str(path), remedy=ANEW)
+        try:
+            made, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
+            lists = [frozenset(json.loads(meta[name])) for name in ("split", "uncalled")]
+        except (KeyError, ValueError) as error:
+            raise StatisticsError(f"its head is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
+        return cls(str(path), made, inputs, lists[0], lists[1], keys, file)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys
+
+    def __getitem__(self, key: str) -> Tensor:
+        """One tensor; it must hold finite numbers.
+
+        Raises:
+            StatisticsError: it holds NaN or infinity, or cannot be read.
+        """
+        try:
+            tensor: Tensor = self._file.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise StatisticsError(f"'{key}' cannot be read ({short(error)})", where=self.path, remedy=ANEW) from error
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise StatisticsError(f"'{key}' holds NaN or infinity", where=self.path, remedy=ANEW)
+        return tensor
+
+    def gram(self, name: str) -> Gram | None:
+        """Of the inputs of the map that a tensor is; None where it has none."""
+        key = self.inputs.get(name)
+        if key is None:
+            return None
+        found = {what: self[f"{key}.{what}"] for what in ("gram", "diagonal", "factor") if f"{key}.{what}" in self}
+        if not found:
+            return None
+        count = self[f"{key}.count"]
+        return Gram(found.get("gram"), found.get("diagonal"), found.get("factor"), count, key in self.split)
+
+
+ANEW = "measure anew with 'rotation-merge measure'"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor to write: its shape and dtype now, itself when its turn comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+
+
+def write_statistics(path: Path | str, tensors: Mapping[str, Stored], meta: Mapping[str, str]) -> None:
+    """Write a safetensors file, one tensor in memory at a time; it takes its place when it is whole.
+
+    Raises:
+        StatisticsError: it cannot be written; nothing is left behind.
+    """
+    head: dict[str, Any] = {"__metadata__": {"format": FORMAT, **meta}}
+    begin = 0
+    for key in sorted(tensors):
+        stored = tensors[key]
+        end = begin + torch.Size(stored.shape).numel() * stored.dtype.itemsize
+        head[key] = {"dtype": _DTYPES[stored.dtype], "shape": list(stored.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(head, separators=(",", ":"), sort_keys=True).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for key in sorted(tensors):
+            tensor = tensors[key].load().to("cpu", tensors[key].dtype).contiguous()
+            file.write(tensor.numpy().tobytes())
+
+
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[Any]:
+    """A file that takes another's place once it is whole and on disk.
+
+    Raises:
+        StatisticsError: it cannot be written; nothing is left behind.
+    """
+    target = Path(path)
+    temporary = target.with_name(f"{target.name}.partial")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            reason = (error.strerror or str(error)).lower()
+            raise StatisticsError(
+                f"cannot be written ({reason})", where=str(target), remedy="give another place with --out"
+            ) from error
+        raise

@@ -1,0 +1,165 @@
+"""Running a model over samples, in as many passes as memory asks for, and going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rotation_merge.averaging.file import Stored, write_statistics
+from rotation_merge.averaging.sums import Sums
+
+Progress = Callable[[str, int, int], None]
+
+SECONDS = 60.0
+"""Between two times that the state of an unfinished pass is written."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One way through the samples.
+
+    Attributes:
+        name: shown as progress.
+        blocks: names of the blocks that it looks at.
+        steps: how many.
+        run: adds one step to the sums.
+        finish: means out of sums, as they are stored.
+    """
+
+    name: str
+    blocks: frozenset[str]
+    steps: int
+    run: Callable[[int, Sums], None]
+    finish: Callable[[Sums], dict[str, Tensor]]
+
+
+class Unfinished:
+    """What an interrupted measurement has done so far, in a folder beside its file."""
+
+    def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
+        """Take up the folder, or begin a new one where it is of another measurement."""
+        self.folder = Path(f"{out}.unfinished")
+        text = json.dumps(identity, sort_keys=True, default=str)
+        head = self.folder / "of.json"
+        if self.folder.exists() and (not head.exists() or head.read_text(encoding="utf-8") != text):
+            log.warning("%s is of another measurement and is replaced", self.folder)
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not head.exists():
+            head.write_text(text, encoding="utf-8")
+
+    def part(self, number: int) -> Path:
+        return self.folder / f"pass-{number}.safetensors"
+
+    def begun(self, number: int) -> tuple[int, Sums]:
+        """Steps done in a pass, and their sums."""
+        path = self._running(number)
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                done = int((file.metadata() or {})["done"])
+            return done, load_file(path)
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return 0, {}
+
+    def keep(self, number: int, done: int, sums: Sums) -> None:
+        """Write the state of a pass."""
+        write_statistics(self._running(number), stored(sums), {"done": str(done)})
+
+    def done(self, number: int, tensors: dict[str, Tensor]) -> None:
+        """Write what a pass found."""
+        write_statistics(self.part(number), stored(tensors), {})
+        self._running(number).unlink(missing_ok=True)
+
+    def _running(self, number: int) -> Path:
+        return self.folder / f"running-{number}.safetensors"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def stored(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """Tensors in memory as what is to be written."""
+
+    def load(tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    return {key: Stored(tuple(t.shape), t.dtype, load(t)) for key, t in tensors.items()}
+
+
+def run_passes(passes: Sequence[Pass], state: Unfinished, progress: Progress) -> dict[str, Stored]:
+    """Everything that the passes find, from their files; passes that are there already are not run again."""
+    found: dict[str, Stored] = {}
+    for number, one in enumerate(passes):
+        path = state.part(number)
+        if not path.exists():
+            state.done(number, one.finish(_run(one, number, state, progress)))
+        found.update(_lazily(path))
+    return found
+
+
+def _run(one: Pass, number: int, state: Unfinished, progress: Progress) -> Sums:
+    done, sums = state.begun(number)
+    last = time.monotonic()
+    try:
+        while done < one.steps:
+            progress(one.name, done, one.steps)
+            one.run(done, sums)
+            done += 1
+            if time.monotonic() - last > SECONDS:
+                state.keep(number, done, sums)
+                last = time.monotonic()
+    except KeyboardInterrupt:
+        state.keep(number, done, sums)
+        raise
+    progress(one.name, done, one.steps)
+    return sums
+
+
+def _lazily(path: Path) -> Iterator[tuple[str, Stored]]:
+    with safe_open(str(path), framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 (not a mapping)
+            tensor = file.get_tensor(key)
+            yield key, Stored(tuple(tensor.shape), tensor.dtype, _loader(path, key))
+
+
+def _loader(path: Path, key: str) -> Callable[[], Tensor]:
+    def load() -> Tensor:
+        with safe_open(str(path), framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+    return load
+
+
+def room() -> int:
+    """Bytes that sums may take: half of what memory is free."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
+
+
+def packed(sizes: Mapping[str, int], most: int) -> list[frozenset[str]]:
+    """Blocks in order, as many together as fit."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if groups[-1] and used + size > most:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    return [frozenset(group) for group in groups if group]
