@@ -42,6 +42,13 @@ class Gram:
     count: Tensor
     split: bool
 
+    def to(self, device: str) -> Gram:
+        """The same on a device."""
+        matrix, diagonal, factor = (
+            None if x is None else x.to(device) for x in (self.matrix, self.diagonal, self.factor)
+        )
+        return Gram(matrix, diagonal, factor, self.count, self.split)
+
 
 @dataclass
 class Statistics:
@@ -51,6 +58,7 @@ class Statistics:
         made: how it was made: model, fingerprint, family, data, samples, tokens, labels, versions.
         inputs: by tensor name, the name that the Gram of its inputs is stored under.
         split: names of Grams of what norms normalised.
+        behind: maps whose gradients are those behind a layer scale.
         uncalled: maps that never ran on the samples.
     """
 
@@ -58,6 +66,7 @@ class Statistics:
     made: dict[str, Any]
     inputs: dict[str, str]
     split: frozenset[str]
+    behind: frozenset[str]
     uncalled: frozenset[str]
     keys: frozenset[str]
     _file: Any = field(default=None, repr=False)
@@ -79,10 +88,10 @@ class Statistics:
             raise StatisticsError("is no statistics file of this version", where=str(path), remedy=ANEW)
         try:
             made, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
-            lists = [frozenset(json.loads(meta[name])) for name in ("split", "uncalled")]
+            split, behind, uncalled = (frozenset(json.loads(meta[name])) for name in ("split", "behind", "uncalled"))
         except (KeyError, ValueError) as error:
             raise StatisticsError(f"its head is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
-        return cls(str(path), made, inputs, lists[0], lists[1], keys, file)
+        return cls(str(path), made, inputs, split, behind, uncalled, keys, file)
 
     def __contains__(self, key: object) -> bool:
         return key in self.keys

@@ -52,6 +52,7 @@ class Measured:
         tensors: to be written.
         shared: by map, the one under whose name its inputs' Gram stands.
         split: Grams of what norms normalised.
+        behind: maps whose gradients are those behind a layer scale.
         uncalled: maps that never ran.
         loss_scale: mean squared gradient of a score by the logits, which no gauge changes.
     """
@@ -59,6 +60,7 @@ class Measured:
     tensors: dict[str, Stored]
     shared: dict[str, str]
     split: list[str]
+    behind: list[str]
     uncalled: list[str]
     loss_scale: float | None
 
@@ -78,7 +80,7 @@ class Measurement:
         self.tapped = Tapped.of(model, architecture)
         _expert_by_expert(model)
         self.device = next(model.parameters()).device
-        first = {name: tensor[:1] for name, tensor in batches[0].items()}
+        first = examples(batches[0])[0]
         probe = _Probe()
         with torch.no_grad(), self.tapped.watched(probe):
             plain = self.outputs(first)
@@ -87,6 +89,7 @@ class Measurement:
         for layers_only in (False, True):
             with torch.no_grad(), self.tapped.split(self.called, layers_only), self.tapped.watched(probe):
                 self.split = sorted(name for name in self.tapped.splits if self.shared[name] == name)
+                self.behind = sorted(self.tapped.scales)
                 if _difference(plain, self.outputs(first)) <= MOST_DIFFERENCE:
                     self.layers_only = layers_only
                     return
@@ -114,6 +117,7 @@ class Measurement:
             tensors=found,
             shared=self.shared,
             split=self.split,
+            behind=self.behind,
             uncalled=sorted(set(self.tapped.maps) - self.called),
             loss_scale=None if scale is None else float(scale.load()),
         )
@@ -179,16 +183,16 @@ class Measurement:
         if "fisher" not in options.kinds:
             return []
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        examples = [(b, row) for b, batch in enumerate(self.batches) for row in range(len(next(iter(batch.values()))))]
+        parts = [part for batch in self.batches for part in examples(batch)]
         blocks: dict[str, dict[str, Tensor]] = {}
         for block in self.architecture.blocks:
             names = [name for info in block.tensors for name in info.names if name in parameters]
-            blocks[block.name] = {name: parameters[name] for name in names}
+            blocks[block.name] = {name: parameters[name].requires_grad_() for name in names}
         sizes = {name: 8 * sum(p.numel() for p in own.values()) for name, own in blocks.items() if own}
         passes = []
         for group in packed(sizes, options.memory or room()):
             own = {name: p for block in sizes if block in group for name, p in blocks[block].items()}
-            passes.append(self._fisher_pass(options, own, group, examples))
+            passes.append(self._fisher_pass(options, own, group, parts))
         return passes
 
     def _fisher_pass(
@@ -196,11 +200,10 @@ class Measurement:
         options: MeasureOptions,
         own: dict[str, Tensor],
         blocks: frozenset[str],
-        examples: list[tuple[int, int]],
+        parts: list[Batch],
     ) -> Pass:
         def run(step: int, sums: Sums) -> None:
-            batch, row = examples[step]
-            one = {name: tensor[row : row + 1] for name, tensor in self.batches[batch].items()}
+            one = parts[step]
             draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
             with torch.enable_grad():
                 made = self.outputs(one)
@@ -217,9 +220,17 @@ class Measurement:
                         sums[key] += gradient.double().square()
 
         def finish(sums: Sums) -> dict[str, Tensor]:
-            return {key: (total / len(examples)).to(self._dtype()) for key, total in sums.items()}
+            return {key: (total / len(parts)).to(self._dtype()) for key, total in sums.items()}
 
-        return Pass("Fisher", blocks, len(examples), run, finish)
+        return Pass("Fisher", blocks, len(parts), run, finish)
+
+
+def examples(batch: Batch) -> list[Batch]:
+    """Each example of a batch by itself; the batch, where its tensors do not count examples (patches of images)."""
+    lengths = {len(tensor) for tensor in batch.values()}
+    if len(lengths) != 1:
+        return [batch]
+    return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(lengths.pop())]
 
 
 class _Probe:

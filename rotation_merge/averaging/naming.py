@@ -20,13 +20,14 @@ class Named:
     tensors: dict[str, Stored]
     inputs: dict[str, str]
     split: list[str]
+    behind: list[str]
     uncalled: list[str]
 
 
 def as_stored(measured: Measured, own: Architecture, wanted: Architecture) -> Named:
     """Statistics of a module, `own`, under the names of its checkpoint, `wanted`."""
     ours = {(b.module, b.place, b.index): b for b in own.blocks}
-    named = Named({}, {}, [], [])
+    named = Named({}, {}, [], [], [])
     leaders: dict[str, str] = {}
     for block in wanted.blocks:
         same = ours.get((block.module, block.place, block.index))
@@ -60,6 +61,7 @@ def _name_map(
     named.inputs[name] = leaders[leader]
     gradient = tensors.get(f"{ours.info.name}.gradient")
     if gradient is not None:
+        named.behind += [name] if ours.info.name in measured.behind else []
         named.tensors[f"{name}.gradient"] = _cut(gradient, {-1: rows, -2: rows})
 
 

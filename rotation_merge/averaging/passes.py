@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,12 +62,13 @@ class Unfinished:
         if not head.exists():
             head.write_text(text, encoding="utf-8")
 
-    def part(self, number: int) -> Path:
-        return self.folder / f"pass-{number}.safetensors"
+    def part(self, one: Pass) -> Path:
+        """The file of what a pass found."""
+        return self.folder / f"{self._name(one)}.safetensors"
 
-    def begun(self, number: int) -> tuple[int, Sums]:
+    def begun(self, one: Pass) -> tuple[int, Sums]:
         """Steps done in a pass, and their sums."""
-        path = self._running(number)
+        path = self._running(one)
         try:
             with safe_open(str(path), framework="pt") as file:
                 done = int((file.metadata() or {})["done"])
@@ -74,17 +76,21 @@ class Unfinished:
         except (OSError, SafetensorError, KeyError, ValueError):
             return 0, {}
 
-    def keep(self, number: int, done: int, sums: Sums) -> None:
+    def keep(self, one: Pass, done: int, sums: Sums) -> None:
         """Write the state of a pass."""
-        write_statistics(self._running(number), stored(sums), {"done": str(done)})
+        write_statistics(self._running(one), stored(sums), {"done": str(done)})
 
-    def done(self, number: int, tensors: dict[str, Tensor]) -> None:
+    def done(self, one: Pass, tensors: dict[str, Tensor]) -> None:
         """Write what a pass found."""
-        write_statistics(self.part(number), stored(tensors), {})
-        self._running(number).unlink(missing_ok=True)
+        write_statistics(self.part(one), stored(tensors), {})
+        self._running(one).unlink(missing_ok=True)
 
-    def _running(self, number: int) -> Path:
-        return self.folder / f"running-{number}.safetensors"
+    def _running(self, one: Pass) -> Path:
+        return self.folder / f"{self._name(one)}.running.safetensors"
+
+    @staticmethod
+    def _name(one: Pass) -> str:
+        return f"{one.name}-{zlib.crc32(' '.join(sorted(one.blocks)).encode()):08x}".replace(" ", "-")
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -102,16 +108,16 @@ def stored(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
 def run_passes(passes: Sequence[Pass], state: Unfinished, progress: Progress) -> dict[str, Stored]:
     """Everything that the passes find, from their files; passes that are there already are not run again."""
     found: dict[str, Stored] = {}
-    for number, one in enumerate(passes):
-        path = state.part(number)
+    for one in passes:
+        path = state.part(one)
         if not path.exists():
-            state.done(number, one.finish(_run(one, number, state, progress)))
+            state.done(one, one.finish(_run(one, state, progress)))
         found.update(_lazily(path))
     return found
 
 
-def _run(one: Pass, number: int, state: Unfinished, progress: Progress) -> Sums:
-    done, sums = state.begun(number)
+def _run(one: Pass, state: Unfinished, progress: Progress) -> Sums:
+    done, sums = state.begun(one)
     last = time.monotonic()
     try:
         while done < one.steps:
@@ -119,10 +125,10 @@ def _run(one: Pass, number: int, state: Unfinished, progress: Progress) -> Sums:
             one.run(done, sums)
             done += 1
             if time.monotonic() - last > SECONDS:
-                state.keep(number, done, sums)
+                state.keep(one, done, sums)
                 last = time.monotonic()
     except KeyboardInterrupt:
-        state.keep(number, done, sums)
+        state.keep(one, done, sums)
         raise
     progress(one.name, done, one.steps)
     return sums

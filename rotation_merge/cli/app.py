@@ -17,6 +17,7 @@ COMMANDS = {
     "compare": "How far apart are two models, space by space, before and after alignment?",
     "barrier": "Loss along the straight path between two models, aligned and not.",
     "fit": "Learn an alignment on data: next to no barrier between independent models.",
+    "measure": "Run a model over samples and write the statistics that regmean, fisher and kfac average by.",
     "methods": "Merge methods that can be the delegate, and their parameters.",
     "architectures": "Supported architectures.",
     "report": "Write a merge's report as one self-contained HTML page.",

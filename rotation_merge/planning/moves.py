@@ -60,13 +60,13 @@ class Moves:
             return Move(source, anchor.block, None, donor.whole, origin, donor.rows)
         keys = [i.key for i in anchor.block.tensors if _touches(i, anchor.block, whole=donor.whole is not None)]
         if self.fold is not None:
-            keys = list(dict.fromkeys(k for key in keys for k in self._fold_keys(anchor.block, key)))
+            keys = list(dict.fromkeys(k for key in keys for k in self.fold_keys(anchor.block, key)))
         task = MatchBlock(
             key=f"{self.out.number}:{source.model}",
             label=self.out.label,
             block=anchor.block,
-            anchor=self._loads(anchor, keys),
-            donor=self._loads(origin or source, keys),
+            anchor=self.loads(anchor, keys),
+            donor=self.loads(origin or source, keys),
             donor_name=self.donors.name(source.model, donor.origin),
             options=options,
             run=self.donors.run,
@@ -85,8 +85,8 @@ class Moves:
         folding = self.fold is not None and self.fold.touches(block, framed)
         adapted = source.model.lora is not None  # comes unrounded
         if not moving and not folding and move.origin is None and not adapted:
-            return self._loads(move.source, [info.key])[info.key]
-        keys = self._fold_keys(block, info.key)
+            return self.loads(move.source, [info.key])[info.key]
+        keys = self.fold_keys(block, info.key)
         recipe = self.donors.recipe
         base = self._same_block(recipe.base, block)
         carried = move.origin is not None
@@ -95,12 +95,12 @@ class Moves:
             label=names[0],
             block=block,
             info=framed,
-            loads=self._loads(move.source, keys),
+            loads=self.loads(move.source, keys),
             transforms=move.transforms if moving else None,
             whole=move.whole if moving else None,
             fold=self.fold,
-            anchor=self._loads(base, keys) if carried else {},
-            origin=self._loads(move.origin, keys) if move.origin is not None else {},
+            anchor=self.loads(base, keys) if carried else {},
+            origin=self.loads(move.origin, keys) if move.origin is not None else {},
             run=self.donors.run if carried else None,
             donor_name=str(source.model),
             rows=move.rows if carried and framed.vocabulary_axis is not None else None,
@@ -116,7 +116,7 @@ class Moves:
         dtypes = self.donors.models[source.model].dtypes
         return next((dtypes[name] for name in (*own.names, *own.tied) if name in dtypes), None)
 
-    def _loads(self, source: Source, keys: Iterable[str]) -> Loads:
+    def loads(self, source: Source, keys: Iterable[str]) -> Loads:
         """Loads of some tensors of a source's block, labelled by the names they have in the output."""
         options = self.donors.options
         device = options.device if options.read_to_gpu else None
@@ -135,7 +135,7 @@ class Moves:
     def _same_block(self, model: ModelReference, block: Block) -> Source:
         return same_block(self.donors.models, model, block)
 
-    def _fold_keys(self, block: Block, key: str) -> list[str]:
+    def fold_keys(self, block: Block, key: str) -> list[str]:
         """The tensors that a folded tensor is made of."""
         info = block.tensor(key)
         return [key] if info is None or self.fold is None else self.fold.inputs(block, info)

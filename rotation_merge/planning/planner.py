@@ -17,8 +17,10 @@ from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from rotation_merge.architectures.model import TensorInfo
+from rotation_merge.averaging.methods import Averaging
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import RecipeError
+from rotation_merge.planning.averages import Averages
 from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.moves import Moves
@@ -51,6 +53,9 @@ class RotationMergePlanner(MergePlanner):
         super().normalize_config()
         self.config.base_model = base
         self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
+        if isinstance(self._method, Averaging):
+            device = str(self.options.device or "cpu")
+            self.averages = Averages(self._method, self.recipe, self.models, self.run, device)
         if left_out := self.models[self.recipe.base].ignored:
             self.run.note(f"Not written, as they hold no weights: {', '.join(left_out)}.")
 
@@ -123,7 +128,35 @@ class RotationMergePlanner(MergePlanner):
                 storage=self.config.dtype,
             )
             originals = {s.model: (s.block.tensor(info.key) or info).names[piece] for s in sources}
-            self._plan_merge(info, name, originals, gather, reader)
+            if isinstance(self._method, Averaging) and not self.recipe.excluded(name):
+                self._plan_average(info, piece, originals, gather, moves, reader)
+            else:
+                self._plan_merge(info, name, originals, gather, reader)
+
+    def _plan_average(
+        self,
+        info: TensorInfo,
+        piece: int,
+        originals: dict[ModelReference, str],
+        gather: AlignedGather,
+        moves: Moves,
+        reader: ConfigReader,
+    ) -> None:
+        """A tensor that a delegate of our own averages."""
+        name = gather.label
+        weight = WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
+        base = self._base(reader, originals)
+        shared, per_input = resolve_parameters(
+            self._method.spec,
+            tensor_name=name,
+            inputs=originals,
+            sources=reader.parameter_sources,
+            base_model=base,
+            t=reader.t,
+        )
+        shares = {model: float(values["weight"]) for model, values in per_input.items()}
+        found = self._with_vocabulary(weight, gather, reader)
+        self._tensors.append((weight, self.averages.task(info, piece, found, name, moves, reader, shares, shared)))
 
     def _plan_merge(
         self,

@@ -117,6 +117,13 @@ KEYS = (
     Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
     Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
     Key("alignment", DONOR_ONLY, (FILE,), "file of transforms to apply instead of matching"),
+    Key(
+        "statistics",
+        EACH,
+        (FILE,),
+        "what 'rotation-merge measure' wrote of the model; by itself or beside the model. Not given: beside the model",
+        delegates=("regmean", "fisher", "kfac"),
+    ),
     Key("delegate", RECIPE, (METHOD_NAME,), "the merge method that does the averaging", "linear"),
     Key("unsupported", RECIPE, ("error", "merge"), "merge: merge without alignment what cannot be aligned", "error"),
     Key("exclude", RECIPE, (NAMES,), "comma-separated parts of tensor names: such tensors are copied from base_model"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rotation_merge.errors import DataError
 from rotation_merge.samples.examples import KINDS, read_examples, tokenizer_of
-from rotation_merge.samples.functions import Batch
+from rotation_merge.samples.functions import Batch, check_kind
 from rotation_merge.samples.written import SOURCES, write_samples
 
 SAMPLES = 64
@@ -65,6 +65,7 @@ def read_batches(
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
     rows = range(min(count, limit) if limit else count)
     batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
+    check_kind(model, batches[0], source)
     for batch in batches:
         _check_tokens(batch, model, source)
     task = _task(model, batches[0])

@@ -14,7 +14,7 @@ from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.checkpoints.headers import read_json
 from rotation_merge.checkpoints.hub import downloaded
 from rotation_merge.checkpoints.models import adapted_state, parse_reference
-from rotation_merge.errors import CheckpointError, short
+from rotation_merge.errors import CheckpointError, DataError, short
 
 Batch = dict[str, Tensor]
 
@@ -105,6 +105,22 @@ def stored_dtype(path: str) -> torch.dtype:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     found = getattr(torch, str(name).removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def check_kind(model: Any, batch: Mapping[str, Tensor], source: str) -> None:
+    """The data hold what the model takes.
+
+    Raises:
+        DataError: they are of another kind.
+    """
+    takes, given = set(inspect.signature(model.forward).parameters), set(batch) - {"labels"}
+    wanted = getattr(model, "main_input_name", None)
+    if not given <= takes or (wanted in takes and wanted not in given and "inputs_embeds" not in given):
+        raise DataError(
+            f"holds {', '.join(sorted(given)) or 'no inputs'}, {type(model).__name__} takes {wanted}",
+            where=source,
+            remedy="give data of the kind that the model was made for",
+        )
 
 
 SIZE, LENGTH = 2, 24

@@ -1,0 +1,116 @@
+"""From a model and samples to its statistics file: what is written at the head, and where the file lies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mergekit.common import ModelReference
+from torch import Tensor, nn
+
+from rotation_merge.architectures import resolve
+from rotation_merge.averaging.file import NAME, Stored, write_statistics
+from rotation_merge.averaging.measure import Batch, Measurement, MeasureOptions
+from rotation_merge.averaging.naming import Named, as_stored
+from rotation_merge.averaging.passes import Progress, Unfinished
+from rotation_merge.checkpoints.models import Model
+from rotation_merge.matching.fingerprint import fingerprint
+from rotation_merge.report.record import versions
+from rotation_merge.samples.data import Data, unpadded
+from rotation_merge.samples.functions import architecture_of
+
+
+def data_hash(batches: Sequence[Batch]) -> str:
+    """Of every tensor of every batch, 40 characters."""
+    digest = hashlib.blake2b(digest_size=20)
+    for batch in batches:
+        for name in sorted(batch):
+            tensor = batch[name].contiguous()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokens(batches: Sequence[Batch]) -> int:
+    """Real tokens, or examples of what has none."""
+    return sum(int((b["input_ids"] if "input_ids" in b else next(iter(b.values()))[:, :1]).numel()) for b in batches)
+
+
+def place_beside(reference: ModelReference) -> Path:
+    """Where a model's statistics lie if nothing else is said: beside it (beside its adapter), else here."""
+    folder = Path(reference.lora.path if reference.lora is not None else reference.model.path)
+    return folder / NAME if folder.is_dir() else Path(NAME)
+
+
+def record(
+    checkpoint: Model, model: nn.Module, data: Data, source: str, options: MeasureOptions, out: Path, progress: Progress
+) -> dict[str, Any]:
+    """Measure a model and write its statistics; gives the head of the file.
+
+    Args:
+        checkpoint: what the model was loaded from.
+        model: loaded, on the device where it is to run.
+        source: what the data are called.
+
+    Raises:
+        RotationMergeError: the model or the data do not allow it; a next run goes on with what was done.
+    """
+    batches = unpadded(data.batches, source)
+    made: dict[str, Any] = {
+        "model": str(checkpoint.reference),
+        "fingerprint": fingerprint(checkpoint.architecture, checkpoint, checkpoint.config),
+        "family": checkpoint.architecture.family,
+        "data": source,
+        "data_hash": data_hash(batches),
+        "samples": data.examples,
+        "tokens": tokens(batches),
+        "task": data.task,
+        "kinds": sorted(options.kinds),
+        "rank": options.rank,
+        "labels": options.labels,
+        "seed": options.seed,
+        "versions": versions(),
+    }
+    os.makedirs(out.resolve().parent, exist_ok=True)
+    measurement = Measurement(model, architecture_of(model), batches, data.task)
+    state = Unfinished(out, made)
+    measured = measurement.run(options, state, progress)
+    whole = resolve(checkpoint.config, checkpoint.names, str(checkpoint.reference), untie=True)
+    named = as_stored(measured, measurement.architecture, whole)
+    made["loss_scale"] = measured.loss_scale
+    made["fisher_norm"] = _norm(named, checkpoint.names)
+    made["narrow"] = _narrow(named)
+    write_statistics(
+        out,
+        named.tensors,
+        {
+            "made": json.dumps(made, sort_keys=True, default=str),
+            "inputs": json.dumps(named.inputs, sort_keys=True),
+            "split": json.dumps(sorted(named.split)),
+            "behind": json.dumps(sorted(named.behind)),
+            "uncalled": json.dumps(sorted(named.uncalled)),
+        },
+    )
+    state.remove()
+    return made
+
+
+def _norm(named: Named, stored: Sequence[str]) -> float | None:
+    """The 2-norm of the whole Fisher diagonal."""
+    found = [tensor for key, tensor in named.tensors.items() if key.removesuffix(".fisher") in stored]
+    return float(sum(float(t.load().double().square().sum()) for t in found)) ** 0.5 if found else None
+
+
+def _narrow(named: Named) -> list[str]:
+    """Maps that saw fewer rows than they have inputs, so that their Gram alone is singular."""
+
+    def few(name: str, gram: Stored) -> bool:
+        count: Tensor = named.tensors[f"{name}.count"].load()
+        return bool((count < gram.shape[-1]).any())
+
+    grams = {key.removesuffix(".gram"): tensor for key, tensor in named.tensors.items() if key.endswith(".gram")}
+    return sorted(name for name, gram in grams.items() if few(name, gram))

@@ -1,0 +1,101 @@
+"""`rotation-merge measure`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rotation_merge.cli.options import device_option, usable_device
+from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.errors import RotationMergeError, nearest
+from rotation_merge.samples.data import KINDS, SAMPLES
+from rotation_merge.samples.written import SOURCES
+
+WORDS = ("gram", "fisher", "moments", "kfac")
+
+
+@click.command(
+    epilog="""Examples: rotation-merge measure org/tuned --data self;
+    rotation-merge measure ./classifier --data train.jsonl --kinds gram,fisher --samples 500"""
+)
+@click.argument("model")
+@click.option("--data", required=True, help=f"{KINDS}; self: text the model writes; synthetic: images made of noise.")
+@click.option("--kinds", default="gram", show_default=True, help=f"What to measure, of {', '.join(WORDS)}.")
+@click.option("--out", metavar="FILE", help="Where to write; beside the model if not given, else here.")
+@click.option(
+    "--samples", type=click.IntRange(min=1), help=f"Use at most so many; of self and synthetic {SAMPLES} if not given."
+)
+@click.option("--seed", default=0, show_default=True, help="Of samples that are made and of labels that are drawn.")
+@click.option("--rank", type=click.IntRange(min=1), help="Keep Grams of neurons as a diagonal plus this rank.")
+@click.option(
+    "--labels",
+    type=click.Choice(["sampled", "data"]),
+    default="sampled",
+    show_default=True,
+    help="Whose labels gradients are of: the model's own (exact for classifiers), or the data's.",
+)
+@click.option("--batch-size", default=16, show_default=True, type=click.IntRange(min=1))
+@click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
+@device_option("")
+@json_option
+@shown
+def command(
+    model: str,
+    data: str,
+    kinds: str,
+    out: str | None,
+    samples: int | None,
+    seed: int,
+    rank: int | None,
+    labels: str,
+    batch_size: int,
+    length: int,
+    device: str,
+    as_json: bool,
+) -> int:
+    """Write the statistics of MODEL on samples, which the delegates regmean, fisher and kfac average by.
+
+    Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. No data are needed with
+    '--data self' (language models) and '--data synthetic' (image models). An interrupted run goes on where it was.
+    """
+    from mergekit.options import MergeOptions
+
+    from rotation_merge.averaging.measure import MeasureOptions
+    from rotation_merge.averaging.record import place_beside, record
+    from rotation_merge.checkpoints.models import Models, parse_reference
+    from rotation_merge.samples.data import read_batches
+    from rotation_merge.samples.functions import load
+
+    options = MeasureOptions(_kinds(kinds), rank, labels, seed)
+    reference = parse_reference(model)
+    checkpoint = Models(MergeOptions())[reference]
+    checkpoint.check_files()
+    place = Path(out) if out is not None else place_beside(reference)
+    used = usable_device(device)
+    loaded = load(model).to(used)
+    limit = samples or (SAMPLES if data in SOURCES else None)
+    found = read_batches(data, model, loaded, limit, batch_size, length, seed)
+    progress = Progress()
+    made = record(checkpoint, loaded, found, data, options, place, progress)
+    progress.close()
+    if as_json:
+        print_json({"file": str(place), **made})
+        return 0
+    say(f"Statistics of {model} on {made['samples']} samples ({made['tokens']} tokens) written to {place}.", "green")
+    if made["narrow"]:
+        say(
+            f"{len(made['narrow'])} Grams have fewer rows than coordinates and are singular by themselves, the first "
+            f"is that of {made['narrow'][0]}: average with a ridge, or measure on more samples."
+        )
+    return 0
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for word in found:
+        if word not in WORDS:
+            raise RotationMergeError(f"there is no kind of statistics '{word}'", remedy=nearest(word, WORDS))
+    if not found:
+        raise RotationMergeError("no kind of statistics is named", remedy=f"--kinds takes {', '.join(WORDS)}")
+    return found

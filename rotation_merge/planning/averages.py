@@ -1,0 +1,322 @@
+"""The tasks of delegates that average by statistics: statistics found, carried along, and used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader
+from mergekit.graph import Task
+from pydantic import Field
+from torch import Tensor
+
+from rotation_merge.architectures.model import Block, TensorInfo
+from rotation_merge.averaging.carry import (
+    Feeding,
+    carried_fisher,
+    carried_gradient,
+    carried_gram,
+    feeding,
+    feeding_keys,
+)
+from rotation_merge.averaging.file import NAME, Statistics
+from rotation_merge.averaging.maps import LinearMap, linear_map
+from rotation_merge.averaging.methods import Averaging, Source, averaged
+from rotation_merge.checkpoints.models import Model, Models
+from rotation_merge.errors import RotationMergeError, StatisticsError
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.fingerprint import fingerprint
+from rotation_merge.matching.fold import Fold
+from rotation_merge.matching.model import Alignment
+from rotation_merge.planning.moves import Moves
+from rotation_merge.planning.tasks import KeyedTask, Loads, load_arguments, loaded
+from rotation_merge.recipe.reading import Recipe
+from rotation_merge.report.run import Run
+
+
+@dataclass
+class Books:
+    """The statistics files of a merge, opened and checked once each."""
+
+    method: Averaging
+    models: Models
+    found: dict[ModelReference, Statistics] = field(default_factory=dict)
+
+    def of(self, model: ModelReference, given: str | None) -> Statistics:
+        """A model's statistics.
+
+        Args:
+            given: what the recipe says.
+
+        Raises:
+            StatisticsError: there are none, they are of other weights or do not hold what the delegate needs.
+        """
+        if model not in self.found:
+            self.found[model] = self._open(self.models[model], given)
+        return self.found[model]
+
+    def _open(self, model: Model, given: str | None) -> Statistics:
+        path = self._place(model, given)
+        where, command = str(model.reference), self.command(model)
+        if path is None:
+            what = f"no statistics are at '{given}'" if given else "no statistics lie beside it"
+            raise StatisticsError(f"{what}, delegate {self.method.spec.name} needs them", where=where, remedy=command)
+        found = Statistics.open(path)
+        if self.method.kind not in found.made.get("kinds", ()):
+            raise StatisticsError(
+                f"'{path}' holds {', '.join(found.made.get('kinds', ())) or 'nothing'}, "
+                f"delegate {self.method.spec.name} needs {self.method.kind}",
+                where=where,
+                remedy=command,
+            )
+        if found.made.get("fingerprint") != fingerprint(model.architecture, model, model.config):
+            raise StatisticsError(
+                f"'{path}' was measured on other weights than these ('{found.made.get('model')}')",
+                where=where,
+                remedy=command,
+            )
+        return found
+
+    @staticmethod
+    def _place(model: Model, given: str | None) -> str | None:
+        reference = model.reference
+        folder = reference.lora.path if reference.lora is not None else reference.model.path
+        beside = folder if os.path.isdir(folder) else str(model.loader.index.base_path)
+        places = [os.path.join(beside, NAME)] if given is None else [given, os.path.join(beside, given)]
+        return next((place for place in places if os.path.isfile(place)), None)
+
+    def command(self, model: Model) -> str:
+        """How to make a model's statistics."""
+        kinds = "" if self.method.kind == "gram" else f" --kinds {self.method.kind}"
+        return f"run 'rotation-merge measure {model.reference} --data DATA{kinds}'"
+
+
+@dataclass
+class Averages:
+    """Plans the tensors of a merge whose delegate averages by statistics."""
+
+    method: Averaging
+    recipe: Recipe
+    models: Models
+    run: Run
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.books = Books(self.method, self.models)
+        if self.method.maps_only:
+            note = (
+                f"Delegate {self.method.spec.name}: embeddings, biases, norms and other tensors that are no linear maps"
+            )
+            tied = self.models[self.recipe.base].tied_head is not None and not self.recipe.untie
+            head = ", and the head, which is tied to the embedding ('untie: true' would free it)," if tied else ""
+            self.run.note(f"{note}{head} keep the average.")
+
+    def task(
+        self,
+        info: TensorInfo,
+        piece: int,
+        gather: Task,
+        label: str,
+        moves: Moves,
+        reader: ConfigReader,
+        shares: Mapping[ModelReference, float],
+        parameters: Mapping[str, Any],
+    ) -> AverageTensor:
+        """One output tensor.
+
+        Args:
+            gather: gives each model's tensor, vocabularies brought together.
+            label: the tensor's name in the output.
+            shares: weights of the models.
+
+        Raises:
+            RotationMergeError: statistics are missing or of other weights, a parameter means nothing.
+        """
+        self.method.check(parameters)
+        counting = [model for model, share in shares.items() if share != 0]
+        if not counting:
+            raise StatisticsError(f"all weights of tensor '{label}' are zero", remedy="give one model a weight")
+        order = sorted(counting, key=lambda model: model != self.recipe.base)
+        one = linear_map(moves.out.anchor.block, info)
+        by_statistics = not self.method.maps_only or one is not None
+        books = {model: self._book(model, reader) for model in order} if by_statistics else {}
+        called = [model for model in order if not self._uncalled(books.get(model), info, moves, model)]
+        carried = [self._carry(info, moves, model, books[model]) for model in called] if by_statistics else []
+        return AverageTensor(
+            key=f"{moves.out.number}:{label}",
+            label=label,
+            gather=gather,
+            method=self.method,
+            order=tuple(called if carried else order),
+            shares=tuple(shares[model] for model in (called if carried else order)),
+            parameters=dict(parameters),
+            carried=tuple(carried),
+            flipped=bool(carried) and self.method.maps_only and one is not None and one.reads < one.gives,
+            piece=piece if info.stacked else None,
+        )
+
+    def _book(self, model: ModelReference, reader: ConfigReader) -> Statistics:
+        return self.books.of(model, self.recipe.of_model("statistics", reader, model))
+
+    def _uncalled(self, book: Statistics | None, info: TensorInfo, moves: Moves, model: ModelReference) -> bool:
+        """Whether a map never ran on the samples that a model was measured on."""
+        return book is not None and self.method.maps_only and self._names(info, moves, model)[0] in book.uncalled
+
+    @staticmethod
+    def _names(info: TensorInfo, moves: Moves, model: ModelReference) -> tuple[str, ...]:
+        return (moves.found[model].source.block.tensor(info.key) or info).names
+
+    def _carry(self, info: TensorInfo, moves: Moves, model: ModelReference, book: Statistics) -> CarryStatistics:
+        move, names = moves.found[model], self._names(info, moves, model)
+        framed = move.frame.tensor(info.key) or info
+        shared = book.inputs.get(names[0], names[0]) if self.method.kind == "gram" else names[0]
+        mine = linear_map(move.frame, framed) if self.method.maps_only else None
+        feeds = [] if mine is None else feeding_keys(mine)
+        keys = dict.fromkeys(key for feed in feeds for key in moves.fold_keys(move.frame, feed))
+        return CarryStatistics(
+            key=f"{moves.out.number}:{model}:{shared}",
+            label=moves.out.label,
+            block=move.frame,
+            info=framed,
+            names=names,
+            kind=self.method.kind,
+            model_name=str(model),
+            statistics=book,
+            feeds=moves.loads(move.source, keys),
+            fold=moves.fold,
+            transforms=move.transforms,
+            whole=move.whole,
+            device=self.device,
+        )
+
+
+class CarryStatistics(KeyedTask):
+    """What a model's statistics say of one map (or of one tensor), in the anchor's coordinates.
+
+    Attributes:
+        names: of the tensor in the model's own checkpoint, one for each stored piece.
+        feeds: loads of the norm's gain and shift, and of the layer scale, that stand around the map.
+    """
+
+    block: Block = Field(repr=False)
+    info: TensorInfo = Field(repr=False)
+    names: tuple[str, ...]
+    kind: str
+    model_name: str
+    statistics: Statistics = Field(repr=False)
+    feeds: Loads = Field(default_factory=dict, repr=False)
+    fold: Fold | None = Field(default=None, repr=False)
+    transforms: Task | None = None
+    whole: Task | None = None
+    device: str = "cpu"
+
+    def arguments(self) -> dict[str, Task]:
+        tasks = load_arguments(feeds=self.feeds)
+        for name, task in (("transforms", self.transforms), ("whole", self.whole)):
+            if task is not None:
+                tasks[name] = task
+        return tasks
+
+    def execute(
+        self,
+        transforms: dict[str, SpaceTransform] | None = None,
+        whole: Alignment | None = None,
+        **values: Tensor | None,
+    ) -> dict[str, Tensor]:
+        maps = {**(whole.transforms if whole else {}), **(transforms or {})}
+        try:
+            if self.kind == "fisher":
+                return {"fisher": self._fisher(maps)}
+            one = linear_map(self.block, self.info)
+            if one is None:
+                raise StatisticsError(f"'{self.info.name}' is no linear map")
+            return self._of_map(one, maps, self._feeding(one, values))
+        except RotationMergeError as error:
+            raise StatisticsError(error.what, where=error.where or self.model_name, remedy=error.remedy) from error
+
+    def _fisher(self, maps: Mapping[str, SpaceTransform]) -> Tensor:
+        if self.fold is not None:
+            raise StatisticsError(
+                "a Fisher diagonal does not survive folded gains, which 'residual: rotation' needs",
+                remedy="leave that out, or use delegate kfac",
+            )
+        pieces = [self.statistics[f"{name}.fisher"] for name in self.names if f"{name}.fisher" in self.statistics]
+        if len(pieces) < len(self.names):
+            raise StatisticsError(f"hold nothing of tensor '{self.names[0]}'", where=self.statistics.path)
+        tensor = torch.stack(pieces) if self.info.stacked else pieces[0]
+        return carried_fisher(self.info, tensor.to(self.device), maps)
+
+    def _of_map(self, one: LinearMap, maps: Mapping[str, SpaceTransform], feeding: Feeding) -> dict[str, Tensor]:
+        gram = self.statistics.gram(self.names[0])
+        if gram is None:
+            raise StatisticsError(f"hold nothing of tensor '{self.names[0]}'", where=self.statistics.path)
+        found = carried_gram(one, gram.to(self.device), maps, feeding)
+        key = f"{self.names[0]}.gradient"
+        if self.kind == "kfac" and key in self.statistics:
+            behind = self.names[0] in self.statistics.behind
+            found["gradient"] = carried_gradient(one, self.statistics[key].to(self.device), behind, maps, feeding)
+        return found
+
+    def _feeding(self, one: LinearMap, values: Mapping[str, Tensor | None]) -> Feeding:
+        tensors = loaded("feeds", self.feeds, self.block, values)
+        return feeding({key: tensor.to(self.device) for key, tensor in tensors.items()}, one, self.fold)
+
+
+class AverageTensor(KeyedTask):
+    """One output tensor, averaged by a delegate of ours.
+
+    Attributes:
+        gather: gives each model's tensor.
+        order: the models that count, the anchor first.
+        carried: what gives each model's statistics, in that order; empty where the mean is taken.
+        piece: which of the stacked pieces this is; None where it is not one of several.
+    """
+
+    gather: Task
+    method: Averaging = Field(repr=False)
+    order: tuple[ModelReference, ...] = Field(repr=False)
+    shares: tuple[float, ...] = Field(repr=False)
+    parameters: dict[str, Any] = Field(repr=False)
+    carried: tuple[CarryStatistics, ...] = Field(default=(), repr=False)
+    flipped: bool = False
+    piece: int | None = None
+
+    def arguments(self) -> dict[str, Task]:
+        return {"tensors": self.gather, **{f"held{i}": task for i, task in enumerate(self.carried)}}
+
+    def execute(self, tensors: dict[ModelReference, Tensor], **held: dict[str, Tensor]) -> Tensor:
+        first = tensors[self.order[0]]
+        if not first.is_floating_point():
+            return first
+        sources = []
+        for number, (model, share) in enumerate(zip(self.order, self.shares, strict=True)):
+            own = {name: self._of_piece(x) for name, x in held.get(f"held{number}", {}).items()}
+            made = self.carried[number].statistics.made if self.carried else {}
+            sources.append(Source(self._flip(tensors[model]), share, own, made))
+        try:
+            result = averaged(sources) if not self.carried else self._pieces(sources)
+        except StatisticsError as error:
+            raise StatisticsError(error.what, where=error.where or self.label, remedy=error.remedy) from error
+        return self._flip(result).to(first.dtype)
+
+    def _of_piece(self, held: Tensor) -> Tensor:
+        return held if self.piece is None else held[self.piece]
+
+    def _pieces(self, sources: list[Source]) -> Tensor:
+        """The average; of a stack of maps in one tensor, one map after the other."""
+        if self.method.maps_only and sources[0].weight.ndim == 3:
+            rows = range(len(sources[0].weight))
+            return torch.stack([self.method.average([_row(s, i) for s in sources], self.parameters) for i in rows])
+        return self.method.average(sources, self.parameters)
+
+    def _flip(self, tensor: Tensor) -> Tensor:
+        """Maps as (outputs, inputs), whatever way they are stored; and back."""
+        return tensor.mT if self.flipped else tensor
+
+
+def _row(source: Source, row: int) -> Source:
+    return Source(source.weight[row], source.share, {name: x[row] for name, x in source.held.items()}, source.made)

@@ -1,0 +1,136 @@
+"""Statistics carried along with a donor are those of the donor: over all families, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import ALL, Case, exactly, inputs, make
+from torch import Tensor
+
+from rotation_merge.architectures.model import Architecture
+from rotation_merge.averaging.carry import carried_fisher, carried_gradient, carried_gram, feeding
+from rotation_merge.averaging.file import Gram
+from rotation_merge.averaging.maps import linear_map
+from rotation_merge.averaging.measure import Measured, Measurement, MeasureOptions
+from rotation_merge.averaging.passes import Unfinished
+from rotation_merge.errors import StatisticsError
+from rotation_merge.learning.engine import untie_heads
+from rotation_merge.matching.fold import Fold, Folded
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import read_block, transform_state
+from rotation_merge.samples.functions import architecture_of
+
+FAMILIES = list({case.family: case for case in ALL}.values())
+LOCAL = {"heads": "permutation", "attention": "invertible"}
+
+
+def measured(model: torch.nn.Module, case: Case, architecture: Architecture, where: Path, *kinds: str, **options):
+    with exactly():
+        found = Measurement(model, architecture, [inputs(case, model)], "none")
+        return found.run(MeasureOptions(kinds, **options), Unfinished(where, {}), lambda *_: None)
+
+
+def gram(found: Measured, name: str) -> Gram | None:
+    key = found.shared.get(name)
+    parts = [found.tensors.get(f"{key}.{what}") for what in ("gram", "diagonal", "factor", "count")]
+    loaded = [None if part is None else part.load() for part in parts]
+    return None if loaded[3] is None else Gram(*loaded, split=key in found.split)
+
+
+def pair(case: Case, options: MatchOptions, untie: bool = True):
+    """A model, the same moved by a random gauge, and the gauge; both of one class, heads untied where need be."""
+    model, other = make(case), make(case)
+    architecture = architecture_of(model)
+    if untie:
+        for one in (model, other):
+            untie_heads(one, architecture)
+        architecture = architecture_of(model, untie=True)
+    streams = tuple(architecture.streams) if options.residual == "rotation" else ()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen = Folded(architecture, state, streams)
+    folded = {name: seen[name] if name in architecture.named() else state[name] for name in state}
+    gauge = random_gauge(architecture, options, torch.Generator().manual_seed(3))
+    moved = transform_state(architecture, folded, gauge)
+    other.load_state_dict({name: moved[name].to(tensor.dtype) for name, tensor in other.state_dict().items()})
+    return model, other, architecture, gauge, Fold(architecture, streams) if streams else None
+
+
+def admits(architecture: Architecture, group: str) -> bool:
+    return all(group in groups for groups in architecture.stream_groups.values())
+
+
+def residual_of(case: Case) -> str:
+    architecture = architecture_of(make(case))
+    return next(
+        g for g in ("rotation", "signed_permutation", "permutation", "none") if g == "none" or admits(architecture, g)
+    )
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_carrying_equals_measuring_after_alignment(case: Case, tmp_path: Path):
+    options = MatchOptions(residual=residual_of(case), **LOCAL)
+    model, other, architecture, gauge, fold = pair(case, options)
+    kinds = ("gram", "kfac") if hasattr_logits(case, model) else ("gram",)
+    own, theirs = (measured(m, case, architecture, tmp_path / str(i), *kinds) for i, m in enumerate((model, other)))
+    compared = 0
+    for block in architecture.blocks:
+        tensors, after = (read_block(block, m.state_dict()) for m in (model, other))
+        for info in block.tensors:
+            one = linear_map(block, info)
+            if one is None or info.name not in own.shared:
+                continue
+            before, behind = feeding(tensors, one, fold), feeding(after, one, None)
+            carried = carried_gram(one, gram(own, info.name), gauge, before)["dense"]
+            again = carried_gram(one, gram(theirs, info.name), {}, behind)["dense"]
+            torch.testing.assert_close(carried, again, rtol=1e-7, atol=1e-7 * float(again.abs().max()))
+            key = f"{info.name}.gradient"
+            if key in own.tensors:
+                matrices = [
+                    carried_gradient(one, found.tensors[key].load(), info.name in found.behind, maps, fed)
+                    for found, maps, fed in ((own, gauge, before), (theirs, {}, behind))
+                ]
+                size = float(matrices[1].abs().max())
+                torch.testing.assert_close(*matrices, rtol=1e-6, atol=1e-6 * size)
+            compared += 1
+    assert compared >= 4
+
+
+def hasattr_logits(case: Case, model: torch.nn.Module) -> bool:
+    with exactly(), torch.no_grad():
+        return any(key.endswith("logits") for key in model(**inputs(case, model)))
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_a_fisher_diagonal_survives_permutations_signs_and_scales(case: Case, tmp_path: Path):
+    architecture = architecture_of(make(case))
+    residual = next(g for g in ("signed_permutation", "permutation", "none") if g == "none" or admits(architecture, g))
+    options = MatchOptions(residual=residual, heads="permutation", attention="none")
+    model, other, architecture, gauge, _ = pair(case, options)
+    if not hasattr_logits(case, model):
+        return
+    own, theirs = (measured(m, case, architecture, tmp_path / str(i), "fisher") for i, m in enumerate((model, other)))
+    compared = 0
+    for info in architecture.tensors():
+        if f"{info.names[0]}.fisher" not in own.tensors:
+            continue
+        before, after = (_stacked(found, info) for found in (own, theirs))
+        carried = carried_fisher(info, before, gauge)
+        torch.testing.assert_close(carried, after, rtol=1e-6, atol=1e-6 * float(after.abs().max().clamp(min=1e-12)))
+        compared += 1
+    assert compared >= 4
+
+
+def _stacked(found: Measured, info) -> Tensor:
+    pieces = [found.tensors[f"{name}.fisher"].load() for name in info.names]
+    return torch.stack(pieces) if info.stacked else pieces[0]
+
+
+def test_what_a_rotation_destroys_is_refused(tmp_path: Path):
+    case = next(c for c in FAMILIES if c.family == "llama")
+    model, _, architecture, gauge, _ = pair(case, MatchOptions(**LOCAL))
+    info = next(i for i in architecture.tensors() if i.name.endswith("v_proj.weight"))
+    with pytest.raises(StatisticsError, match="does not survive the rotation.*attention: none"):
+        carried_fisher(info, torch.ones([axis.size for axis in info.axes]), gauge)
