@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit.common import ModelReference
+from mergekit.options import MergeOptions
 from torch import Tensor, nn
 
 from rotation_merge.architectures import resolve
@@ -17,11 +18,22 @@ from rotation_merge.averaging.file import NAME, Stored, write_statistics
 from rotation_merge.averaging.measure import Batch, Measurement, MeasureOptions
 from rotation_merge.averaging.naming import Named, as_stored
 from rotation_merge.averaging.passes import Progress, Unfinished
-from rotation_merge.checkpoints.models import Model
+from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.matching.fingerprint import fingerprint
 from rotation_merge.report.record import versions
 from rotation_merge.samples.data import Data, unpadded
 from rotation_merge.samples.functions import architecture_of
+
+
+def checkpoint_of(name: str) -> Model:
+    """A model as a user names it, its files looked at.
+
+    Raises:
+        CheckpointError: it is not there, or not whole.
+    """
+    found = Models(MergeOptions())[parse_reference(name)]
+    found.check_files()
+    return found
 
 
 def data_hash(batches: Sequence[Batch]) -> str:

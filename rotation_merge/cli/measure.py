@@ -59,19 +59,14 @@ def command(
     Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. No data are needed with
     '--data self' (language models) and '--data synthetic' (image models). An interrupted run goes on where it was.
     """
-    from mergekit.options import MergeOptions
-
     from rotation_merge.averaging.measure import MeasureOptions
-    from rotation_merge.averaging.record import place_beside, record
-    from rotation_merge.checkpoints.models import Models, parse_reference
+    from rotation_merge.averaging.record import checkpoint_of, place_beside, record
     from rotation_merge.samples.data import read_batches
     from rotation_merge.samples.functions import load
 
     options = MeasureOptions(_kinds(kinds), rank, labels, seed)
-    reference = parse_reference(model)
-    checkpoint = Models(MergeOptions())[reference]
-    checkpoint.check_files()
-    place = Path(out) if out is not None else place_beside(reference)
+    checkpoint = checkpoint_of(model)
+    place = Path(out) if out is not None else place_beside(checkpoint.reference)
     used = usable_device(device)
     loaded = load(model).to(used)
     limit = samples or (SAMPLES if data in SOURCES else None)

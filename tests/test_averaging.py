@@ -1,0 +1,293 @@
+"""Merges by statistics: twins give the anchor, whatever moved them; what does not fit is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_support import parsed, run
+from plugin_support import build, make, merged, mergekit_yaml, one_error, recipe_for, save, twin
+from residual_support import Checkpoint, checkpoint, recipe
+from residual_support import twin as residual_twin
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rotation_merge.averaging.file import NAME, Statistics
+
+TOLERANCE = 2e-4
+
+
+def data_for(path: Path, where: Path, rows: int = 24) -> str:
+    """A file of random inputs of a tiny checkpoint's kind, with labels where it has classes."""
+    from rotation_merge.samples.functions import load, random_batch
+
+    model, draw = load(str(path)), torch.Generator().manual_seed(0)
+    batches = [random_batch(model, draw) for _ in range(rows // 2)]
+    arrays = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}
+    np.savez(where, **arrays)
+    return str(where)
+
+
+def state(where: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint, and not the statistics beside them."""
+    return load_file(where / "model.safetensors")
+
+
+def measure(path: Path, data: str, *options: str) -> dict[str, Any]:
+    return parsed("measure", path, "--data", data, "--kinds", "gram,kfac,fisher", *options)
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Largest difference of two sets of tensors, relative to each one's size."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp(min=1e-6)) for n in wanted)
+
+
+FAMILIES = ["llama", "qwen2", "bert"]
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, Path]]:
+    """Of each family an anchor, a twin moved in every local space, and one moved as far as diagonals survive."""
+    found = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        anchor = make(family, folder / "anchor")
+        still = {"attention": "none", "heads": "permutation", "ffn": "permutation", "rescale": True}
+        models = anchor, twin(anchor, folder / "twin"), twin(anchor, folder / "monomial", seed=2, **still)
+        data = data_for(anchor, folder / "data.npz")
+        for model in models:
+            measure(model, data)
+        found[family] = models
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("delegate", ["regmean", "kfac"])
+def test_twins_give_the_anchor(delegate: str, family: str, twins: dict[str, tuple[Path, ...]], tmp_path: Path):
+    anchor, moved, other = twins[family]
+    plain = state(anchor)
+    for models in ((moved,), (moved, other)):
+        result = merged(_weighted(delegate, anchor, *models), tmp_path / str(len(models)))
+        assert worst(result, plain) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twins_give_the_anchor_by_fisher(family: str, twins: dict[str, tuple[Path, ...]], tmp_path: Path):
+    anchor, moved, monomial = twins[family]
+    result = merged(_weighted("fisher", anchor, monomial, attention="none"), tmp_path / "out")
+    assert worst(result, state(anchor)) < TOLERANCE
+    refused = mergekit_yaml(_weighted("fisher", anchor, moved), tmp_path / "refused")
+    assert refused.exit_code == 2
+    assert "attention: none" in one_error(refused.output)
+    assert not (tmp_path / "refused").exists()
+
+
+def _weighted(delegate: str, anchor: Path, *donors: Path, **parameters: Any) -> dict[str, Any]:
+    made = recipe_for("linear", anchor, *donors, **parameters)
+    made["parameters"]["delegate"] = delegate
+    return made
+
+
+@pytest.mark.parametrize(("family", "delegate"), [("llama", "kfac"), ("gpt2", "regmean"), ("mixtral", "kfac")])
+def test_twins_moved_in_the_stream_give_the_anchor(family: str, delegate: str, tmp_path: Path):
+    """Gains folded, stream turned, experts reordered: what a plain average of the aligned twin gives, this gives."""
+    anchor = _first(family, tmp_path / "anchor")
+    moved = residual_twin(anchor, tmp_path / "twin", "rotation")
+    data = data_for(anchor.path, tmp_path / "data.npz")
+    for one in (anchor, moved):
+        measure(one.path, data)
+    extra = {"untie": True} if anchor.untied else {}
+    made = recipe(anchor, moved, residual="rotation", **extra)
+    plain = merged(made, tmp_path / "linear")
+    made["parameters"]["delegate"] = delegate
+    assert worst(merged(made, tmp_path / delegate), plain) < TOLERANCE
+
+
+def _first(family: str, where: Path) -> Checkpoint:
+    from tiny_models import ALL
+
+    name = next(c.name for c in ALL if c.family == family)
+    found = checkpoint(family, name, where)
+    tied = any(t.tied and t.name not in found.state for t in Checkpoint(found.case, where, True).architecture.tensors())
+    return Checkpoint(found.case, where, tied)
+
+
+def test_regmean_is_the_least_squares_optimum(tmp_path: Path):
+    """Without shrinking each map gives, on both models' inputs, what the two maps gave, as nearly as can be."""
+    first, second = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    data = data_for(first, tmp_path / "data.npz", rows=64)
+    for path in (first, second):
+        measure(path, data)
+    made = _weighted("regmean", first, second, attention="none", heads="none", ffn="none", rescale=False)
+    made["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
+    result = merged(made, tmp_path / "out")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights, grams = [], []
+    for path in (first, second):
+        found, tensors = Statistics.open(path / NAME), state(path)
+        gram, gain = found.gram(name), tensors["model.layers.0.input_layernorm.weight"].double()
+        assert gram is not None
+        assert gram.split
+        grams.append(gain[:, None] * gram.matrix.double()[:-1, :-1] * gain)
+        weights.append(tensors[name].double())
+    best = sum(w @ g for w, g in zip(weights, grams, strict=True)) @ torch.linalg.inv(sum(grams))
+    torch.testing.assert_close(result[name].double(), best, rtol=1e-3, atol=1e-3)
+
+
+def test_storage_does_not_matter(twins: dict[str, tuple[Path, ...]], tmp_path: Path):
+    """bfloat16 output, and a donor in shards."""
+    anchor, moved, _ = twins["llama"]
+    from transformers import LlamaForCausalLM
+
+    sharded = tmp_path / "sharded"
+    save(LlamaForCausalLM.from_pretrained(moved), sharded, max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    made = _weighted("regmean", anchor, sharded)
+    made["models"][1]["parameters"]["statistics"] = str(moved / NAME)
+    made["dtype"] = "bfloat16"
+    merged(made, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert worst({n: x.float() for n, x in found.items()}, state(anchor)) < 0.01
+
+
+def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = make("llama", tmp_path / "model")
+    once = parsed("measure", path, "--data", "self", "--samples", "8", "--length", "12", "--batch-size", "2")
+    first = (path / NAME).read_bytes()
+    assert once["samples"] == 8
+    from rotation_merge.averaging.measure import Measurement
+
+    stock, calls = Measurement.outputs, []
+
+    def interrupted(self: Any, batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return stock(self, batch)
+
+    (path / NAME).unlink()
+    arguments = ("measure", path, "--data", "self", "--samples", 8, "--length", 12, "--batch-size", 2)
+    monkeypatch.setattr(Measurement, "outputs", interrupted)
+    assert run(*arguments).exit_code != 0
+    assert not (path / NAME).exists()
+    calls.clear()
+    assert (tmp_path / "model" / f"{NAME}.unfinished").is_dir()
+    calls.extend([None] * 5)
+    assert run(*arguments).exit_code == 0
+    assert len(calls) == 5 + 2 + 2  # two looks at the maps, and the two batches that were left
+    assert (path / NAME).read_bytes() == first
+    assert not (tmp_path / "model" / f"{NAME}.unfinished").exists()
+
+
+def test_neurons_may_be_kept_at_low_rank(tmp_path: Path):
+    """With a rank that holds everything seen, the sketch solves as the whole Gram does."""
+    first = make("llama", tmp_path / "0", intermediate_size=96)
+    second = make("llama", tmp_path / "1", seed=1, intermediate_size=96)
+    results = {}
+    for rank in ((), ("--rank", "40")):
+        for path in (first, second):
+            assert run("measure", path, "--data", "self", "--samples", 4, "--length", 8, *rank).exit_code == 0
+        results[rank] = merged(_weighted("regmean", first, second), tmp_path / f"out{len(rank)}")
+    assert Statistics.open(first / NAME).gram("model.layers.0.mlp.down_proj.weight").matrix is None
+    assert worst(results[("--rank", "40")], results[()]) < 1e-3
+
+
+class TestBadInput:
+    """One line each, nothing half written."""
+
+    @pytest.fixture
+    def pair(self, twins: dict[str, tuple[Path, ...]]) -> tuple[Path, Path]:
+        return twins["llama"][0], twins["llama"][1]
+
+    def refused(self, made: dict[str, Any], where: Path) -> str:
+        done = mergekit_yaml(made, where / "out")
+        assert done.exit_code == 2, done.output
+        assert not (where / "out").exists()
+        return one_error(done.output)
+
+    def test_none(self, pair: tuple[Path, Path], tmp_path: Path):
+        bare = save(build("llama", 5), tmp_path / "bare")
+        said = self.refused(_weighted("regmean", pair[0], bare), tmp_path)
+        assert f"rotation-merge measure {bare} --data DATA" in said
+        said = self.refused(_weighted("kfac", pair[0], bare), tmp_path)
+        assert "--kinds kfac" in said
+
+    def test_a_model_without_weight_needs_none(self, pair: tuple[Path, Path], tmp_path: Path):
+        bare = save(build("llama", 5), tmp_path / "bare")
+        made = _weighted("regmean", bare, pair[0])
+        made["models"][0]["parameters"]["weight"] = 0.0
+        merged(made, tmp_path / "out")
+
+    def test_of_other_weights(self, pair: tuple[Path, Path], tmp_path: Path):
+        made = _weighted("regmean", *pair)
+        made["models"][1]["parameters"]["statistics"] = str(pair[0] / NAME)
+        assert "was measured on other weights" in self.refused(made, tmp_path)
+
+    def test_of_another_kind(self, pair: tuple[Path, Path], tmp_path: Path):
+        file = tmp_path / "gram.safetensors"
+        run("measure", pair[1], "--data", "self", "--samples", 2, "--length", 8, "--out", file)
+        made = _weighted("fisher", *pair, attention="none")
+        made["models"][1]["parameters"]["statistics"] = str(file)
+        assert "needs fisher" in self.refused(made, tmp_path)
+
+    @pytest.mark.parametrize("harm", ["truncated", "no statistics", "NaN"])
+    def test_damaged(self, harm: str, pair: tuple[Path, Path], tmp_path: Path):
+        file = tmp_path / "damaged.safetensors"
+        whole = (pair[1] / NAME).read_bytes()
+        if harm == "truncated":
+            file.write_bytes(whole[: len(whole) // 2])
+        elif harm == "no statistics":
+            file = pair[1] / "model.safetensors"
+        else:
+            place = whole.index(b"{") + int.from_bytes(whole[:8], "little")
+            file.write_bytes(whole[:place] + b"\xff" * (len(whole) - place))
+        made = _weighted("regmean", *pair)
+        made["models"][1]["parameters"]["statistics"] = str(file)
+        words = {"truncated": "cannot be read", "no statistics": "is no statistics file", "NaN": "NaN"}
+        assert words[harm] in self.refused(made, tmp_path)
+
+    def test_too_few_samples(self, tmp_path: Path):
+        paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+        for path in paths:
+            done = run("measure", path, "--data", "self", "--samples", 1, "--length", 4)
+            assert "singular" in done.output
+        made = _weighted("regmean", *paths)
+        made["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
+        assert "set 'ridge'" in self.refused(made, tmp_path)
+
+    def test_parameters(self, pair: tuple[Path, Path], tmp_path: Path):
+        made = _weighted("regmean", *pair, shrink=2.0)
+        assert "shrink" in self.refused(made, tmp_path)
+
+    def test_stock_recipes_get_a_line(self, pair: tuple[Path, Path], tmp_path: Path):
+        made = _weighted("regmean", *pair) | {"merge_method": "regmean"}
+        made["parameters"] = {}
+        assert "delegate: regmean" in self.refused(made, tmp_path)
+
+    def test_data(self, pair: tuple[Path, Path], tmp_path: Path):
+        model = pair[0]
+        pixels, empty = tmp_path / "pixels.npz", tmp_path / "empty.jsonl"
+        np.savez(pixels, pixel_values=np.zeros((2, 3, 8, 8), dtype=np.float32))
+        empty.write_text("")
+        out = tmp_path / "out.safetensors"
+        for data, words in (
+            (pixels, "takes input_ids"),
+            (empty, "no examples"),
+            (tmp_path / "none.txt", "no such file"),
+        ):
+            done = run("measure", model, "--data", data, "--out", out)
+            assert done.exit_code == 2
+            assert words in one_error(done.output)
+            assert not out.exists()
+
+    def test_a_full_disk(self, pair: tuple[Path, Path], tmp_path: Path):
+        done = run("measure", pair[0], "--data", "self", "--samples", 2, "--length", 8, "--out", "/dev/full/x")
+        assert done.exit_code == 2
+        one_error(done.output)
