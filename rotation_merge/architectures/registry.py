@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -204,19 +204,44 @@ def _best_spelling(
     return min(found, key=lambda entry: (len(entry[1]), len(entry[2])))
 
 
-def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[str, str]:
-    """The names that tensors of a checkpoint may have elsewhere (in its class, in older files), and those they have."""
+@dataclass(frozen=True)
+class Spot:
+    """A tensor that a model of some config may have: where it belongs, and how the names around it are spelled."""
+
+    module: str
+    place: str
+    index: int | None
+    info: TensorInfo
+    base: str
+    spelling: tuple[tuple[str, str], ...]
+
+    def in_block(self, block: Block) -> bool:
+        return (block.module, block.place, block.index) == (self.module, self.place, self.index)
+
+
+def every_name(config: Mapping[str, Any]) -> dict[str, Spot]:
+    """All names that tensors of a model with this config may go by: every spelling, every optional and tied tensor."""
     spec = find(config)
     if spec is None:
         return {}
-    here = {(b.module, b.place, b.index, info.key): info.names for b in architecture.blocks for info in b.tensors}
-    found: dict[str, str] = {}
+    found: dict[str, Spot] = {}
     laid = lay_out(spec, config)
     for base, spelling in itertools.product(spec.bases, spec.spellings):
         for block in spelled(laid, base, spelling).blocks:
             for info in block.tensors:
-                names = here.get((block.module, block.place, block.index, info.key), ())
-                found.update(zip(info.names, names, strict=False))
+                spot = Spot(block.module, block.place, block.index, info, base, tuple(spelling))
+                for name in info.names:
+                    found.setdefault(name, spot)
+    return found
+
+
+def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[str, str]:
+    """The names that tensors of a checkpoint may have elsewhere (in its class, in older files), and those they have."""
+    here = {(b.module, b.place, b.index, info.key): info.names for b in architecture.blocks for info in b.tensors}
+    found: dict[str, str] = {}
+    for name, spot in every_name(config).items():
+        names = here.get((spot.module, spot.place, spot.index, spot.info.key), ())
+        found.update((n, own) for n, own in zip(spot.info.names, names, strict=False) if n == name)
     return found
 
 

@@ -72,6 +72,8 @@ def find_places(
     Raises:
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
+    if adapter.config.get("target_parameters"):
+        raise adapter.refusal("'target_parameters' is set: it adapts parameters that are not the weight of a layer")
     known = architecture.named()
     elsewhere: dict[str, str] | None = None
     found = {}

@@ -29,7 +29,6 @@ BEYOND = {
     "kasa_config": "KaSA changes the base weights",
     "layer_replication": "it repeats layers",
     "monteclora_config": "its weights are drawn at random",
-    "target_parameters": "it adapts parameters that are not the weight of a layer",
     "trainable_token_indices": "it trains single tokens",
     "use_bdlora": "its factors are block-diagonal",
     "use_qalora": "its factors act on groups of inputs",
@@ -102,7 +101,7 @@ class Adapter:
         change = self.changes[name]
         if change.a is None or change.b is None:
             return None
-        return self._tensor(change.a), self._tensor(change.b), change.scale
+        return self.tensor(change.a), self.tensor(change.b), change.scale
 
     def apply(self, name: str, weight: Tensor, transposed: bool = False) -> Tensor:
         """A parameter as the adapter makes it, in float32 at least.
@@ -115,9 +114,9 @@ class Adapter:
         work = torch.promote_types(weight.dtype, torch.float32)
         result = weight.to(work)
         if change.value is not None:
-            result = self._tensor(change.value).to(work)
+            result = self.tensor(change.value).to(work)
         if change.shift is not None:
-            result = result + change.scale * self._tensor(change.shift).to(work)
+            result = result + change.scale * self.tensor(change.shift).to(work)
         factors = self.factors(name)
         if factors is not None:
             a, b, scale = factors
@@ -126,7 +125,7 @@ class Adapter:
             result = result + (delta.T if flipped else delta.reshape(result.shape))
             if change.magnitude is not None:
                 rows = (result.T if flipped else result).norm(dim=1)
-                factor = (self._tensor(change.magnitude).to(work).flatten() / rows)[:, None]
+                factor = (self.tensor(change.magnitude).to(work).flatten() / rows)[:, None]
                 result = result * (factor.T if flipped else factor)
         return result
 
@@ -149,22 +148,23 @@ class Adapter:
     def _loader(self) -> LazyTensorLoader:
         return LazyTensorLoader(ShardedTensorIndex.from_file(self._file), lazy_unpickle=False)
 
-    def _tensor(self, key: str) -> Tensor:
+    def tensor(self, key: str) -> Tensor:
+        """One tensor of the file."""
         tensor: Tensor = self._loader.get_tensor(key)
         return tensor
 
     def _check_config(self) -> None:
         kind = self.config.get("peft_type")
         if kind != "LORA":
-            raise self._refusal(f"is an adapter of kind {kind}, not a LoRA")
+            raise self.refusal(f"is an adapter of kind {kind}, not a LoRA")
         for entry, meaning in BEYOND.items():
             if self.config.get(entry):
-                raise self._refusal(f"'{entry}' is set: {meaning}")
+                raise self.refusal(f"'{entry}' is set: {meaning}")
         begun = self.config.get("init_lora_weights")
         if isinstance(begun, str) and begun.lower().startswith(SHIFTS_BASE):
-            raise self._refusal(f"it was begun with '{begun}', which changes the base weights")
+            raise self.refusal(f"it was begun with '{begun}', which changes the base weights")
 
-    def _refusal(self, what: str) -> CheckpointError:
+    def refusal(self, what: str) -> CheckpointError:
         return CheckpointError(
             what, where=self.path, remedy="merge it into its base model with peft, and name the result"
         )
@@ -176,7 +176,7 @@ class Adapter:
             match = _FACTOR.fullmatch(stem)
             if match is None:
                 if "lora_" in stem or ".token_adapter." in stem:
-                    raise self._refusal(f"tensor '{key}' is no part of W + s B A")
+                    raise self.refusal(f"tensor '{key}' is no part of W + s B A")
                 name = re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem)
                 found[name] = replace(found.get(name, Change()), value=key)
             elif match["leaf"] == "bias":
@@ -226,7 +226,7 @@ class Adapter:
             if len(a) < 2 or len(b) < 2 or a[0] != b[1] or any(n != 1 for n in b[2:]):
                 raise self._damaged(f"the factors of '{name}' are {list(a)} and {list(b)}")
             if change.magnitude is not None and (change.embedding or len(a) > 2):
-                raise self._refusal(f"'{name}': DoRA of an embedding or a convolution")
+                raise self.refusal(f"'{name}': DoRA of an embedding or a convolution")
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(what, where=self.path, remedy="the adapter is damaged; download it again")

@@ -79,8 +79,11 @@ class Pair:
         return MergeReport.of(run, self.anchor.reference, "none", recipe, marks)
 
 
-def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu") -> Pair:
+def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu", words: bool = True) -> Pair:
     """Two checkpoints, checked to be of one architecture and size.
+
+    Args:
+        words: whether their vocabularies must be of one size, too.
 
     Raises:
         RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
@@ -100,7 +103,9 @@ def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu")
         )
     for info in architecture.tensors():
         ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)
-        if ours is not None and theirs is not None and ours != theirs:
+        if ours is None or theirs is None or (not words and info.vocabulary_axis is not None):
+            continue
+        if ours != theirs:
             raise CheckpointError(
                 f"tensor '{info.name}' is {list(theirs)}, in {anchor} it is {list(ours)}",
                 where=donor,

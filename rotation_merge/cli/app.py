@@ -13,6 +13,7 @@ COMMANDS = {
     "check": "Check a recipe without reading weights: all faults at once.",
     "inspect": "Spaces, groups, sizes and expected cost of a model or a recipe.",
     "align": "Write a donor in an anchor's coordinates, as a normal checkpoint.",
+    "carry": "Carry a LoRA to a new base, without training.",
     "verify": "Do two models compute the same function?",
     "compare": "How far apart are two models, space by space, before and after alignment?",
     "barrier": "Loss along the straight path between two models, aligned and not.",

@@ -93,11 +93,81 @@ def _fold_norm(block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: 
         weight_info = block.tensor(_weight_key(info.key))
         if weight_info is None:
             return tensor
-        weight = _work(_required(get, weight_info.key))
-        dim = _dim(weight_info, norm.stream)
-        added = times_gain(weight, weight_info, shift, norm.stream).sum(dim)
-        return _work(tensor) + (added.flatten(tensor.ndim).sum(-1) if added.ndim > tensor.ndim else added)
+        return _work(tensor) + _constant(_work(_required(get, weight_info.key)), weight_info, shift, norm, tensor.ndim)
     return times_gain(_work(tensor), info, _gain(norm, get), norm.stream)
+
+
+def unfold_change(
+    block: Block, info: TensorInfo, change: Tensor, get: Get, streams: Iterable[str], weight: Tensor | None = None
+) -> Tensor:
+    """The change of a tensor that makes a model as it is stored do what `change` makes the folded one do.
+
+    What a norm multiplies is divided by its gain, what a layer scale multiplies by the scale; from a bias is taken what
+    the changed weight makes of the norm's shift. The reverse of `fold_tensor` for changes, except where that centres.
+
+    Args:
+        block, info: which tensor; of a factor (see `factors.py`), with the axes that it has.
+        change: of the folded model.
+        get: the stored model's tensors by key.
+        streams: streams that are folded.
+        weight: of a bias: the change of the weight beside it, as it is to be stored.
+
+    Raises:
+        AlignmentError: a gain is so near zero that the result would be off.
+    """
+    for norm in _norms(block, streams):
+        if not _reads(info.key, norm):
+            continue
+        if not info.key.endswith(".bias"):
+            change = times_gain(change, info, _reciprocal(block, norm, get, change.dtype), norm.stream)
+            continue
+        weight_info = block.tensor(_weight_key(info.key))
+        if weight is not None and weight_info is not None and norm.shift is not None and _absorbs_shift(block, norm):
+            shift = get(norm.shift) if block.tensor(norm.shift) is not None else None
+            if shift is not None:
+                change = change - _constant(_work(weight), weight_info, shift, norm, change.ndim)
+    for scale in block.scales:
+        if scale.stream in streams and info.key in scale.writes:
+            factor = _inverse(block, scale.gain, _work(_required(get, scale.gain)))
+            change = times_gain(change, info, factor, scale.stream, "write")
+    return change
+
+
+LEAST_GAIN = 1e-6
+"""Gains below are not divided by."""
+LEAST_TRUE = 0.1
+"""Nor is one by which rounding, times the norm's shift, would grow to this share of what the norm gives."""
+
+
+def _reciprocal(block: Block, norm: Norm, get: Get, dtype: torch.dtype) -> Tensor:
+    """One over the gain of a norm."""
+    gain = _gain(norm, get).to(dtype)
+    shift = get(norm.shift) if norm.shift is not None and block.tensor(norm.shift) is not None else None
+    if shift is not None:
+        error = shift.abs().to(dtype) / gain.abs().clamp_min(LEAST_GAIN) * torch.finfo(torch.float32).eps
+        if bool((error > LEAST_TRUE).any()):
+            raise _near_zero(block, norm.gain, int(error.argmax()))
+    return _inverse(block, norm.gain, gain)
+
+
+def _inverse(block: Block, key: str, gain: Tensor) -> Tensor:
+    if bool((gain.abs() < LEAST_GAIN).any()):
+        raise _near_zero(block, key, int(gain.abs().argmin()))
+    return 1 / gain
+
+
+def _near_zero(block: Block, key: str, entry: int) -> AlignmentError:
+    return AlignmentError(
+        f"entry {entry} of the gain '{key}' is so near zero that what it would be divided by cannot be undone",
+        where=block.name,
+        remedy="use 'residual: permutation' instead of rotation",
+    )
+
+
+def _constant(weight: Tensor, info: TensorInfo, shift: Tensor, norm: Norm, ndim: int) -> Tensor:
+    """What a weight makes of a norm's shift: W b, of the bias's `ndim` dimensions."""
+    added = times_gain(weight, info, shift, norm.stream).sum(_dim(info, norm.stream))
+    return added.flatten(ndim).sum(-1) if added.ndim > ndim else added
 
 
 def _norms(block: Block, streams: Iterable[str]) -> list[Norm]:
@@ -157,7 +227,9 @@ def _dim(info: TensorInfo, stream: str, role: str = "read") -> int:
 
 
 def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role: str = "read") -> Tensor:
-    """Times the gain along the axis of a stream, which may hold it several times over."""
+    """Times the gain along the axis of a stream, which may hold it several times over; a factor may lack that axis."""
+    if not any(part.space.name == stream and part.role == role for axis in info.axes for part in axis.parts):
+        return tensor
     dim = _dim(info, stream, role)
     axis = info.axes[dim]
     pieces = split_axis(tensor, dim, axis)

@@ -1,0 +1,111 @@
+"""Two bases, an old and a new one: how they lie to each other, what is carried from one to the other and written."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import yaml
+
+from rotation_merge.architectures import Architecture
+from rotation_merge.checkpoints.models import Model
+from rotation_merge.checkpoints.pair import Pair, WithTied, open_pair, read_alignment
+from rotation_merge.checkpoints.vocabulary import shared_rows
+from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.carry import Carrier, Rows
+from rotation_merge.matching.model import Alignment, Progress, match_model
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.sources import Renamed
+from rotation_merge.matching.sources import Rows as SharedRows
+from rotation_merge.matching.state import TensorSource
+from rotation_merge.report.record import MergeReport
+from rotation_merge.report.run import Run
+
+
+@dataclass(frozen=True)
+class Bases:
+    """The base that something was trained on, and the one it is to be carried to."""
+
+    pair: Pair
+
+    @property
+    def old(self) -> Model:
+        return self.pair.donor
+
+    @property
+    def new(self) -> Model:
+        return self.pair.anchor
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.pair.architecture
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """Rows of the tokens that both have, the new base's first; None where the vocabularies are one."""
+        rows = shared_rows([self.new, self.old])
+        return None if rows is None else (rows[0], rows[1])
+
+    @property
+    def sources(self) -> tuple[TensorSource, TensorSource]:
+        """New and old, under the new base's tensor names."""
+        new, old = self.pair.sources
+        if self.old.architecture.base != self.architecture.base:
+            old = WithTied(Renamed(old, self.old.architecture, self.architecture), self.architecture)
+        return new, old
+
+    def match(self, options: MatchOptions, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:
+        """What brings the old base to the new one, and the report on it."""
+        new, old = self.sources
+        if self.rows is not None:
+            new, old = (
+                SharedRows(self.architecture, source, rows) for source, rows in zip((new, old), self.rows, strict=True)
+            )
+        run = Run()
+        alignment = match_model(self.architecture, new, old, options, progress)
+        run.aligned(str(self.old.reference), alignment)
+        if self.rows is not None:
+            run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on these.")
+        return alignment, self.pair.report(run, yaml.safe_dump(asdict(options), sort_keys=False))
+
+    def given(self, path: str) -> tuple[Alignment, MergeReport]:
+        """The alignment in a file, made for these two."""
+        run = Run()
+        run.note(f"The bases were aligned by the file {path}; nothing was matched.")
+        return read_alignment(self.pair, path), self.pair.report(run)
+
+    def carrier(self, alignment: Alignment) -> Carrier:
+        new, old = self.sources
+        return Carrier(self.architecture, old, new, alignment, self.rows)
+
+
+def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True) -> Bases:
+    """Two bases of one architecture and size; their vocabularies may differ.
+
+    Raises:
+        RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
+    """
+    for path in (new, old):
+        _check_precision(path)
+    return Bases(open_pair(new, old, untie, device, words=False))
+
+
+def _check_precision(path: str) -> None:
+    config = os.path.join(path, "config.json")
+    if not os.path.isfile(config):
+        return
+    with open(config, encoding="utf-8") as file:
+        try:
+            content = json.load(file)
+        except ValueError:
+            return
+    settings = content.get("quantization_config") if isinstance(content, dict) else None
+    if settings:
+        kind = settings.get("quant_method", "some way") if isinstance(settings, dict) else "some way"
+        raise CheckpointError(
+            f"its weights are quantised ({kind})",
+            where=path,
+            remedy="name the base in full precision; the carried adapter then works on the quantised one, too",
+        )

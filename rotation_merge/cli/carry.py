@@ -1,0 +1,68 @@
+"""`rotation-merge carry`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from rotation_merge.cli.align import check_out
+from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device
+from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+
+
+@click.command(
+    epilog="Example: rotation-merge carry ./my-lora --from org/base-1 --to org/base-2 ./my-lora-2 --heads permutation"
+)
+@click.argument("work", nargs=-1, required=True)
+@click.argument("out")
+@click.option("--from", "old", required=True, metavar="OLD_BASE", help="The base that it was trained on.")
+@click.option("--to", "new", required=True, metavar="NEW_BASE", help="The base that it is to work on.")
+@click.option("--alignment", "alignment_file", metavar="FILE", help="Apply this file's maps instead of matching.")
+@click.option("--scale", default=1.0, show_default=True, help="What the change is multiplied by.")
+@device_option(" to compute on")
+@matching_options
+@json_option
+@shown
+@click.pass_context
+def command(
+    context: click.Context,
+    work: tuple[str, ...],
+    out: str,
+    old: str,
+    new: str,
+    alignment_file: str | None,
+    scale: float,
+    device: str,
+    untie: bool,
+    as_json: bool,
+    **values: Any,
+) -> int:
+    """Carry adapters WORK, trained on OLD_BASE, to NEW_BASE; nothing is trained.
+
+    WORK is a LoRA as peft writes it; OUT is one of the same rank for NEW_BASE, with several a directory for each of
+    them. Where NEW_BASE is OLD_BASE in other coordinates, it computes there what it computed at home. Without
+    --residual the largest group that the models admit is matched.
+    """
+    from rotation_merge.checkpoints.carried import Settings, carry_adapters, check_places
+
+    for path in work:
+        check_out(out, path, old, new)
+    named = context.get_parameter_source("residual") is not ParameterSource.DEFAULT
+    settings = Settings(match_options(values), not named, alignment_file, scale, usable_device(device))
+    progress = Progress()
+    places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
+    check_places(work, places)
+    done = carry_adapters(dict(zip(places, work, strict=True)), old, new, settings, progress)
+    progress.close()
+    if as_json:
+        print_json({"from": old, "to": new, "written": [asdict(item) for item in done]})
+        return 0
+    for item in done:
+        for line in item.lines:
+            say(line)
+        say(f"Written to {item.out}.", "green")
+    return 0

@@ -1,0 +1,174 @@
+r"""Changes of weights carried to another base: exact where that base is the old one in other coordinates.
+
+If alignment turns W into ``L W R^T``, it turns a change ``B A`` into ``(L B)(A R^T)``: the same rank. Behind a folded
+norm the stored maps differ from the folded ones by the gains g, g' of the old and the new base, ``A' = A diag(g) R^T
+diag(g')^-1``, and of the shifts b, b' of a LayerNorm is left over the constant ``L B A b - B' A' b'``, which goes into
+the bias of the map (`unfold_change`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo
+from rotation_merge.errors import AlignmentError
+from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.factors import LowRank, dense, factor_infos
+from rotation_merge.matching.fold import Fold, unfold_change
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.state import TensorSource, read_tensor
+
+Change = LowRank | Tensor
+Changes = dict[str, Change]
+"""Changes of a block's tensors, by key."""
+
+Rows = tuple[Tensor, Tensor]
+"""The new base's and the old base's rows of the tokens they share."""
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """Carries changes of the old base to the new one.
+
+    Attributes:
+        architecture: of the old base.
+        old, new: the bases as they are stored; `new` answers to the names of `architecture`.
+        alignment: of the old base to the new one.
+        rows: where the vocabularies differ.
+    """
+
+    architecture: Architecture
+    old: TensorSource
+    new: TensorSource
+    alignment: Alignment
+    rows: Rows | None = None
+
+    @property
+    def fold(self) -> Fold:
+        return Fold(self.architecture, self.alignment.folded)
+
+    def block(self, block: Block, changes: Mapping[str, Change]) -> Changes:
+        """The changes of a block's tensors, for the new base as it is stored; biases among them that are left over.
+
+        Args:
+            changes: by key, in float64.
+
+        Raises:
+            AlignmentError: a norm of a folded stream changes, or a gain cannot be divided by.
+        """
+        self._check_norms(block, changes)
+        result: Changes = {}
+        old = reader(block, self.old)
+        for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
+            change = changes.get(info.key)
+            if isinstance(change, LowRank):
+                a, b = (
+                    self._carried(block, part, _with(old, info.key, factor))
+                    for part, factor in zip(factor_infos(info), (change.a, change.b), strict=True)
+                )
+                result[info.key] = LowRank(a, b, change.scale)
+            elif change is not None or self._constant(block, info, changes):
+                weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None
+                stored = dense(result[weight.key], weight) if weight is not None and weight.key in result else None
+                moved = self._carried(block, info, self._changed(block, info.key, changes), stored)
+                if change is not None or bool(moved.any()):
+                    result[info.key] = moved
+        return result
+
+    def _changed(self, block: Block, own: str, changes: Mapping[str, Change]) -> Callable[[str], Tensor | None]:
+        """What one tensor's change is computed from: the weights' changes, norms' gains and shifts as they are."""
+        old = reader(block, self.old)
+        norms = folded_keys(block, self.architecture.streams)
+
+        def get(key: str) -> Tensor | None:
+            info = block.tensor(key)
+            if info is None or (key in norms and key != own):
+                return old(key)
+            if key in changes:
+                return dense(changes[key], info)
+            return torch.zeros_like(found) if (found := old(key)) is not None else None
+
+        return get
+
+    def _carried(
+        self, block: Block, info: TensorInfo, get: Callable[[str], Tensor | None], weight: Tensor | None = None
+    ) -> Tensor:
+        """One change, or one factor of a change: folded, moved, unfolded, its rows those of the new vocabulary."""
+        return self.stored(block, info, self.fold.tensor(block, info, get), weight)
+
+    def moved(self, info: TensorInfo, change: Tensor) -> Tensor:
+        """A change of the folded old base in the new one's coordinates."""
+        return transform_tensor(change, info, self.alignment.transforms)
+
+    def stored(self, block: Block, info: TensorInfo, change: Tensor, weight: Tensor | None = None) -> Tensor:
+        """A change of the folded old base as one of the new base as it is stored, in the new vocabulary.
+
+        Args:
+            weight: of a bias: the change of the weight beside it, as it is to be stored.
+        """
+        moved = self.moved(info, change)
+        moved = unfold_change(block, info, moved, reader(block, self.new), self.alignment.folded, weight)
+        return self.respelled(block, info, moved)
+
+    def respelled(self, block: Block, info: TensorInfo, moved: Tensor) -> Tensor:
+        """A moved change with the rows of the new vocabulary: zero where the old base lacks the token."""
+        axis = info.vocabulary_axis
+        if self.rows is None or axis is None:
+            return moved
+        whole = block.tensor(info.key)
+        stored = read_tensor(whole, self.new) if whole is not None else None
+        size = stored.shape[whole.vocabulary_axis or 0] if whole is not None and stored is not None else 0
+        mine, theirs = (rows.to(moved.device) for rows in self.rows)
+        shape = [*moved.shape]
+        shape[axis] = size
+        return moved.new_zeros(shape).index_copy(axis, mine, moved.index_select(axis, theirs))
+
+    def _constant(self, block: Block, info: TensorInfo, changes: Mapping[str, Change]) -> bool:
+        """Whether folding brings a weight's change into the bias beside it."""
+        if not is_bias(info.key) or weight_key(info.key) not in changes:
+            return False
+        return weight_key(info.key) in self.fold.inputs(block, info) and len(self.fold.inputs(block, info)) > 2
+
+    def _check_norms(self, block: Block, changes: Mapping[str, Change]) -> None:
+        for key in folded_keys(block, self.alignment.folded):
+            change = changes.get(key)
+            if isinstance(change, Tensor) and bool(change.abs().max() > 0):
+                raise AlignmentError(
+                    f"the change of '{key}' cannot be carried where the stream is turned",
+                    where=block.name,
+                    remedy="use 'residual: permutation', or merge the adapter and carry the whole model",
+                )
+
+
+def folded_keys(block: Block, streams: Collection[str]) -> set[str]:
+    """Gains and shifts of the block's norms of some streams, and its layer scales."""
+    norms = [norm for norm in block.norms if norm.stream in streams]
+    found = {norm.gain for norm in norms} | {norm.shift for norm in norms if norm.shift is not None}
+    return found | {scale.gain for scale in block.scales if scale.stream in streams}
+
+
+def _with(get: Callable[[str], Tensor | None], own: str, value: Tensor) -> Callable[[str], Tensor | None]:
+    return lambda key: value if key == own else get(key)
+
+
+def is_bias(key: str) -> bool:
+    return key.endswith(".bias")
+
+
+def weight_key(bias: str) -> str:
+    return bias.removesuffix("bias") + "weight"
+
+
+def reader(block: Block, source: TensorSource) -> Callable[[str], Tensor | None]:
+    """A block's tensors by key, in float64."""
+
+    def get(key: str) -> Tensor | None:
+        info = block.tensor(key)
+        tensor = read_tensor(info, source) if info is not None else None
+        return None if tensor is None else tensor.double()
+
+    return get

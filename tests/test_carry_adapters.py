@@ -1,0 +1,57 @@
+"""Adapters carried to another base: the law over all families and groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from carry_support import make_adapter, merged, other_coordinates
+from tiny_models import ALL, Case, difference, inputs, make, outputs, reload, save
+
+from rotation_merge.architectures import resolve
+from rotation_merge.checkpoints.adapters import Adapter
+from rotation_merge.checkpoints.carry import carry_adapter
+from rotation_merge.matching.carry import Carrier
+from rotation_merge.matching.options import MatchOptions
+
+FAMILIES = list({case.family: case for case in ALL[::-1]}.values())[::-1]
+GROUPS = {
+    "local": MatchOptions(heads="permutation"),
+    "invertible": MatchOptions(attention="invertible", rescale=False, residual="permutation"),
+    "signed": MatchOptions(heads="permutation", residual="signed_permutation"),
+    "rotation": MatchOptions(heads="permutation", residual="rotation"),
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path: Path) -> None:
+    """New base = old base in other coordinates, so far as each group is admitted; adapters on everything."""
+    model = make(case)
+    given = inputs(case, model)
+    config, state = save(model, tmp_path)
+    architecture = resolve(config, list(state), case.name, untie=True)
+    if not any("rotation" in groups for groups in architecture.stream_groups.values()):
+        architecture = resolve(config, list(state), case.name)
+    untied = {t.name: state[t.tied[0]].clone() for t in architecture.tensors() if t.tied and t.name not in state}
+    if untied:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
+        state |= untied
+    home = outputs(reload(case, tmp_path, state), given)
+    admitted = {group for groups in architecture.stream_groups.values() for group in groups}
+    shifts = "rotation" in admitted and any(norm.layer for block in architecture.blocks for norm in block.norms)
+    adapter = make_adapter(architecture, state, embeddings=not shifts)  # peft has no lora_bias for embeddings
+    adapter.write(str(tmp_path / "adapter"))
+    stored = Adapter(str(tmp_path / "adapter"))
+    expected = outputs(reload(case, tmp_path, merged(adapter, architecture, state)), given)
+    assert difference(home, expected) > 1e-3
+    for what, options in GROUPS.items():
+        if options.residual not in admitted:
+            continue
+        new, alignment = other_coordinates(architecture, state, options)
+        carried = carry_adapter(stored, Carrier(architecture, state, new, alignment), config, "new")
+        assert difference(outputs(reload(case, tmp_path, new), given), home) <= 1e-8, what
+        there = outputs(reload(case, tmp_path, merged(carried.adapter, architecture, new)), given)
+        size = max(float(x.abs().max()) for x in expected.values())
+        assert difference(there, expected) <= 1e-8 * max(size, 1), what

@@ -1,0 +1,284 @@
+"""Adapters carried, as peft itself runs them: forms of LoRA, whole modules, biases, DoRA; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from carry_support import other_coordinates
+from cli_support import run
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_models import ALL, Case, make, outputs, save
+from tiny_models import inputs as given_inputs
+from torch import Tensor
+
+from rotation_merge.architectures import resolve
+from rotation_merge.checkpoints.adapters import Adapter
+from rotation_merge.checkpoints.carry import Carried, carry_adapter
+from rotation_merge.errors import AlignmentError, CheckpointError, RotationMergeError
+from rotation_merge.matching.carry import Carrier
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.options import MatchOptions
+
+ROTATION = MatchOptions(heads="permutation", residual="rotation")
+PERMUTATION = MatchOptions(heads="permutation", residual="permutation")
+ORDERS = MatchOptions(attention="none", heads="permutation", residual="permutation")
+
+
+class Home:
+    """An old base, a new one that computes the same in other coordinates, and adapters of the old one, run by peft."""
+
+    def __init__(self, family: str, name: str, where: Path) -> None:
+        self.case: Case = next(c for c in ALL if (c.family, c.name) == (family, name))
+        self.where = where
+        model = make(self.case)
+        self.given = given_inputs(self.case, model)
+        self.config, self.state = save(model, where / "old")
+        self.architecture = resolve(self.config, list(self.state), name, untie=True)
+
+    def new(self, options: MatchOptions) -> tuple[dict[str, Tensor], Alignment]:
+        state, alignment = other_coordinates(self.architecture, self.state, options)
+        folder = self.where / "new"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text((self.where / "old" / "config.json").read_text())
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        return state, alignment
+
+    def base(self, name: str) -> Any:
+        loaded = self.case.model_class.from_pretrained(
+            self.where / name, dtype=torch.float64, attn_implementation="eager"
+        )
+        return loaded.eval()
+
+    def adapter(self, **config: Any) -> tuple[Adapter, Tensor]:
+        """An adapter with everything trainable made random, and what the old base computes with it."""
+        torch.manual_seed(0)
+        wanted = LoraConfig(**{"r": 2, "lora_alpha": 3, **config})
+        model = get_peft_model(self.base("old"), wanted, autocast_adapter_dtype=False)
+        for _, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data + 0.3 * torch.randn_like(parameter)
+        model.save_pretrained(self.where / "adapter", save_embedding_layers=False)
+        return Adapter(str(self.where / "adapter")), self.logits(model)
+
+    def carried(self, adapter: Adapter, options: MatchOptions, **others: Any) -> tuple[Carried, Tensor]:
+        """The adapter on the new base, and what that computes with it."""
+        state, alignment = self.new(options)
+        carrier = Carrier(self.architecture, self.state, state, alignment)
+        result = carry_adapter(adapter, carrier, self.config, str(self.where / "new"), **others)
+        result.adapter.write(str(self.where / "carried"))
+        model = PeftModel.from_pretrained(self.base("new"), self.where / "carried", autocast_adapter_dtype=False)
+        return result, self.logits(model)
+
+    def logits(self, model: Any) -> Tensor:
+        return outputs(model.eval(), self.given)["logits"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home("llama", "llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home("gpt2", "untied", tmp_path_factory.mktemp("gpt2"))
+
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+FORMS: dict[str, tuple[str, MatchOptions, dict[str, Any]]] = {
+    "lora": ("llama", ROTATION, {"target_modules": LINEAR}),
+    "rank-stabilised, ranks of their own": (
+        "llama",
+        ROTATION,
+        {"target_modules": LINEAR, "use_rslora": True, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"up_proj": 7}},
+    ),
+    "embedding and head": ("llama", ROTATION, {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
+    "whole modules": ("llama", ROTATION, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "down_proj"]}),
+    "whole norms": (
+        "llama",
+        PERMUTATION,
+        {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "norm", "embed_tokens"]},
+    ),
+    "dora": ("llama", ORDERS, {"target_modules": LINEAR, "use_dora": True}),
+    "dora of what is not turned": ("llama", ROTATION, {"target_modules": ["gate_proj", "up_proj"], "use_dora": True}),
+    "shifts left over": ("gpt2", ROTATION, {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
+    "a bias already": (
+        "gpt2",
+        ROTATION,
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "lora_bias": True},
+    ),
+    "trained biases": (
+        "gpt2",
+        ROTATION,
+        {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "bias": "lora_only"},
+    ),
+    "all biases": ("gpt2", PERMUTATION, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"}),
+    "dora of layers stored the other way": (
+        "gpt2",
+        ORDERS,
+        {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_peft_runs_the_carried_adapter(form: str, request: pytest.FixtureRequest) -> None:
+    family, options, config = FORMS[form]
+    home = request.getfixturevalue(family)
+    adapter, expected = home.adapter(**config)
+    assert float((home.logits(home.base("old")) - expected).abs().max()) > 1e-2
+    result, found = home.carried(adapter, options)
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-8)
+    assert {x.dtype for x in result.adapter.tensors.values()} == {torch.float64}
+
+
+REFUSED: dict[str, tuple[str, MatchOptions, dict[str, Any], str]] = {
+    "dora under rotations": ("llama", ROTATION, {"target_modules": ["v_proj"], "use_dora": True}, "outputs are turned"),
+    "norms under rotations": (
+        "llama",
+        ROTATION,
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+        "cannot be carried where the stream is turned",
+    ),
+    "constants beside embeddings": (
+        "gpt2",
+        ROTATION,
+        {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True},
+        "leave constants over",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_forms_that_cannot_express_it_are_refused(form: str, request: pytest.FixtureRequest) -> None:
+    family, options, config, words = REFUSED[form]
+    home = request.getfixturevalue(family)
+    with pytest.raises(AlignmentError, match=words):
+        home.carried(home.adapter(**config)[0], options)
+
+
+def test_scale(llama: Home) -> None:
+    adapter, _ = llama.adapter(target_modules=["q_proj", "down_proj"])
+    once, twice = (llama.carried(adapter, ROTATION, scale=scale)[0] for scale in (1.0, 2.0))
+    key = next(key for key in once.adapter.tensors if "lora_B" in key)
+    torch.testing.assert_close(twice.adapter.tensors[key], 2 * once.adapter.tensors[key])
+
+
+def test_a_gain_of_zero_is_refused(llama: Home) -> None:
+    adapter, _ = llama.adapter(target_modules=["q_proj"])
+    state, alignment = llama.new(ROTATION)
+    state["model.layers.0.input_layernorm.weight"][3] = 0
+    with pytest.raises(AlignmentError, match=r"entry 3 of the gain.*near zero"):
+        carry_adapter(adapter, Carrier(llama.architecture, llama.state, state, alignment), llama.config, "new")
+
+
+class TestBadInput:
+    @pytest.fixture(scope="class")
+    def folder(self, llama: Home) -> Path:
+        llama.adapter(target_modules=["q_proj"])
+        llama.new(ROTATION)
+        return llama.where
+
+    def refused(
+        self, where: Path, out: Path, adapter: Path | None = None, old: object = None, new: object = None
+    ) -> str:
+        done = run(
+            "carry", adapter or where / "adapter", "--from", old or where / "old", "--to", new or where / "new", out
+        )
+        assert done.exit_code == 2, done.output
+        assert len(done.output.strip().splitlines()) == 1, done.output
+        assert not out.exists()
+        return done.output
+
+    def changed(self, folder: Path, to: Path, tensors: Any = None, **config: Any) -> Path:
+        to.mkdir()
+        old = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+        (to / "adapter_config.json").write_text(json.dumps({**old, **config}))
+        stored = load_file(folder / "adapter" / "adapter_model.safetensors")
+        save_file(tensors(stored) if tensors else stored, to / "adapter_model.safetensors")
+        return to
+
+    def test_no_adapter(self, folder: Path, tmp_path: Path):
+        assert "adapter_config.json is needed" in self.refused(folder, tmp_path / "out", folder / "old")
+
+    def test_missing_base(self, folder: Path, tmp_path: Path):
+        assert "no such directory" in self.refused(folder, tmp_path / "out", old=tmp_path / "nothing")
+
+    def test_other_kinds(self, folder: Path, tmp_path: Path):
+        other = self.changed(folder, tmp_path / "ia3", peft_type="IA3")
+        assert "not a LoRA" in self.refused(folder, tmp_path / "out", other)
+
+    def test_ranks_that_disagree(self, folder: Path, tmp_path: Path):
+        def cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {k: x[:1].contiguous() if "lora_A" in k else x for k, x in tensors.items()}
+
+        other = self.changed(folder, tmp_path / "ranks", cut)
+        assert "the factors of" in self.refused(folder, tmp_path / "out", other)
+
+    def test_another_base(self, folder: Path, tmp_path: Path):
+        def wider(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {k: torch.cat([x, x], 1) if "lora_A" in k else x for k, x in tensors.items()}
+
+        other = self.changed(folder, tmp_path / "wide", wider)
+        assert "its base says" in self.refused(folder, tmp_path / "out", other)
+
+    def test_modules_that_are_not_there(self, folder: Path, tmp_path: Path):
+        def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {k.replace("q_proj", "query"): x for k, x in tensors.items()}
+
+        other = self.changed(folder, tmp_path / "names", renamed)
+        assert "which its base has not" in self.refused(folder, tmp_path / "out", other)
+
+    def test_quantised_base(self, folder: Path, tmp_path: Path):
+        base = tmp_path / "int4"
+        base.mkdir()
+        config = json.loads((folder / "new" / "config.json").read_text())
+        quantised = {**config, "quantization_config": {"quant_method": "gptq"}}
+        (base / "config.json").write_text(json.dumps(quantised))
+        (base / "model.safetensors").write_bytes((folder / "new" / "model.safetensors").read_bytes())
+        assert "gptq" in self.refused(folder, tmp_path / "out", new=base)
+
+    def test_two_to_one_place(self, folder: Path, tmp_path: Path):
+        twice = [folder / "adapter"] * 2
+        done = run("carry", *twice, "--from", folder / "old", "--to", folder / "new", tmp_path / "out")
+        assert done.exit_code == 2
+        assert "one by one" in done.output
+
+
+def test_command(llama: Home, tmp_path: Path) -> None:
+    """Two adapters at once, without and with a file of maps."""
+    llama.adapter(target_modules=["q_proj", "down_proj"])
+    llama.new(ROTATION)
+    first, second = llama.where / "adapter", tmp_path / "second"
+    Adapter(str(first))
+    second.mkdir()
+    for file in first.iterdir():
+        (second / file.name).write_bytes(file.read_bytes())
+    bases = ("--from", llama.where / "old", "--to", llama.where / "new")
+    done = run("carry", first, second, *bases, tmp_path / "both", "--heads", "permutation")
+    assert done.exit_code == 0, done.output
+    card = (tmp_path / "both" / "second" / "README.md").read_text()
+    assert f"base_model: {llama.where / 'new'}\nbase_model_relation: adapter" in card
+    config = json.loads((tmp_path / "both" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(llama.where / "new")
+    maps = tmp_path / "maps.safetensors"
+    aligned = run(
+        *("align", llama.where / "new", llama.where / "old", "--alignment", maps),
+        *("--heads", "permutation", "--residual", "rotation"),
+    )
+    assert aligned.exit_code == 0, aligned.output
+    done = run("carry", first, *bases, tmp_path / "one", "--alignment", maps)
+    assert done.exit_code == 0, done.output
+    one, two = (load_file(tmp_path / p / "adapter_model.safetensors") for p in ("one", "both/adapter"))
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3)
+
+
+def test_errors_are_of_our_own() -> None:
+    assert issubclass(CheckpointError, RotationMergeError)
