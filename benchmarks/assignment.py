@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from record import Table
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
@@ -125,8 +126,19 @@ def child(arguments: list[str]) -> Result:
 
 def dense_table(sizes: list[int], instances: list[str], d: int, with_scipy: bool, repeats: int) -> None:
     """One row for each instance and size; the fastest of the repeats."""
-    print("| instance | n | scipy s | ours s | ratio | scipy memory / C | ours memory / C | gap | vs scipy | route |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    table = Table("assignment-large" if max(sizes) > 8192 and len(instances) > 1 else "assignment")
+    titles = [
+        "instance",
+        "n",
+        "scipy s",
+        "ours s",
+        "ratio",
+        "scipy memory / C",
+        "ours memory / C",
+        "gap",
+        "vs scipy",
+        "route",
+    ]
     for n in sizes:
         for kind in instances:
             with tempfile.TemporaryDirectory() as folder:
@@ -149,19 +161,19 @@ def dense_table(sizes: list[int], instances: list[str], d: int, with_scipy: bool
                     row[2], row[5] = f"{reference['seconds']:.2f}", f"{reference['memory']:.2f}"
                     row[4] = f"{float(reference['seconds']) / float(ours['seconds']):.1f}x"
                     row[8] = f"{float(ours['value']) / float(reference['value']) - 1:.1e}"
-                print("| " + " | ".join(row) + " |", flush=True)
+                table.add(dict(zip(titles, row, strict=True)))
 
 
 def factored_table(sizes: list[int], d: int) -> None:
     """Near fine-tunes of three matrices, plain and with one of them signed."""
-    print("| noise | signed | n | d | assign_factored s | full product s | gap | route |")
-    print("|---|---|---|---|---|---|---|---|")
+    table = Table("assignment-factored")
+    titles = ["noise", "one matrix signed", "n", "d", "assign_factored s", "full product s", "gap", "route"]
     for n in sizes:
         for noise in (5, 10, 30):
             for signs in ("plain", "signed"):
                 found = in_child("factored", str(noise), str(n), str(d), signs)
                 row = [f"{noise}%", signs, str(n), str(d), f"{found['seconds']:.2f}", f"{found['product']:.1f}"]
-                print("| " + " | ".join([*row, f"{found['gap']:.1e}", str(found["method"])]) + " |", flush=True)
+                table.add(dict(zip(titles, [*row, f"{found['gap']:.1e}", str(found["method"])], strict=True)))
 
 
 def main() -> None:

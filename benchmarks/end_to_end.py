@@ -10,7 +10,6 @@ gathering, averaging (ExecuteMergeMethodTask), SaveTensor and FinalizeModel (wri
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import tempfile
 import time
@@ -25,6 +24,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.graph import Task
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
+from record import Table
 
 KINDS = {"LabelledLoad": "LoadTensor", "AlignedGather": "GatherTensors"}
 
@@ -79,9 +79,11 @@ def main() -> None:
         state = memory.random_state(architecture, 1)
         other = memory.write(memory.donor(arguments.donor, architecture, state), config, folder / "donor")
         anchor = memory.write(state, config, folder / "anchor")
-        for method in ("linear", "rotation_merge"):
-            parts = measure(method, anchor, other, folder)
-            print(json.dumps({"method": method, **{name: round(s, 2) for name, s in parts.items()}}), flush=True)
+        plain, aligned = (measure(method, anchor, other, folder) for method in ("linear", "rotation_merge"))
+    table = Table("merge-parts")
+    for part in dict.fromkeys([*aligned, *plain]):
+        cells = (f"{found[part]:.2f}" if part in found else "" for found in (plain, aligned))
+        table.add(dict(zip(("part", "plain linear", "aligned"), (part, *cells), strict=True)))
 
 
 if __name__ == "__main__":

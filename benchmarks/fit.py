@@ -21,6 +21,7 @@ from statistics import mean, stdev
 
 import torch
 from corpora import documents
+from record import Table
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, ViTForImageClassification
@@ -115,6 +116,7 @@ def timed(models: Sequence[nn.Module], batches, options: FitOptions) -> tuple[Fi
 
 
 def vits(root: Path, args: argparse.Namespace) -> None:
+    table = Table("fit-vits")
     for title, count, labels in (("1257 images with labels", 1257, True), ("300 images without labels", 300, False)):
         rows = []
         for a, b in ((0, 1), (2, 3), (4, 5)):
@@ -126,10 +128,16 @@ def vits(root: Path, args: argparse.Namespace) -> None:
             ends, middle = (points[0], points[20]), points[10]
             barrier = max(p[1] - (ends[0][1] + (ends[1][1] - ends[0][1]) * i / 20) for i, p in enumerate(points))
             rows.append((middle[0] - (ends[0][0] + ends[1][0]) / 2, middle[0], barrier, seconds))
-            print(
-                f"{title}, seeds {a} and {b}: parents {ends[0][0]:.1f} / {ends[1][0]:.1f} %, middle {middle[0]:.1f} %, "
-                f"barrier {barrier:.3f} nats (21 points), {seconds:.0f} s, from {result.report.start}",
-                flush=True,
+            table.add(
+                {
+                    "data": title,
+                    "seeds": f"{a} and {b}",
+                    "parents": f"{ends[0][0]:.1f} / {ends[1][0]:.1f} %",
+                    "middle": f"{middle[0]:.1f} %",
+                    "barrier (nats)": f"{barrier:.3f}",
+                    "time": f"{seconds:.0f} s",
+                    "from": result.report.start,
+                }
             )
         for name, column in (
             ("middle - parents (points)", 0),
@@ -147,12 +155,13 @@ def joint(root: Path, args: argparse.Namespace) -> None:
     even = [0.25] * 4
     parents = [on_digits(lambda batch, m=m: m(**batch)) for m in models]
     plain, learned = measure(models, None, even, on_digits), measure(models, result, even, on_digits)
-    print("parents", ", ".join(f"{a:.1f} % ({loss:.3f})" for a, loss in parents))
-    print(f"uniform average: plain {plain[0]:.1f} % ({plain[1]:.3f}), learned {learned[0]:.1f} % ({learned[1]:.3f})")
-    print(f"{seconds:.0f} s")
+    cells = {"parents": ", ".join(f"{a:.1f} % ({loss:.3f})" for a, loss in parents)}
+    cells |= {name: f"{a:.1f} % ({loss:.3f})" for name, (a, loss) in (("plain", plain), ("learned", learned))}
+    Table("fit-joint").add(cells | {"time": f"{seconds:.0f} s"})
 
 
 def llamas(root: Path, args: argparse.Namespace) -> None:
+    table = Table("fit-llamas")
     for a, b in ((0, 1), (2, 3), (0, 2)):
         models = load(LlamaForCausalLM, root, [f"llama-{a}", f"llama-{b}"])
         batches = tokens_of(["python"], 200_000)
@@ -162,8 +171,18 @@ def llamas(root: Path, args: argparse.Namespace) -> None:
         plain, learned = (measure(models, r, [0.5, 0.5], score) for r in (None, result))
         middle = sum(ends) / 2
         before, after = plain - middle, learned - middle
-        print(f"llamas {a} and {b}: parents {ends[0]:.3f} / {ends[1]:.3f}, plain {plain:.3f}, learned {learned:.3f}")
-        print(f"  barrier {before:.3f} -> {after:.3f} nats (1/{before / after:.1f}), {seconds:.0f} s", flush=True)
+        table.add(
+            {
+                "seeds": f"{a} and {b}",
+                "parents": f"{ends[0]:.3f} / {ends[1]:.3f}",
+                "plain middle": f"{plain:.3f}",
+                "learned middle": f"{learned:.3f}",
+                "barrier, plain": f"{before:.3f}",
+                "learned": f"{after:.3f}",
+                "ratio": f"1/{before / after:.1f}",
+                "time": f"{seconds:.0f} s",
+            }
+        )
         print(
             "  held-out barrier by time:",
             ", ".join(f"{r[1]:.0f} s {r[3]:.3f}" for r in result.report.history),
@@ -172,6 +191,7 @@ def llamas(root: Path, args: argparse.Namespace) -> None:
 
 
 def finetunes(root: Path, args: argparse.Namespace) -> None:
+    table = Table("fit-finetunes")
     for ending in ("-long", ""):
         models = load(LlamaForCausalLM, root, [f"llama-0-english{ending}", f"llama-0-c{ending}"])
         result, seconds = timed(
@@ -181,8 +201,9 @@ def finetunes(root: Path, args: argparse.Namespace) -> None:
         for name, found in (("plain", None), ("learned", result)):
             rows[name] = [measure(models, found, [0.5, 0.5], on_text(domain)) for domain in ("english", "c")]
         means = mean(rows["plain"]), mean(rows["learned"])
-        print(f"{'far' if ending else 'near'} fine-tunes, half and half, mean of english and c:", end=" ")
-        print(f"plain {means[0]:.3f}, learned {means[1]:.3f} nats, {seconds:.0f} s, from {result.report.start}")
+        which = "far (2000 steps at 3e-3)" if ending else "near (300 steps at 3e-4)"
+        cells = {"plain": f"{means[0]:.3f}", "learned": f"{means[1]:.3f}", "time": f"{seconds:.0f} s"}
+        table.add({"fine-tunes": which, **cells})
         print(f"  {result.report.verdict()}", flush=True)
 
 
@@ -207,10 +228,10 @@ def step(root: Path, args: argparse.Namespace) -> None:
     fit(models[0], models[1], batches, match, options, watch=lambda *_: marks.append(time.perf_counter()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     seconds = min(b - a for a, b in itertools.pairwise(marks))
-    print(f"{size / 1e6:.0f}M parameters, 4 x 128 tokens a step on {device}: {seconds:.1f} s a step, 300 steps about")
-    print(f"{seconds * 300 / 60:.0f} minutes; peak memory of the process {peak:.1f} GiB")
-    if device == "cuda":
-        print(f"peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    cells = {"parameters": f"{size / 1e6:.0f}M", "device": device, "a step of 4 x 128 tokens": f"{seconds:.1f} s"}
+    cells |= {"300 steps": f"{seconds * 300 / 60:.0f} min", "peak memory": f"{peak:.1f} GiB"}
+    gpu = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else ""
+    Table("fit-step").add({**cells, "peak GPU memory": gpu})
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import straight
 import torch
+from record import Table
 from torch import Tensor
 
 from rotation_merge.architectures.build import build
@@ -175,21 +176,26 @@ def main() -> None:
     args = parser.parse_args()
     family, *sizes = SHAPES[args.shape]
     sizes = [family, *(args.sizes or sizes)]
-    print("| shape | donor | what | seconds | times faster | parts | added MiB (layer) | distance², before, after |")
-    print("|---|---|---|---|---|---|---|---|")
+    table = Table({"llama-8b": "matching-8b", "llama-300m": "matching-300m"}.get(args.shape, "matching-bert"))
     context = multiprocessing.get_context("spawn")
     for relation in args.relation:
         reference = None
         for heads in [] if args.no_straight else ["straight"]:
-            reference = measure(context, args, sizes, relation, heads, None)
+            reference = measure(table, context, args, sizes, relation, heads, None)
         for heads in args.heads:
-            measure(context, args, sizes, relation, heads, reference)
+            measure(table, context, args, sizes, relation, heads, reference)
 
 
 def measure(
-    context: Any, args: argparse.Namespace, sizes: list[Any], relation: str, heads: str, reference: float | None
+    table: Table,
+    context: Any,
+    args: argparse.Namespace,
+    sizes: list[Any],
+    relation: str,
+    heads: str,
+    reference: float | None,
 ) -> float:
-    """Run one measurement and print its row."""
+    """Run one measurement and add its row."""
     job = {"sizes": sizes, "relation": relation, "heads": heads, "noise": args.noise, "dtype": args.dtype}
     job |= {"threads": args.threads, "repeats": 1 if heads == "straight" else args.repeats}
     with context.Pool(1) as pool:
@@ -198,10 +204,17 @@ def measure(
     parts = ", ".join(f"{kind} {seconds:.3f}" for kind, seconds in found.get("parts", {}).items())
     distances = "{:.5f}, {:.5f}".format(*found["after"]) if found["after"] else ""
     what = heads if heads == "straight" else f"heads: {heads}"
-    print(
-        f"| {args.shape} {args.dtype} | {relation} | {what} | {found['seconds']:.3f} | {faster} | {parts} | "
-        f"{found['memory']:.0f} ({found['size']:.0f}) | {distances} |",
-        flush=True,
+    table.add(
+        {
+            "shape": f"{args.shape} {args.dtype}",
+            "donor": relation,
+            "what": what,
+            "seconds": f"{found['seconds']:.3f}",
+            "times faster": faster,
+            "parts": parts,
+            "added MiB (layer)": f"{found['memory']:.0f} ({found['size']:.0f})",
+            "distance², before, after": distances,
+        }
     )
     return found["seconds"]
 

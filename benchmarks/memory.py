@@ -12,7 +12,6 @@ independent model. Goals: peak memory at most 1.25 times plain linear; wall time
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from record import Table
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
@@ -131,12 +131,12 @@ def compare(kind: str, repeats: int, layers: int) -> dict[str, object]:
     peak = {m: max(v[1] for v in values) for m, values in results.items()}
     return {
         "donor": kind,
-        "linear_s": round(seconds["linear"], 1),
-        "aligned_s": round(seconds["rotation_merge"], 1),
-        "wall_ratio": round(seconds["rotation_merge"] / seconds["linear"], 2),
-        "linear_mb": round(peak["linear"]),
-        "aligned_mb": round(peak["rotation_merge"]),
-        "memory_ratio": round(peak["rotation_merge"] / peak["linear"], 3),
+        "plain linear": f"{seconds['linear']:.1f} s",
+        "aligned": f"{seconds['rotation_merge']:.1f} s",
+        "wall ratio": f"{seconds['rotation_merge'] / seconds['linear']:.2f}",
+        "peak, plain linear": f"{peak['linear']:.0f} MB",
+        "peak, aligned": f"{peak['rotation_merge']:.0f} MB",
+        "memory ratio": f"{peak['rotation_merge'] / peak['linear']:.2f}",
     }
 
 
@@ -149,8 +149,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.residual:
         RESIDUAL.update(residual=arguments.residual, untie=arguments.residual == "rotation")
+    table = Table("residual-memory" if arguments.residual else "memory")
     for kind in arguments.donors:
-        print(json.dumps(compare(kind, arguments.repeats, arguments.layers)), flush=True)
+        table.add(compare(kind, arguments.repeats, arguments.layers))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 
 C holds what benchmarks/train_checkpoints.py wrote: vit-SEED, llama-SEED, llama-0-english, llama-0-c (and -long). ViTs
 are measured by accuracy on 540 digits, Llamas by nats per byte of the texts that come with the package (`--windows` of
-128 bytes). Distances are squared, relative to those of the models as they were trained. One line a variant: means.
+128 bytes). Distances are squared, relative to those of the models as they were trained. One row a variant: means.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from corpora import documents, excerpt
+from record import Table
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM, ViTForImageClassification
@@ -125,11 +126,10 @@ def align(anchor: Model, donor: Model, options: MatchOptions | None) -> Alignmen
     return match_model(anchor.architecture, anchor.state, donor.state, options)
 
 
-def row(what: str, **values: object) -> None:
-    cells = " | ".join(
-        f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+def row(table: Table, what: str, **values: object) -> None:
+    table.add(
+        {"case": what} | {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in values.items()}
     )
-    print(f"{what:34s} | {cells}", flush=True)
 
 
 def pairs(seeds: list[int], both: bool) -> list[tuple[int, int]]:
@@ -140,8 +140,10 @@ def midpoints(arguments: argparse.Namespace, measure: Measure) -> None:
     """Half-half of every pair of seeds, under every variant."""
     models = {s: open_model(arguments.checkpoints, f"{arguments.kind}-{s}") for s in arguments.seeds}
     ends = {s: measure.loss(m, m.state) for s, m in models.items()}
+    parents = Table(f"residual-{arguments.kind}-parents")
     for seed, (loss, accuracy) in ends.items():
-        row(f"parent {seed}", loss=loss, accuracy=accuracy)
+        row(parents, f"{arguments.kind}-{seed}", loss=loss, accuracy=accuracy)
+    table, each = Table(f"residual-{arguments.kind}"), Table(f"residual-{arguments.kind}-each")
     for name in arguments.variants:
         found = []
         for a, b in pairs(arguments.seeds, arguments.both):
@@ -153,12 +155,12 @@ def midpoints(arguments: argparse.Namespace, measure: Measure) -> None:
             share = distance(ours, theirs) / distance(models[a].state, models[b].state)
             found.append((accuracy, loss, loss - (ends[a][0] + ends[b][0]) / 2, share, seconds))
             if arguments.each:
-                row(f"{name}, {a} and {b}", accuracy=accuracy, loss=loss, distance=share)
+                row(each, f"{name}, {a} and {b}", accuracy=accuracy, loss=loss, distance=share)
         middle = [statistics.fmean(column) for column in zip(*found, strict=True)]
         worst, best = (min, max) if arguments.kind == "vit" else (max, min)
         column = [values[0 if arguments.kind == "vit" else 1] for values in found]
         names = ("accuracy", "loss", "barrier", "distance", "seconds")
-        row(name, **dict(zip(names, middle, strict=True)), worst=worst(column), best=best(column))
+        row(table, name, **dict(zip(names, middle, strict=True)), worst=worst(column), best=best(column))
 
 
 def transport(arguments: argparse.Namespace, measure: Measure) -> None:
@@ -166,9 +168,10 @@ def transport(arguments: argparse.Namespace, measure: Measure) -> None:
     old = open_model(arguments.checkpoints, "llama-0")
     suffix = "-long" if arguments.long else ""
     tuned = {d: open_model(arguments.checkpoints, f"llama-0-{d}{suffix}") for d in arguments.domains}
+    home, table = Table(f"transport-home{suffix}"), Table(f"transport{suffix}")
     for domain, fine in tuned.items():
         losses = [measure.loss(m, m.state, domain)[0] for m in (old, fine)]
-        row(f"at home, {domain}", gain=losses[0] - losses[1])
+        row(home, domain, gain=losses[0] - losses[1])
     for name in arguments.variants:
         gains: dict[tuple[str, float], list[float]] = {}
         for seed in arguments.seeds:
@@ -184,11 +187,12 @@ def transport(arguments: argparse.Namespace, measure: Measure) -> None:
                     gains.setdefault((domain, scale), []).append(gain)
         for (domain, scale), values in gains.items():
             each = " ".join(f"{value:.3f}" for value in values)
-            row(f"{name}, {domain}, scale {scale}", gain=statistics.fmean(values), each=each)
+            row(table, f"{name}, {domain}, scale {scale}", gain=statistics.fmean(values), each=each)
 
 
 def near(arguments: argparse.Namespace, measure: Measure) -> None:
     """Two fine-tunes of one base, half-half: mean loss of the two domains, and the maps' distance from the identity."""
+    table = Table("near")
     for suffix in ("", "-long"):
         a, b = (open_model(arguments.checkpoints, f"llama-0-{d}{suffix}") for d in ("english", "c"))
         for name in arguments.variants:
@@ -199,6 +203,7 @@ def near(arguments: argparse.Namespace, measure: Measure) -> None:
             losses = [measure.loss(a, state, domain)[0] for domain in ("english", "c")]
             far = [max(t.distances().values()) for t in alignment.transforms.values()]
             row(
+                table,
                 f"{'long' if suffix else 'short'}, {name}",
                 loss=statistics.fmean(losses),
                 moved=max(far, default=0.0),
@@ -210,6 +215,7 @@ def means(arguments: argparse.Namespace, measure: Measure) -> None:
     """Uniform averages of several ViTs: every one to the base, and all to their mean; every model is the base once."""
     options = VARIANTS["rotation"]
     assert options is not None
+    table = Table("means")
     for count in range(2, len(arguments.seeds) + 1):
         for way in ("to the base", "to the mean"):
             found = []
@@ -226,7 +232,7 @@ def means(arguments: argparse.Namespace, measure: Measure) -> None:
                 moved = [model.moved(alignments[name]) for name, model in others.items()]
                 found.append(measure.loss(base, between(base.folded(alignments[str(seeds[1])]), *moved)))
             loss, accuracy = (statistics.fmean(column) for column in zip(*found, strict=True))
-            row(f"{count} models, {way}", accuracy=accuracy, loss=loss)
+            row(table, f"{count} models, {way}", accuracy=accuracy, loss=loss)
 
 
 def weigh(power: float | None) -> None:

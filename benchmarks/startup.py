@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import compileall
-import json
 import os
 import shutil
 import statistics
@@ -20,6 +19,8 @@ import tempfile
 import time
 import venv
 from pathlib import Path
+
+from record import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -72,7 +73,10 @@ def main() -> None:
         pairs = zip(times["without"], times["with"], strict=True)
         result[f"{clock}_without_ms"] = round(statistics.median(t[i] for t in times["without"]), 3)
         result[f"{clock}_difference_ms"] = round(statistics.median(b[i] - a[i] for a, b in pairs), 3)
-    print(json.dumps(result))
+    table = Table("startup")
+    for clock, words in (("wall", "wall, median"), ("cpu", "processor, median")):
+        without, added = result[f"{clock}_without_ms"], result[f"{clock}_difference_ms"]
+        table.add({"case": words, "without": f"{without:.1f} ms", "added": f"{added:.2f} ms"})
 
 
 if __name__ == "__main__":

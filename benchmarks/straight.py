@@ -1,9 +1,10 @@
 """A straight implementation of the ICML 2025 paper's matching, as the thing to measure against.
 
-Written from the paper alone (sections 4.2 and 4.3, Algorithm 1, equations 7, 10 and 12): one SVD after another for the
-heads, scipy's assignment solver on the raw similarity of the neurons, rotation first and rescaling after. It knows one
-layer of separate q, k, v, o and up, down (gate) matrices and nothing else; where query heads share keys and values,
-their products are summed. With rotary embedding the paper's rotation would change the outputs, so each RoPE pair is
+Written from the paper alone (section 4.2: equations 7, 10 and 12, Algorithm 1): one SVD after another for the heads,
+scipy's assignment solver on the raw similarity of the neurons, rotation first and rescaling after. The products of
+biases in Algorithm 1, b^T b, are left out, so it does slightly less than the paper's. It knows one layer of separate q,
+k, v, o and up, down (gate) matrices and nothing else; where query heads share keys and values, their products are
+summed. With rotary embedding the paper's rotation would change the outputs, so each RoPE pair is
 turned by its best angle instead, pair by pair.
 """
 

@@ -1,10 +1,11 @@
-"""Draw the pictures of concepts.md: `python docs/make_pictures.py` writes docs/pictures/*.svg.
+"""Draw the pictures of concepts.md and of the README: `python docs/make_pictures.py` writes docs/pictures/*.svg.
 
 Colours are of middle brightness on no background, so that one file serves light and dark pages.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -138,7 +139,30 @@ def spaces() -> str:
     return picture(900, 260, "The spaces of one layer and the group of each", parts)
 
 
-PICTURES = {"neurons.svg": neurons, "orbit.svg": orbit, "spaces.svg": spaces}
+def path() -> str:
+    """Loss between two Llamas of different seeds, as `python benchmarks/path.py` measured it."""
+    rows = json.loads((FOLDER.parent.parent / "benchmarks" / "results" / "path.json").read_text("utf-8"))["rows"]
+    curves = {name: [float(row[name]) for row in rows] for name in ("plain", "aligned")}
+    low, high = min(map(min, curves.values())), max(map(max, curves.values()))
+
+    def at(i: int, loss: float) -> tuple[float, float]:
+        return 70 + 490 * i / (len(rows) - 1), 210 - 170 * (loss - low) / (high - low)
+
+    parts = [line(60, 220, 570, 220), line(60, 30, 60, 220)]
+    parts += [text(70, 242, "one model"), text(560, 242, "the other", anchor="end"), text(315, 242, "half and half")]
+    parts.append(f'<g transform="translate(24 125) rotate(-90)">{text(0, 0, "loss (nats a byte)")}</g>')
+    for loss in (low, high):
+        parts.append(text(52, at(0, loss)[1] + 5, f"{loss:.1f}", anchor="end", size=12))
+    for (name, losses), colour in zip(curves.items(), (RED, GREEN), strict=True):
+        points = " ".join("{:.1f},{:.1f}".format(*at(i, loss)) for i, loss in enumerate(losses))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="3"/>')
+        middle = at(len(rows) // 2, losses[len(rows) // 2])
+        words = "plain average" if name == "plain" else "aligned by rotation_merge"
+        parts += [dot(*middle, colour, 6), text(middle[0], middle[1] + (-16 if name == "plain" else 28), words, colour)]
+    return picture(600, 256, "Loss on the straight path between two models, before and after alignment", parts)
+
+
+PICTURES = {"neurons.svg": neurons, "orbit.svg": orbit, "path.svg": path, "spaces.svg": spaces}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
@@ -27,6 +28,24 @@ def test_pictures_are_what_the_script_draws() -> None:
     pictures = runpy.run_path(str(DOCS / "make_pictures.py"))["PICTURES"]
     for name, draw in pictures.items():
         assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == draw(), f"run make_pictures.py for {name}"
+
+
+def test_figures_are_those_of_the_results() -> None:
+    """No table of figures without the file that a benchmark wrote; `python benchmarks/record.py` mends it."""
+    record = runpy.run_path(str(DOCS.parent / "benchmarks" / "record.py"))
+    shown = set()
+    for page in record["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        assert record["filled"](text, page.parent.name == "benchmarks") == text, (
+            f"{page.name}: run benchmarks/record.py"
+        )
+        shown |= {match["what"].split("|")[0].strip() for match in record["MARK"].finditer(text)}
+        if page.parent.name == "benchmarks":
+            assert "\n|" not in record["MARK"].sub("", text), f"{page.name}: a table without its results"
+    drawn = {"path"}
+    assert {path.stem for path in record["RESULTS"].glob("*.json")} <= shown | drawn
+    for path in record["RESULTS"].glob("*.json"):
+        assert {"command", "commit", "date", "machine", "versions", "rows"} <= set(json.loads(path.read_text("utf-8")))
 
 
 def anchors(page: Path) -> set[str]:

@@ -84,7 +84,7 @@ class OrthogonalGroup(Group):
         return (Scaled if self.rescale else Orthogonal).random(batch, size, generator)
 
     def solve(self, grams: Grams) -> tuple[GroupElement, Tensor]:
-        """Procrustes; with `rescale` jointly with the scale (ICML 2025 paper, sections 4.2 and 4.3, appendix D)."""
+        """Procrustes; with `rescale` jointly with the scale (ICML 2025 paper, section 4.2 and appendix D)."""
         if not self.rescale:
             rotation = procrustes(grams.primal + grams.dual, grams.rank_tolerance)
             return Orthogonal(rotation), 2 * _inner(rotation, grams.primal + grams.dual) - grams.norms()

@@ -1,10 +1,11 @@
 """Assignment of a factored similarity that is never formed: bound all pairs by projected rows, evaluate what is left.
 
 With Q of orthonormal rows and R = I - Q^T Q, <a, b> <= <Qa, Qb> + |Ra| |Rb|, and the same holds for |<a, b>| with
-|<Qa, Qb>|. Q sums groups of coordinates with random signs, so a projection costs one pass over the factors, and
-halving its width is adding two halves. Residual norms are appended to the projected rows as coordinates of their own,
-so one narrow product tells which pairs stay open. The squared residual norms are enlarged by a share of the squared
-norms, which by Cauchy-Schwarz raises every bound by at least that share of |a| |b|, more than float32 can lose.
+|<Qa, Qb>|. Q sums groups of coordinates with random signs, so a projection costs one pass over the factors, and a
+projection of half the width is the sum of the two halves of a wider one. Residual norms are appended to the projected
+rows as coordinates of their own, so one narrow product tells which pairs stay open. The squared residual norms are
+enlarged by a share of the squared norms, which by Cauchy-Schwarz raises every bound by at least that share of |a| |b|,
+more than float32 can lose.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def joint_scale(
     Returns:
         a, shape (...), float64; 1 where nothing is gained.
 
-    Source: one-dimensional reduction of the ICML 2025 paper's open joint problem (its section 4.3).
+    Source: one-dimensional reduction of the joint problem that the ICML 2025 paper leaves open (its appendix D).
     """
     usable = (primal > 0) & (dual > 0)
     zero = torch.zeros_like(primal)

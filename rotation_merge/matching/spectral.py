@@ -1,8 +1,11 @@
-"""Pairing heads by their singular values, as TransFusion does: a variant for comparison.
+"""Pairing heads by their singular values, after TransFusion: a variant for comparison.
 
-TransFusion (Rinaldi and others, 2025) pairs heads by the distance of the singular values of their matrices, which no
-map inside a head changes, and then permutes the coordinates inside each pair. Directions play no part in the pairing,
-so the joint optimum of `head_order` is never worse.
+TransFusion (Rinaldi and others, 2025) pairs heads by the distance of the singular values of their query, key and value
+matrices without biases, which no permutation inside a head changes, and then permutes the coordinates of each pair,
+with one permutation for the three. Here the output matrix and the biases count, too, queries and keys are permuted
+apart from values and outputs (which contains the single permutation and is as exact), and the stream follows
+`residual`, where TransFusion permutes it by a policy of its own. Directions play no part in the pairing, so the joint
+optimum of `head_order` is never worse.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ def spectral_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
     chosen = inner.cpu().gather(3, queries[..., None])[..., 0].sum(-1)
     donor = assign_small(-(cost.cpu() + chosen))
     rows = torch.arange(groups)
-    return Order(rows, donor, queries[rows, donor]), ["heads paired by their singular values, as TransFusion does"]
+    return Order(rows, donor, queries[rows, donor]), ["heads paired by their singular values, after TransFusion"]
 
 
 def _distances(half: Half) -> Tensor:

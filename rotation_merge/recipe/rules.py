@@ -91,8 +91,8 @@ def check_slices(config: MergeConfiguration) -> None:
 def is_plain(contract: InputContract, models: Collection[list[ModelReference]], base: ModelReference | None) -> bool:
     """Whether the delegate gets the anchor without being told that it is the base.
 
-    So it is where its contract allows that, and does not allow these models with a base: passthrough then gets the
-    donor alone, nuslerp the anchor and a donor as two ordinary models.
+    True where the delegate's contract admits these models only without a base: passthrough then gets the donor alone,
+    nuslerp the anchor and a donor as two ordinary models.
     """
     if contract.max_inputs == 1 or base is None:
         return True

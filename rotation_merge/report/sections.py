@@ -121,7 +121,7 @@ def identity(rows: Sequence[SpaceRow]) -> str:
 
 
 def cumulative(rows: Sequence[SpaceRow]) -> str:
-    """Which layers matter: the gain summed from the first layer on (the ICML 2025 paper's figure 6)."""
+    """Which layers matter: the squared distance that alignment removed, summed from the first layer on."""
     total = sum(row.distance_before**2 for row in rows)
     layers = sorted({row.layer for row in rows if row.layer is not None})
     if not total or len(layers) < 2:

@@ -1,0 +1,128 @@
+"""What benchmarks measured, one JSON file a table: rows, command, commit, machine and versions.
+
+    Table("startup").add({...})       in a benchmark: prints a row, keeps it in benchmarks/results/startup.json
+    python benchmarks/record.py       fills every table of the pages from the files in benchmarks/results
+
+A page shows a file between two comments, all columns or those named, all rows or those with a value:
+
+    <!-- figures: matching-layer | shape, donor, seconds | what=straight -->
+    <!-- end -->
+
+A name that ends in `=title` gives a column another title; `--check` says what is out of date, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+VERSIONS = ("torch", "transformers", "mergekit", "scipy", "lapx")
+MARK = re.compile(r"<!-- figures: (?P<what>[^>]*?) -->\n(?:(?!<!-- )[\s\S])*<!-- end -->")
+
+Row = Mapping[str, Any]
+
+
+class Table:
+    """Rows of one table: printed and kept in `benchmarks/results/NAME.json` as they come.
+
+    Args:
+        name: of the file and in the pages' comments.
+        note: what a reader must know of this run beyond its command.
+    """
+
+    def __init__(self, name: str, note: str = "") -> None:
+        self.path, self.rows = RESULTS / f"{name}.json", list[Row]()
+        self.run = {
+            "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *map(_quoted, sys.argv[1:])]),
+            "commit": _commit(),
+            "date": datetime.date.today().isoformat(),
+            "machine": machine(),
+            "versions": {"python": platform.python_version(), **{package: version(package) for package in VERSIONS}},
+            **({"note": note} if note else {}),
+        }
+
+    def add(self, row: Row) -> None:
+        """One row: cells by column title as they are to be shown, every row with the same titles."""
+        if not self.rows:
+            print(_line(row), _line(["---"] * len(row)), sep="\n")
+        print(_line(row.values()), flush=True)
+        self.rows.append(dict(row))
+        RESULTS.mkdir(exist_ok=True)
+        content = {**self.run, "rows": self.rows}
+        self.path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def machine() -> str:
+    """Processor, cores, load and accelerator in words."""
+    import torch
+
+    cpus = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else []
+    load = f"load {os.getloadavg()[0]:.1f}, " if hasattr(os, "getloadavg") else ""
+    threads = f"{torch.get_num_threads()} thread" + "s" * (torch.get_num_threads() > 1)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}, {load}{threads}, {gpu}"
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "rotation_merge", "benchmarks/*.py")
+    return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
+
+
+def _quoted(word: str) -> str:
+    return f'"{word}"' if " " in word else word
+
+
+def table(what: str, origin: bool) -> str:
+    """The table that a page's comment asks for, in Markdown; with `origin`, followed by where it was measured."""
+    name, columns, condition = [*(part.strip() for part in what.split("|")), "", ""][:3]
+    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    rows = found["rows"]
+    if condition:
+        key, _, value = condition.partition("=")
+        rows = [row for row in rows if str(row[key.strip()]) == value.strip()]
+    pairs = [column.strip().partition("=") for column in columns.split(",")] if columns else []
+    titles = {key: title or key for key, _, title in pairs} or {key: key for key in rows[0]}
+    lines = [titles.values(), ["---"] * len(titles), *([row[key] for key in titles] for row in rows)]
+    whence = f"\n\n*Commit {found['commit']}, {found['date']}; {found['machine']}.*" if origin else ""
+    return "\n".join(map(_line, lines)) + whence
+
+
+def _line(cells: Iterable[object]) -> str:
+    return "".join(f"| {cell} " if str(cell) else "| " for cell in cells) + "|"
+
+
+def filled(page: str, origin: bool) -> str:
+    """A page with all its tables as the results have them."""
+    return MARK.sub(lambda m: f"<!-- figures: {m['what']} -->\n{table(m['what'], origin)}\n<!-- end -->", page)
+
+
+def main() -> None:
+    stale = []
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        if (new := filled(text, path.parent.name == "benchmarks")) != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                path.write_text(new, encoding="utf-8")
+    if stale and "--check" in sys.argv:
+        sys.exit(f"out of date: {', '.join(stale)}; run python benchmarks/record.py")
+
+
+if __name__ == "__main__":
+    main()
