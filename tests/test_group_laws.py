@@ -13,6 +13,7 @@ from rotation_merge.architectures.model import Space
 from rotation_merge.errors import ArchitectureError, RecipeError
 from rotation_merge.groups import KINDS, GroupElement, StreamGroup
 from rotation_merge.groups.admitted import QUERIES, VALUES, Wanted, admitted, heads
+from rotation_merge.groups.base import proven_maps
 from rotation_merge.groups.direct_sum import Split
 from rotation_merge.groups.group import GROUPS, Group
 from rotation_merge.groups.invertible import InvertibleGroup
@@ -95,9 +96,21 @@ def check_group(group: Group) -> None:
     assert group.identity(N, D).is_identity()
     assert group.words
     assert group.symbol
+    check_membership(group)
     check_bound(group)
     check_agreement(group)
     check_planted(group)
+
+
+def check_membership(group: Group) -> None:
+    """What the group draws and finds is of it; what lies beside it is not, and what keeps no pairing is of none."""
+    found = group.solve(pairing(group).grams())[0]
+    for element in (group.identity(N, D), group.random(N, D, gen(1)), found):
+        maps = proven_maps(element)
+        assert maps is not None
+        assert group.admits(maps)
+        off = maps @ (torch.eye(D, dtype=torch.float64) + 0.2 * normal(N, D, D, seed=4))
+        assert group.admits(off) == isinstance(group, InvertibleGroup)
 
 
 def check_bound(group: Group) -> None:

@@ -216,6 +216,10 @@ class Architecture:
     base: str = ""
     spelling: tuple[tuple[str, str], ...] = ()
 
+    def spaces(self) -> dict[str, Space]:
+        """Every space by name, the streams first."""
+        return {**self.streams, **{s.name: s for block in self.blocks for s in block.spaces.values()}}
+
     def layer_normed(self, stream: str) -> bool:
         """Whether a norm of the stream takes off its mean, so that rotations have to fix the all-ones vector."""
         return any(norm.layer for block in self.blocks for norm in block.norms if norm.stream == stream)

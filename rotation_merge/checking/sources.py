@@ -16,6 +16,7 @@ from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.checkpoints.hub import is_absent
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.file import load_alignment
 from rotation_merge.recipe.document import Document, Path
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.recipe.settings import at, explain, scopes
@@ -42,14 +43,24 @@ def check_sources(document: Document, made_earlier: set[str], options: MergeOpti
             absent = True
         else:
             opened[name] = (path, model)
+    base = opened.get(str(document.value.get("base_model")))
     for path, name in files(document.value):
         if not os.path.isfile(name):
             document.fault(path, f"{name}: no such file", "write it with 'rotation-merge align --alignment FILE'")
-    base = opened.get(str(document.value.get("base_model")))
+        elif base is not None:
+            _read(document, path, name, base[1])
     if base is not None:
         _compare(document, base[1], opened, models)
     if not absent and not _faulty(document):
         _plan(document, options)
+
+
+def _read(document: Document, path: Path, name: str, anchor: Model) -> None:
+    """An alignment file fits the anchor's architecture; which weights it was made for, only weights tell."""
+    try:
+        load_alignment(name, anchor.architecture)
+    except RotationMergeError as error:
+        document.raised(path, error)
 
 
 def _faulty(document: Document) -> bool:

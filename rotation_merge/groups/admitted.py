@@ -50,6 +50,10 @@ LARGEST = Wanted(heads="permutation")
 """The largest compact groups, with rescaling."""
 
 
+WIDEST = Wanted(attention="invertible", heads="permutation")
+"""Everything that any recipe may ask for, or a file hold."""
+
+
 class Facts(Protocol):
     """What is known of a local space (`architectures.model.Space`)."""
 

@@ -162,6 +162,30 @@ def mixes(element: GroupElement) -> bool:
     return bool(((moved > 1e-9 * moved.amax(-1, keepdim=True)).sum(-1) > 1).any())
 
 
+LARGEST_ENTRY = 1e7
+"""Of a map or its inverse; beyond, storage types lose what the map is to preserve."""
+
+
+def is_order(index: Tensor) -> bool:
+    """Whether each row of an index, (G, d), is a permutation of 0 to d - 1."""
+    places = torch.arange(index.shape[-1], device=index.device)
+    return bool((index.sort(-1).values == places).all())
+
+
+def proven_maps(element: GroupElement) -> Tensor | None:
+    """The matrices (G, d, d) by which an element acts; None where what it does to the dual side is not their inverse
+    transpose, so that a pairing would not keep its value: an index that is no permutation, a map that is not
+    orthogonal, a factor of zero."""
+    eye = torch.eye(element.size, dtype=torch.float64).repeat(element.batch, 1, 1)
+    try:
+        primal, dual = element.act(eye, 0, 1), element.act(eye, 0, 1, dual=True)
+    except (IndexError, RuntimeError):  # an index beyond the axis, a singular matrix
+        return None
+    off = (primal.mT @ dual - eye).abs().max()
+    largest = torch.maximum(primal.abs().max(), dual.abs().max())
+    return primal if bool(off <= 1e-6) and bool(largest <= LARGEST_ENTRY) else None
+
+
 def act_by_matrices(matrices: Tensor, x: Tensor, batch_dim: int, dim: int) -> Tensor:
     """Multiply dimension `dim` of x by matrices (G, d, d), at least in float32; shape and dtype of x kept."""
     work = torch.promote_types(x.dtype, torch.float32)

@@ -112,6 +112,11 @@ class Split(Group):
         first = self.first.random(batch, self.at, generator)
         return DirectSum((first, self.second.random(batch, size - self.at, generator)))
 
+    def admits(self, maps: Tensor) -> bool:
+        inner = [(group, maps[:, where, where]) for group, where in self.parts(maps.shape[-1])]
+        beside = torch.stack([torch.block_diag(*blocks) for blocks in zip(*(part for _, part in inner), strict=True)])
+        return torch.equal(maps, beside) and all(group.admits(part) for group, part in inner)
+
     def solve(self, grams: Grams) -> tuple[GroupElement, Tensor]:
         raise TypeError("a split group is solved part by part")
 

@@ -9,9 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.base import GroupElement
+from rotation_merge.groups.base import GroupElement, is_order
 from rotation_merge.groups.monomial import Monomial
-from rotation_merge.groups.neurons import NeuronGroup, act_on_neurons, degree_in, degree_tensor
+from rotation_merge.groups.neurons import NeuronGroup, NeuronTransform, act_on_neurons, degree_in, degree_tensor
 from rotation_merge.groups.space import SpaceGroup, SpaceTransform, Work
 
 
@@ -98,6 +98,13 @@ class ExpertGroup(SpaceGroup):
         neurons, count = self.neurons.random(generator), self.neurons.count
         order = torch.randperm(count, generator=generator) if self.neurons.permute else torch.arange(count)
         return ExpertTransform(order, neurons.element, neurons.degree)
+
+    def refuses(self, transform: SpaceTransform) -> str | None:
+        if not isinstance(transform, ExpertTransform):
+            return "it is not one of experts"
+        if transform.order.shape != (self.neurons.count,) or not is_order(transform.order[None]):
+            return f"its order is no permutation of {self.neurons.count} experts"
+        return self.neurons.refuses(NeuronTransform(transform.neurons, transform.degree))
 
     @property
     def words(self) -> str:

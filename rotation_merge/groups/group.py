@@ -62,6 +62,10 @@ class Group(ABC):
     def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
         """<A, g^-T B> for dual products of many heads, (N, r, r, *S), under one element for each N; (N, r, r)."""
 
+    @abstractmethod
+    def admits(self, maps: Tensor) -> bool:
+        """Whether invertible matrices (N, d, d), float64, are maps of the group."""
+
     def parts(self, size: int) -> list[tuple[Group, slice]]:
         """The groups that act on consecutive coordinates and are solved one by one: of most groups, itself."""
         return [(self, slice(0, size))]
@@ -102,6 +106,11 @@ class Group(ABC):
         if self.statistic == "full":
             return products.diagonal(dim1=-2, dim2=-1).sum(-1)
         return products.real.sum(-1)
+
+
+def near(maps: Tensor, others: Tensor) -> bool:
+    """Whether matrices are the same up to rounding."""
+    return bool((maps - others).abs().max() <= 1e-6 * maps.abs().max())
 
 
 def agreement_by_matrices(element: GroupElement, products: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.base import GroupElement, dump, gather, load, mixes, nested
+from rotation_merge.groups.base import GroupElement, dump, gather, is_order, load, mixes, nested, proven_maps
 from rotation_merge.groups.group import Group
 from rotation_merge.groups.space import SpaceGroup, SpaceTransform, Work
 
@@ -150,6 +150,29 @@ class HeadGroup(SpaceGroup):
     def identity(self) -> HeadTransform:
         qk, vo = self.qk.identity(self.groups, self.head_dim), self.vo.identity(self.groups, self.value_dim)
         return HeadTransform(*self.own_order, qk, vo)
+
+    def refuses(self, transform: SpaceTransform) -> str | None:
+        if not isinstance(transform, HeadTransform):
+            return "it is not one of heads"
+        if (len(transform.groups), *transform.queries.shape) != (self.groups, self.groups, self.per_group):
+            return f"it has not {self.groups} KV heads of {self.per_group} query heads each"
+        if not (is_order(transform.groups[None]) and is_order(transform.queries)):
+            return "the order of its heads is no permutation"
+        if self.order not in ("permutation", "spectral") and not torch.equal(
+            transform.head_order(), torch.arange(self.groups * self.per_group)
+        ):
+            return "heads have to keep their places"
+        sides = (
+            ("query/key", transform.qk, self.qk, self.head_dim),
+            ("value/output", transform.vo, self.vo, self.value_dim),
+        )
+        for side, element, group, size in sides:
+            if (element.batch, element.size) != (self.groups, size):
+                return f"{side}: it has not {self.groups} maps of size {size}"
+            maps = proven_maps(element)
+            if maps is None or not group.admits(maps):
+                return f"{side}: it is not one of: {group.words}"
+        return None
 
     def random(self, generator: torch.Generator) -> HeadTransform:
         order, queries = self.own_order

@@ -70,6 +70,9 @@ class InvertibleGroup(OrthogonalGroup):
     def random(self, batch: int, size: int, generator: torch.Generator) -> GroupElement:
         return Invertible.random(batch, size, generator)
 
+    def admits(self, maps: Tensor) -> bool:
+        return True
+
     def refined(
         self, element: GroupElement, gain: Tensor, grams: Grams, own: Own, equal: Tensor
     ) -> tuple[Invertible, Tensor]:

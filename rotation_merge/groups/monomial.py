@@ -115,6 +115,9 @@ class CoordinateOrder(Group):
     def random(self, batch: int, size: int, generator: torch.Generator) -> Monomial:
         return Monomial(Permutation.random(batch, size, generator), Scaling.identity(batch, size))
 
+    def admits(self, maps: Tensor) -> bool:
+        return bool((((maps == 0) | (maps == 1)).all() & ((maps == 1).sum((1, 2)) == maps.shape[-1])).all())
+
     def solve(self, grams: Grams) -> tuple[Monomial, Tensor]:
         agreement = grams.primal + grams.dual
         index = torch.stack([assign_small(m) for m in agreement])

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.base import GroupElement
+from rotation_merge.groups.base import LARGEST_ENTRY, GroupElement, is_order
 from rotation_merge.groups.monomial import Monomial
 from rotation_merge.groups.permutation import Permutation
 from rotation_merge.groups.scaling import Scaling
@@ -122,6 +122,21 @@ class NeuronGroup(SpaceGroup):
         if self.signed:
             factor = factor.compose(Scaling.random_signs(self.count, self.size, generator))
         return self._with(Monomial(order, factor))
+
+    def refuses(self, transform: SpaceTransform) -> str | None:
+        if not isinstance(transform, NeuronTransform):
+            return "it is not one of neurons"
+        index, factor = transform.element.permutation.index, transform.element.scaling.factor
+        if index.shape != (self.count, self.size) or factor.shape != index.shape:
+            return f"it has not {self.count} x {self.size} neurons"
+        if not is_order(index) or not (self.permute or transform.element.permutation.is_identity()):
+            return "the order of its neurons is no permutation" if self.permute else "neurons have to keep their places"
+        size = factor.abs()
+        if not bool(((size >= 1 / LARGEST_ENTRY) & (size <= LARGEST_ENTRY)).all()):
+            return "a factor is zero, infinite or out of reach"
+        if transform.degree != (self.degree or 1) or not (self.degree or transform.element.scaling.is_identity()):
+            return "its factors do not pass through the activation"
+        return None if self.signed or bool((factor > 0).all()) else "its factors have to be positive"
 
     @property
     def words(self) -> str:

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rotation_merge.errors import AlignmentError
 from rotation_merge.groups.base import act_by_matrices
 from rotation_merge.groups.matrix import MatrixElement
 from rotation_merge.groups.tangent import Freedom, Steps, like, turned
 from rotation_merge.linalg.polar import complement_of_ones, procrustes, random_orthogonal
+
+ROUNDED = 1e-2
+"""Largest difference of an entry from its map, several times what half precision makes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +35,18 @@ class Orthogonal(MatrixElement):
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Orthogonal:
-        """Rounded matrices are put back onto the group by their polar factor."""
+        """Rounded matrices are put back onto the group by their polar factor.
+
+        Raises:
+            AlignmentError: one is farther from it than rounding takes it.
+        """
         matrix = tensors["matrix"]
-        return cls(matrix if matrix.dtype == torch.float64 else procrustes(matrix))
+        if matrix.dtype == torch.float64:
+            return cls(matrix)
+        found = procrustes(matrix)
+        if not bool((found - matrix).abs().max() <= ROUNDED):
+            raise AlignmentError("a map is not orthogonal")
+        return cls(found)
 
     def tangent(self, freedom: Freedom) -> Steps:
         size = self.size - freedom.fixes_ones

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.groups.base import GroupElement, broadcast
-from rotation_merge.groups.group import Group
+from rotation_merge.groups.group import Group, near
 from rotation_merge.groups.statistics import Grams, balance
 from rotation_merge.groups.tangent import Freedom, Steps, like, scaled
 from rotation_merge.linalg.scaling import best_scale, cost, joint_scale
@@ -128,6 +128,15 @@ class PlanarGroup(Group):
     def random(self, batch: int, size: int, generator: torch.Generator) -> Planar:
         turn = Planar.random(batch, size, generator)
         return Planar(turn.angle, turn.scale if self.rescale else torch.ones_like(turn.scale), self.interleaved)
+
+    def admits(self, maps: Tensor) -> bool:
+        """Each pair by itself, by ((c, -s), (s, c)); of scale 1 where there is no rescaling."""
+        first, second = pair_dims(maps.shape[-1], self.interleaved)
+        cos, sin = (maps[:, rows, first].diagonal(dim1=1, dim2=2) for rows in (first, second))
+        scale = torch.hypot(cos, sin)
+        turn = Planar(torch.atan2(sin, cos), scale, self.interleaved)
+        eye = torch.eye(maps.shape[-1], dtype=maps.dtype).repeat(len(maps), 1, 1)
+        return near(maps, turn.act(eye, 0, 1)) and (bool(self.rescale) or near(scale, torch.ones_like(scale)))
 
     def solve(self, grams: Grams) -> tuple[Planar, Tensor]:
         """The angle of each pair's sum of complex inner products, jointly with its scale."""

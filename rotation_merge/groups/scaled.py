@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.groups.base import GroupElement, act_by_matrices
-from rotation_merge.groups.group import Group, agreement_by_matrices
+from rotation_merge.groups.group import Group, agreement_by_matrices, near
 from rotation_merge.groups.matrix import MatrixElement
 from rotation_merge.groups.orthogonal import Orthogonal
 from rotation_merge.groups.statistics import Grams
@@ -82,6 +82,12 @@ class OrthogonalGroup(Group):
 
     def random(self, batch: int, size: int, generator: torch.Generator) -> GroupElement:
         return (Scaled if self.rescale else Orthogonal).random(batch, size, generator)
+
+    def admits(self, maps: Tensor) -> bool:
+        products = maps @ maps.mT
+        size = products.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] if self.rescale else 1.0
+        eye = torch.eye(maps.shape[-1], dtype=maps.dtype)
+        return near(products / size, eye.expand_as(products))
 
     def solve(self, grams: Grams) -> tuple[GroupElement, Tensor]:
         """Procrustes; with `rescale` jointly with the scale (ICML 2025 paper, section 4.2 and appendix D)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,14 @@ class FactorGroup(Group):
     """Groups whose elements are one factor for each coordinate."""
 
     statistic = "coordinates"
+
+    def admits(self, maps: Tensor) -> bool:
+        factor = maps.diagonal(dim1=1, dim2=2)
+        return torch.equal(maps, factor.diag_embed()) and self._admits_factors(factor)
+
+    @abstractmethod
+    def _admits_factors(self, factor: Tensor) -> bool:
+        """Whether these, (N, d), are the factors of elements."""
 
     def identity(self, batch: int, size: int) -> Scaling:
         return Scaling.identity(batch, size)
@@ -45,6 +54,9 @@ class Fixed(FactorGroup):
     def reach(self, products: Tensor) -> Tensor:
         return products
 
+    def _admits_factors(self, factor: Tensor) -> bool:
+        return bool((factor == 1).all())
+
 
 @dataclass(frozen=True)
 class CoordinateSigns(FactorGroup):
@@ -60,6 +72,9 @@ class CoordinateSigns(FactorGroup):
     def solve(self, grams: Grams) -> tuple[Scaling, Tensor]:
         agreement = grams.primal + grams.dual
         return Scaling(_sign(agreement)), 2 * agreement.abs().sum(-1) - grams.norms()
+
+    def _admits_factors(self, factor: Tensor) -> bool:
+        return bool((factor.abs() == 1).all())
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,10 @@ class PairSigns(FactorGroup):
         pairs = Scaling(element.factor[:, pair_dims(element.size, self.interleaved)[0]])
         return super().agreement(pairs, products.real)
 
+    def _admits_factors(self, factor: Tensor) -> bool:
+        first, second = pair_dims(factor.shape[1], self.interleaved)
+        return bool((factor.abs() == 1).all()) and torch.equal(factor[:, first], factor[:, second])
+
 
 @dataclass(frozen=True)
 class HeadSign(FactorGroup):
@@ -108,6 +127,9 @@ class HeadSign(FactorGroup):
         agreement = (grams.primal + grams.dual).sum(-1)
         factor = _sign(agreement)[:, None].repeat(1, grams.primal.shape[-1])
         return Scaling(factor), 2 * agreement.abs() - grams.norms()
+
+    def _admits_factors(self, factor: Tensor) -> bool:
+        return bool((factor.abs() == 1).all() and (factor == factor[:, :1]).all())
 
 
 def _sign(x: Tensor) -> Tensor:

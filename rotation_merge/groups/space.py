@@ -112,6 +112,10 @@ class SpaceGroup(ABC):
     def random(self, generator: torch.Generator) -> SpaceTransform:
         """A random transform, for tests and twins."""
 
+    @abstractmethod
+    def refuses(self, transform: SpaceTransform) -> str | None:
+        """What keeps a transform from being one of the group, in words; None: it is one."""
+
     @property
     @abstractmethod
     def words(self) -> str:

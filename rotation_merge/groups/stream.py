@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.groups.base import GroupElement, dump, load, mixes
+from rotation_merge.groups.base import GroupElement, dump, is_order, load, mixes, proven_maps
 from rotation_merge.groups.monomial import Monomial
 from rotation_merge.groups.orthogonal import Orthogonal, beside_ones, fixing_ones
 from rotation_merge.groups.permutation import Permutation
@@ -133,6 +133,24 @@ class StreamGroup(SpaceGroup):
         if self.kind == "signed_permutation":
             signs = Scaling.random_signs(1, self.size, generator)
         return StreamTransform(Monomial(order, signs))
+
+    def refuses(self, transform: SpaceTransform) -> str | None:
+        element = transform.element if isinstance(transform, StreamTransform) else None
+        if element is None or (element.batch, element.size) != (1, self.size):
+            return f"it is not one of a stream of {self.size}"
+        if isinstance(element, Orthogonal):
+            ones = torch.ones(self.size, 1, dtype=torch.float64)
+            if not self.rotates or proven_maps(element) is None:
+                return f"it is not one of: {self.words}"
+            stays = not self.fixes_ones or bool(((element.matrix[0] @ ones - ones).abs() <= 1e-6).all())
+            return None if stays else "it turns the all-ones vector, which LayerNorm takes off"
+        if not isinstance(element, Monomial) or self.kind not in ("permutation", "signed_permutation"):
+            return f"it is not one of: {self.words}"
+        factor = element.scaling.factor
+        if factor.shape != element.permutation.index.shape or not is_order(element.permutation.index):
+            return "its order is no permutation"
+        signs = factor.abs() if self.kind == "signed_permutation" else factor
+        return None if bool((signs == 1).all()) else f"its factors are not those of: {self.words}"
 
     def solve(self, products: Tensor, gains: Tensor) -> StreamTransform:
         """The element that maximises the overlap with products of axes, and with those of gains, (d, d) each.

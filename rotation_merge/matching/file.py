@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture
-from rotation_merge.errors import AlignmentError
+from rotation_merge.errors import AlignmentError, short
 from rotation_merge.groups import TRANSFORMS, SpaceTransform, StreamTransform
+from rotation_merge.groups.admitted import WIDEST, admitted
 from rotation_merge.matching.model import Alignment, Transforms
 
-FORMAT = "rotation_merge.alignment.2"
+FORMAT = "rotation_merge.alignment.3"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def save_alignment(
         "donor": donor,
         "folded": json.dumps(alignment.folded),
         "kinds": json.dumps(kinds),
+        "still": json.dumps(sorted(architecture.spaces().keys() - alignment.transforms.keys())),
         "made": json.dumps(dict(made or {}), default=str),
     }
     temporary = Path(f"{path}.partial")
@@ -70,72 +72,125 @@ def save_alignment(
 
 
 def load_alignment(path: Path | str, architecture: Architecture) -> AlignmentFile:
-    """Read an alignment.
+    """Read an alignment. Nothing in it is believed: every transform is proven one of its space's group.
 
     Raises:
-        AlignmentError: it cannot be read, is no alignment, or is for another architecture.
+        AlignmentError: it cannot be read, is no alignment, is for another architecture, or would change functions.
     """
+    where = str(path)
     try:
-        with safe_open(str(path), framework="pt") as file:
+        with safe_open(where, framework="pt") as file:
             meta = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise AlignmentError(
-            f"cannot be read ({error})", where=str(path), remedy="write it with 'rotation-merge align'"
+            f"cannot be read ({error})", where=where, remedy="write it with 'rotation-merge align'"
         ) from error
     if str(meta.get("format")).startswith(FORMAT[:-1]) and meta["format"] != FORMAT:
         raise AlignmentError(
             "was written by another version of rotation_merge",
-            where=str(path),
+            where=where,
             remedy="write it anew with 'rotation-merge align'",
         )
     if meta.get("format") != FORMAT:
-        raise AlignmentError("is not an alignment file", where=str(path), remedy="write it with 'rotation-merge align'")
-    if meta["family"] != architecture.family:
+        raise AlignmentError("is not an alignment file", where=where, remedy="write it with 'rotation-merge align'")
+    try:
+        header = _header(meta)
+        if header.family != architecture.family:
+            raise AlignmentError(
+                f"was made for {header.family} models, not for {architecture.family}",
+                where=where,
+                remedy="use another file",
+            )
+        transforms = _transforms(tensors, header, architecture)
+        _check_spaces(transforms, header, architecture)
+    except AlignmentError as error:
+        if error.where == where:
+            raise
+        raise AlignmentError(error.what, where=where, remedy="write it anew with 'rotation-merge align'") from error
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise AlignmentError(
-            f"was made for {meta['family']} models, not for {architecture.family}",
-            where=str(path),
-            remedy="use another file",
-        )
+            f"is damaged ({short(error)})", where=where, remedy="write it anew with 'rotation-merge align'"
+        ) from error
+    return AlignmentFile(Alignment(transforms, header.folded), header.family, header.anchor, header.donor, header.made)
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What the metadata say, their types checked."""
+
+    family: str
+    anchor: str
+    donor: str
+    folded: tuple[str, ...]
+    kinds: dict[str, str]
+    still: tuple[str, ...]
+    made: dict[str, Any]
+
+
+def _header(meta: Mapping[str, str]) -> _Header:
+    values: dict[str, Any] = {name: meta[name] for name in ("family", "anchor", "donor")}
+    for name, kind in (("folded", list), ("kinds", dict), ("still", list), ("made", dict)):
+        value = json.loads(meta[name])
+        if not isinstance(value, kind) or (kind is list and not all(isinstance(word, str) for word in value)):
+            raise ValueError(f"entry '{name}' of its header is {short(value)}")
+        values[name] = tuple(value) if kind is list else value
+    return _Header(**values)
+
+
+def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Architecture) -> Transforms:
     spaces: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         space, _, name = key.partition("|")
         spaces.setdefault(space, {})[name] = tensor
-    try:
-        kinds = json.loads(meta["kinds"])
-        transforms: Transforms = {
-            space: _whole(TRANSFORMS[kinds[space]].from_tensors(parts), space, architecture)
-            for space, parts in spaces.items()
-        }
-    except (KeyError, IndexError, ValueError, RuntimeError, AlignmentError) as error:
-        raise AlignmentError(
-            f"is damaged ({error})", where=str(path), remedy="write it anew with 'rotation-merge align'"
-        ) from error
-    _check_spaces(transforms, architecture, str(path))
-    alignment = Alignment(transforms, tuple(json.loads(meta["folded"])))
-    return AlignmentFile(alignment, meta["family"], meta["anchor"], meta["donor"], json.loads(meta["made"]))
+    if spaces.keys() != header.kinds.keys():
+        raise ValueError("its header lists other spaces than it holds")
+    found: Transforms = {}
+    for space, parts in spaces.items():
+        transform = TRANSFORMS[header.kinds[space]].from_tensors(parts)
+        if isinstance(transform, StreamTransform) and space in architecture.streams:
+            transform = architecture.stream_group(space, "rotation").restored(transform)
+        found[space] = transform
+    return found
 
 
-def _check_spaces(transforms: Transforms, architecture: Architecture, path: str) -> None:
-    """Every space is one of the architecture's; streams have their size."""
-    known = {space.name for block in architecture.blocks for space in block.spaces.values()}
+def _check_spaces(transforms: Transforms, header: _Header, architecture: Architecture) -> None:
+    """Every space of the architecture is there or declared still, and no other; each transform is of its group; what
+    is folded is what rotations need."""
+    known, given = architecture.spaces(), (*transforms, *header.still)
+    if odd := [name for name in given if name not in known]:
+        raise AlignmentError(f"does not fit: the models have no space '{odd[0]}'")
+    if absent := sorted(known.keys() - set(given)):
+        raise AlignmentError(f"says nothing of space '{absent[0]}'")
+    if len(given) != len(set(given)):
+        raise AlignmentError("names a space twice")
     for name, transform in transforms.items():
-        stream = architecture.streams.get(name)
-        fits = name in known or stream is not None
-        if stream is not None:
-            element = transform.element if isinstance(transform, StreamTransform) else None
-            fits = element is not None and element.size == stream.sizes["size"]
-        if not fits:
-            raise AlignmentError(
-                f"does not fit: the models have no space '{name}' of that size", where=path, remedy="use another file"
-            )
+        space = known[name]
+        stream = space.kind == "stream"
+        refused = (
+            _refused_stream(transform, name, architecture) if stream else admitted(space, WIDEST).refuses(transform)
+        )
+        if refused is not None:
+            raise AlignmentError(f"would change what the models compute: space '{name}': {refused}")
+    turned = {name for name, transform in transforms.items() if _mixes(transform)}
+    if turned != set(header.folded):
+        words = [", ".join(sorted(names)) or "none" for names in (header.folded, turned)]
+        raise AlignmentError(f"would change what the models compute: gains are folded of {words[0]}, turned {words[1]}")
 
 
-def _whole(transform: SpaceTransform, space: str, architecture: Architecture) -> SpaceTransform:
-    """A stream rotation under LayerNorm fixes the all-ones vector exactly, whatever storage did to it."""
-    if not (isinstance(transform, StreamTransform) and space in architecture.streams):
-        return transform
-    return architecture.stream_group(space, "rotation").restored(transform)
+def _mixes(transform: SpaceTransform) -> bool:
+    """Whether gains of a stream do not follow, so that they have to be folded."""
+    return isinstance(transform, StreamTransform) and not transform.moves_gains
+
+
+def _refused_stream(transform: SpaceTransform, name: str, architecture: Architecture) -> str | None:
+    """What keeps a transform from being of one of the groups that a stream admits; of several, the largest's words."""
+    refused: str | None = "it has to keep its coordinates"
+    for kind in architecture.stream_groups[name]:
+        refused = architecture.stream_group(name, kind).refuses(transform)
+        if refused is None:
+            return None
+    return refused
 
 
 def check_fingerprints(file: AlignmentFile, path: str, anchor: str, donor: str, names: tuple[str, str]) -> None:
