@@ -41,7 +41,7 @@ class Fault:
 
 @dataclass
 class Document:
-    """One YAML document: its value, and a mark for each key and item."""
+    """One recipe: its value, and of a text a mark for each key and item."""
 
     value: Any
     number: int = 1
@@ -50,8 +50,24 @@ class Document:
 
     def fault(self, path: Path, what: str, remedy: str = "", error: bool = True) -> None:
         """Note a fault at a path, or at the nearest part of it that the text has."""
-        line, column = self.position(path)
-        self.faults.append(Fault(what, dotted(path), remedy, line, column, self.number, error))
+        fault = Fault(what, dotted(path), remedy, *self.position(path), self.number, error)
+        if fault not in self.faults:
+            self.faults.append(fault)
+
+    @property
+    def first(self) -> Fault | None:
+        """The fault to mend first: a misspelt word, for what is missing for its sake is only its echo; else the one
+        found first."""
+        errors = [fault for fault in self.faults if fault.error]
+        return min(errors, key=lambda fault: "did you mean" not in fault.remedy, default=None)
+
+    def raise_first(self) -> None:
+        """
+        Raises:
+            RecipeError: the fault to mend first, if there is any.
+        """
+        if self.first is not None:
+            raise RecipeError(self.first.what, where=self.first.where or "recipe", remedy=self.first.remedy)
 
     def raised(self, path: Path, error: RotationMergeError) -> None:
         """Note what an exception says; the model it names is kept in front."""
@@ -61,7 +77,7 @@ class Document:
     def position(self, path: Path) -> tuple[int, int]:
         while path and path not in self.marks:
             path = path[:-1]
-        return self.marks.get(path, (1, 1))
+        return self.marks.get(path, (1, 1) if self.marks else (0, 0))
 
 
 def dotted(path: Path) -> str:

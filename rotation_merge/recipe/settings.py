@@ -1,46 +1,52 @@
-"""Checks that need no model: keys, types, delegates and parameters of one document."""
+"""Every fault of one document that can be seen without a model: keys, types, delegates, parameters, slices."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mergekit import merge_methods
-from mergekit.common import ModelReference, dtype_from_name
-from mergekit.config import (
-    ConditionalParameter,
-    InputModelDefinition,
-    InputSliceDefinition,
-    MergeConfiguration,
-    OutputModuleDefinition,
-    OutputSliceDefinition,
-)
-from mergekit.merge_methods.base import BasePolicy, MergeMethod, ParameterScope
-from mergekit.tokenizer.config import TokenEmbeddingConfig, TokenizerConfig
+from mergekit.common import dtype_from_name
+from mergekit.config import ConditionalParameter, MergeConfiguration
+from mergekit.merge_methods.base import MergeMethod, ParameterSpec
 from pydantic import ValidationError
 
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import CHOICES, MatchOptions
 from rotation_merge.recipe import delegates
+from rotation_merge.recipe.contract import check_contract, wanted
 from rotation_merge.recipe.document import Document, Path
-from rotation_merge.recipe.names import BY_NAME, EACH, LEGACY, METHOD, OF_MODEL, OPTIONS, RECIPE, names
-from rotation_merge.recipe.reading import _normal as normal
-from rotation_merge.recipe.rules import check_shared, is_plain, wanted
+from rotation_merge.recipe.names import BLOCK, BY_NAME, DONOR_ONLY, LEGACY, METHOD, OPTIONS, RECIPE
+from rotation_merge.recipe.places import (
+    at,
+    existing,
+    filters,
+    items,
+    leaves,
+    outputs,
+    parts,
+    reference,
+    scopes,
+    varies,
+)
 
 MULTI_KEYS = ("name",)
 """Keys that mergekit-multi adds to a document."""
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_settings(document: Document) -> None:
     """Collect every fault of one document that can be seen without a model."""
     _keys(document, (), document.value, (*MergeConfiguration.model_fields, *MULTI_KEYS))
-    for path, kind in _parts(document.value):
-        _keys(document, path, _at(document.value, path), tuple(kind.model_fields))
+    for path, kind in parts(document.value):
+        _keys(document, path, at(document.value, path), tuple(kind.model_fields))
     _types(document)
     method = document.value.get("merge_method")
-    known = [METHOD, *(m.spec.name for m in merge_methods.registered_methods())]
     if method != METHOD:
+        known = [METHOD, *(m.spec.name for m in merge_methods.registered_methods())]
         if isinstance(method, str) and method not in known:
             document.fault(("merge_method",), f"there is no merge method '{method}'", nearest(method, known))
         return
@@ -49,26 +55,11 @@ def check_settings(document: Document) -> None:
     for key in ("dtype", "out_dtype"):
         _dtype(document, key)
     delegate = _delegate(document)
-    for path, groups in scopes(document.value):
-        _parameters(document, path, groups, delegate)
+    for path, ours in scopes(document.value):
+        _parameters(document, path, ours, delegate)
+    _slices(document)
     if delegate is not None:
-        _contract(document, delegate)
-
-
-def _at(value: Any, path: Path) -> Any:
-    for step in path:
-        if isinstance(value, Mapping):
-            value = value.get(step)
-        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
-            value = value[step]
-        else:
-            return None
-    return value
-
-
-def at(document: Document, path: Path) -> Any:
-    """The value at a path, None where there is none."""
-    return _at(document.value, path)
+        check_contract(document, delegate)
 
 
 def _keys(document: Document, path: Path, value: Any, known: tuple[str, ...]) -> None:
@@ -80,34 +71,6 @@ def _keys(document: Document, path: Path, value: Any, known: tuple[str, ...]) ->
             document.fault((*path, str(key)), f"there is no key '{key}' here", remedy)
 
 
-def _parts(value: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Every part of a recipe that has a fixed set of keys, and the class that lists them."""
-    if isinstance(value.get("tokenizer"), Mapping):
-        yield ("tokenizer",), TokenizerConfig
-        for name, _ in _items(value["tokenizer"].get("tokens")):
-            yield ("tokenizer", "tokens", name), TokenEmbeddingConfig
-    yield from _inputs(value, ())
-    for name, module in _items(value.get("modules")):
-        yield ("modules", name), OutputModuleDefinition
-        if isinstance(module, Mapping):
-            yield from _inputs(module, ("modules", name))
-
-
-def _inputs(value: Mapping[str, Any], path: Path) -> Iterator[tuple[Path, Any]]:
-    for i, _ in _items(value.get("models")):
-        yield (*path, "models", i), InputModelDefinition
-    for i, piece in _items(value.get("slices")):
-        yield (*path, "slices", i), OutputSliceDefinition
-        for j, _ in _items(piece.get("sources") if isinstance(piece, Mapping) else None):
-            yield (*path, "slices", i, "sources", j), InputSliceDefinition
-
-
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list) else []
-
-
 def _types(document: Document) -> None:
     """mergekit's own validation, every error at its place."""
     content = {key: value for key, value in document.value.items() if key not in MULTI_KEYS}
@@ -116,7 +79,7 @@ def _types(document: Document) -> None:
     except ValidationError as error:
         seen: set[Path] = set()
         for found in error.errors():
-            path = _shorten(document, tuple(found["loc"]))
+            path = existing(document.value, tuple(found["loc"]))
             if path not in seen and not any(known[: len(path)] == path for known in seen):
                 seen.add(path)
                 document.fault(path, *explain(found))
@@ -131,148 +94,161 @@ def explain(found: Mapping[str, Any]) -> tuple[str, str]:
         return f"'{place[-1]}' is missing", f"add '{place[-1]}: ...'"
     if "parameters" in place[:-1]:
         return "this is no value", "write a number or a word, a list of them, or a list of {filter: ..., value: ...}"
-    wanted = {"list_type": "a list", "dict_type": "a mapping of keys to values", "string_type": "a word"}
-    if found["type"].startswith("model") or found["type"] in wanted:
-        word = wanted.get(found["type"], "a mapping of keys to values")
+    expected = {"list_type": "a list", "dict_type": "a mapping of keys to values", "string_type": "a word"}
+    if found["type"].startswith("model") or found["type"] in expected:
+        word = expected.get(found["type"], "a mapping of keys to values")
         if place[-1] in ("model", "base_model"):
             word = "a directory or org/name"
         return f"{word} is expected here", f"it is {str(found.get('input'))[:60]!r}"
     return f"{found['msg'][:1].lower()}{found['msg'][1:]}", "see mergekit's documentation"
 
 
-def _shorten(document: Document, path: Path) -> Path:
-    """The part of pydantic's location that exists in the text."""
-    while path and path not in document.marks:
-        path = path[:-1]
-    return path
-
-
 def _dtype(document: Document, key: str) -> None:
+    value = document.value.get(key)
     try:
-        dtype_from_name(document.value.get(key))
+        dtype = dtype_from_name(value)
     except (RuntimeError, AttributeError):
-        remedy = nearest(str(document.value[key]), ("bfloat16", "float16", "float32", "float64"))
-        document.fault((key,), f"there is no dtype {document.value[key]!r}", remedy)
+        document.fault((key,), f"{key} is {value!r}, which does not exist", nearest(str(value), DTYPES))
+        return
+    if dtype is not None and not dtype.is_floating_point:
+        what = f"{key} is {value!r}, weights are floating-point numbers"
+        document.fault((key,), what, f"choose one of: {', '.join(DTYPES)}")
 
 
 def _delegate(document: Document) -> MergeMethod | None:
-    value = _at(document.value, ("parameters", "delegate"))
-    name = "linear" if value is None else value
+    value = at(document.value, ("parameters", "delegate"))
+    name = BY_NAME["delegate"].default if value is None else value
     known = delegates.names()
     if not isinstance(name, str) or name not in known:
-        document.fault(
-            ("parameters", "delegate"), f"no merge method '{name}' to delegate to", nearest(str(name), known)
-        )
+        remedy = nearest(str(name), known)
+        document.fault(("parameters", "delegate"), f"no merge method '{name}' to delegate to", remedy)
         close = difflib.get_close_matches(str(name), known, n=1)
         return delegates.get(close[0]) if close else None
     return delegates.get(name)
 
 
-def scopes(value: Mapping[str, Any]) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Every place where parameters stand, and the groups of names allowed there."""
-    yield ("parameters",), ("options", "global")
-    for path, kind in _parts(value):
-        if kind in (InputModelDefinition, InputSliceDefinition):
-            yield (*path, "parameters"), ("options", "donor")
-        elif kind in (OutputSliceDefinition, OutputModuleDefinition):
-            yield (*path, "parameters"), ("options",)
-
-
-def _parameters(document: Document, path: Path, groups: tuple[str, ...], delegate: MergeMethod | None) -> None:
-    settings = _at(document.value, path)
-    tables = {"options": OPTIONS, "donor": OF_MODEL, "global": names(RECIPE, EACH)}
+def _parameters(document: Document, path: Path, ours: tuple[str, ...], delegate: MergeMethod | None) -> None:
+    settings = at(document.value, path)
     own = {spec.name: spec for spec in delegate.spec.parameters} if delegate else {}
-    known = [*own, *(name for group in groups for name in tables[group])]
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
         here = (*path, str(name))
-        if name in known:
-            _conditions(document, here, value)
-            for leaf, place in _leaves(value, here):
-                _value(document, place, name, leaf, own.get(name), delegate)
-        elif name in names(RECIPE):
-            document.fault(here, f"parameter '{name}' does not belong here", "move it under the recipe's 'parameters'")
-        elif name in OF_MODEL:
-            document.fault(here, f"parameter '{name}' does not belong here", "move it under one donor's 'parameters'")
+        if name in ours or name in own:
+            _setting(document, here, name, value, own.get(name), delegate)
+        elif name in BY_NAME:
+            document.fault(here, f"parameter '{name}' does not belong here", _where(name))
         elif delegate is not None and name not in LEGACY:
             what = f"there is no parameter '{name}' (delegate {delegate.spec.name})"
-            document.fault(here, what, nearest(str(name), known))
+            document.fault(here, what, nearest(str(name), [*own, *ours]))
 
 
-def _conditions(document: Document, path: Path, value: Any) -> None:
-    """The keys of {filter, value} entries."""
-    for place, item in [(path, value), *(((*path, i), item) for i, item in _items(value) if isinstance(value, list))]:
-        _keys(document, place, item, tuple(ConditionalParameter.model_fields))
+def _where(name: str) -> str:
+    """Where a parameter of ours stands that stands somewhere else."""
+    places = {RECIPE: "under the recipe's 'parameters'", DONOR_ONLY: "under one donor's 'parameters'"}
+    return f"move it {places.get(BY_NAME[name].scope, 'under one model, or under the recipe')}"
 
 
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
-    """The scalars of a setting: itself, the entries of a per-layer list, the values behind filters."""
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
-    elif isinstance(value, Mapping):
-        if "value" in value:
-            yield from _leaves(value["value"], (*path, "value"))
-    else:
-        yield value, path
-
-
-def _value(document: Document, path: Path, name: str, value: Any, spec: Any, delegate: MergeMethod | None) -> None:
-    try:
-        if name in OPTIONS:
-            MatchOptions.from_values({name: normal(name, value)})
-            if spec is not None and delegate is not None:
-                check_shared(spec, value, None, delegate.spec.name)
-        elif name in BY_NAME and name != "delegate":
-            BY_NAME[name].check(value)
-        elif spec is not None:
-            spec.validate(value)
-    except RecipeError as error:
-        document.fault(path, error.what, error.remedy or "")
-    except ValidationError:
-        document.fault(path, f"parameter '{name}' is {value!r}", f"it must be {wanted(spec)}")
-
-
-def _contract(document: Document, delegate: MergeMethod) -> None:
-    """How many models the delegate takes and which of its parameters must be given, for `models:` recipes."""
-    entries = document.value.get("models")
-    if not isinstance(entries, list) or not all(isinstance(e, Mapping) and "model" in e for e in entries):
+def _setting(
+    document: Document, path: Path, name: str, value: Any, spec: ParameterSpec | None, delegate: MergeMethod | None
+) -> None:
+    """One parameter: the form of its setting, the delegates that read it, its values."""
+    key = BY_NAME.get(name)
+    if key is not None and key.scope != BLOCK and varies(value):
+        if name != "delegate":  # of which it has been said that it is no method
+            what = f"parameter '{name}' holds for the whole model, lists and filters do not fit it"
+            remedy = "write ranges such as '0-5,11' in one string" if name == "layers" else "give one value"
+            document.fault(path, what, remedy)
         return
-    spec, base = delegate.spec, document.value.get("base_model")
-    models = [str(entry["model"]) for entry in entries]
-    references = [ModelReference.parse(model) for model in models]
-    with_base = ModelReference.parse(str(base)) if base is not None else None
-    if is_plain(spec.contract, [references], with_base):
-        base = with_base = None
-    elif with_base is not None and with_base not in references:
-        models.append(str(base))
-        references.append(with_base)
+    if key is not None and key.delegates and delegate is not None and delegate.spec.name not in key.delegates:
+        what = f"parameter '{name}' does nothing with delegate {delegate.spec.name}"
+        document.fault(path, what, f"leave it out; it is read by delegate {', '.join(key.delegates)}")
+    for place, item in [(path, value), *(((*path, i), item) for i, item in items(value) if isinstance(value, list))]:
+        _keys(document, place, item, tuple(ConditionalParameter.model_fields))
+    for leaf, place in leaves(value, path):
+        try:
+            check_value(name, leaf, spec, delegate)
+        except RecipeError as error:
+            document.fault(place, error.what, error.remedy or "")
+
+
+def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delegate: MergeMethod | None = None) -> None:
+    """A single value of a parameter.
+
+    Args:
+        spec: the delegate's own parameter of this name; where we have one too, both must know the value.
+
+    Raises:
+        RecipeError: it is none that the parameter may have.
+    """
+    if name in OPTIONS:
+        MatchOptions.from_values({name: normal(name, value)})
+    elif name in BY_NAME and name != "delegate":
+        BY_NAME[name].check(value)
+    if spec is None or delegate is None:
+        return
     try:
-        delegate.validate_inputs(references, None if spec.contract.base == BasePolicy.FORBIDDEN else with_base)
-    except (ValueError, RuntimeError) as error:
-        document.fault(
-            ("models",), f"delegate {spec.name}: {error}", "add or remove models, or choose another delegate"
-        )
-    _required(document, delegate, models, None if base is None else str(base))
+        valid = spec.validate(value)
+    except ValidationError:
+        what = f"parameter '{name}' is {value!r}"
+        if name not in BY_NAME:
+            raise RecipeError(what, remedy=f"it must be {wanted(spec)}") from None
+        raise RecipeError(
+            f"{what}, which also holds for delegate {delegate.spec.name}: its own '{name}' is {wanted(spec)}",
+            remedy=f"write {wanted(spec)}, or choose a delegate without '{name}'",
+        ) from None
+    if isinstance(valid, float) and not math.isfinite(valid):
+        raise RecipeError(f"parameter '{name}' is {value!r}", remedy="give a finite number")
 
 
-def _required(document: Document, delegate: MergeMethod, models: list[str], base: str | None) -> None:
-    entries = {str(entry["model"]): i for i, entry in enumerate(document.value["models"])}
-    shared = document.value.get("parameters") or {}
-    for spec in delegate.spec.parameters:
-        if not spec.required or spec.name in shared:
-            continue
-        what = f"delegate {delegate.spec.name} needs the parameter '{spec.name}'"
-        if spec.scope == ParameterScope.SHARED:
-            document.fault(("parameters",), what, f"add '{spec.name}: ...' under parameters")
-            continue
-        for model in models:
-            place = entries.get(model)
-            given = {} if place is None else document.value["models"][place].get("parameters") or {}
-            if spec.name not in given and not (model == base and spec.scope == ParameterScope.NON_BASE):
-                path: Path = ("base_model",) if place is None else ("models", place)
-                remedy = (
-                    f"add 'parameters: {{{spec.name}: ...}}'"
-                    if place is not None
-                    else (f"list {model} under 'models' with its own '{spec.name}'")
-                )
-                document.fault(path, f"{what} for {model}", remedy)
+def normal(name: str, value: Any) -> Any:
+    """YAML reads off/no as False; for options that are words it means none."""
+    if name == "rescale":
+        return {"none": False, "joint": True, "true": True, "false": False}.get(str(value).lower(), value)
+    if name == "layers":
+        return str(value)
+    return "none" if value is False and "none" in CHOICES.get(name, ()) else value
+
+
+def _slices(document: Document) -> None:
+    """Sources of a slice have equally long ranges of layers, from a first to a later one, and the recipe's anchor."""
+    anchor = reference(document.value.get("base_model"))
+    for path, part in outputs(document.value):
+        for i, piece in items(part.get("slices")):
+            here = (*path, "slices", i)
+            own = reference(piece.get("base_model")) if isinstance(piece, Mapping) else None
+            if own is not None and own != anchor:
+                what = f"base_model is {own}, that of the recipe is {anchor}"
+                document.fault(here, what, "all slices share one anchor; remove the slice's own base_model")
+            _lengths(document, here, [(j, source) for j, source in items(at(piece, ("sources",)))])
+
+
+def _lengths(document: Document, path: Path, sources: list[tuple[int, Any]]) -> None:
+    lengths = []
+    for j, source in sources:
+        span = at(source, ("layer_range",))
+        if not isinstance(span, list | tuple) or [type(end) for end in span] != [int, int]:
+            return
+        if not 0 <= span[0] < span[1]:
+            place = (*path, "sources", j, "layer_range")
+            document.fault(place, f"layer_range is {list(span)}", "write [first layer, one after the last]")
+            return
+        lengths.append(span[1] - span[0])
+    if len(set(lengths)) != 1:
+        what = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
+        document.fault(path, what, "give every source of a slice the same number of layers")
+
+
+def check_filters(document: Document, blocks: Iterable[str]) -> None:
+    """Filters of our own options see blocks, not tensors: collect those that fit none and were written for tensors.
+
+    Args:
+        blocks: module paths of the anchor's blocks.
+    """
+    known = list(blocks)
+    example = next((name for name in known if name.endswith(".0")), known[0])
+    for path, _ in scopes(document.value):
+        for option, setting in items(at(document.value, path)):
+            for text in filters(setting) if option in OPTIONS else ():
+                if not any(text in name for name in known):
+                    what = f"the filter '{text}' of '{option}' matches no block"
+                    remedy = f"options of the alignment hold for whole blocks, which are called like '{example}'"
+                    document.fault((*path, option), what, remedy)

@@ -15,7 +15,9 @@ def is_ours(document: Any) -> bool:
     """Whether a recipe names our method, perhaps misspelt or under a misspelt key."""
     if not isinstance(document, dict):
         return False
-    return METHOD in [v for v in document.values() if isinstance(v, str)] or resembles(document.get("merge_method"))
+    if "merge_method" in document:
+        return resembles(document["merge_method"])
+    return METHOD in [value for value in document.values() if isinstance(value, str)]
 
 
 def resembles(name: object) -> bool:
@@ -31,9 +33,16 @@ def check_document(content: dict[str, Any]) -> None:
     """
     document = Document(content)
     check_settings(document)
-    if errors := [fault for fault in document.faults if fault.error]:
-        first = min(errors, key=_urgency)
-        raise RecipeError(first.what, where=first.where or "recipe", remedy=first.remedy)
+    document.raise_first()
+
+
+def ours_in(text: str) -> list[bool]:
+    """For each document of a recipe file, whether it is ours.
+
+    Raises:
+        RecipeError: the text is not YAML.
+    """
+    return [is_ours(document.value) for document in documents(text)]
 
 
 def check_file(path: str) -> None:
@@ -51,15 +60,10 @@ def check_file(path: str) -> None:
     ours = [document for document in found if is_ours(document.value)]
     for document in ours:
         check_settings(document)
-    errors = [fault for document in ours for fault in document.faults if fault.error]
-    if errors:
-        first = min(errors, key=_urgency)
-        raise RecipeError(first.what, where=_place(path, first), remedy=_remedy(path, first, len(errors) - 1))
-
-
-def _urgency(fault: Fault) -> tuple[bool, int, int, int]:
-    """A misspelt word comes first: what is missing for its sake is only its echo."""
-    return ("did you mean" not in fault.remedy, fault.document, fault.line, fault.column)
+    more = sum(fault.error for document in ours for fault in document.faults) - 1
+    first = next((document.first for document in ours if document.first), None)
+    if first is not None:
+        raise RecipeError(first.what, where=_place(path, first), remedy=_remedy(path, first, more))
 
 
 def _place(path: str, fault: Fault) -> str:
