@@ -12,7 +12,9 @@ from rotation_merge.checkpoints.hub import is_hub_name
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.recipe.document import Document, Fault, documents
 from rotation_merge.recipe.names import METHOD
-from rotation_merge.recipe.settings import at, check_settings
+from rotation_merge.recipe.places import at
+from rotation_merge.recipe.reading import read
+from rotation_merge.recipe.settings import check_settings
 
 __all__ = ["Document", "Fault", "RecipeDonor", "carried_recipe", "check_text", "documents", "donors_of"]
 
@@ -32,9 +34,10 @@ def check_text(text: str) -> list[Fault]:
         if "genome" in document.value:
             _check_evolve(document)
             continue
-        check_settings(document)
         if document.value.get("merge_method") == METHOD:
-            check_sources(document, names, options)
+            check_sources(document, read(document), names, options)
+        else:
+            check_settings(document)
         name = document.value.get("name")
         if isinstance(name, str):
             names.add(name)
@@ -49,11 +52,11 @@ def _check_evolve(document: Document) -> None:
     from pydantic import ValidationError
 
     for path, kind in (((), EvolMergeConfiguration), (("genome",), ModelGenomeDefinition)):
-        value: Any = document.value if not path else at(document, path)
+        value: Any = document.value if not path else at(document.value, path)
         for key in value if isinstance(value, dict) else ():
             if key not in kind.model_fields:
                 document.fault((*path, str(key)), f"there is no key '{key}' here", nearest(str(key), kind.model_fields))
-    method = at(document, ("genome", "merge_method"))
+    method = at(document.value, ("genome", "merge_method"))
     if method not in METHOD_PARAM_MAPS:
         known = ", ".join(METHOD_PARAM_MAPS)
         document.fault(("genome", "merge_method"), f"mergekit-evolve cannot search over '{method}'", f"known: {known}")
@@ -72,7 +75,7 @@ def _check_genome_models(document: Document) -> None:
     from rotation_merge.checkpoints.models import Models
 
     models = Models(MergeOptions(), "merge")
-    entries = at(document, ("genome", "models"))
+    entries = at(document.value, ("genome", "models"))
     for i, name in enumerate(entries if isinstance(entries, list) else []):
         try:
             reference = ModelReference.parse(str(name))

@@ -6,9 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import click
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from pydantic import ValidationError
 
@@ -17,21 +15,25 @@ from rotation_merge.checkpoints.hub import is_absent
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.file import load_alignment
+from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.document import Document, Path
+from rotation_merge.recipe.names import BY_NAME, FILE
+from rotation_merge.recipe.places import at, items, scopes
 from rotation_merge.recipe.reading import Recipe
-from rotation_merge.recipe.settings import at, explain, scopes
+from rotation_merge.recipe.settings import explain
 
 HUB_NOTE = "not in the local cache: its files are not checked"
 
 
-def check_sources(document: Document, made_earlier: set[str], options: MergeOptions) -> None:
+def check_sources(document: Document, recipe: Recipe | None, made_earlier: set[str], options: MergeOptions) -> None:
     """Collect the faults of all models that a document names.
 
     Args:
+        recipe: what was read from it; None where it has faults already.
         made_earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
     """
-    unsupported = at(document, ("parameters", "unsupported")) or "error"
-    models = Models(options, unsupported if unsupported in ("error", "merge") else "error")
+    session = None if recipe is None else Session.of(recipe, options, watched=False)
+    models = session.models if session is not None else Models(options)
     opened: dict[str, tuple[Path, Model]] = {}
     absent = False
     for path, name in references(document.value):
@@ -45,14 +47,15 @@ def check_sources(document: Document, made_earlier: set[str], options: MergeOpti
             opened[name] = (path, model)
     base = opened.get(str(document.value.get("base_model")))
     for path, name in files(document.value):
-        if not os.path.isfile(name):
-            document.fault(path, f"{name}: no such file", "write it with 'rotation-merge align --alignment FILE'")
-        elif base is not None:
+        if not os.path.exists(name):
+            made = "write it with 'rotation-merge align --alignment FILE'"
+            document.fault(path, f"{name}: no such file", made if path[-1] == "alignment" else "check the path")
+        elif base is not None and path[-1] == "alignment":
             _read(document, path, name, base[1])
     if base is not None:
-        _compare(document, base[1], opened, models)
-    if not absent and not _faulty(document):
-        _plan(document, options)
+        _compare(document, recipe, base[1], opened, models)
+    if session is not None and not absent and document.first is None:
+        _plan(document, session, options)
 
 
 def _read(document: Document, path: Path, name: str, anchor: Model) -> None:
@@ -61,10 +64,6 @@ def _read(document: Document, path: Path, name: str, anchor: Model) -> None:
         load_alignment(name, anchor.architecture)
     except RotationMergeError as error:
         document.raised(path, error)
-
-
-def _faulty(document: Document) -> bool:
-    return any(fault.error for fault in document.faults)
 
 
 def references(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
@@ -85,15 +84,13 @@ def references(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
 
 
 def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Where alignment files are named, and their names."""
-    for path, groups in scopes(value):
-        settings: Any = value
-        for step in path:
-            settings = settings.get(step) if isinstance(settings, Mapping) else settings[step]
-            if settings is None:
-                break
-        if "donor" in groups and isinstance(settings, Mapping) and isinstance(settings.get("alignment"), str):
-            yield (*path, "alignment"), settings["alignment"]
+    """Where files to read are named, and their names."""
+    for path, _ in scopes(value):
+        for name, setting in items(at(value, path)):
+            key = BY_NAME.get(name)
+            words = () if key is None or FILE not in key.values else (*key.values, "none")
+            if words and isinstance(setting, str) and setting not in words:
+                yield (*path, name), setting
 
 
 def _open(document: Document, path: Path, name: str, models: Models) -> Model | None:
@@ -119,8 +116,9 @@ def _open(document: Document, path: Path, name: str, models: Models) -> Model | 
     return model
 
 
-def _compare(document: Document, anchor: Model, opened: dict[str, tuple[Path, Model]], models: Models) -> None:
-    recipe = _recipe(document)
+def _compare(
+    document: Document, recipe: Recipe | None, anchor: Model, opened: dict[str, tuple[Path, Model]], models: Models
+) -> None:
     resizes = document.value.get("tokenizer") or document.value.get("tokenizer_source")
     for path, model in opened.values():
         if model is anchor:
@@ -137,22 +135,7 @@ def _compare(document: Document, anchor: Model, opened: dict[str, tuple[Path, Mo
 
 def _carried(document: Document, path: Path) -> bool:
     """Whether what stands here is carried into the anchor's vocabulary: a fine-tune, or what it was tuned from."""
-    return path[-1] == "finetuned_from" or bool(at(document, (*path[:-1], "parameters", "finetuned_from")))
-
-
-def _recipe(document: Document) -> Recipe | None:
-    """The recipe as the planner reads it, None where it is at fault."""
-    if _faulty(document):
-        return None
-    try:
-        content = {key: value for key, value in document.value.items() if key != "name"}
-        return Recipe.read(MergeConfiguration.model_validate(content))
-    except RotationMergeError as error:
-        document.raised((), error)
-        return None
-    except click.ClickException as error:
-        document.fault((), error.message)
-        return None
+    return path[-1] == "finetuned_from" or bool(at(document.value, (*path[:-1], "parameters", "finetuned_from")))
 
 
 def _shapes(
@@ -174,7 +157,7 @@ def _shapes(
 def _residual(document: Document, anchor: Model) -> None:
     admitted = {name: groups for name, groups in anchor.architecture.stream_groups.items() if groups}
     for path, _ in scopes(document.value):
-        settings = at(document, path)
+        settings = at(document.value, path)
         asked = settings.get("residual") if isinstance(settings, Mapping) else None
         lacking = [name for name, groups in admitted.items() if isinstance(asked, str) and asked not in groups]
         if lacking:
@@ -183,22 +166,20 @@ def _residual(document: Document, anchor: Model) -> None:
             document.fault((*path, "residual"), what, f"the largest group they admit is '{largest}'")
 
 
-def _plan(document: Document, options: MergeOptions) -> None:
-    """Let mergekit plan the whole merge, as it will before it reads a weight."""
-    from mergekit.architecture import get_architecture_info
+def _plan(document: Document, session: Session, options: MergeOptions) -> None:
+    """Plan the whole merge, as mergekit will before it reads a weight."""
     from mergekit.merge import _model_out_config
-    from mergekit.plan import MergePlanner
 
-    content = {key: value for key, value in document.value.items() if key != "name"}
+    from rotation_merge.planning.planner import RotationMergePlanner
+    from rotation_merge.seam.definitions import architecture_info
+
     try:
-        config = MergeConfiguration.model_validate(content)
-        info = get_architecture_info(config, options)
-        planner = MergePlanner(config, info, options, _model_out_config(config, info))
-        planner.plan_to_disk(out_path="unused")
+        config = SessionConfiguration.of(session)
+        info = architecture_info(config, options)
+        RotationMergePlanner(config, info, options, _model_out_config(config, info)).plan_to_disk(out_path="unused")
     except RotationMergeError as error:
-        document.raised(_place(document, error), error)
-    except click.ClickException as error:
-        document.fault((), error.message)
+        if document.first is None:  # else it is that fault
+            document.raised(_place(document, error), error)
     except ValidationError as error:
         document.fault((), *explain(error.errors()[0]))
     except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:

@@ -68,19 +68,18 @@ def check_local(folder: str) -> None:
     )
 
 
-def check_single(folder: str) -> None:
-    """A single file's head is read before mergekit opens it (which, of a pickle and with an old torch, runs its code).
+def single_file(folder: str) -> str | None:
+    """The one weight file that mergekit would open in a directory, None where it is sharded.
 
-    Raises:
-        CheckpointError: it is damaged.
+    Its head is to be read before mergekit opens it (which, of a pickle and with an old torch, runs its code).
     """
     for stem in ("model.safetensors", "pytorch_model.bin"):
         path = os.path.join(folder, stem)
         if os.path.exists(f"{path}.index.json"):
-            return
+            return None
         if os.path.exists(path):
-            file_shapes(path)
-            return
+            return path
+    return None
 
 
 def _shards(index: str) -> list[str]:

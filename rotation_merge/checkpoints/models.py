@@ -18,7 +18,7 @@ from rotation_merge.architectures.model import Space
 from rotation_merge.architectures.registry import find, unaligned
 from rotation_merge.checkpoints.adapted import AdaptedLoader, find_places
 from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter
-from rotation_merge.checkpoints.headers import check_local, check_single, file_dtypes, file_shapes, read_json
+from rotation_merge.checkpoints.headers import Shapes, check_local, file_dtypes, file_shapes, read_json, single_file
 from rotation_merge.checkpoints.hub import downloaded, is_hub_name
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
 from rotation_merge.matching.state import check_shape
@@ -31,6 +31,14 @@ class Model:
         self, reference: ModelReference, options: MergeOptions, unsupported: str = "error", untie: bool = False
     ) -> None:
         self.reference, self.options, self.unsupported, self.untie = reference, options, unsupported, untie
+        self._heads: dict[str, Shapes] = {}
+
+    def _head(self, path: str) -> Shapes:
+        """Shapes of the tensors in one of its files; each file's head is read once."""
+        key = os.path.realpath(path)
+        if key not in self._heads:
+            self._heads[key] = file_shapes(path)
+        return self._heads[key]
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -81,8 +89,8 @@ class Model:
         """
         self.check_files()
         path = self.reference.model.path
-        if os.path.isdir(path):
-            check_single(path)
+        if os.path.isdir(path) and (file := single_file(path)) is not None:
+            self._head(file)
         plain = self.reference.model_copy(update={"lora": None})
         try:
             found = LoaderCache().get(plain)
@@ -106,7 +114,7 @@ class Model:
         index = self.loader.index
         result: dict[str, tuple[int, ...]] = {}
         for shard in sorted(set(index.tensor_paths.values())):
-            result.update(file_shapes(os.path.join(index.base_path, shard)))
+            result.update(self._head(os.path.join(index.base_path, shard)))
         if absent := [name for name in index.tensor_paths if name not in result]:
             raise CheckpointError(
                 f"the index names '{absent[0]}', its shard does not hold it",

@@ -85,7 +85,10 @@ def fit(
         same_names(anchor, donor)
     if len(batches) < 2:
         raise RecipeError("at least two batches are needed", remedy="give more data, or smaller batches")
-    return _Fit(parents, list(batches), match or widest(anchor), options, watch or (lambda *_: None)).run()
+    devices = {parameter.device for parameter in anchor.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):  # the caller's random numbers stay the caller's
+        torch.manual_seed(options.seed)
+        return _Fit(parents, list(batches), match or widest(anchor), options, watch or (lambda *_: None)).run()
 
 
 def widest(model: nn.Module) -> MatchOptions:
@@ -101,7 +104,6 @@ class _Fit:
     def __init__(
         self, parents: list[nn.Module], batches: list[Batch], match: MatchOptions, options: FitOptions, watch: Watch
     ) -> None:
-        torch.manual_seed(options.seed)
         self.options, self.match, self.watch = options, match, watch
         self.device = next(parents[0].parameters()).device
         self.parents = [parent.eval() for parent in parents]

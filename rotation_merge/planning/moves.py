@@ -120,6 +120,7 @@ class Moves:
         """Loads of some tensors of a source's block, labelled by the names they have in the output."""
         options = self.donors.options
         device = options.device if options.read_to_gpu else None
+        run = self.donors.run if self.donors.run.watched else None
         result: Loads = {}
         for key in keys:
             info = self.out.anchor.block.tensor(key) or source.block.tensor(key)
@@ -127,7 +128,9 @@ class Moves:
             if info is None or own is None or not self.out.has(source, info):
                 continue
             result[key] = tuple(
-                LabelledLoad(model=source.model, tensor=name, device=device, tied_names=own.tied or None, label=label)
+                LabelledLoad(
+                    model=source.model, tensor=name, device=device, tied_names=own.tied or None, label=label, run=run
+                )
                 for name, label in zip(own.names, self.out.names(info), strict=True)
             )
         return result

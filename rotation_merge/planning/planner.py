@@ -18,16 +18,14 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.averaging.methods import Averaging
-from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import RecipeError
 from rotation_merge.planning.averages import Averages
 from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.moves import Moves
+from rotation_merge.planning.session import session_of
 from rotation_merge.planning.tasks import AlignedGather
 from rotation_merge.recipe.delegates import registered_name
-from rotation_merge.recipe.reading import Recipe
-from rotation_merge.report.run import current
 
 
 class RotationMergePlanner(MergePlanner):
@@ -37,10 +35,9 @@ class RotationMergePlanner(MergePlanner):
         self, config: MergeConfiguration, arch_info: ModelArchitecture, options: MergeOptions, out_model_config: Any
     ) -> None:
         super().__init__(config, arch_info, options, out_model_config)
-        self.recipe = Recipe.read(config)
+        session = session_of(config, options)
+        self.recipe, self.models, self.run = session.recipe, session.models, session.run
         self._method = self.recipe.delegate
-        self.models = Models(options, self.recipe.unsupported, self.recipe.untie)
-        self.run = current()
         self._blocks_planned = 0
         if self.recipe.untie:
             out_model_config.tie_word_embeddings = False

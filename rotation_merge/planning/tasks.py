@@ -20,23 +20,25 @@ from rotation_merge.matching.block import match_block
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.report.run import Run, active
+from rotation_merge.report.run import Run
 
 
 class LabelledLoad(LoadTensor):
     """Loads a tensor with the others of its output block, whatever layer it comes from, and takes its fingerprint."""
 
+    model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True)
+
     label: str
+    run: Run | None = Field(default=None, repr=False)
 
     def group_label(self) -> str | None:
         return self.label
 
     def execute(self) -> Tensor | None:
         tensor: Tensor | None = super().execute()
-        run = active()
-        if run is not None and tensor is not None:
+        if self.run is not None and tensor is not None:
             name = self._resolve_name(LoaderCache().get(self.model)) or self.tensor
-            run.saw(str(self.model), name, tensor)
+            self.run.saw(str(self.model), name, tensor)
         return tensor
 
 

@@ -18,15 +18,20 @@ FAR = 0.2
 """Squared change over squared norm before it, above which a task vector hardly travels (docs/residual.md)."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
-    """Records of one merge; tasks add to it from any thread."""
+    """Records of one merge; tasks add to it from any thread.
+
+    Attributes:
+        watched: whether somebody will read the report; if not, models' fingerprints are not taken.
+    """
 
     records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
     marks: dict[str, Fingerprint] = field(default_factory=dict)
+    watched: bool = True
     began: float = field(default_factory=time.perf_counter)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
@@ -72,26 +77,3 @@ class Run:
         with self._lock:
             if text not in self.notes:
                 self.notes.append(text)
-
-
-_current: list[Run] = []
-
-
-def current() -> Run:
-    """The run in progress in this process, or a new one nobody reads (mergekit-evolve plans without a run)."""
-    return _current[-1] if _current else Run()
-
-
-def active() -> Run | None:
-    """The run in progress in this process, if somebody will read it."""
-    return _current[-1] if _current else None
-
-
-def begin() -> Run:
-    run = Run()
-    _current.append(run)
-    return run
-
-
-def end(run: Run) -> None:
-    _current.remove(run)

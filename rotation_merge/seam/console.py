@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError
+from rotation_merge.seam.host import lacks, unfit
 
 BAD_INPUT = 2
 """Exit code for bad usage or input."""
@@ -28,15 +29,18 @@ class OneLineError(click.ClickException):
 def one_line() -> Iterator[None]:
     """Turn what can go wrong in a merge into one line; with debug logging (-vv) tracebacks stay.
 
-    Outside a command (from Python) errors pass unchanged.
+    Outside a command (from Python) errors pass unchanged, but for those that say that mergekit is not as we know it.
     """
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise
-    except Exception as error:
+    except Exception as found:
+        error = unfit(str(found)) if lacks(found) else found
         if click.get_current_context(silent=True) is None or logging.getLogger().isEnabledFor(logging.DEBUG):
-            raise
+            if error is found:
+                raise
+            raise error from found
         raise OneLineError(line(error)) from None
 
 

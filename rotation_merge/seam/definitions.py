@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 from rotation_merge.architectures import Architecture, find
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import CheckpointError
-from rotation_merge.recipe.reading import Recipe
+from rotation_merge.planning.session import session_of
+from rotation_merge.recipe.settings import check_filters
 
 
 class AlignedModule(ModuleArchitecture):
@@ -57,11 +58,12 @@ def architecture_info(config: MergeConfiguration, options: MergeOptions) -> Mode
     Raises:
         RotationMergeError: the recipe or a model is at fault.
     """
-    recipe = Recipe.read(config)
-    models = Models(options, recipe.unsupported, recipe.untie)
+    session = session_of(config, options)
+    recipe, models = session.recipe, session.models
     models.check(recipe.base, config.referenced_models())
     anchor = models[recipe.base]
-    recipe.check_filters(block.name for block in anchor.architecture.blocks)
+    check_filters(recipe.document, (block.name for block in anchor.architecture.blocks))
+    recipe.document.raise_first()
     _check_depths(config, models)
     resized = bool(config.tokenizer or config.tokenizer_source or options.unsafe_truncate_embeddings)
     carried = _carried(config)

@@ -1,4 +1,7 @@
-"""How each of mergekit's modules is extended. Merges by other methods are left exactly as they are."""
+"""How each of mergekit's modules is extended. Merges by other methods are left exactly as they are.
+
+A recipe of ours begins with a look at whether all of mergekit could be extended (`check_host`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import re
 from typing import Any
 
 from rotation_merge.recipe.names import METHOD
+from rotation_merge.seam import hooks
 from rotation_merge.seam.console import one_line
+from rotation_merge.seam.host import check_host
 
 
 def _once(target: Any) -> bool:
@@ -24,7 +29,7 @@ def _mentions(obj: object) -> bool:
 
 
 def extend_registry(module: Any) -> None:
-    """Let the merge method be found by its name."""
+    """Let the merge method be found by its name, and inside our merges delegates of our own by theirs."""
     from rotation_merge.seam.method import Methods
 
     if not isinstance(module._METHODS, Methods):
@@ -34,9 +39,9 @@ def extend_registry(module: Any) -> None:
 def extend_config(module: Any) -> None:
     """Check top-level keys, which mergekit would ignore, where the recipe is ours."""
     configuration = module.MergeConfiguration
+    validate = configuration.model_validate.__func__
     if not _once(module):
         return
-    validate = configuration.model_validate.__func__
 
     @functools.wraps(validate)
     def model_validate(cls: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,6 +51,7 @@ def extend_config(module: Any) -> None:
 
             if strict.is_ours(obj):
                 with one_line():
+                    check_host()
                     document = restore_paths(obj)
                     strict.check_document(document)
                     return validate(cls, document, *args, **kwargs)
@@ -56,17 +62,19 @@ def extend_config(module: Any) -> None:
 
 def extend_architecture(module: Any) -> None:
     """Give our own architecture definitions to our own merges."""
-    if not _once(module):
-        return
     stock = module.get_architecture_info
+    if "mergekit.architectures" in hooks.loaded or not _once(module):
+        return
 
     @functools.wraps(stock)
     def get_architecture_info(config: Any, options: Any) -> Any:
         if config.merge_method != METHOD:
             return stock(config, options)
-        from rotation_merge.seam.definitions import architecture_info
+        with one_line():
+            check_host()
+            from rotation_merge.seam.definitions import architecture_info
 
-        return architecture_info(config, options)
+            return architecture_info(config, options)
 
     module.get_architecture_info = get_architecture_info
 
@@ -79,9 +87,11 @@ def extend_plan(module: Any) -> None:
 
     def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is planner and config.merge_method == METHOD:
-            from rotation_merge.planning.planner import RotationMergePlanner
+            with one_line():
+                check_host()
+                from rotation_merge.planning.planner import RotationMergePlanner
 
-            return object.__new__(RotationMergePlanner)
+                return object.__new__(RotationMergePlanner)
         return object.__new__(cls)
 
     planner.__new__ = new
@@ -89,18 +99,19 @@ def extend_plan(module: Any) -> None:
 
 def extend_merge(module: Any) -> None:
     """Check our recipes before anything is read, and write their output whole or not at all."""
+    stock = module.run_merge
     if not _once(module):
         return
-    stock = module.run_merge
 
     @functools.wraps(stock)
     def run_merge(merge_config: Any, out_path: str, options: Any, config_source: str | None = None) -> None:
         if merge_config.merge_method != METHOD:
             stock(merge_config, out_path, options, config_source)
             return
-        from rotation_merge.seam.merge import run
-
         with one_line():
+            check_host()
+            from rotation_merge.seam.merge import run
+
             run(stock, merge_config, out_path, options, config_source)
 
     module.run_merge = run_merge
@@ -116,26 +127,41 @@ def extend_command(module: Any) -> None:
     @functools.wraps(stock)
     def callback(*args: Any, **kwargs: Any) -> Any:
         path = str(kwargs.get("config_file") or kwargs.get("config_path"))
-        if kwargs.get("verbosity", 0) > 1 or not _is_ours(path):
+        if kwargs.get("verbosity", 0) > 1 or not (ours := _ours_in(path)):
             return stock(*args, **kwargs)
-        from rotation_merge.recipe import strict
-
         with one_line():
+            check_host()
             if module.__name__ != "mergekit.scripts.merge_raw_pytorch":
+                from rotation_merge.recipe import strict
+
                 strict.check_file(path)
-            return stock(*args, **kwargs)
+            if all(ours):
+                return stock(*args, **kwargs)
+        return stock(*args, **kwargs)
 
     command.callback = callback
 
 
-def _is_ours(path: str) -> bool:
-    """Whether the recipe in this file names our method, as far as can be told before it has been parsed."""
+def _ours_in(path: str) -> list[bool]:
+    """For each recipe in this file, whether it names our method; empty where none does.
+
+    Where the file is no YAML, its text decides: a line that gives our method's name, or nearly that, as the method.
+    """
     try:
         with open(path, "rb") as file:
             text = file.read().decode("utf-8", "replace")
     except OSError:
-        return False
-    return METHOD in text or re.search(r"merge_method:\s*['\"]?\w*rotation", text) is not None
+        return []
+    if "rotation" not in text.lower():
+        return []
+    from rotation_merge.errors import RecipeError
+    from rotation_merge.recipe import strict
+
+    try:
+        found = strict.ours_in(text)
+    except RecipeError:
+        found = [re.search(rf"^\w+:\s*['\"]?{METHOD}\b|^merge_method:\s*['\"]?\w*rotation", text, re.M) is not None]
+    return found if any(found) else []
 
 
 def extend_genome(module: Any) -> None:

@@ -1,7 +1,8 @@
 """Getting into mergekit's commands without an import by the user.
 
 `rotation_merge.pth` imports this package at every interpreter start, so this module imports nothing but `sys`: a
-finder waits for the few mergekit modules that are extended, and extends each right after it has been imported.
+finder waits for the few mergekit modules that are extended, and extends each right after it has been imported. What
+cannot be extended stays as mergekit made it; the failure is kept, and the first recipe of ours ends with it.
 """
 
 import sys
@@ -26,10 +27,26 @@ HOOKS = {
 }
 """mergekit modules and the functions of `rotation_merge.seam.extensions` that extend them."""
 
+SWITCH = "ROTATION_MERGE_PLUGIN"
+"""Environment variable that, set to 0, leaves mergekit alone."""
+
+failed: "dict[str, Exception]" = {}
+"""Modules that could not be extended, and why."""
+
+loaded: "set[str]" = set()
+"""Groups of entry points that mergekit has loaded by itself; what they give is not given a second time."""
+
+
+def switched_off() -> bool:
+    """Whether the user wants mergekit to be left alone."""
+    from os import environ
+
+    return environ.get(SWITCH) == "0"
+
 
 def install() -> None:
     """Wait for mergekit's modules; extend those that are already there. Doing it twice changes nothing."""
-    if any(isinstance(finder, MergekitFinder) for finder in sys.meta_path):
+    if switched_off() or any(isinstance(finder, MergekitFinder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, MergekitFinder())
     for name in HOOKS:
@@ -38,11 +55,14 @@ def install() -> None:
 
 
 def extend(module: "ModuleType", name: str) -> None:
-    """Extend one freshly imported mergekit module."""
+    """Extend one freshly imported mergekit module, or keep why that is impossible."""
     from importlib import import_module
 
-    extensions = import_module("rotation_merge.seam.extensions")
-    getattr(extensions, HOOKS[name])(module)
+    try:
+        extensions = import_module("rotation_merge.seam.extensions")
+        getattr(extensions, HOOKS[name])(module)
+    except Exception as error:
+        failed[name] = error
 
 
 class MergekitFinder:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from mergekit import card, merge
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from rotation_merge.checkpoints.models import Models
 from rotation_merge.checkpoints.output import check_place, staged
+from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.reading import Recipe
-from rotation_merge.report import run as runs
 from rotation_merge.report.card import add_section
 from rotation_merge.report.html import write_page
 from rotation_merge.report.record import MergeReport
+from rotation_merge.seam.replaced import replaced
 
 
 def run(
@@ -35,33 +36,29 @@ def run(
     Raises:
         RotationMergeError: bad input; nothing has been written.
     """
-    recipe = Recipe.read(config)
+    session = Session.of(Recipe.read(config), options)
+    recipe, done = session.recipe, session.run
     check_place(out_path, [model.model.path for model in config.referenced_models()])
-    this = runs.begin()
-    try:
-        with staged(out_path) as staging, _as_it_is_here():
-            stock(config, staging, _quiet_about_tokenizers(config, options), config_source)
-            source = config_source or config.to_yaml()
-            marks = fingerprints(this, config, recipe, options)
-            report = MergeReport.of(this, recipe.base, recipe.delegate.spec.name, source, marks)
-            report.write(os.path.join(staging, "rotation_merge.json"))
-            if recipe.report:
-                write_page(staging)
-            if options.write_model_card:
-                add_section(os.path.join(staging, "README.md"), report)
-    finally:
-        runs.end(this)
+    with staged(out_path) as staging, _as_it_is_here():
+        stock(SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source)
+        marks = fingerprints(session)
+        report = MergeReport.of(done, recipe.base, recipe.delegate.spec.name, config_source or config.to_yaml(), marks)
+        report.write(os.path.join(staging, "rotation_merge.json"))
+        if recipe.report:
+            write_page(staging)
+        if options.write_model_card:
+            add_section(os.path.join(staging, "README.md"), report)
 
 
-def fingerprints(this: runs.Run, config: MergeConfiguration, recipe: Recipe, options: MergeOptions) -> dict[str, str]:
+def fingerprints(session: Session) -> dict[str, str]:
     """Of every model that was read, the base first; taken from the tensors as the merge loaded them."""
-    models = Models(options, recipe.unsupported, recipe.untie)
-    origins = [ModelReference.model_validate(name) for name in this.marks]
+    recipe, marks = session.recipe, session.run.marks
+    origins = [ModelReference.model_validate(name) for name in marks]
     found = {}
-    for reference in dict.fromkeys([recipe.base, *config.referenced_models(), *origins]):
-        mark = this.marks.get(str(reference))
+    for reference in dict.fromkeys([recipe.base, *recipe.config.referenced_models(), *origins]):
+        mark = marks.get(str(reference))
         if mark is not None:
-            model = models[reference]
+            model = session.models[reference]
             whole = [name for name in model.architecture.named() if name in model]
             part = sum(name in mark for name in whole)
             words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
@@ -69,21 +66,20 @@ def fingerprints(this: runs.Run, config: MergeConfiguration, recipe: Recipe, opt
     return found
 
 
-@contextmanager
-def _as_it_is_here() -> Iterator[None]:
+def _as_it_is_here() -> AbstractContextManager[None]:
     """Write the card without asking the hub whether it knows a directory that is here, which without a network would
     end the merge at its last step; and take the base model's small files from where they are, not from a cache of
     models merged with their adapters."""
-    real, folder = card.is_hf, merge._get_donor_model
-    card.is_hf = lambda path: not os.path.exists(path) and real(path)
-    merge._get_donor_model = _base_folder
-    try:
-        yield
-    finally:
-        card.is_hf, merge._get_donor_model = real, folder
+    return replaced((card, "is_hf", _on_hub), (merge, "_get_donor_model", _base_folder))
 
 
-def _base_folder(config: MergeConfiguration, options: MergeOptions) -> tuple[ModelReference, str]:
+def _on_hub(real: Callable[[str], bool], path: str) -> bool:
+    return not os.path.exists(path) and real(path)
+
+
+def _base_folder(
+    real: Callable[..., Any], config: MergeConfiguration, options: MergeOptions
+) -> tuple[ModelReference, str]:
     base = config.base_model or config.referenced_models()[0]
     return base, base.local_path(cache_dir=options.transformers_cache, ignore_lora=True)
 

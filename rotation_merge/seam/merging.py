@@ -7,6 +7,9 @@ from mergekit import merge
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.seam import hooks
+
 
 def merge_recipe(text: str, out: str) -> None:
     """Merge by mergekit's own `run_merge`, quietly.
@@ -15,5 +18,7 @@ def merge_recipe(text: str, out: str) -> None:
         text: the recipe, YAML.
         out: directory to write.
     """
+    if hooks.switched_off():
+        raise RotationMergeError(f"the plugin is switched off ({hooks.SWITCH}=0)", remedy="unset it")
     config = MergeConfiguration.model_validate(yaml.safe_load(text))
     merge.run_merge(config, out, MergeOptions(quiet=True, copy_tokenizer=False), config_source=text)

@@ -25,7 +25,7 @@ class Methods(dict[str, MergeMethod]):
 
     def __missing__(self, name: str) -> MergeMethod:
         if name == METHOD:
-            return _ours
+            return OURS
         from rotation_merge.recipe.delegates import OWN, PREFIX
 
         if name.startswith(PREFIX) and name.removeprefix(PREFIX) in OWN:
@@ -69,4 +69,4 @@ class RotationMergeMethod(MergeMethod):
         return ()
 
 
-_ours = RotationMergeMethod()
+OURS = RotationMergeMethod()

@@ -1,0 +1,183 @@
+"""One reader: a faulty recipe gives the same first fault in mergekit-yaml, in `check` and from Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from mergekit.config import MergeConfiguration
+from plugin_support import mergekit_yaml, one_error, recipe_for, write_recipe
+
+from rotation_merge.cli.app import app
+from rotation_merge.errors import RecipeError
+from rotation_merge.recipe.document import documents
+from rotation_merge.recipe.names import BY_NAME, COUNT, EACH, FILE, KEYS, NUMBER, Key
+from rotation_merge.recipe.reading import Recipe, read
+
+LAYERS = "slices: [{sources: [{model: A, layer_range: [0, 2]}, {model: B, layer_range: [0, 1]}]}]"
+
+FAULTS: dict[str, tuple[str, str, str]] = {
+    "infinite weight": ("{weight: 0.5}\n  -", "{weight: .inf}\n  -", "'weight' is inf"),
+    "infinite weight as a word": ("{weight: 0.5}\n  -", "{weight: inf}\n  -", "'weight' is 'inf'"),
+    "infinity behind a filter": ("{weight: 0.5}\n  -", "{weight: [{filter: x, value: .inf}]}\n  -", "'weight' is inf"),
+    "a list for residual": ("delegate: linear", "residual: [none, rotation]", "'residual' holds for the whole model"),
+    "a filter on layers": (
+        "delegate: linear",
+        "layers: [{filter: x, value: 0-3}, {value: all}]",
+        "'layers' holds for the whole model",
+    ),
+    "a number for exclude": ("delegate: linear", "exclude: 3", "'exclude' is 3"),
+    "a number for finetuned_from": ("{weight: 0.5}\np", "{weight: 0.5, finetuned_from: 3}\np", "'finetuned_from' is 3"),
+    "a list for an alignment": ("{weight: 0.5}\np", "{weight: 0.5, alignment: [a, b]}\np", "'alignment' holds"),
+    "unequal slices": ("MODELS", LAYERS, "its sources have 2, 1 layers"),
+    "a slice that ends before it begins": ("MODELS", LAYERS.replace("[0, 2]", "[2, 0]"), "layer_range is [2, 0]"),
+    "a slice without sources": ("MODELS", "slices: [{sources: []}]", "it has no sources"),
+    "another base for a slice": (
+        "MODELS",
+        "slices: [{base_model: C, sources: [{model: A, layer_range: [0, 2]}]}]",
+        "base_model is C, that of the recipe is A",
+    ),
+    "three models for slerp in a slice": (
+        "MODELS",
+        "slices: [{sources: [{model: A, layer_range: [0, 1]}]}]\nparameters: {delegate: slerp, t: 0.5}",
+        "delegate slerp: requires at least 2 inputs",
+    ),
+    "a delegate's parameter missing in a module": (
+        "MODELS",
+        "modules: {default: {models: [{model: A, parameters: {weight: 1}}, {model: B}]}}",
+        "delegate linear needs the parameter 'weight' for B",
+    ),
+    "integer dtype": ("dtype: float32", "dtype: int64", "dtype is 'int64', weights are floating-point numbers"),
+    "out_dtype that does not exist": ("dtype: float32", "out_dtype: half16", "out_dtype is 'half16'"),
+    "unknown delegate": ("delegate: linear", "delegate: mean", "no merge method 'mean' to delegate to"),
+    "unknown parameter": ("delegate: linear", "density: 0.5", "there is no parameter 'density'"),
+    "no base": ("base_model: A\n", "", "base_model is missing"),
+    "word for a switch": ("delegate: linear", "untie: yes please", "'untie' is 'yes please'"),
+    "parameter of the merge under a model": (
+        "{weight: 0.5}\np",
+        "{weight: 0.5, untie: true}\np",
+        "does not belong here",
+    ),
+    "two faults, the misspelt word first": (
+        "delegate: linear",
+        "exclude: 3\n  attention: rotate",
+        "'attention' is 'rotate'",
+    ),
+}
+"""A text, what stands in its place (MODELS: for models and parameters), and how the fault begins or what it holds."""
+
+
+def recipe(old: str, new: str) -> str:
+    models = "models:\n  - model: A\n    parameters: {weight: 0.5}\n  - model: B\n    parameters: {weight: 0.5}\n"
+    parameters = "parameters:\n  delegate: linear\n"
+    text = f"merge_method: rotation_merge\nbase_model: A\n{models}{parameters}dtype: float32\n"
+    old = models + parameters if old == "MODELS" else old
+    assert old in text
+    return text.replace(old, f"{new}\n" if old.startswith("models:") else new, 1)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_same_first_fault_both_ways(name: str, tmp_path: Path) -> None:
+    old, new, words = FAULTS[name]
+    text = recipe(old, new)
+    result = mergekit_yaml(text, tmp_path / "out")
+    assert result.exit_code == 2
+    stopped = one_error(result.output)
+    assert words in stopped
+    path = write_recipe(text, tmp_path / "recipe.yml")
+    checked = json.loads(CliRunner().invoke(app, ["check", str(path), "--json"]).stdout)
+    faults = [fault for fault in checked["faults"] if fault["error"]]
+    first = next(fault for fault in faults if fault["what"] in stopped)
+    assert words in first["what"]
+    place = ", ".join(filter(None, (f"line {first['line']}", f"column {first['column']}", first["where"])))
+    assert f"{place}: {first['what']}" in stopped
+    assert (first["line"], first["column"]) != (1, 1) or name in ("no base",)
+    python = python_way(yaml.safe_load(text))
+    if python is not None:
+        assert python.what == first["what"]
+        assert python.where == (first["where"] or "recipe")
+
+
+def python_way(content: dict[str, Any]) -> RecipeError | None:
+    """What the reader says of a configuration made in Python; None where mergekit makes none of it."""
+    try:
+        config = MergeConfiguration(**content)
+    except (ValueError, RuntimeError):
+        return None
+    with pytest.raises(RecipeError) as found:
+        Recipe.read(config)
+    return found.value
+
+
+def test_check_gives_every_fault_its_line(tmp_path: Path) -> None:
+    """Of two faults that were seen by different eyes, none stands at 1:1."""
+    text = recipe("delegate: linear", "exclude: 3\n  layers: [1, 2]\n  residual: [none, rotation]")
+    path = write_recipe(text.replace("{weight: 0.5}\n  -", "{weight: .inf}\n  -"), tmp_path / "recipe.yml")
+    faults = json.loads(CliRunner().invoke(app, ["check", str(path), "--json"]).stdout)["faults"]
+    assert {5, 9, 10, 11} <= {fault["line"] for fault in faults if fault["error"]}
+    assert 1 not in {fault["line"] for fault in faults}
+
+
+def test_a_recipe_of_another_method_ends_as_without_us(tmp_path: Path) -> None:
+    """Also where a path in it, or its base, is called like our method."""
+    for folder in ("rotation_merge", "x/rotation_merge-out"):
+        stock = {"merge_method": "linear", "base_model": folder, "models": [{"model": str(tmp_path / folder)}]}
+        result = mergekit_yaml({**stock, "parameters": {"unknown": 1}}, tmp_path / "out")
+        assert result.exit_code == 1
+        assert result.exception is not None
+        assert not isinstance(result.exception, SystemExit)
+        assert "Error: " not in result.output
+
+
+def test_a_stock_recipe_with_broken_yaml_ends_as_without_us(tmp_path: Path) -> None:
+    result = mergekit_yaml("merge_method: linear\nmodels: [rotation_merge/a\n", tmp_path / "out")
+    assert isinstance(result.exception, yaml.YAMLError)
+
+
+def test_a_parameter_is_one_line_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key added to the table is read, checked and placed with no further code."""
+    each = Key("samples", EACH, (COUNT,), "how many", 64, delegates=("linear",))
+    monkeypatch.setitem(BY_NAME, "samples", each)
+    monkeypatch.setattr("rotation_merge.recipe.names.KEYS", (*KEYS, each))
+    (document,) = documents(recipe("{weight: 0.5}\np", "{weight: 0.5, samples: 8}\np"))
+    found = read(document)
+    assert found is not None, document.faults
+    for wrong in ("samples: 0", "samples: many", "samples: [1, 2]", "delegate: karcher, samples: 3"):
+        (document,) = documents(recipe("  delegate: linear", f"  {wrong}".replace(", ", "\n  ")))
+        assert read(document) is None, wrong
+
+
+@pytest.mark.parametrize(
+    ("values", "good", "bad"),
+    [
+        ((FILE, True), ["a.st", True], [3, False, " ", None]),
+        ((NUMBER, "auto"), [0.5, 1, "auto"], ["half", float("inf"), True]),
+        (("own", "mean"), ["own"], ["owm", 1]),
+    ],
+)
+def test_values_of_a_key(values: tuple[Any, ...], good: list[Any], bad: list[Any]) -> None:
+    key = Key("key", EACH, values, "", default=0)
+    for value in good:
+        assert key.check(value) == value
+    for value in bad:
+        with pytest.raises(RecipeError, match="parameter 'key' is"):
+            key.check(value)
+
+
+def test_a_good_recipe_is_read_alike_from_text_and_python(pair: tuple[Path, Path]) -> None:
+    content = recipe_for("linear", *pair, exclude="lm_head, norm", residual="permutation")
+    content["parameters"]["anchor"] = "mean"
+    (document,) = documents(yaml.safe_dump(content))
+    text, python = read(document), Recipe.read(MergeConfiguration(**content))
+    assert text is not None
+    assert (text.exclude, text.mean, text.base, text.values) == (
+        python.exclude,
+        python.mean,
+        python.base,
+        python.values,
+    )
+    assert text.exclude == ("lm_head", "norm")
