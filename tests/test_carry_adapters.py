@@ -14,6 +14,7 @@ from rotation_merge.checkpoints.adapters import Adapter
 from rotation_merge.checkpoints.carry import carry_adapter
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.tuned import Tuned
 
 FAMILIES = list({case.family: case for case in ALL[::-1]}.values())[::-1]
 GROUPS = {
@@ -55,3 +56,8 @@ def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path:
         there = outputs(reload(case, tmp_path, merged(carried.adapter, architecture, new)), given)
         size = max(float(x.abs().max()) for x in expected.values())
         assert difference(there, expected) <= 1e-8 * max(size, 1), what
+    tuned = Tuned(Carrier(architecture, state, new, alignment), merged(adapter, architecture, state))
+    whole = {name: x for _, pieces, *_ in tuned.tensors() for name, x in pieces.items()}
+    assert set(whole) == set(new)
+    there = outputs(reload(case, tmp_path, whole), given)
+    assert difference(there, expected) <= 1e-8 * max(size, 1)

@@ -19,10 +19,12 @@ from torch import Tensor
 from rotation_merge.architectures import resolve
 from rotation_merge.checkpoints.adapters import Adapter
 from rotation_merge.checkpoints.carry import Carried, carry_adapter
+from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
 from rotation_merge.errors import AlignmentError, CheckpointError, RotationMergeError
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.tuned import Tuned, share
 
 ROTATION = MatchOptions(heads="permutation", residual="rotation")
 PERMUTATION = MatchOptions(heads="permutation", residual="permutation")
@@ -203,8 +205,9 @@ class TestBadInput:
         save_file(tensors(stored) if tensors else stored, to / "adapter_model.safetensors")
         return to
 
-    def test_no_adapter(self, folder: Path, tmp_path: Path):
-        assert "adapter_config.json is needed" in self.refused(folder, tmp_path / "out", folder / "old")
+    def test_nothing_there(self, folder: Path, tmp_path: Path):
+        (tmp_path / "empty").mkdir()
+        assert "config.json is missing" in self.refused(folder, tmp_path / "out", tmp_path / "empty")
 
     def test_missing_base(self, folder: Path, tmp_path: Path):
         assert "no such directory" in self.refused(folder, tmp_path / "out", old=tmp_path / "nothing")
@@ -278,6 +281,66 @@ def test_command(llama: Home, tmp_path: Path) -> None:
     assert one.keys() == two.keys()
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3)
+
+
+class TestWholeFineTunes:
+    def tuned(self, home: Home, norms: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+        """A fine-tune of the old base, and what it computes."""
+        generator = torch.Generator().manual_seed(3)
+        state = {
+            name: x + 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype) if norms or x.ndim > 1 else x
+            for name, x in home.state.items()
+        }
+        folder = home.where / "tuned"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text((home.where / "old" / "config.json").read_text())
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        return state, home.logits(home.base("tuned"))
+
+    @pytest.mark.parametrize("options", [ROTATION, PERMUTATION], ids=["rotation", "permutation"])
+    def test_at_full_rank_an_adapter_says_it_all(self, llama: Home, options: MatchOptions) -> None:
+        """Changed norms go into what reads them where the stream is turned, else into modules_to_save."""
+        state, expected = self.tuned(llama)
+        new, alignment = llama.new(options)
+        tuned = Tuned(Carrier(llama.architecture, llama.state, new, alignment), state)
+        config = {**llama.config, "architectures": [llama.case.class_name]}
+        written, kept = lora_of_tuned(tuned, 64, config, str(llama.where / "new"))
+        assert share(kept) == pytest.approx(1.0, abs=1e-9)
+        written.write(str(llama.where / "lora"))
+        model = PeftModel.from_pretrained(llama.base("new"), llama.where / "lora", autocast_adapter_dtype=False)
+        torch.testing.assert_close(llama.logits(model), expected, atol=1e-4, rtol=1e-4)
+        _, less = lora_of_tuned(tuned, 4, config, "new")
+        assert 0.1 < share(less) < 0.9
+
+    def test_biases_and_what_has_no_place(self, gpt2: Home) -> None:
+        """Beside biases peft has no place for embeddings: their change is counted as lost."""
+        state, _ = self.tuned(gpt2)
+        new, alignment = gpt2.new(ROTATION)
+        tuned = Tuned(Carrier(gpt2.architecture, gpt2.state, new, alignment), state)
+        config = {**gpt2.config, "architectures": [gpt2.case.class_name]}
+        written, kept = lora_of_tuned(tuned, 96, config, str(gpt2.where / "new"))
+        lost = {key for key, (norm, rest) in kept.items() if rest < 0.5 * norm}
+        assert lost
+        assert all("wte" in key or "wpe" in key or "ln_f" in key or "lm_head" in key for key in lost), lost
+        written.write(str(gpt2.where / "lora"))
+        PeftModel.from_pretrained(gpt2.base("new"), gpt2.where / "lora")
+
+    def test_commands(self, llama: Home, tmp_path: Path) -> None:
+        _, expected = self.tuned(llama)
+        llama.new(ROTATION)
+        bases = ("--from", llama.where / "old", "--to", llama.where / "new", "--heads", "permutation")
+        done = run("carry", llama.where / "tuned", *bases, tmp_path / "whole")
+        assert done.exit_code == 0, done.output
+        assert "task vector" in done.output
+        assert "base_model_relation: finetune" in (tmp_path / "whole" / "README.md").read_text()
+        found = llama.case.model_class.from_pretrained(
+            tmp_path / "whole", dtype=torch.float64, attn_implementation="eager"
+        )
+        torch.testing.assert_close(llama.logits(found), expected, atol=1e-2, rtol=1e-2)  # maps are stored in single
+        done = run("carry", llama.where / "tuned", *bases, tmp_path / "lora", "--lora", 4)
+        assert done.exit_code == 0, done.output
+        assert "keeps" in done.output
+        assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
 
 
 def test_errors_are_of_our_own() -> None:

@@ -51,6 +51,10 @@ _PARTS = {
 }
 
 
+def is_adapter(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, CONFIG))
+
+
 @dataclass(frozen=True)
 class Change:
     """What an adapter does to one parameter, by the names of the tensors in its file.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 
 import torch
 import yaml
@@ -13,6 +14,7 @@ from mergekit.common import dtype_from_name, parse_kmb
 from mergekit.io.tensor_writer import TensorWriter
 from torch import Tensor
 
+from rotation_merge.checkpoints.models import Model
 from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.pair import Pair
 from rotation_merge.errors import RotationMergeError, nearest
@@ -43,34 +45,61 @@ def empty_report(pair: Pair) -> MergeReport:
     return pair.report(Run())
 
 
+@dataclass(frozen=True)
+class Storage:
+    """How a model is written: the largest weight file, the dtype (None: as it was stored), a head of its own."""
+
+    shard_size: int = 5_000_000_000
+    dtype: str | None = None
+    untie: bool = False
+
+
 def write_aligned(
     pair: Pair,
     alignment: Alignment,
     report: MergeReport,
     out: str,
-    shard_size: int = 5_000_000_000,
-    dtype: str | None = None,
-    untie: bool = False,
+    storage: Storage = Storage(),
     progress: Progress | None = None,
 ) -> None:
     """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all."""
-    wanted = dtype_from_name(dtype)
+    tensors = aligned_tensors(pair.architecture, pair.sources[1], alignment)
+    text = card(pair, report, os.path.basename(out))
+    write_checkpoint(pair.donor, tensors, report, text, out, storage, progress)
+
+
+def write_checkpoint(
+    like: Model,
+    tensors: Iterable[tuple[str, Tensor]],
+    report: MergeReport,
+    text: str,
+    out: str,
+    storage: Storage,
+    progress: Progress | None = None,
+) -> None:
+    """A model as a normal checkpoint, whole or not at all.
+
+    Args:
+        like: whose config and tokenizer it has, and those of its tensors that `tensors` leaves out.
+        text: the model card.
+    """
+    wanted, written = dtype_from_name(storage.dtype), set[str]()
     with staged(out) as staging:
         os.makedirs(staging, exist_ok=True)
-        writer = TensorWriter(staging, max_shard_size=shard_size)
-        total = sum(len(info.names) for info in pair.architecture.tensors())
-        written: set[str] = set()
-        for name, tensor in aligned_tensors(pair.architecture, pair.sources[1], alignment):
+        writer = TensorWriter(staging, max_shard_size=storage.shard_size)
+        for name, tensor in tensors:
             if progress is not None:
-                progress("writing", len(written), total)
-            writer.save_tensor(name, _stored(tensor, wanted or pair.donor.dtypes.get(name)), clone=True)
+                progress("writing", len(written), len(like.names))
+            writer.save_tensor(name, _stored(tensor, wanted or like.dtypes.get(name)), clone=True)
             written.add(name)
-        for name in pair.donor.names:
+        for name in like.names:
             if name not in written:
-                writer.save_tensor(name, _stored(pair.donor[name], wanted or pair.donor.dtypes.get(name)), clone=True)
+                writer.save_tensor(name, _stored(like[name], wanted or like.dtypes.get(name)), clone=True)
         writer.finalize()
         report.write(os.path.join(staging, "rotation_merge.json"))
-        _write_beside(pair, report, staging, dtype, untie)
+        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
+            file.write(text)
+        _write_beside(like, staging, storage)
 
 
 def parse_size(text: str) -> int:
@@ -103,19 +132,17 @@ def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
 
 
-def _write_beside(pair: Pair, report: MergeReport, out: str, dtype: str | None, untie: bool) -> None:
-    source = pair.donor.loader.index.base_path
+def _write_beside(like: Model, out: str, storage: Storage) -> None:
+    source = like.loader.index.base_path
     for name in sorted(os.listdir(source)):
         path = os.path.join(source, name)
         if os.path.isfile(path) and name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json"):
             shutil.copyfile(path, os.path.join(out, name))
-    with open(os.path.join(out, "README.md"), "w", encoding="utf-8") as file:
-        file.write(card(pair, report, os.path.basename(out)))
     with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
         config = json.load(file)
-    if dtype is not None:
-        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    if untie:
+    if storage.dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
+    if storage.untie:
         config["tie_word_embeddings"] = False
     with open(os.path.join(out, "config.json"), "w", encoding="utf-8") as file:
         json.dump(config, file, indent=2)

@@ -52,9 +52,22 @@ class Bases:
     def sources(self) -> tuple[TensorSource, TensorSource]:
         """New and old, under the new base's tensor names."""
         new, old = self.pair.sources
-        if self.old.architecture.base != self.architecture.base:
-            old = WithTied(Renamed(old, self.old.architecture, self.architecture), self.architecture)
-        return new, old
+        return new, self._named(old, self.old)
+
+    def _named(self, source: TensorSource, model: Model) -> TensorSource:
+        """A model's tensors under the new base's names."""
+        if model.architecture.base == self.architecture.base:
+            return source
+        return WithTied(Renamed(source, model.architecture, self.architecture), self.architecture)
+
+    def tuned(self, path: str) -> TensorSource:
+        """A fine-tune of the old base.
+
+        Raises:
+            RotationMergeError: it is missing, damaged, or no fine-tune of that base.
+        """
+        pair = open_pair(str(self.old.reference), path, True, self.pair.device)
+        return self._named(pair.sources[1], pair.donor)
 
     def match(self, options: MatchOptions, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:
         """What brings the old base to the new one, and the report on it."""

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from rotation_merge.architectures.model import Architecture
-from rotation_merge.checkpoints.adapters import Adapter
+from rotation_merge.checkpoints.adapters import Adapter, is_adapter
+from rotation_merge.checkpoints.aligned import Storage, write_checkpoint
 from rotation_merge.checkpoints.bases import Bases, open_bases
 from rotation_merge.checkpoints.carry import Carried, carry_adapter
+from rotation_merge.checkpoints.lora import Written
+from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
 from rotation_merge.checkpoints.output import staged
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.carry import Carrier
-from rotation_merge.matching.model import Progress
+from rotation_merge.matching.model import Alignment, Progress
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import TensorSource
+from rotation_merge.matching.tuned import Tuned, share
 from rotation_merge.report.card import fingerprints
 from rotation_merge.report.record import MergeReport, versions
+from rotation_merge.report.run import Run
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,7 @@ class Settings:
         largest: of the residual groups the largest that they admit, instead of the one in `match`.
         alignment: a file of maps to apply instead of matching.
         scale: what every change is multiplied by.
+        lora: rank of the adapters that whole fine-tunes are written as; 0: as models.
     """
 
     match: MatchOptions = field(default_factory=MatchOptions)
@@ -36,52 +45,105 @@ class Settings:
     alignment: str | None = None
     scale: float = 1.0
     device: str = "cpu"
+    lora: int = 0
+    storage: Storage = field(default_factory=Storage)
 
 
 @dataclass(frozen=True)
 class Done:
-    """One adapter that was carried: where it came from, where it lies, and what the user should know."""
+    """One thing that was carried: where it came from, where it lies, and what the user should know."""
 
     work: str
     out: str
     lines: list[str]
-    tensors: int
-    constants: int
 
 
-def carry_adapters(
+def carry_all(
     works: Mapping[str, str], old: str, new: str, settings: Settings, progress: Progress | None = None
 ) -> list[Done]:
-    """Carry adapters of one base to another one; nothing is written before all of them are carried.
+    """Carry adapters and fine-tunes of one base to another one; nothing is written before all adapters are carried.
 
     Args:
-        works: directories of adapters, by the directory that each is to be written to.
+        works: directories of adapters and of whole models, by the directory that each is to be written to.
 
     Raises:
-        RotationMergeError: a base or an adapter cannot be read, or they do not fit together.
+        RotationMergeError: a model or an adapter cannot be read, or they do not fit together.
     """
-    adapters = {out: Adapter(path) for out, path in works.items()}
-    bases = open_bases(new, old, settings.device)
+    adapters = {out: Adapter(path) for out, path in works.items() if is_adapter(path)}
+    whole = {out: path for out, path in works.items() if out not in adapters}
+    bases = open_bases(new, old, settings.device, untie=settings.storage.untie or not whole or bool(settings.lora))
+    tuned = {out: bases.tuned(path) for out, path in whole.items()}
     if settings.alignment is not None:
         alignment, report = bases.given(settings.alignment)
     else:
         alignment, report = bases.match(_chosen(settings, bases.architecture), progress)
-    carrier = Carrier(bases.architecture, *bases.sources[::-1], alignment, bases.rows)
-    done = {}
-    for out, adapter in adapters.items():
-        carried = carry_adapter(adapter, carrier, bases.old.config, new, settings.scale)
-        notes = _notes(carried, bases, adapter.config)
-        done[out] = carried, replace(report, notes=[*report.notes, *notes])
-    for out, (carried, full) in done.items():
-        with staged(out) as staging:
-            carried.adapter.write(staging)
-            full.write(os.path.join(staging, "rotation_merge.json"))
-            with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-                file.write(card(bases, works[out], full, os.path.basename(os.path.abspath(out))))
+    if whole and not settings.lora:
+        _check_head(bases, alignment, settings)
+    carrying = _Work(bases, Carrier(bases.architecture, *bases.sources[::-1], alignment, bases.rows), report, settings)
+    ready = {out: carrying.adapter(works[out], adapter) for out, adapter in adapters.items()}
+    if settings.lora:
+        ready |= {out: carrying.as_lora(works[out], source) for out, source in tuned.items()}
+        tuned = {}
     return [
-        Done(works[out], out, [_verdict(bases, full), *full.notes], len(carried.after), len(carried.constants))
-        for out, (carried, full) in done.items()
+        *(carrying.write(works[out], out, *result) for out, result in ready.items()),
+        *(carrying.write_tuned(works[out], out, source, progress) for out, source in tuned.items()),
     ]
+
+
+@dataclass
+class _Work:
+    """Carrying one thing after the other between the same two bases."""
+
+    bases: Bases
+    carrier: Carrier
+    report: MergeReport
+    settings: Settings
+
+    def adapter(self, work: str, adapter: Adapter) -> tuple[Written, list[str]]:
+        new = str(self.bases.new.reference)
+        carried = carry_adapter(adapter, self.carrier, self.bases.old.config, new, self.settings.scale)
+        return carried.adapter, _notes(carried, self.bases, adapter.config)
+
+    def as_lora(self, work: str, source: TensorSource) -> tuple[Written, list[str]]:
+        """A whole fine-tune's change as an adapter."""
+        tuned, rank = Tuned(self.carrier, source, self.settings.scale), self.settings.lora
+        written, kept = lora_of_tuned(tuned, rank, self.bases.new.config, str(self.bases.new.reference))
+        note = f"An adapter of rank {rank} keeps {share(kept):.1%} of the squared norm of what fine-tuning changed."
+        return written, [note]
+
+    def write(self, work: str, out: str, written: Written, notes: list[str]) -> Done:
+        report = replace(self.report, notes=[*self.report.notes, *notes])
+        with staged(out) as staging:
+            written.write(staging)
+            report.write(os.path.join(staging, "rotation_merge.json"))
+            with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
+                file.write(card(self.bases, work, report, out, "adapter"))
+        return Done(work, out, [_verdict(self.bases, report), *report.notes])
+
+    def write_tuned(self, work: str, out: str, source: TensorSource, progress: Progress | None) -> Done:
+        """A whole fine-tune as a model: the new base, folded where the alignment needs it, with the moved change."""
+        run, tuned = Run(), Tuned(self.carrier, source, self.settings.scale)
+        notes: list[str] = []
+        report = replace(self.report, notes=notes)
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for _, pieces, change, before in tuned.tensors():
+                run.transport(work, change, before)
+                yield from pieces.items()
+            notes.extend([*self.report.notes, *run.transport_notes()])
+
+        text = card(self.bases, work, self.report, out, "finetune")
+        write_checkpoint(self.bases.new, tensors(), report, text, out, self.settings.storage, progress)
+        return Done(work, out, [_verdict(self.bases, report), *notes])
+
+
+def _check_head(bases: Bases, alignment: Alignment, settings: Settings) -> None:
+    if alignment.folded and not settings.storage.untie and (tied := bases.new.tied_head) is not None:
+        raise RecipeError(
+            f"a turned stream needs a head of its own, '{tied}' is tied to the embedding",
+            where=str(bases.new.reference),
+            remedy="add --untie (the output then stores its head), or --residual permutation, or --lora RANK",
+        )
 
 
 def _chosen(settings: Settings, architecture: Architecture) -> MatchOptions:
@@ -113,18 +175,19 @@ def _notes(carried: Carried, bases: Bases, config: Mapping[str, Any]) -> list[st
     return notes
 
 
-def card(bases: Bases, work: str, report: MergeReport, name: str) -> str:
-    """A model card for a carried adapter."""
+def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str) -> str:
+    """A model card for what was carried: an `adapter` or a `finetune` of the new base."""
     old, new = str(bases.old.reference), str(bases.new.reference)
-    head = [f"base_model: {new}", "base_model_relation: adapter", "library_name: peft"]
-    tags = "".join(f"- {tag}\n" for tag in ("rotation_merge", "re-basin", "lora"))
+    name, library = os.path.basename(os.path.abspath(out)), "peft" if relation == "adapter" else "transformers"
+    head = [f"base_model: {new}", f"base_model_relation: {relation}", f"library_name: {library}"]
+    tags = "".join(f"- {tag}\n" for tag in ("rotation_merge", "re-basin", *(["lora"] if relation == "adapter" else [])))
     return (
         "---\n" + "\n".join(head) + f"\ntags:\n{tags}---\n"
         f"# {name}\n\n"
-        f"This is the adapter `{work}`, trained on `{old}`, carried to `{new}` by rotation_merge "
-        f"{versions().get('rotation-merge', '')}. Nothing was trained: its factors were moved by the map that brings "
-        f"`{old}` as near as possible to `{new}`. If the new base were the old one in other coordinates, the adapter "
-        "would do here what it did there; how much of it arrives at another base was not measured.\n\n"
+        f"This is `{work}`, trained on `{old}`, carried to `{new}` by rotation_merge "
+        f"{versions().get('rotation-merge', '')}. Nothing was trained: what it changes was moved by the map that "
+        f"brings `{old}` as near as possible to `{new}`. If the new base were the old one in other coordinates, it would "
+        "do here what it did there; how much of it arrives at another base was not measured.\n\n"
         f"{_verdict(bases, report)}\n\n" + "\n".join(report.notes) + "\n"
         f"\nOptions:\n\n```yaml\n{report.recipe}```\n" + "\n".join(fingerprints(report)) + "\n"
     )

@@ -48,7 +48,7 @@ def command(
     tool can average it with the anchor. Written whole or not at all, large models in shards. OUT may be left out where
     only --alignment is wanted.
     """
-    from rotation_merge.checkpoints.aligned import check_dtype, match_pair, parse_size, write_aligned
+    from rotation_merge.checkpoints.aligned import Storage, check_dtype, match_pair, parse_size, write_aligned
     from rotation_merge.checkpoints.pair import open_pair, write_alignment
 
     if out is None and alignment_file is None:
@@ -65,7 +65,7 @@ def command(
     if alignment_file is not None:
         write_alignment(pair, alignment, alignment_file, {"anchor": anchor, "donor": donor, **asdict(options)}, half)
     if out is not None:
-        write_aligned(pair, alignment, report, out, shard_bytes, dtype, untie, progress)
+        write_aligned(pair, alignment, report, out, Storage(shard_bytes, dtype, untie), progress)
         if html:
             from rotation_merge.report.html import write_page
 

@@ -99,7 +99,7 @@ def _donors(models: tuple[str, ...], options: MatchOptions, untie: bool, alignme
 
 def measure(donor: RecipeDonor, source: str, points: int, progress: Progress, reading: dict[str, Any]) -> Barrier:
     """Both paths between two checkpoints; the donor aligned by a file where one is given, else by matching."""
-    from rotation_merge.checkpoints.aligned import empty_report, match_pair, write_aligned
+    from rotation_merge.checkpoints.aligned import Storage, empty_report, match_pair, write_aligned
     from rotation_merge.checkpoints.pair import open_pair, read_alignment
 
     anchor, untie = donor.anchor, donor.untie
@@ -113,11 +113,11 @@ def measure(donor: RecipeDonor, source: str, points: int, progress: Progress, re
         alignment, report = read_alignment(pair, donor.file), empty_report(pair)
     with tempfile.TemporaryDirectory(prefix="rotation-merge-") as scratch:
         moved, still = os.path.join(scratch, "donor"), anchor
-        write_aligned(pair, alignment, report, moved, dtype="float32", untie=untie)
+        write_aligned(pair, alignment, report, moved, Storage(dtype="float32", untie=untie))
         if alignment.folded:
             still = os.path.join(scratch, "anchor")
             itself = type(pair)(pair.anchor, pair.anchor, pair.architecture)
-            write_aligned(itself, Alignment({}, alignment.folded), report, still, dtype="float32", untie=untie)
+            write_aligned(itself, Alignment({}, alignment.folded), report, still, Storage(dtype="float32", untie=untie))
         curves.append(path(load(still), load(moved), data, points, "aligned", progress))
     return Barrier(anchor, donor.name, source, data.task, data.examples, asdict(donor.options), curves)
 

@@ -23,6 +23,9 @@ from rotation_merge.cli.show import Progress, json_option, print_json, say, show
 @click.option("--to", "new", required=True, metavar="NEW_BASE", help="The base that it is to work on.")
 @click.option("--alignment", "alignment_file", metavar="FILE", help="Apply this file's maps instead of matching.")
 @click.option("--scale", default=1.0, show_default=True, help="What the change is multiplied by.")
+@click.option("--lora", default=0, metavar="RANK", help="Write a whole fine-tune's change as an adapter.")
+@click.option("--shard-size", default="5B", show_default=True, help="Largest weight file of a model, e.g. 500M.")
+@click.option("--dtype", help="Storage of a carried model; the new base's if not given.")
 @device_option(" to compute on")
 @matching_options
 @json_option
@@ -36,27 +39,34 @@ def command(
     new: str,
     alignment_file: str | None,
     scale: float,
+    lora: int,
+    shard_size: str,
+    dtype: str | None,
     device: str,
     untie: bool,
     as_json: bool,
     **values: Any,
 ) -> int:
-    """Carry adapters WORK, trained on OLD_BASE, to NEW_BASE; nothing is trained.
+    """Carry adapters or fine-tunes WORK of OLD_BASE to NEW_BASE; nothing is trained.
 
-    WORK is a LoRA as peft writes it; OUT is one of the same rank for NEW_BASE, with several a directory for each of
-    them. Where NEW_BASE is OLD_BASE in other coordinates, it computes there what it computed at home. Without
-    --residual the largest group that the models admit is matched.
+    WORK is a LoRA as peft writes it, which stays one of the same rank, or a fine-tuned model. OUT is the same thing for
+    NEW_BASE; with several, a directory with one for each. Where NEW_BASE is OLD_BASE in other coordinates, it computes
+    there what it computed at home. Without --residual the largest group that the models admit is matched.
     """
-    from rotation_merge.checkpoints.carried import Settings, carry_adapters, check_places
+    from rotation_merge.checkpoints.aligned import Storage, check_dtype, parse_size
+    from rotation_merge.checkpoints.carried import Settings, carry_all, check_places
 
     for path in work:
         check_out(out, path, old, new)
     named = context.get_parameter_source("residual") is not ParameterSource.DEFAULT
-    settings = Settings(match_options(values), not named, alignment_file, scale, usable_device(device))
+    check_dtype(dtype)
+    storage = Storage(parse_size(shard_size), dtype, untie)
+    device = usable_device(device)
+    settings = Settings(match_options(values), not named, alignment_file, scale, device, lora, storage)
     progress = Progress()
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     check_places(work, places)
-    done = carry_adapters(dict(zip(places, work, strict=True)), old, new, settings, progress)
+    done = carry_all(dict(zip(places, work, strict=True)), old, new, settings, progress)
     progress.close()
     if as_json:
         print_json({"from": old, "to": new, "written": [asdict(item) for item in done]})

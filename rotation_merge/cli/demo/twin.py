@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rotation_merge.checkpoints.aligned import write_aligned
+from rotation_merge.checkpoints.aligned import Storage, write_aligned
 from rotation_merge.checkpoints.pair import open_pair
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment
@@ -21,4 +21,5 @@ def make_twin(parent: Path, out: Path) -> None:
     options = MatchOptions(heads="permutation", residual="rotation")
     moves = random_gauge(pair.architecture, options, torch.Generator().manual_seed(0))
     report = MergeReport.of(Run(), parent, "none", "")
-    write_aligned(pair, Alignment(moves, folded=tuple(pair.architecture.streams)), report, str(out), dtype="float32")
+    alignment = Alignment(moves, folded=tuple(pair.architecture.streams))
+    write_aligned(pair, alignment, report, str(out), Storage(dtype="float32"))
