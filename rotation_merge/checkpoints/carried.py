@@ -186,8 +186,8 @@ def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str) 
         f"# {name}\n\n"
         f"This is `{work}`, trained on `{old}`, carried to `{new}` by rotation_merge "
         f"{versions().get('rotation-merge', '')}. Nothing was trained: what it changes was moved by the map that "
-        f"brings `{old}` as near as possible to `{new}`. If the new base were the old one in other coordinates, it would "
-        "do here what it did there; how much of it arrives at another base was not measured.\n\n"
+        f"brings `{old}` as near as possible to `{new}`. If the new base were the old one in other coordinates, it "
+        "would do here what it did there; how much of it arrives at another base was not measured.\n\n"
         f"{_verdict(bases, report)}\n\n" + "\n".join(report.notes) + "\n"
         f"\nOptions:\n\n```yaml\n{report.recipe}```\n" + "\n".join(fingerprints(report)) + "\n"
     )
