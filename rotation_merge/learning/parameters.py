@@ -68,7 +68,7 @@ class LearnedTransforms(nn.Module):
         self.cpu()
         result = self.forward(exact=True)
         self.to(was)
-        return result
+        return {name: transform.to(torch.device("cpu")) for name, transform in result.items()}
 
 
 def _freedom(architecture: Architecture, space: Space, rescale: bool, permutations: bool) -> Freedom:

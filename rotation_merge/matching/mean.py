@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.model import Alignment, Progress, Transforms, match_model
@@ -88,8 +90,9 @@ def _towards(
 
 def _relative(base: Transforms, other: Transforms) -> Transforms:
     """The map into the base's coordinates: the inverse of the base's frame after the other's."""
+    cpu = torch.device("cpu")  # a frame that has not moved is not where one that was solved for is
     return {
-        name: base[name].inverse().compose(transform) if name in base else transform
+        name: base[name].to(cpu).inverse().compose(transform.to(cpu)) if name in base else transform
         for name, transform in other.items()
     }
 
