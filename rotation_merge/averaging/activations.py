@@ -1,0 +1,145 @@
+"""What goes into and out of a model's maps on a few samples, kept row by row, as points that plans are found between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from rotation_merge.architectures.model import Architecture, Axis, Block, Space
+from rotation_merge.averaging.maps import LinearMap, linear_map, same_map
+from rotation_merge.averaging.measure import Batch, Measurement
+from rotation_merge.averaging.transport import standard, wanted_roles
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.apply import placed, split_axis, transform_axis
+
+MOST_ROWS = 1024
+"""Rows that are kept of each map."""
+
+Place = tuple[str, str, int | None]
+Transforms = Mapping[str, SpaceTransform]
+
+
+@dataclass
+class Activations:
+    """Rows of what maps read and give, by the place of their block.
+
+    Attributes:
+        maps: the maps of each block, with names of the model's own.
+        inputs, outputs: by map: (rows, size), at the same samples and positions in every model of a class.
+    """
+
+    maps: dict[Place, list[LinearMap]] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, architecture: Architecture, batches: Sequence[Batch]) -> Activations:
+        """Run a model over samples.
+
+        Args:
+            architecture: under the names of the model's state dict.
+            batches: without padding; the same for every model that is compared.
+        """
+        seen = Measurement(model, architecture, batches, "none")
+        watcher = _Rows(seen.shared, max(1, MOST_ROWS // len(batches)))
+        with torch.no_grad(), seen.tapped.split(seen.called, seen.layers_only), seen.tapped.watched(watcher):
+            for batch in batches:
+                seen.outputs(batch)
+        found = cls()
+        for name, one in seen.tapped.maps.items():
+            if name in seen.shared and not one.stacked:
+                found.maps.setdefault(_place(one.block), []).append(one)
+                found.inputs[name] = torch.cat(watcher.inputs[seen.shared[name]])
+                if name in watcher.outputs:
+                    found.outputs[name] = torch.cat(watcher.outputs[name])
+        return found
+
+    def around(self, one: LinearMap) -> tuple[Tensor | None, Tensor | None]:
+        """What a map, named as a checkpoint names it, reads and gives."""
+        found = same_map(one, self.maps.get(_place(one.block), []))
+        if found is None:
+            return None, None
+        ours, rows = found
+        given = self.outputs.get(ours.info.name)
+        return self.inputs[ours.info.name], None if given is None else given[:, rows]
+
+
+def _place(block: Block) -> Place:
+    return block.module, block.place, block.index
+
+
+class _Rows:
+    """Keeps evenly spread rows of every map, the same of every model."""
+
+    def __init__(self, shared: Mapping[str, str], most: int) -> None:
+        self.shared, self.most = shared, most
+        self.inputs: dict[str, list[Tensor]] = {}
+        self.outputs: dict[str, list[Tensor]] = {}
+
+    def saw(self, name: str, expert: int | None, x: Tensor) -> None:
+        if expert is None and self.shared.get(name) == name:
+            self.inputs.setdefault(name, []).append(self._some(x))
+
+    def gave(self, name: str, expert: int | None, y: Tensor) -> None:
+        if expert is None and y.ndim > 2:
+            self.outputs.setdefault(name, []).append(self._some(y))
+
+    def _some(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        count = min(len(rows), self.most)
+        return rows[torch.linspace(0, len(rows) - 1, count, dtype=torch.float64).round().long()].float().cpu()
+
+
+def activation_points(block: Block, seen: Activations, transforms: Transforms) -> dict[str, Tensor]:
+    """Points of every plan of a block's local spaces, (groups, size, samples), in the anchor's coordinates."""
+    found: dict[str, list[Tensor]] = {}
+    for info in block.tensors:
+        one = linear_map(block, info)
+        if one is None or one.stacked:
+            continue
+        x, y = seen.around(one)
+        for space in block.spaces.values():
+            plans = wanted_roles(space)
+            sides = (("neurons", x, one.inputs, ("out",), True), ("values", x, one.inputs, ("o",), True))
+            for what, rows, axis, roles, dual in (*sides, ("queries and keys", y, one.outputs, ("q", "k"), False)):
+                if what in plans and rows is not None and _has(axis, space, roles):
+                    moved = transform_axis(rows, 1, axis, transforms, dual)
+                    found.setdefault(f"{space.name}:{what}", []).extend(_points(moved, axis, space, roles))
+    return {key: torch.cat(parts, -1) for key, parts in found.items()}
+
+
+def _has(axis: Axis, space: Space, roles: tuple[str, ...]) -> bool:
+    return any(part.space.name == space.name and part.role in roles for part in axis.parts)
+
+
+def _points(rows: Tensor, axis: Axis, space: Space, roles: tuple[str, ...]) -> list[Tensor]:
+    """(groups, size, samples) of the parts of (samples, width) that play the roles; query heads count as samples."""
+    found = []
+    for piece, view in zip(axis.pieces, split_axis(rows, 1, axis), strict=True):
+        for part, start in placed(piece, 1):
+            if part.space.name == space.name and part.role in roles:
+                if space.kind != "attention":
+                    found.append(standard(view.flatten(1))[None])
+                    continue
+                heads = view.unsqueeze(start + 1) if part.role in ("k", "v") else view
+                groups = heads.permute(start, 0, start + 1, start + 2).flatten(1, 2)
+                found.append(torch.stack([standard(group) for group in groups]))
+    return found
+
+
+def stream_points(architecture: Architecture, stream: str, seen: Activations, transforms: Transforms) -> Tensor | None:
+    """What all readers of a stream read, as points (size, samples), in the anchor's coordinates."""
+    found = []
+    for block in architecture.blocks:
+        for info in block.tensors:
+            one = linear_map(block, info)
+            space = architecture.streams[stream]
+            if one is None or one.stacked or one.inputs.size != space.sizes["size"]:
+                continue
+            x, _ = seen.around(one)
+            if x is not None and _has(one.inputs, space, ("read",)):
+                found.append(standard(transform_axis(x, 1, one.inputs, transforms, dual=True)))
+    return torch.cat(found, -1) if found else None

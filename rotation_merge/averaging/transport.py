@@ -1,0 +1,210 @@
+r"""Optimal transport between the coordinates of two models: soft or hard plans, one for each space.
+
+A plan T has uniform marginals 1/n; the donor's coordinates become ``aligned = P donor`` with ``P = n T^T``, rows summing
+to one. A hard plan is a permutation. A soft one averages coordinates: no symmetry, and the donor that it moves no longer
+computes what it did.
+
+Source: Imfeld, Graldi, Giordano, Hofmann, Anagnostidis and Singh 2024, section 4: costs from weights (unit rows, after
+what they read has been aligned) or from standardised activations, over their largest entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architectures.model import Axis, Block, Space, TensorInfo
+from rotation_merge.errors import StatisticsError
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.groups.base import act_by_matrices
+from rotation_merge.matching.apply import placed, split_axis, transform_tensor
+
+REGULARISATION = {"weights": 0.06, "activations": 0.08}
+"""Of Sinkhorn's algorithm, at costs of at most one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan of one space: ``aligned = matrix @ donor`` along every axis of the roles it knows.
+
+    Attributes:
+        matrices: by role; (1, n, n) for the whole axis, or (G, d, d) for each KV group (or expert) by itself.
+    """
+
+    matrices: Mapping[str, Tensor]
+
+    def is_identity(self) -> bool:
+        return not self.matrices
+
+    def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
+        """Move the axis of a role, whose dimensions begin at `dim`."""
+        matrix = self.matrices.get(role)
+        if matrix is None:
+            return x
+        size, (count, width) = x.shape[dim], matrix.shape[:2]
+        if count == 1:
+            whole = 1
+            while size < width:
+                size, whole = size * x.shape[dim + whole], whole + 1
+            flat = x.flatten(dim, dim + whole - 1)
+            moved = act_by_matrices(matrix, flat.unsqueeze(0), 0, dim + 1).squeeze(0)
+            return moved.unflatten(dim, x.shape[dim : dim + whole]) if whole > 1 else moved
+        batch = 0 if role in ("in", "gate", "out") else dim
+        last = dim if batch == 0 else dim + (2 if role in ("q", "o") else 1)
+        return act_by_matrices(matrix, x, batch, last)
+
+
+Plans = dict[str, Plan]
+
+
+def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, Plan], piece: int | None) -> Tensor:
+    """A donor's tensor after its spaces' plans.
+
+    Args:
+        piece: which of several experts this tensor is; None of a whole tensor.
+    """
+    if piece is None:
+        return transform_tensor(tensor, info, cast(Mapping[str, SpaceTransform], plans))
+    own = {
+        name: Plan({r: m if len(m) == 1 else m[piece : piece + 1].expand(1, -1, -1) for r, m in plan.matrices.items()})
+        for name, plan in plans.items()
+    }
+    single = TensorInfo(info.key, info.names[:1], info.axes[1:])
+    return transform_tensor(tensor, single, cast(Mapping[str, SpaceTransform], own))
+
+
+def plan(donor: Tensor, anchor: Tensor, hard: bool, regularisation: float) -> Tensor:
+    """P of a transport plan between two sets of points.
+
+    Args:
+        donor, anchor: features of each coordinate, (n, features).
+
+    Returns:
+        (n, n), float64: ``aligned = P @ donor``.
+
+    Raises:
+        StatisticsError: POT is not installed.
+    """
+    try:
+        import ot
+    except ImportError as error:
+        raise StatisticsError("delegate ot_fusion needs POT", remedy="pip install POT") from error
+    a, b = donor.double(), anchor.double()
+    cost = torch.cdist(a, b)
+    largest = float(cost.max())
+    if largest == 0.0:
+        return torch.eye(len(a), dtype=torch.float64, device=a.device)
+    scaled: Any = (cost / largest).cpu().numpy()
+    mass = torch.full((len(a),), 1.0 / len(a), dtype=torch.float64).numpy()
+    if hard:
+        found = ot.emd(mass, mass, scaled, numItermax=2_000_000)
+    else:
+        found = ot.sinkhorn(mass, mass, scaled, regularisation, method="sinkhorn_stabilized", numItermax=2000, warn=False)
+    moved = torch.as_tensor(found).T
+    return (moved / moved.sum(1, keepdim=True)).to(a.device)
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Rows of length one."""
+    return rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+
+
+def standard(columns: Tensor) -> Tensor:
+    """Activations (samples, n) as points (n, samples), standardised coordinate by coordinate."""
+    x = columns.double()
+    return ((x - x.mean(0)) / (x.std(0) + 1e-9)).T
+
+
+def wanted_roles(space: Space) -> dict[str, tuple[str, ...]]:
+    """The plans of a space: what each is found from, and the roles it moves.
+
+    What rotary embedding turns, or a norm inside the head sees, is aligned and never mixed.
+    """
+    if space.kind in ("ffn", "experts"):
+        return {"neurons": ("in", "gate", "out")}
+    found: dict[str, tuple[str, ...]] = {"values": ("v", "o")} if space.values == "free" else {}
+    if not space.rotary and space.norm is None:
+        found["queries and keys"] = ("q", "k")
+    return found
+
+
+SOURCES = {"neurons": ("in", "gate"), "values": ("v",), "queries and keys": ("q", "k")}
+"""Roles whose rows say how coordinates correspond, for each plan."""
+
+
+def rows_of(block: Block, tensors: Mapping[str, Tensor], space: Space, roles: tuple[str, ...]) -> list[Tensor]:
+    """Unit rows of the weights that give a space's coordinates: (groups, size, features) each.
+
+    Of heads, groups are KV groups; of experts, experts; of neurons there is one.
+    """
+    found = []
+    for info in block.tensors:
+        if info.key not in tensors or len(info.axes) < 2:
+            continue
+        for dim, axis in enumerate(info.axes):
+            found += [_grouped(p, space) for p in _parts(tensors[info.key].float(), dim, axis, space, roles)]
+    return [unit(rows) for rows in found]
+
+
+def _parts(x: Tensor, dim: int, axis: Axis, space: Space, roles: tuple[str, ...]) -> list[Tensor]:
+    """The pieces of an axis that play one of the roles, as (*factors, features) (experts: (experts, n, features))."""
+    found = []
+    if any(part.space.name == space.name and part.role in roles for part in axis.parts):
+        for piece, view in zip(axis.pieces, split_axis(x, dim, axis), strict=True):
+            for part, start in placed(piece, dim):
+                if part.space.name == space.name and part.role in roles:
+                    count = len(part.factors)
+                    front = ([0] if space.kind == "experts" else []) + list(range(start, start + count))
+                    rest = [d for d in range(view.ndim) if d not in front]
+                    moved = view.permute(*front, *rest)
+                    found.append(moved.flatten(len(front)))
+    return found
+
+
+def _grouped(rows: Tensor, space: Space) -> Tensor:
+    """(groups, size, features): the query heads of a group become features of their keys."""
+    if space.kind == "ffn":
+        return rows[None]
+    if space.kind == "attention" and rows.ndim == 4:
+        return rows.permute(0, 2, 1, 3).flatten(2)
+    return rows
+
+
+def block_plans(
+    block: Block, donor: Mapping[str, Any], anchor: Mapping[str, Any], hard: bool, regularisation: float
+) -> Plans:
+    """The plans of a block's local spaces.
+
+    Args:
+        donor, anchor: by space and plan (`neurons`, `values`, `queries and keys`): points (groups, size, features).
+    """
+    found: Plans = {}
+    for space in block.spaces.values():
+        matrices: dict[str, Tensor] = {}
+        for what, roles in wanted_roles(space).items():
+            points = donor.get(f"{space.name}:{what}"), anchor.get(f"{space.name}:{what}")
+            if points[0] is None or points[1] is None:
+                continue
+            a, b = points
+            if space.kind == "attention" and space.sizes["per_group"] == 1:
+                a, b = a.flatten(0, 1)[None], b.flatten(0, 1)[None]
+            made = torch.stack([plan(x, y, hard, regularisation) for x, y in zip(a, b, strict=True)])
+            matrices.update(dict.fromkeys(roles, made))
+        if matrices:
+            found[space.name] = Plan(matrices)
+    return found
+
+
+def weight_points(block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Points of every plan of a block, from weights."""
+    found = {}
+    for space in block.spaces.values():
+        for what in wanted_roles(space):
+            rows = rows_of(block, tensors, space, SOURCES[what])
+            if rows:
+                found[f"{space.name}:{what}"] = torch.cat(rows, -1)
+    return found
