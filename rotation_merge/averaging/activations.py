@@ -1,4 +1,4 @@
-"""What goes into and out of a model's maps on a few samples, kept row by row, as points that plans are found between."""
+"""What goes into and out of a model's maps on a few samples, row by row: points that plans are found between."""
 
 from __future__ import annotations
 

@@ -45,8 +45,34 @@ WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share
 RIDGE = ParameterSpec("ridge", float, ParameterScope.SHARED, 1e-3, "added to Grams, relative to their mean diagonal")
 
 
-class Averaging(MergeMethod):
-    """A delegate of our own: it runs inside a merge, which carries each model's statistics along.
+class OwnMethod(MergeMethod):
+    """A delegate of our own: it runs inside a merge and looks at more than single tensors."""
+
+    def check(self, parameters: Mapping[str, Any]) -> None:
+        """Refuse values that mean nothing.
+
+        Raises:
+            RecipeError: names the parameter.
+        """
+        raise NotImplementedError
+
+    def _execute(
+        self,
+        groups: Sequence[TensorGroup],
+        parameters: list[dict[str, Any]],
+        options: BatchOptions,
+        *,
+        input_dtypes: Sequence[torch.dtype | None],
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, ...]:
+        raise RecipeError(
+            f"delegate {self.spec.name} needs more than weights and cannot merge single tensors",
+            remedy="use it in a recipe with 'merge_method: rotation_merge'",
+        )
+
+
+class Averaging(OwnMethod):
+    """A delegate that averages each tensor by statistics, which are carried along with the donors.
 
     Attributes:
         kind: of statistics that it needs.
@@ -61,30 +87,11 @@ class Averaging(MergeMethod):
         raise NotImplementedError
 
     def check(self, parameters: Mapping[str, Any]) -> None:
-        """Refuse values that mean nothing.
-
-        Raises:
-            RecipeError: names the parameter.
-        """
         for name, (low, high) in _RANGES.items():
             value = parameters.get(name)
             if value is not None and not low <= value <= high:
                 bounds = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
                 raise RecipeError(f"parameter '{name}' is {value}", where="parameters", remedy=f"it must be {bounds}")
-
-    def _execute(
-        self,
-        groups: Sequence[TensorGroup],
-        parameters: list[dict[str, Any]],
-        options: BatchOptions,
-        *,
-        input_dtypes: Sequence[torch.dtype | None],
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, ...]:
-        raise RecipeError(
-            f"delegate {self.spec.name} needs statistics and cannot merge single tensors",
-            remedy="use it in a recipe with 'merge_method: rotation_merge'",
-        )
 
 
 _RANGES = {"shrink": (0.0, 1.0), "ridge": (0.0, math.inf), "floor": (0.0, math.inf)}

@@ -1,8 +1,8 @@
 r"""Optimal transport between the coordinates of two models: soft or hard plans, one for each space.
 
-A plan T has uniform marginals 1/n; the donor's coordinates become ``aligned = P donor`` with ``P = n T^T``, rows summing
-to one. A hard plan is a permutation. A soft one averages coordinates: no symmetry, and the donor that it moves no longer
-computes what it did.
+A plan T has uniform marginals 1/n; the donor's coordinates become ``aligned = P donor`` with ``P = n T^T``, rows
+summing to one. A hard plan is a permutation. A soft one averages coordinates: no symmetry, and the donor that it moves
+no longer computes what it did.
 
 Source: Imfeld, Graldi, Giordano, Hofmann, Anagnostidis and Singh 2024, section 4: costs from weights (unit rows, after
 what they read has been aligned) or from standardised activations, over their largest entry.
@@ -15,16 +15,54 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
 from torch import Tensor
 
 from rotation_merge.architectures.model import Axis, Block, Space, TensorInfo
-from rotation_merge.errors import StatisticsError
+from rotation_merge.averaging.methods import WEIGHT, OwnMethod
+from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.groups.base import act_by_matrices
 from rotation_merge.matching.apply import placed, split_axis, transform_tensor
 
 REGULARISATION = {"weights": 0.06, "activations": 0.08}
 """Of Sinkhorn's algorithm, at costs of at most one."""
+
+
+class OtFusion(OwnMethod):
+    """OT fusion: donors moved by transport plans, then the mean."""
+
+    spec = MergeMethodSpec(
+        name="ot_fusion",
+        pretty_name="OT fusion",
+        reference_url="https://arxiv.org/abs/2310.05719",
+        parameters=(
+            WEIGHT,
+            ParameterSpec("plan", str, ParameterScope.SHARED, "soft", "soft (Sinkhorn) or hard (a permutation)"),
+            ParameterSpec(
+                "stream", str, ParameterScope.SHARED, "transport", "transport, or identity: leave it as it is"
+            ),
+            ParameterSpec("regularisation", float | None, ParameterScope.SHARED, None, "of soft plans"),
+        ),
+        contract=InputContract(base=BasePolicy.REQUIRED),
+    )
+
+    def check(self, parameters: Mapping[str, Any]) -> None:
+        """Refuse values that mean nothing.
+
+        Raises:
+            RecipeError: names the parameter.
+        """
+        for name, words in (("plan", ("soft", "hard")), ("stream", ("transport", "identity"))):
+            if parameters[name] not in words:
+                raise RecipeError(
+                    f"parameter '{name}' is {parameters[name]!r}",
+                    where="parameters",
+                    remedy=f"it must be one of: {', '.join(words)}",
+                )
+        given = parameters["regularisation"]
+        if given is not None and not given > 0:
+            raise RecipeError(f"parameter 'regularisation' is {given}", where="parameters", remedy="it must be above 0")
 
 
 @dataclass(frozen=True)
@@ -53,9 +91,9 @@ class Plan:
             flat = x.flatten(dim, dim + whole - 1)
             moved = act_by_matrices(matrix, flat.unsqueeze(0), 0, dim + 1).squeeze(0)
             return moved.unflatten(dim, x.shape[dim : dim + whole]) if whole > 1 else moved
-        batch = 0 if role in ("in", "gate", "out") else dim
-        last = dim if batch == 0 else dim + (2 if role in ("q", "o") else 1)
-        return act_by_matrices(matrix, x, batch, last)
+        if role in ("in", "gate", "out"):  # experts, counted by dimension 0
+            return act_by_matrices(matrix, x, 0, dim)
+        return act_by_matrices(matrix, x, dim, dim + (2 if role in ("q", "o") else 1))
 
 
 Plans = dict[str, Plan]
@@ -72,6 +110,7 @@ def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, Plan], pie
     own = {
         name: Plan({r: m if len(m) == 1 else m[piece : piece + 1].expand(1, -1, -1) for r, m in plan.matrices.items()})
         for name, plan in plans.items()
+        if any(space.name == name for space in info.spaces())
     }
     single = TensorInfo(info.key, info.names[:1], info.axes[1:])
     return transform_tensor(tensor, single, cast(Mapping[str, SpaceTransform], own))
@@ -103,7 +142,8 @@ def plan(donor: Tensor, anchor: Tensor, hard: bool, regularisation: float) -> Te
     if hard:
         found = ot.emd(mass, mass, scaled, numItermax=2_000_000)
     else:
-        found = ot.sinkhorn(mass, mass, scaled, regularisation, method="sinkhorn_stabilized", numItermax=2000, warn=False)
+        options = {"method": "sinkhorn_stabilized", "numItermax": 2000, "warn": False}
+        found = ot.sinkhorn(mass, mass, scaled, regularisation, **options)
     moved = torch.as_tensor(found).T
     return (moved / moved.sum(1, keepdim=True)).to(a.device)
 
@@ -186,10 +226,9 @@ def block_plans(
     for space in block.spaces.values():
         matrices: dict[str, Tensor] = {}
         for what, roles in wanted_roles(space).items():
-            points = donor.get(f"{space.name}:{what}"), anchor.get(f"{space.name}:{what}")
-            if points[0] is None or points[1] is None:
+            a, b = donor.get(f"{space.name}:{what}"), anchor.get(f"{space.name}:{what}")
+            if a is None or b is None:
                 continue
-            a, b = points
             if space.kind == "attention" and space.sizes["per_group"] == 1:
                 a, b = a.flatten(0, 1)[None], b.flatten(0, 1)[None]
             made = torch.stack([plan(x, y, hard, regularisation) for x, y in zip(a, b, strict=True)])

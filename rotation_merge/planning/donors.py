@@ -103,7 +103,7 @@ class Donors:
         if options.residual == "none":
             return Donor(origin, None, rows)
         self._admit(options)
-        sources: list[TensorSource] = [self._base, self._source(origin or model)]
+        sources: list[TensorSource] = [self._base, self.source(origin or model)]
         if rows is not None:
             sources = [Rows(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
         task = MatchWhole(
@@ -164,7 +164,7 @@ class Donors:
         if options is None:
             return
         sources: dict[str, TensorSource] = {str(self.recipe.base): self._base}
-        sources.update({str(model): self._source(model) for model in readers})
+        sources.update({str(model): self.source(model) for model in readers})
         rows = (
             shared_rows([self._base, *(self.models[model] for model in readers)])
             if options.residual != "none"
@@ -228,7 +228,7 @@ class Donors:
             )
         self.folded = tuple(dict.fromkeys((*self.folded, *streams)))
 
-    def _source(self, model: ModelReference) -> TensorSource:
+    def source(self, model: ModelReference) -> TensorSource:
         """A model under the anchor's tensor names."""
         own = self.models[model]
         for module in self._architecture.layers_key:

@@ -17,11 +17,13 @@ from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from rotation_merge.architectures.model import TensorInfo
-from rotation_merge.averaging.methods import Averaging
+from rotation_merge.averaging.methods import Averaging, OwnMethod
+from rotation_merge.averaging.transport import OtFusion
 from rotation_merge.errors import RecipeError
 from rotation_merge.planning.averages import Averages
 from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donors
+from rotation_merge.planning.fusing import Fusion
 from rotation_merge.planning.moves import Moves
 from rotation_merge.planning.session import session_of
 from rotation_merge.planning.tasks import AlignedGather
@@ -53,6 +55,8 @@ class RotationMergePlanner(MergePlanner):
         if isinstance(self._method, Averaging):
             device = str(self.options.device or "cpu")
             self.averages = Averages(self._method, self.recipe, self.models, self.run, device)
+        if isinstance(self._method, OtFusion):
+            self.fusion = Fusion(self._method, self.recipe, self.models, self.donors, self.run)
         if left_out := self.models[self.recipe.base].ignored:
             self.run.note(f"Not written, as they hold no weights: {', '.join(left_out)}.")
 
@@ -125,7 +129,7 @@ class RotationMergePlanner(MergePlanner):
                 storage=self.config.dtype,
             )
             originals = {s.model: (s.block.tensor(info.key) or info).names[piece] for s in sources}
-            if isinstance(self._method, Averaging) and not self.recipe.excluded(name):
+            if isinstance(self._method, OwnMethod) and not self.recipe.excluded(name):
                 self._plan_average(info, piece, originals, gather, moves, reader)
             else:
                 self._plan_merge(info, name, originals, gather, reader)
@@ -153,7 +157,11 @@ class RotationMergePlanner(MergePlanner):
         )
         shares = {model: float(values["weight"]) for model, values in per_input.items()}
         found = self._with_vocabulary(weight, gather, reader)
-        self._tensors.append((weight, self.averages.task(info, piece, found, name, moves, reader, shares, shared)))
+        if isinstance(self._method, Averaging):
+            task: Task = self.averages.task(info, piece, found, name, moves, reader, shares, shared)
+        else:
+            task = self.fusion.task(info, piece, found, name, moves, shares, shared)
+        self._tensors.append((weight, task))
 
     def _plan_merge(
         self,

@@ -124,6 +124,13 @@ KEYS = (
         "what 'rotation-merge measure' wrote of the model; by itself or beside the model. Not given: beside the model",
         delegates=("regmean", "fisher", "kfac"),
     ),
+    Key(
+        "data",
+        RECIPE,
+        (FILE, "synthetic"),
+        "samples that plans are found from, the same for all models; not given: weights alone",
+        delegates=("ot_fusion",),
+    ),
     Key("delegate", RECIPE, (METHOD_NAME,), "the merge method that does the averaging", "linear"),
     Key("unsupported", RECIPE, ("error", "merge"), "merge: merge without alignment what cannot be aligned", "error"),
     Key("exclude", RECIPE, (NAMES,), "comma-separated parts of tensor names: such tensors are copied from base_model"),
