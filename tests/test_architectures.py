@@ -67,7 +67,7 @@ def test_declared_groups_are_symmetries(case: Case) -> None:
 
 def _rotations_of_folded_streams_are_symmetries(model: Planted) -> None:
     """Gains folded into the readers, writers centred under LayerNorm; then folding alone, and a random rotation."""
-    architecture, streams = model.architecture, model.rotatable
+    architecture, streams = model.architecture, model.architecture.folds("rotation")
     alone = dict(aligned_tensors(architecture, model.state, Alignment({}, streams)))
     assert unmoved(model.state, alone) != list(model.state)
     assert model.differs(alone) <= 1e-9
@@ -137,7 +137,9 @@ def wrong_rotary(entry: Any) -> Any:
     """The other layout of RoPE pairs."""
     if "layout" not in entry:
         return entry
-    return {**entry, "layout": "half" if entry["layout"] == "interleaved" else "interleaved"}
+    layout = entry["layout"]
+    other = {"half": "interleaved", "interleaved": "half"}
+    return {**entry, "layout": other.get(layout, f"'half' if ({layout}) == 'interleaved' else 'interleaved'")}
 
 
 def wrong_split(entry: Any) -> Any:
@@ -158,8 +160,14 @@ def matters(case: Case, change: Callable[[Any], Any], architecture: Any) -> bool
     if change is wrong_rotary:
         spaces = [s for block in architecture.blocks for s in block.spaces.values() if s.kind == "attention"]
         return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head") for s in spaces)
-    fused = [axis.parts for info in architecture.tensors() for axis in info.axes if len(axis.parts) > 1]
+    fused = [[*map(_acts, axis.parts)] for info in architecture.tensors() for axis in info.axes if len(axis.pieces) > 1]
     return any(parts != parts[::-1] for parts in fused)
+
+
+def _acts(part: Any) -> tuple[str, str]:
+    """What moves a part: both halves of gated neurons move alike where neither is rescaled."""
+    alike = part.role in ("in", "gate") and part.space.degree == 0
+    return part.space.name, "in" if alike else part.role
 
 
 @by_case

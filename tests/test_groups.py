@@ -27,7 +27,9 @@ from rotation_merge.groups import (
     StreamTransform,
 )
 from rotation_merge.groups.base import dump, load
+from rotation_merge.groups.latent import LatentGroup, LatentTransform
 from rotation_merge.groups.matrix import MatrixElement
+from rotation_merge.groups.mixer import MixerGroup
 
 torch.set_num_threads(1)
 BATCH, SIZE = 3, 6
@@ -190,6 +192,8 @@ SPACES = {
     "ffn": Space("ffn", "ffn", {"size": 7}, gated=True),
     "experts": Space("experts", "experts", {"count": 3, "size": 4}, gated=True),
     "stream": Space("residual", "stream", {"size": 6}),
+    "latent": Space("latent", "latent", {"size": 6}),
+    "mixer": Space("mixer", "mixer", {"groups": 3, "per_group": 2, "shared": 4, "own": 5}),
 }
 
 
@@ -203,6 +207,10 @@ def random_transform(kind: str, seed: int) -> SpaceTransform:
         return NeuronTransform(Monomial(Permutation.random(1, 7, g), signed(1, 7, seed)))
     if kind == "experts":
         return ExpertTransform(torch.randperm(3, generator=g), Monomial.random(3, 4, g), degree=2)
+    if kind == "mixer":
+        return MixerGroup(3, 2, 4, 5, order=True, channels=True).random(g)
+    if kind == "latent":
+        return LatentGroup("signed_permutation", 6, fixes_ones=False).random(g)
     return StreamTransform(Monomial(Permutation.random(1, 6, g), Scaling.random_signs(1, 6, g)))
 
 
@@ -215,6 +223,10 @@ def identity_transform(kind: str) -> SpaceTransform:
         return NeuronTransform(Monomial.identity(1, 7))
     if kind == "experts":
         return ExpertTransform(torch.arange(3), Monomial.identity(3, 4))
+    if kind == "mixer":
+        return MixerGroup(3, 2, 4, 5, order=True, channels=True).identity()
+    if kind == "latent":
+        return LatentTransform(Monomial.identity(1, 6))
     return StreamTransform(Monomial.identity(1, 6))
 
 

@@ -255,12 +255,17 @@ def _folder() -> Path:
 
 def planted(case: Case) -> Planted:
     """The tiny model of a case."""
-    return _planted(case.family, case.name, case.class_name)
+    key = case.family, case.name, case.class_name
+    _CASES[key] = case
+    return _planted(*key)
+
+
+_CASES: dict[tuple[str, str, str], Case] = {}
 
 
 @functools.cache
 def _planted(family: str, name: str, class_name: str) -> Planted:
-    case = next(c for c in (*ALL, *further()) if (c.family, c.name, c.class_name) == (family, name, class_name))
+    case = _CASES[family, name, class_name]
     model = make(case)
     given = inputs(case, model)
     folder = Path(tempfile.mkdtemp(dir=_folder()))
@@ -278,22 +283,38 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 @contextlib.contextmanager
 def exactly() -> Iterator[None]:
     """Keep float64 where transformers computes norms, softmax and routers in float32 on purpose."""
-    kept = torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax
+    functional, tensor = torch.nn.functional.softmax, torch.Tensor
+    kept = {name: getattr(tensor, name) for name in ("to", "float", "type", "softmax")}
 
-    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.dtype == torch.float64 and (torch.float32 in args or kwargs.get("dtype") == torch.float32):
-            return self
-        return kept[0](self, *args, **kwargs)
+    def whole(self: Tensor, *args: Any, **kwargs: Any) -> bool:
+        return self.dtype == torch.float64 and (torch.float32 in args or kwargs.get("dtype") == torch.float32)
 
-    def softmax(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.dtype == torch.float64:
-            kwargs.pop("dtype", None)
-        return kept[2](x, *args, **kwargs)
+    def cast(name: str) -> Any:
+        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return self if whole(self, *args, **kwargs) else kept[name](self, *args, **kwargs)
 
-    torch.Tensor.to = to  # type: ignore[method-assign,assignment]
-    torch.Tensor.float = lambda self: self if self.dtype == torch.float64 else kept[1](self)  # type: ignore
-    torch.nn.functional.softmax = softmax
+        return method
+
+    def softmax(plain: Any) -> Any:
+        def method(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if x.dtype == torch.float64:
+                kwargs.pop("dtype", None)
+            return plain(x, *args, **kwargs)
+
+        return method
+
+    changed = {
+        "to": cast("to"),
+        "type": cast("type"),
+        "float": lambda self: self if self.dtype == torch.float64 else kept["float"](self),
+        "softmax": softmax(kept["softmax"]),
+    }
+    for name, method in changed.items():
+        setattr(tensor, name, method)
+    torch.nn.functional.softmax = softmax(functional)
     try:
         yield
     finally:
-        torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax = kept  # type: ignore[method-assign]
+        for name, method in kept.items():
+            setattr(tensor, name, method)
+        torch.nn.functional.softmax = functional

@@ -15,8 +15,8 @@ class Space:
 
     Attributes:
         name: unique in the model: `residual`, or `model.layers.3.attn`.
-        kind: stream, attention, ffn or experts.
-        sizes: what the kind needs: size; groups, per_group, head_dim, value_dim; count.
+        kind: stream, attention, ffn, experts, latent or mixer; fixed for coordinates that keep their place.
+        sizes: what the kind needs: size; groups, per_group, head_dim, value_dim; count; shared, own.
         rotary: number of leading query/key dimensions that rotary embedding turns (0: none).
         interleaved: whether RoPE pairs are neighbours.
         norm: norm between query/key projection and product, as in the architecture file.
@@ -39,29 +39,36 @@ class Space:
 
     def factors(self, role: str) -> tuple[int, ...]:
         """Dimensions an axis of this role splits into."""
-        s = self.sizes
-        if self.kind == "attention":
-            return {
-                "q": (s["groups"], s["per_group"], s["head_dim"]),
-                "q_gain": (s["groups"], s["per_group"], s["head_dim"]),
-                "k": (s["groups"], s["head_dim"]),
-                "k_gain": (s["groups"], s["head_dim"]),
-                "v": (s["groups"], s["value_dim"]),
-                "o": (s["groups"], s["per_group"], s["value_dim"]),
-                "head": (s["groups"], s["per_group"]),
-                "kv_head": (s["groups"],),
-            }[role]
-        if self.kind == "experts" and role == "index":
-            return (s["count"],)
-        return (s["size"],)
+        return tuple(self.sizes[size] for size in _FACTORS.get(self.kind, {}).get(role, ("size",)))
 
+
+_HEADS = ("groups", "per_group")
+
+_FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
+    "attention": {
+        "q": (*_HEADS, "head_dim"),
+        "q_gain": (*_HEADS, "head_dim"),
+        "k": ("groups", "head_dim"),
+        "k_gain": ("groups", "head_dim"),
+        "v": ("groups", "value_dim"),
+        "o": (*_HEADS, "value_dim"),
+        "gate": (*_HEADS, "value_dim"),
+        "head": _HEADS,
+        "kv_head": ("groups",),
+    },
+    "experts": {"index": ("count",)},
+    "mixer": {"group": ("groups",), "head": _HEADS, "shared": ("groups", "shared"), "own": (*_HEADS, "own")},
+}
+"""Sizes that an axis of each role is the product of, where it is not the space's one size."""
 
 ROLES = {
     "fixed": ("fixed",),
     "stream": ("write", "read", "gain", "shift"),
     "ffn": ("in", "gate", "out"),
     "experts": ("index", "in", "gate", "out"),
-    "attention": ("q", "k", "v", "o", "q_gain", "k_gain", "head", "kv_head"),
+    "attention": tuple(_FACTORS["attention"]),
+    "latent": ("write", "read", "gain", "shift"),
+    "mixer": tuple(_FACTORS["mixer"]),
 }
 """Roles an axis may play, by the kind of its space."""
 
@@ -231,6 +238,13 @@ class Architecture:
     def admitting(self, kind: str) -> list[str]:
         """The streams that admit a residual group."""
         return [name for name, groups in self.stream_groups.items() if kind in groups]
+
+    def folds(self, kind: str) -> tuple[str, ...]:
+        """Streams and latents whose gains are folded for a residual group."""
+        if kind != "rotation":
+            return ()
+        local = (space.name for block in self.blocks for space in block.spaces.values() if space.kind == "latent")
+        return (*self.admitting(kind), *local)
 
     @property
     def residual_groups(self) -> list[str]:

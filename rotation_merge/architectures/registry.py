@@ -168,6 +168,7 @@ def resolve(
         )
     present = set(names)
     untie = untie and bool(evaluate(spec.tied_when, variables(spec, config)))
+    present = present.difference(_dropped(spec, config, present))
     architecture, missing, unknown = _best_spelling(spec, lay_out(spec, config), present, untie)
     if missing:
         raise CheckpointError(
@@ -243,6 +244,12 @@ def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[s
         names = here.get((spot.module, spot.place, spot.index, spot.info.key), ())
         found.update((n, own) for n, own in zip(spot.info.names, names, strict=False) if n == name)
     return found
+
+
+def _dropped(spec: ArchitectureSpec, config: Mapping[str, Any], names: Collection[str]) -> set[str]:
+    """Tensors that hold weights which the model does not read."""
+    begins = tuple(begin.format(**config) for begin in spec.dropped)
+    return {name for name in names if name.startswith(begins)} if begins else set()
 
 
 def _missing(architecture: Architecture, present: set[str]) -> list[str]:

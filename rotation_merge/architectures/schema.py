@@ -130,9 +130,9 @@ class Section(Strict):
 
 
 class RotarySpec(Strict):
-    """Rotary position embedding on the first `dims` dimensions of each query and key."""
+    """Rotary position embedding on the first `dims` dimensions of each query and key; `layout`: half or interleaved."""
 
-    layout: Literal["half", "interleaved"] = "half"
+    layout: Expression = "half"
     dims: Expression = None
     when: Expression = None
 
@@ -145,7 +145,7 @@ class AttentionSpec(Strict):
             head), affine_head (LayerNorm with a shift a head), rms_all (RMSNorm over all heads), l2_head (unit
             length, no gain).
         order: `fixed` where heads cannot change places (ALiBi, biases shared between layers).
-        values: `fixed` where the value/output coordinates cannot be turned.
+        values: `fixed` where the value/output coordinates cannot be turned, `gated` where outputs are gated one by one.
     """
 
     kind: Literal["attention"]
@@ -160,25 +160,49 @@ class AttentionSpec(Strict):
 
 
 class FfnSpec(Strict):
-    """Neurons of one FFN; `activation` names the config's function, which may admit rescaling (`DEGREES`)."""
+    """Neurons of one FFN; `activation` names the config's function, which may admit rescaling (`DEGREES`).
+
+    Attributes:
+        scale: `fixed` where neurons cannot be rescaled although they are gated (clamps, offsets).
+    """
 
     kind: Literal["ffn"]
     size: Expression
     gated: Expression = False
     activation: Expression = None
+    scale: Expression = "free"
 
 
 class ExpertsSpec(Strict):
-    """Experts of one layer and the neurons of each."""
+    """Experts of one layer and the neurons of each; `groups` that a router picks first only move as a whole."""
 
     kind: Literal["experts"]
     count: Expression
     size: Expression
+    groups: Expression = 1
     gated: Expression = True
     activation: Expression = None
+    scale: Expression = "free"
 
 
-LocalSpace = Annotated[AttentionSpec | FfnSpec | ExpertsSpec, Field(discriminator="kind")]
+class LatentSpec(Strict):
+    """A stream inside one layer: its norm (RMSNorm) stands under `norms`, under its name."""
+
+    kind: Literal["latent"]
+    size: Expression
+
+
+class MixerSpec(Strict):
+    """Heads in groups, with coordinates that may only change places: `shared` ones of a group, `own` ones of a head."""
+
+    kind: Literal["mixer"]
+    groups: Expression
+    per_group: Expression = 1
+    shared: Expression = 1
+    own: Expression = 1
+
+
+LocalSpace = Annotated[AttentionSpec | FfnSpec | ExpertsSpec | LatentSpec | MixerSpec, Field(discriminator="kind")]
 
 
 class StreamSpec(Strict):
@@ -246,6 +270,8 @@ class ArchitectureSpec(Strict):
         limits: what is not aligned and why, in words, for people.
         example: config keys of a small model that the usual sizes (`table.SIZES`) do not give.
         ignored: name endings of buffers that carry no weights (rotary tables, masks).
+        dropped: name beginnings, `{key}` standing for a config's value, of weights that the models do not read (layers
+            that predict further tokens): they are not written.
     """
 
     family: str
@@ -266,6 +292,7 @@ class ArchitectureSpec(Strict):
     limits: list[str] = Field(default_factory=list)
     example: dict[str, Any] = Field(default_factory=dict)
     ignored: list[str] = Field(default_factory=list)
+    dropped: list[str] = Field(default_factory=list)
     vocab_size_key: str = "vocab_size"
     tagalong_files: list[str] = Field(default_factory=list)
 

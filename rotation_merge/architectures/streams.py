@@ -43,9 +43,12 @@ def _readers(stream: str, blocks: Sequence[Block]) -> set[str]:
 
 
 def _read_in_their_blocks(stream: str, blocks: Sequence[Block]) -> bool:
-    """Whether what reads a block's norms of a stream is in the same block, as folding block by block needs it."""
+    """Whether what reads a block's norms of a stream is in the same block, as folding block by block needs it.
+
+    A reader named with its layer is in that layer, or a model of this config has none.
+    """
     own = [{_stem(tensor.key) for tensor in block.tensors} for block in blocks]
-    everywhere = set().union(*own)
+    everywhere = {stem for stems in own for stem in stems if "{i}" not in stem}
     reads = [{_stem(key) for n in block.norms if n.stream == stream for key in n.reads} for block in blocks]
     return not any(read & everywhere - here for read, here in zip(reads, own, strict=True))
 

@@ -28,7 +28,7 @@ Words: *planar* is a rotation and a rescaling of each RoPE pair; *O(d)* an ortho
 each neuron, or one of either sign where the FFN is gated; *free* heads may change places (query heads within their KV
 group, and KV groups), *fixed* ones may not.
 
-| Family | Residual stream | Queries and keys | Values and outputs | Order of heads | Neurons |
+| Family | Residual stream | Queries and keys | Values and outputs | Order of heads | Neurons, latents, channels |
 |---|---|---|---|---|---|
 """
 
@@ -73,17 +73,24 @@ def _row(spec: ArchitectureSpec) -> str:
         spaces.update({module + name: space for name, space in block.spaces.items()})
     attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
     neurons = {name: space for name, space in spaces.items() if space.kind != "attention"}
+    ordered = attention | {name: space for name, space in spaces.items() if space.kind == "mixer"}
     cells = [
         _joined({name: STREAM_GROUPS[groups[-1]] for name, groups in architecture.stream_groups.items()}),
         _joined({name: heads(space).qk.symbol for name, space in attention.items()}),
         _joined({name: heads(space).vo.symbol for name, space in attention.items()}),
-        _joined({name: "free" if space.free_order else "fixed" for name, space in attention.items()}),
+        _joined({name: "free" if space.free_order else "fixed" for name, space in ordered.items()}),
         _joined({name: _neurons(space) for name, space in neurons.items()}),
     ]
     return f"| {spec.title} | {' | '.join(cells)} |\n"
 
 
 def _neurons(space: Space) -> str:
+    if space.kind == "latent":
+        return "signed permutations; O(d) with residual: rotation"
+    if space.kind == "mixer":
+        return "channels permuted"
+    if space.gated and space.degree == 0:
+        return "experts permuted, neurons of each permuted" if space.kind == "experts" else "permuted"
     group = "permuted, scaled" if space.gated else "permuted; scaled with ReLU"
     return f"experts permuted, neurons of each {group}" if space.kind == "experts" else group
 

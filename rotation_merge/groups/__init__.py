@@ -5,6 +5,8 @@ from rotation_merge.groups.direct_sum import DirectSum
 from rotation_merge.groups.experts import ExpertTransform
 from rotation_merge.groups.heads import HeadTransform
 from rotation_merge.groups.invertible import Invertible
+from rotation_merge.groups.latent import LatentTransform
+from rotation_merge.groups.mixer import MixerTransform
 from rotation_merge.groups.monomial import Monomial
 from rotation_merge.groups.neurons import NeuronTransform
 from rotation_merge.groups.orthogonal import Orthogonal
@@ -23,6 +25,8 @@ __all__ = [
     "GroupElement",
     "HeadTransform",
     "Invertible",
+    "LatentTransform",
+    "MixerTransform",
     "Monomial",
     "NeuronTransform",
     "Orthogonal",

@@ -18,7 +18,9 @@ from rotation_merge.groups.experts import ExpertGroup
 from rotation_merge.groups.group import Group
 from rotation_merge.groups.heads import HeadGroup
 from rotation_merge.groups.invertible import InvertibleGroup
-from rotation_merge.groups.monomial import CoordinateOrder
+from rotation_merge.groups.latent import LatentGroup
+from rotation_merge.groups.mixer import MixerGroup
+from rotation_merge.groups.monomial import CoordinateOrder, GatedOrder
 from rotation_merge.groups.neurons import NeuronGroup
 from rotation_merge.groups.planar import PlanarGroup
 from rotation_merge.groups.scaled import OrthogonalGroup
@@ -115,6 +117,7 @@ QUERIES: dict[str | None, Choose] = {
 
 VALUES: dict[str, Choose] = {
     "free": _maps,
+    "gated": lambda space, wanted: GatedOrder(wanted.rescale),
     "fixed": lambda space, wanted: Fixed(),
 }
 """The group of value and output coordinates, by what an architecture file says of them."""
@@ -152,17 +155,33 @@ def neurons(space: Facts, wanted: Wanted = LARGEST) -> NeuronGroup:
     return NeuronGroup(space.sizes["size"], wanted.ffn != "none", degree, space.gated, space.sizes.get("count", 1))
 
 
+def latent(space: Facts, wanted: Wanted = LARGEST) -> LatentGroup:
+    """`admitted` for a latent, whose gains are folded where those of the residual streams are."""
+    kind = "rotation" if wanted.residual == "rotation" else "signed_permutation"
+    return LatentGroup(kind if wanted.attention != "none" else "none", space.sizes["size"], fixes_ones=False)
+
+
+def mixer(space: Facts, wanted: Wanted = LARGEST) -> MixerGroup:
+    """`admitted` for a mixer."""
+    sizes = {name: space.sizes[name] for name in ("groups", "per_group", "shared", "own")}
+    return MixerGroup(**sizes, order=wanted.heads != "none", channels=wanted.attention != "none")
+
+
 _KINDS: dict[str, Callable[[Facts, Wanted], SpaceGroup]] = {
     "attention": heads,
     "ffn": neurons,
-    "experts": lambda space, wanted: ExpertGroup(neurons(space, wanted)),
+    "experts": lambda space, wanted: ExpertGroup(neurons(space, wanted), space.sizes.get("groups", 1)),
+    "latent": latent,
+    "mixer": mixer,
 }
 
 
 def asks(space: Facts, wanted: Wanted) -> bool:
     """Whether a recipe asks to match a local space."""
-    if space.kind == "attention":
+    if space.kind in ("attention", "mixer"):
         return wanted.attention != "none" or wanted.heads != "none"
+    if space.kind == "latent":
+        return wanted.attention != "none"
     group = neurons(space, wanted)
     return group.permute or group.degree > 0
 

@@ -86,9 +86,14 @@ class ExpertTransform(SpaceTransform):
 
 @dataclass(frozen=True)
 class ExpertGroup(SpaceGroup):
-    """The order of experts, where their neurons may be permuted too, and the neurons of each."""
+    """The order of experts, where their neurons may be permuted too, and the neurons of each.
+
+    Attributes:
+        routing: groups that the router picks first: experts change places inside them, and they among themselves.
+    """
 
     neurons: NeuronGroup
+    routing: int = 1
 
     def identity(self) -> ExpertTransform:
         own = self.neurons.identity()
@@ -96,7 +101,11 @@ class ExpertGroup(SpaceGroup):
 
     def random(self, generator: torch.Generator) -> ExpertTransform:
         neurons, count = self.neurons.random(generator), self.neurons.count
-        order = torch.randperm(count, generator=generator) if self.neurons.permute else torch.arange(count)
+        order = torch.arange(count)
+        if self.neurons.permute:
+            inner = [torch.randperm(count // self.routing, generator=generator) for _ in range(self.routing)]
+            outer = torch.randperm(self.routing, generator=generator)
+            order = (outer[:, None] * (count // self.routing) + torch.stack(inner)).flatten()
         return ExpertTransform(order, neurons.element, neurons.degree)
 
     def refuses(self, transform: SpaceTransform) -> str | None:
@@ -104,6 +113,9 @@ class ExpertGroup(SpaceGroup):
             return "it is not one of experts"
         if transform.order.shape != (self.neurons.count,) or not is_order(transform.order[None]):
             return f"its order is no permutation of {self.neurons.count} experts"
+        groups = transform.order.reshape(self.routing, -1) // (self.neurons.count // self.routing)
+        if bool((groups != groups[:, :1]).any()):
+            return "experts leave the group that the router picks them in"
         return self.neurons.refuses(NeuronTransform(transform.neurons, transform.degree))
 
     @property

@@ -100,7 +100,10 @@ class Group(ABC):
 
     def gain_as_it_stands(self, grams: Grams) -> Tensor:
         """The gain of the identity, shape (N,)."""
-        return 2 * (self._traces(grams.primal) + self._traces(grams.dual)) - grams.norms()
+        traces = self._traces(grams.primal) + self._traces(grams.dual)
+        if grams.follow is not None:
+            traces = traces + grams.follow.diagonal(dim1=-2, dim2=-1).sum(-1)
+        return 2 * traces - grams.norms()
 
     def _traces(self, products: Tensor) -> Tensor:
         if self.statistic == "full":

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from rotation_merge.groups.base import GroupElement, dump, gather, is_order, load, mixes, nested, proven_maps
 from rotation_merge.groups.group import Group
+from rotation_merge.groups.monomial import Monomial
 from rotation_merge.groups.space import SpaceGroup, SpaceTransform, Work
 
-QUERY_ROLES = ("q", "o", "q_gain", "head")
+QUERY_ROLES = ("q", "o", "gate", "q_gain", "head")
 """Roles whose axis has one entry for each query head: dimensions (G, r, ...)."""
 
 
@@ -27,7 +28,8 @@ class HeadTransform(SpaceTransform):
         vo: element (batch G) acting on values, and dually on the outputs of the group's heads.
 
     Roles and their dimensions: q (G, r, d), k (G, d), v (G, d_v), o (G, r, d_v); norm gains that no map inside a
-    head may touch: q_gain (G, r, d), k_gain (G, d); one number a head: head (G, r), kv_head (G).
+    head may touch: q_gain (G, r, d), k_gain (G, d); one number a head: head (G, r), kv_head (G); a gate of the outputs,
+    which follows the order of values: gate (G, r, d_v).
     """
 
     groups: Tensor
@@ -48,6 +50,8 @@ class HeadTransform(SpaceTransform):
             return self.qk.act(x, dim, dim + 1 + (role == "q"), dual=(role == "q") != dual)
         if role in ("v", "o") and not self.vo.is_identity():
             return self.vo.act(x, dim, dim + 1 + (role == "o"), dual=(role == "o") != dual)
+        if role == "gate" and isinstance(self.vo, Monomial):
+            return self.vo.permutation.act(x, dim, dim + 2)
         return x
 
     def mixes(self, role: str) -> bool:

@@ -16,6 +16,7 @@ from rotation_merge.groups.scaling import Scaling
 from rotation_merge.groups.statistics import Grams
 from rotation_merge.groups.tangent import Freedom, Steps, scaled
 from rotation_merge.linalg.assignment import assign, assign_small
+from rotation_merge.linalg.scaling import best_scale, cost
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +124,54 @@ class CoordinateOrder(Group):
         index = torch.stack([assign_small(m) for m in agreement])
         element = Monomial(Permutation(index), Scaling.identity(*index.shape))
         return element, 2 * agreement.gather(2, index.to(agreement.device)[..., None]).sum((1, 2)) - grams.norms()
+
+    def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
+        return agreement_by_matrices(element, products)
+
+
+@dataclass(frozen=True)
+class GatedOrder(Group):
+    """Permutations of values, each with a factor of either sign: what an elementwise gate of the outputs leaves.
+
+    The gate's rows follow the permutation. Factors and order are jointly optimal, as those of gated neurons.
+    """
+
+    rescale: bool | str = False
+
+    kind = "gated_order"
+    words = "permutations, with a factor for each value"
+    symbol = "permuted, scaled"
+
+    def identity(self, batch: int, size: int) -> Monomial:
+        return Monomial.identity(batch, size)
+
+    def random(self, batch: int, size: int, generator: torch.Generator) -> Monomial:
+        element = Monomial.random(batch, size, generator)
+        if not self.rescale:
+            return Monomial(element.permutation, Scaling.identity(batch, size))
+        signs = Scaling.random_signs(batch, size, generator)
+        return Monomial(element.permutation, element.scaling.compose(signs))
+
+    def admits(self, maps: Tensor) -> bool:
+        moved = maps != 0
+        single = bool(((moved.sum(1) == 1) & (moved.sum(2) == 1)).all())
+        return single and (bool(self.rescale) or bool(((maps == 0) | (maps == 1)).all()))
+
+    def solve(self, grams: Grams) -> tuple[Monomial, Tensor]:
+        norms = grams.donor_primal[:, None], grams.donor_dual[:, None]
+        scale = torch.ones_like(grams.primal)
+        if self.rescale:
+            scale = best_scale(*norms, grams.primal, grams.dual, signed=True)
+        value = -cost(scale, *norms, grams.primal, grams.dual)
+        if grams.follow is not None and grams.donor_follow is not None:
+            value = value + 2 * grams.follow - grams.donor_follow[:, None]
+        index = torch.stack([assign_small(m) for m in value]).to(value.device)
+        factor, gain = (x.gather(2, index[..., None])[..., 0] for x in (scale, value))
+        return Monomial(Permutation(index.cpu()), Scaling(factor.cpu())), gain.sum(1)
+
+    def bound(self, primal: Tensor, dual: Tensor, grams: Grams) -> Tensor:
+        """None is known beside the anchor's norm."""
+        return torch.full_like(grams.anchor_primal.sum(-1), torch.inf)
 
     def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
         return agreement_by_matrices(element, products)

@@ -29,6 +29,8 @@ class Grams:
         primal, dual: statistics of A B^T of either side, shape (N, *S) as the group's `statistic` says.
         donor_primal, donor_dual, anchor_primal, anchor_dual: squared norm of each coordinate, shape (N, d).
         rank_tolerance: relative rounding of the products.
+        follow, donor_follow: the same, (N, d, d) and (N, d), of what changes places with the coordinates and is never
+            scaled; None where nothing does.
     """
 
     primal: Tensor
@@ -38,6 +40,8 @@ class Grams:
     anchor_primal: Tensor
     anchor_dual: Tensor
     rank_tolerance: float = field(default=RANK_TOLERANCE, kw_only=True)
+    follow: Tensor | None = field(default=None, kw_only=True)
+    donor_follow: Tensor | None = field(default=None, kw_only=True)
 
     @staticmethod
     def rounding(exact: bool) -> float:
@@ -46,7 +50,8 @@ class Grams:
 
     def norms(self) -> Tensor:
         """Squared norm of the donor's sides, shape (N,)."""
-        return self.donor_primal.sum(-1) + self.donor_dual.sum(-1)
+        total = self.donor_primal.sum(-1) + self.donor_dual.sum(-1)
+        return total if self.donor_follow is None else total + self.donor_follow.sum(-1)
 
     def guess(self) -> Tensor:
         """The scale that gives the donor the anchor's ratio of primal to dual norm, shape (N,)."""

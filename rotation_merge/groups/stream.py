@@ -44,19 +44,19 @@ class StreamTransform(SpaceTransform):
         return role != "gain" and mixes(self.element)
 
     def inverse(self) -> StreamTransform:
-        return StreamTransform(self.element.inverse())
+        return type(self)(self.element.inverse())
 
     def compose(self, first: StreamTransform) -> StreamTransform:
-        return StreamTransform(self.element.compose(first.element))
+        return type(self)(self.element.compose(first.element))
 
     def still(self) -> StreamTransform:
-        return StreamTransform(self.element.still())
+        return type(self)(self.element.still())
 
     def elements(self) -> dict[str, GroupElement]:
         return {"stream": self.element}
 
     def with_elements(self, elements: Mapping[str, GroupElement]) -> StreamTransform:
-        return StreamTransform(elements["stream"])
+        return type(self)(elements["stream"])
 
     @property
     def moves_gains(self) -> bool:

@@ -108,7 +108,9 @@ class _Fit:
         self.device = next(parents[0].parameters()).device
         self.parents = [parent.eval() for parent in parents]
         self.architecture = architecture_of(self.parents[0], untie=True)
-        self.folded = tuple(check_group(self.architecture, match.residual)) if match.residual == "rotation" else ()
+        if match.residual == "rotation":
+            check_group(self.architecture, match.residual)
+        self.folded = self.architecture.folds(match.residual)
         if self.folded and any(info.tied for info in self.architecture.tensors()):
             self.parents = [copy.deepcopy(parent) for parent in self.parents]
             for parent in self.parents:

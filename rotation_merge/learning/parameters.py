@@ -75,8 +75,10 @@ def _freedom(architecture: Architecture, space: Space, rescale: bool, permutatio
     """What may be learned of a space's elements."""
     if space.kind == "stream":
         return Freedom(scales=False, fixes_ones=architecture.layer_normed(space.name))
-    if space.kind == "attention":
+    if space.kind in ("attention", "mixer"):
         return Freedom(scales=rescale)
+    if space.kind == "latent":
+        return Freedom(scales=False)
     return Freedom(scales=rescale and neurons(space).degree > 0, permutations=permutations)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.attention import AttentionMatch, match_attention
 from rotation_merge.matching.experts import ExpertsMatch, match_experts
 from rotation_merge.matching.ffn import NeuronMatch, match_ffn
+from rotation_merge.matching.latent import match_latent
+from rotation_merge.matching.mixer import match_mixer
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors, sides
 
@@ -88,42 +90,115 @@ def match_block(
     """
     _check_finite(block, anchor, "anchor")
     _check_finite(block, donor, "donor")
-    transforms: dict[str, SpaceTransform] = dict(streams or {})
-    records, local = [], {}
-    for space in wanted_spaces(block, options):
+    matching = _Matching(block, anchor, donor, options, dict(streams or {}))
+    wanted = wanted_spaces(block, options)
+    for place, space in enumerate(wanted):
+        matching.match(space, {later.name for later in wanted[place + 1 :]})
+    matching.settle(linked(block, wanted))
+    return BlockMatch(matching.local, list(matching.records.values()))
+
+
+def linked(block: Block, spaces: list[Space]) -> list[Space]:
+    """Those of some spaces that share a tensor with another of them: they are matched in turn until all agree."""
+    names = {space.name for space in spaces}
+    shared = [{space.name for space in info.spaces()} & names for info in block.tensors]
+    return [space for space in spaces if any(space.name in found and len(found) > 1 for found in shared)]
+
+
+MOST_ROUNDS = 12
+"""Spaces that share tensors are matched in turn so often at most."""
+
+_SETTLED = 1e-9  # share of the squared distance that a round has to take off
+
+
+@dataclass
+class _Matching:
+    """What has been found for the spaces of one block.
+
+    Attributes:
+        streams: transforms of the residual streams.
+        local: transforms of the block's own spaces.
+        records: what the report says of each, by space name.
+    """
+
+    block: Block
+    anchor: Tensors
+    donor: Tensors
+    options: MatchOptions
+    streams: dict[str, SpaceTransform]
+    local: dict[str, SpaceTransform] = field(default_factory=dict)
+    records: dict[str, SpaceMatch] = field(default_factory=dict)
+
+    def match(self, space: Space, unknown: Collection[str] = ()) -> None:
+        """Match one space, the others held as they are; from tensors that touch no `unknown` one, if there are any."""
         begin = time.perf_counter()
-        transform, found = _match_space(block, space, anchor, donor, transforms, options)
-        transforms[space.name] = local[space.name] = transform
-        records.append(
-            SpaceMatch(
-                *(space.name, space.kind, transform.group()),
-                distances=transform.distances(),
-                seconds=time.perf_counter() - begin,
-                head_order=transform.head_order().tolist() if isinstance(transform, HeadTransform) else None,
-                **found,
-            )
+        transform, found = self._best(space, unknown)
+        self.local[space.name] = transform
+        self.records[space.name] = SpaceMatch(
+            *(space.name, space.kind, transform.group()),
+            distances=transform.distances(),
+            seconds=time.perf_counter() - begin,
+            head_order=transform.head_order().tolist() if isinstance(transform, HeadTransform) else None,
+            **found,
         )
-    return BlockMatch(local, records)
 
+    def settle(self, spaces: list[Space]) -> None:
+        """Match spaces that share tensors again and again, from what is known of them and from where they stand."""
+        if not spaces:
+            return
+        before, _ = self._distance(spaces, {})
+        found = self._rounds(spaces)
+        best = dict(self.local), dict(self.records), found
+        if before and found > _SETTLED * before:
+            for space in spaces:
+                self.local[space.name] = self.local[space.name].still()
+            for space in spaces:
+                self.match(space)
+            found = self._rounds(spaces)
+            if found < best[2]:
+                best = dict(self.local), dict(self.records), found
+        self.local, self.records = best[0], best[1]
+        for space in spaces:
+            (apart, norm), (left, _) = self._distance([space], {}), self._distance([space], self.local)
+            self.records[space.name] = replace(self.records[space.name], before=apart, after=left, anchor=norm)
 
-def _match_space(
-    block: Block,
-    space: Space,
-    anchor: Tensors,
-    donor: Tensors,
-    transforms: dict[str, SpaceTransform],
-    options: MatchOptions,
-) -> tuple[SpaceTransform, dict[str, Any]]:
-    """The best transform of one space, and what the record says of it."""
-    if space.kind == "experts":
-        experts = match_experts(block, space, anchor, donor, transforms, options)
-        return experts.transform, {**_distances(experts), "gap": experts.gap, "notes": experts.notes}
-    found = sides(block, space, anchor, donor, transforms)
-    if space.kind == "ffn":
-        neurons = match_ffn(space, found, options)
-        return NeuronTransform(neurons.element, space.degree or 1), {**_distances(neurons), "gap": neurons.gap}
-    attention = match_attention(space, found, options)
-    return attention.transform, {**_distances(attention), "notes": attention.notes}
+    def _rounds(self, spaces: list[Space]) -> float:
+        """Rounds until the squared distance stands still, which is returned."""
+        left, _ = self._distance(spaces, self.local)
+        for _ in range(MOST_ROUNDS):
+            kept = dict(self.local), dict(self.records), left
+            for space in spaces:
+                self.match(space)
+            left, _ = self._distance(spaces, self.local)
+            if left >= kept[2] * (1 - _SETTLED):
+                self.local, self.records, left = kept if left > kept[2] else (self.local, self.records, left)
+                break
+        return left
+
+    def _distance(self, spaces: list[Space], local: Mapping[str, SpaceTransform]) -> tuple[float, float]:
+        """Squared distance and the anchor's squared norm over the tensors that touch any of some spaces."""
+        names = {space.name for space in spaces}
+        touched = tuple(info for info in self.block.tensors if names & {space.name for space in info.spaces()})
+        block = replace(self.block, tensors=touched)
+        return squared_distances(block, None, self.anchor, self.donor, {**self.streams, **local})
+
+    def _best(self, space: Space, unknown: Collection[str]) -> tuple[SpaceTransform, dict[str, Any]]:
+        """The best transform of one space, and what the record says of it."""
+        others = {**self.streams, **self.local}
+        given = (self.block, space, self.anchor, self.donor)
+        if space.kind == "experts":
+            experts = match_experts(*given, others, self.options)
+            return experts.transform, {**_distances(experts), "gap": experts.gap, "notes": experts.notes}
+        found = sides(*given, others, unknown) or sides(*given, others)
+        if space.kind == "ffn":
+            neurons = match_ffn(space, found, self.options)
+            return NeuronTransform(neurons.element, space.degree or 1), {**_distances(neurons), "gap": neurons.gap}
+        if space.kind == "attention":
+            attention = match_attention(space, found, self.options)
+            return attention.transform, {**_distances(attention), "notes": attention.notes}
+        transform = (match_latent if space.kind == "latent" else match_mixer)(space, found, self.options)
+        (before, norm), (after, _) = (self._distance([space], local) for local in ({}, {space.name: transform}))
+        return transform, {"before": before, "after": after, "anchor": norm}
 
 
 def _distances(match: AttentionMatch | ExpertsMatch | NeuronMatch) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Block, Space
 from rotation_merge.groups import ExpertTransform, Monomial, Permutation, Scaling, SpaceTransform
-from rotation_merge.linalg.assignment import assign
+from rotation_merge.linalg.assignment import assign, assign_small
 from rotation_merge.matching.ffn import NeuronMatch, match_neurons, neurons_of
 from rotation_merge.matching.nearest import least_distance
 from rotation_merge.matching.neurons import Neurons, Pairs
@@ -142,13 +142,24 @@ class _Layer:
                 exact[i, j] = True
             if not bounded:
                 left, bounded = self._bounded(left, exact), True
-            candidate = assign(-left).permutation
+            candidate = self._assigned(-left)
             if bool(exact[rows, candidate].all()):
                 return candidate, []
             if int(exact.sum()) > budget:
                 worst = 2 * float(left.sum()) + 1
-                known = assign(-torch.where(exact, left, torch.full_like(left, worst))).permutation
+                known = self._assigned(-torch.where(exact, left, torch.full_like(left, worst)))
                 return known, [_NOTE.format(int(exact.sum()))]
+
+    def _assigned(self, values: Tensor) -> Tensor:
+        """The best order for these values, (E, E); with routing groups, of the experts in each and of the groups."""
+        groups = self.space.sizes.get("groups", 1)
+        if groups == 1:
+            return assign(values).permutation
+        size = self.count // groups
+        inner = values.reshape(groups, size, groups, size).transpose(1, 2)
+        orders = torch.stack([assign_small(m) for m in inner.flatten(0, 1)]).unflatten(0, (groups, groups))
+        outer = assign_small(inner.gather(3, orders[..., None])[..., 0].sum(-1))
+        return (outer[:, None] * size + orders[torch.arange(groups), outer]).flatten()
 
     def _bounded(self, left: Tensor, exact: Tensor) -> Tensor:
         """Lower bounds for the pairs not matched, sharpened until the donor's own order is proven or time is up."""

@@ -173,7 +173,8 @@ def _check_spaces(transforms: Transforms, header: _Header, architecture: Archite
         if refused is not None:
             raise AlignmentError(f"would change what the models compute: space '{name}': {refused}")
     turned = {name for name, transform in transforms.items() if _mixes(transform)}
-    if turned != set(header.folded):
+    spare = {name for name in set(header.folded) - turned if name not in known or known[name].kind != "latent"}
+    if spare or not turned <= set(header.folded):
         words = [", ".join(sorted(names)) or "none" for names in (header.folded, turned)]
         raise AlignmentError(f"would change what the models compute: gains are folded of {words[0]}, turned {words[1]}")
 

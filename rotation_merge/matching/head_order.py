@@ -83,7 +83,7 @@ class _Search:
     tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        double = all(half.exact for pairing in self.pairings for half in (pairing.primal, pairing.dual))
+        double = all(half.exact for pairing in self.pairings for half in pairing.halves)
         self.rounding = _TIE if double else _TIE_FLOAT32
         self.enumerated = self.groups**2 * math.factorial(self.per_group) <= MOST_ENUMERATED
         self.enumerated = self.enumerated or self.per_group == 1

@@ -79,7 +79,7 @@ def match_model(
         AlignmentError: a tensor holds NaN or infinity.
     """
     streams = check_group(architecture, options.residual) if options.residual != "none" else []
-    folded = tuple(streams) if options.residual == "rotation" else ()
+    folded = architecture.folds(options.residual)
     if folded and fold:
         anchor, donor = Folded(architecture, anchor, folded), Folded(architecture, donor, folded)
     walk = _Walk(architecture, anchor, donor, options, progress or (lambda *_: None))

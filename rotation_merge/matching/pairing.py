@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from rotation_merge.architectures.model import Space
 from rotation_merge.groups import DirectSum, GroupElement
 from rotation_merge.groups.admitted import heads
 from rotation_merge.groups.group import Group
+from rotation_merge.groups.heads import QUERY_ROLES
+from rotation_merge.groups.monomial import GatedOrder
 from rotation_merge.groups.planar import pair_dims
 from rotation_merge.groups.signs import Fixed
 from rotation_merge.groups.statistics import Grams
@@ -28,12 +30,18 @@ class Pairing:
         group: not a split one.
         primal: keys or values, one head a group.
         dual: queries or outputs, r heads a group.
+        follow: what changes places with the coordinates and nothing more (rows of output gates), r heads a group.
     """
 
     side: str
     group: Group
     primal: Half
     dual: Half
+    follow: Half | None = None
+
+    @property
+    def halves(self) -> tuple[Half, ...]:
+        return (self.primal, self.dual) if self.follow is None else (self.primal, self.dual, self.follow)
 
     @property
     def compact(self) -> bool:
@@ -43,8 +51,13 @@ class Pairing:
     def grams(self, order: Order | None = None) -> Grams:
         """Statistics of the pairs of groups that `order` puts together (None: the donor's own order)."""
         norms = self.norms(order)
-        rounding = Grams.rounding(self.primal.exact and self.dual.exact)
-        return Grams(self.primal.products(order), self.dual.products(order), *norms, rank_tolerance=rounding)
+        rounding = Grams.rounding(all(half.exact for half in self.halves))
+        grams = Grams(self.primal.products(order), self.dual.products(order), *norms, rank_tolerance=rounding)
+        if self.follow is None:
+            return grams
+        own = self.follow.donor_norms.sum(1)
+        own = own if order is None else own[order.donor.to(own.device)]
+        return replace(grams, follow=self.follow.products(order), donor_follow=own)
 
     def own_products(self, order: Order | None) -> tuple[Tensor, Tensor]:
         """The donor's own products B B^T of either side, in an order of its groups."""
@@ -65,11 +78,11 @@ class Pairing:
 
     def distance(self, order: Order | None = None) -> Tensor:
         """Squared distance of the pairs before any map, (N,)."""
-        return self.primal.distance(order) + self.dual.distance(order)
+        return torch.stack([half.distance(order) for half in self.halves]).sum(0)
 
     def anchor_norm(self) -> Tensor:
         """Squared norm of the anchor's groups, (G,): no map gains more."""
-        return self.primal.anchor_norms.sum((1, 2)) + self.dual.anchor_norms.sum((1, 2))
+        return torch.stack([half.anchor_norms.sum((1, 2)) for half in self.halves]).sum(0)
 
     def settled(self, grams: Grams, distance: Tensor) -> Grams:
         """The statistics with those of equal pairs freed of rounding, so that nothing moves there."""
@@ -85,7 +98,7 @@ class Pairing:
             torch.where(equal[:, None], own, given)
             for own, given in zip(anchor, (grams.donor_primal, grams.donor_dual), strict=True)
         )
-        return Grams(primal, dual, donor_primal, donor_dual, *anchor, rank_tolerance=grams.rank_tolerance)
+        return replace(grams, primal=primal, dual=dual, donor_primal=donor_primal, donor_dual=donor_dual)
 
     def _own(self, norms: Tensor) -> Tensor:
         if self.group.statistic == "full":
@@ -101,8 +114,14 @@ def pairings_of(space: Space, found: list[Side], options: MatchOptions) -> list[
     sizes = space.sizes
     group = heads(space, options)
     result = _parts("qk", group.qk, space, found, ("k", "q"), sizes["head_dim"])
-    result += _parts("vo", group.vo, space, found, ("v", "o"), sizes["value_dim"])
-    for roles, size in ((("k_gain", "q_gain"), sizes["head_dim"]), (("kv_head", "head"), 1)):
+    values = _parts("vo", group.vo, space, found, ("v", "o"), sizes["value_dim"])
+    rest = [(("k_gain", "q_gain"), sizes["head_dim"]), (("kv_head", "head"), 1)]
+    if isinstance(group.vo, GatedOrder):
+        values = [replace(values[0], follow=_half(space, found, "gate", sizes["value_dim"]))]
+    else:
+        rest.append((("", "gate"), sizes["value_dim"]))
+    result += values
+    for roles, size in rest:
         if any(side.role in roles for side in found):
             result += _parts("rest", Fixed(), space, found, roles, size)
     return result
@@ -130,7 +149,7 @@ def _parts(
 
 def _half(space: Space, found: list[Side], role: str, size: int) -> Half:
     groups, per_group = space.sizes["groups"], space.sizes["per_group"]
-    heads = per_group if role in ("q", "o", "q_gain", "head") else 1
+    heads = per_group if role in QUERY_ROLES else 1
     shape = (groups, heads, size)
     pairs = [(_shaped(s.anchor, shape), _shaped(s.donor, shape)) for s in found if s.role == role]
     return Half(pairs, shape, "full", space.interleaved)

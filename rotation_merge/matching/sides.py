@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,7 +30,12 @@ class Side:
 
 
 def sides(
-    block: Block, space: Space, anchor: Tensors, donor: Tensors, others: Mapping[str, SpaceTransform]
+    block: Block,
+    space: Space,
+    anchor: Tensors,
+    donor: Tensors,
+    others: Mapping[str, SpaceTransform],
+    without: Collection[str] = (),
 ) -> list[Side]:
     """Every axis that lives in `space`, the donor's other axes moved by the transforms found so far.
 
@@ -39,20 +44,28 @@ def sides(
         space: the space to be matched next.
         anchor, donor: the block's tensors by key.
         others: transforms of other spaces (this one's, if there, is left out).
+        without: spaces whose tensors are not looked at, because nothing is known of them yet.
     """
     return [
         Side(part.role, *(_to_front(x, dim, len(part.factors)) for x in pieces))
-        for _, part, dim, *pieces in views(block, space, anchor, donor, others)
+        for _, part, dim, *pieces in views(block, space, anchor, donor, others, without)
     ]
 
 
 def views(
-    block: Block, space: Space, anchor: Tensors, donor: Tensors, others: Mapping[str, SpaceTransform]
+    block: Block,
+    space: Space,
+    anchor: Tensors,
+    donor: Tensors,
+    others: Mapping[str, SpaceTransform],
+    without: Collection[str] = (),
 ) -> Iterator[tuple[TensorInfo, Part, int, Tensor, Tensor]]:
     """As `sides`, with axes where they stand: tensor, part, the part's first dimension, and both models' views."""
     rest = {name: transform for name, transform in others.items() if name != space.name}
     for info in block.tensors:
         if info.key not in anchor or info.key not in donor or space not in info.spaces():
+            continue
+        if any(other.name in without for other in info.spaces()):
             continue
         moved = transform_tensor(donor[info.key], info, rest)
         for dim, axis in enumerate(info.axes):

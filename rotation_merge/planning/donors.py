@@ -210,9 +210,8 @@ class Donors:
 
     def _admit(self, options: MatchOptions) -> None:
         """Check the residual group, and what folding needs."""
-        streams = check_group(self._architecture, options.residual, str(self.recipe.base))
-        if options.residual == "rotation":
-            self._fold(tuple(streams))
+        check_group(self._architecture, options.residual, str(self.recipe.base))
+        self._fold(self._architecture.folds(options.residual))
 
     def _fold(self, streams: tuple[str, ...]) -> None:
         if streams and not self.recipe.untie and (tied := self._base.tied_head) is not None:
