@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from click.testing import CliRunner
 from safetensors import safe_open
@@ -14,7 +15,7 @@ from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForC
 from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
 from rotation_merge.groups import HeadTransform, Monomial, NeuronTransform, Orthogonal, StreamTransform
 from rotation_merge.learning.engine import Path as ModelPath
-from rotation_merge.learning.engine import renamed
+from rotation_merge.learning.engine import checkpointed, renamed
 from rotation_merge.learning.fit import fit, widest
 from rotation_merge.learning.objective import mix
 from rotation_merge.learning.parameters import LearnedTransforms, identities
@@ -298,3 +299,87 @@ def test_mixes_are_convex_combinations():
     assert mixed.shape == (3, 2)
     assert bool(((mixed > 0) & (mixed < 1)).all())
     assert torch.equal(mixed[:, 0], mixed[:, 1])
+
+
+FIRST = {case.family: case for case in reversed(tiny_models.ALL)}
+
+
+@pytest.mark.parametrize("family", FIRST)
+def test_checkpointing_drops_nothing(family: str):
+    """Every family, each of its dropouts at one half: a checkpointed copy computes what the model computes."""
+    case = FIRST[family]
+    model = tiny_models.make(case)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.5)
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.5
+    if not model.supports_gradient_checkpointing:
+        return
+    copied = checkpointed(model)
+    assert any(getattr(m, "gradient_checkpointing", False) and m.training for m in copied.modules())
+    given = tiny_models.inputs(case, model)
+    found = tiny_models.outputs(copied, given)
+    assert tiny_models.difference(tiny_models.outputs(model, given), found) == 0
+    assert any(m.training for m in copied.modules())
+    assert not any(m.training for m in model.modules())
+
+
+def test_checkpointing_changes_no_step():
+    found = [
+        fit(tiny_llama(0), tiny_llama(1), token_batches(), options=FitOptions(steps=6, checkpointing=on))
+        for on in (False, True)
+    ]
+    plain, saving = ([row[2] for row in one.report.history] for one in found)
+    assert saving == pytest.approx(plain)
+    assert saving[-1] < saving[0]
+
+
+OTHERS = {
+    "seed": {"seed": 1},
+    "rate": {"learning_rate": 0.01},
+    "objective": {"objective": "distill"},
+    "steps": {"steps": 3},
+}
+
+
+@pytest.mark.parametrize("other", [*OTHERS, "donor", "anchor", "data", "groups"])
+def test_the_state_of_another_fit_is_refused(other: str, tmp_path: Path):
+    """Whatever differs; and it is left as it is, so that its own fit may go on."""
+    models, data = [tiny_llama(i) for i in range(2)], token_batches()
+    options = FitOptions(steps=2, start="identity", state=tmp_path / "state")
+    match = MatchOptions(heads="permutation")
+
+    def stop(done: int, total: int, figures: dict[str, float]) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(models[0], models[1], data, match, options, stop)
+    held = (tmp_path / "state").read_bytes()
+    changed = replace(options, **OTHERS.get(other, {}))
+    if other in ("donor", "anchor"):
+        models[other == "donor"] = tiny_llama(7)
+    if other == "data":
+        data[-1] = {"input_ids": data[-1]["input_ids"].flip(0)}
+    with pytest.raises(AlignmentError, match="another fit"):
+        fit(models[0], models[1], data, MatchOptions() if other == "groups" else match, changed)
+    assert (tmp_path / "state").read_bytes() == held
+
+
+def test_the_state_of_the_same_fit_is_taken(tmp_path: Path):
+    """Another limit of time, or checkpointing, is the same fit."""
+    models, data = [tiny_llama(i) for i in range(2)], token_batches()
+    options = FitOptions(steps=4, start="identity", state=tmp_path / "state")
+
+    def stop(done: int, total: int, figures: dict[str, float]) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(models[0], models[1], data, options=options, watch=stop)
+    seen: list[int] = []
+    again = replace(options, minutes=5.0, checkpointing=True)
+    fit(models[0], models[1], data, options=again, watch=lambda done, *_: seen.append(done))
+    assert seen == [3, 4]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import stateless
 
 from rotation_merge.architectures import Architecture
 from rotation_merge.errors import CheckpointError
@@ -19,6 +22,21 @@ from rotation_merge.matching.model import Transforms
 from rotation_merge.matching.state import TensorSource, read_block, unstack
 
 Batch = Mapping[str, Tensor]
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """A copy under gradient checkpointing, which transformers only does while training: the layers that can are said to
+    be training, and nothing in the copy drops anything, so that it computes what the model computes."""
+    found = copy.deepcopy(model).eval()
+    cast(Any, found).gradient_checkpointing_enable()
+    for module in found.modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return found
 
 
 def untie_heads(model: nn.Module, architecture: Architecture) -> None:
@@ -89,6 +107,11 @@ class Path:
                         for name, piece in unstack(info, moved).items():
                             result[name] = result[name] + share * piece
         return result
+
+    def holding(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """The model with these weights for as long as gradients flow back: layers under gradient checkpointing are run
+        again then."""
+        return stateless._reparametrize_module(self.model, dict(weights), tie_weights=True)
 
     def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Any:
         """The model's outputs with these weights."""

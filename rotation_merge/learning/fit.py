@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.errors import RecipeError
-from rotation_merge.learning.engine import Batch, Path, same_names, untie_heads
+from rotation_merge.learning.engine import Batch, Path, checkpointed, same_names, untie_heads
 from rotation_merge.learning.objective import (
     Teachers,
     attention_mask,
@@ -29,7 +29,7 @@ from rotation_merge.learning.objective import (
 )
 from rotation_merge.learning.parameters import LearnedTransforms, identities
 from rotation_merge.learning.records import LOOKS, FitOptions, FitReport
-from rotation_merge.learning.resume import State
+from rotation_merge.learning.resume import State, fit_mark
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
@@ -117,9 +117,8 @@ class _Fit:
                 untie_heads(parent, self.architecture)
         states = [dict(p.state_dict()) for p in self.parents]
         model = self.parents[0]
-        if options.checkpointing and hasattr(model, "gradient_checkpointing_enable"):
-            model = copy.deepcopy(model).train()
-            cast(Any, model).gradient_checkpointing_enable()
+        if options.checkpointing and getattr(model, "supports_gradient_checkpointing", False):
+            model = checkpointed(model)
         self.path = Path.between(model, self.architecture, states[0], states[1:], self.folded, self.device)
         self.states = states
         held = max(1, round(len(batches) * options.held_out))
@@ -247,7 +246,8 @@ class _Fit:
         optimiser = torch.optim.Adam(learned.parameters(), lr=self.options.learning_rate, betas=(0.9, 0.95))
         steps = self.options.steps
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
-        state = State(self.options.state, learned, optimiser, schedule, self.generator)
+        mark = fit_mark(self.parents, self.batches, self.match, self.options) if self.options.state else ""
+        state = State(self.options.state, learned, optimiser, schedule, self.generator, mark)
         first, best = state.restore(report)
         every = max(1, steps // LOOKS)
         report.history = report.history or [(0, 0.0, report.before, report.barrier_before)]
@@ -256,9 +256,10 @@ class _Fit:
                 break
             coefficients = self.draw()
             weights = self.path.weights([module() for module in learned], coefficients)
-            loss = self.training_loss(weights, coefficients)
             optimiser.zero_grad()
-            loss.backward()
+            with self.path.holding(weights):
+                loss = self.training_loss(weights, coefficients)
+                loss.backward()
             nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
             optimiser.step()
             schedule.step()

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from rotation_merge.errors import AlignmentError
+from rotation_merge.learning.records import FitOptions, FitReport
+from rotation_merge.matching.fingerprint import Fingerprint
+from rotation_merge.matching.options import MatchOptions
 
-if TYPE_CHECKING:
-    from rotation_merge.learning.records import FitReport
+WITHOUT_EFFECT = ("minutes", "state", "checkpointing")
+"""Options of a fit that do not change where it goes."""
+
+
+def fit_mark(
+    models: Sequence[nn.Module], batches: Sequence[Mapping[str, Tensor]], match: MatchOptions, options: FitOptions
+) -> str:
+    """The fingerprint of what a fit is of: models, data, and every option that has an effect."""
+    mark = Fingerprint()
+    for i, model in enumerate(models):
+        for name, tensor in model.state_dict().items():
+            mark.add(f"model {i}: {name}", tensor)
+    for i, batch in enumerate(batches):
+        for name, tensor in batch.items():
+            mark.add(f"batch {i}: {name}", tensor)
+    chosen = {name: value for name, value in asdict(options).items() if name not in WITHOUT_EFFECT}
+    classes = [(type(model).__name__, str(getattr(model, "config", ""))) for model in models]
+    return mark.hexdigest({"models": classes, "match": asdict(match), **chosen})
 
 
 class State:
@@ -27,8 +46,13 @@ class State:
         optimiser: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
         generator: torch.Generator,
+        mark: str,
     ) -> None:
-        self.path, self.learned, self.optimiser = path, learned, optimiser
+        """
+        Args:
+            mark: what the fit is of (see `fit_mark`); a state of anything else is refused.
+        """
+        self.path, self.learned, self.optimiser, self.mark = path, learned, optimiser, mark
         self.schedule, self.generator = schedule, generator
 
     def restore(self, report: FitReport) -> tuple[int, dict[str, Tensor]]:
@@ -42,12 +66,20 @@ class State:
             return 0, start
         try:
             held = torch.load(io.BytesIO(self.path.read_bytes()), weights_only=True)
+            if held["mark"] != self.mark:
+                raise AlignmentError(
+                    "holds the state of another fit (other models, data or options)",
+                    where=str(self.path),
+                    remedy="delete it to start anew, or finish that fit as it was begun",
+                )
             self.learned.load_state_dict(held["learned"])
             self.optimiser.load_state_dict(held["optimiser"])
             self.schedule.load_state_dict(held["schedule"])
             self.generator.set_state(held["generator"])
             for name, value in json.loads(held["report"]).items():
                 setattr(report, name, [tuple(row) for row in value] if name == "history" else value)
+        except AlignmentError:
+            raise
         except Exception as error:  # unpickling errors come in every class
             raise AlignmentError(
                 "the state of an earlier fit cannot be used here",
@@ -63,6 +95,7 @@ class State:
         temporary = self.path.with_suffix(self.path.suffix + ".partial")
         torch.save(
             {
+                "mark": self.mark,
                 "step": step,
                 "best": best,
                 "learned": self.learned.state_dict(),
