@@ -25,6 +25,7 @@ ORDER = (
     "planning",
     "seam",
     "checking",
+    "choosing",
     "api",
     "cli",
 )

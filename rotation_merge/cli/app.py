@@ -17,6 +17,7 @@ COMMANDS = {
     "verify": "Do two models compute the same function?",
     "compare": "How far apart are two models, space by space, before and after alignment?",
     "barrier": "Loss along the straight path between two models, aligned and not.",
+    "merge": "Find the best merge of models: try, judge on held-out samples, write it with its recipe.",
     "fit": "Learn an alignment on data: next to no barrier between independent models.",
     "measure": "Run a model over samples and write the statistics that regmean, fisher and kfac average by.",
     "methods": "Merge methods that can be the delegate, and their parameters.",

@@ -11,14 +11,15 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.seam import hooks
 
 
-def merge_recipe(text: str, out: str) -> None:
+def merge_recipe(text: str, out: str, tokenizer: bool = False) -> None:
     """Merge by mergekit's own `run_merge`, quietly.
 
     Args:
         text: the recipe, YAML.
         out: directory to write.
+        tokenizer: copy the base's, as mergekit-yaml does.
     """
     if hooks.switched_off():
         raise RotationMergeError(f"the plugin is switched off ({hooks.SWITCH}=0)", remedy="unset it")
     config = MergeConfiguration.model_validate(yaml.safe_load(text))
-    merge.run_merge(config, out, MergeOptions(quiet=True, copy_tokenizer=False), config_source=text)
+    merge.run_merge(config, out, MergeOptions(quiet=True, copy_tokenizer=tokenizer), config_source=text)

@@ -1,0 +1,327 @@
+"""Trying candidates within a budget, and writing the best: from models and samples to a merge with its recipe."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rotation_merge.averaging.measure import MeasureOptions
+from rotation_merge.averaging.record import checkpoint_of, record
+from rotation_merge.checkpoints.pair import open_pair
+from rotation_merge.choosing.candidates import Candidate, candidates, soup
+from rotation_merge.choosing.judge import Figures, Judge, Sets, answers, fits, split, write_data
+from rotation_merge.errors import DataError, RotationMergeError
+from rotation_merge.recipe.delegates import OWN
+from rotation_merge.samples.data import Data, read_batches
+from rotation_merge.samples.functions import load
+from rotation_merge.samples.written import SOURCES
+from rotation_merge.seam.merging import merge_recipe
+
+RECIPE = "recipe.yml"
+WRITTEN_APART = 7919
+"""Added to the seed for held-out samples that models write themselves, so that no merge has seen them."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked for.
+
+    Attributes:
+        models: the first is the anchor.
+        data: one source for all, or one for each model.
+        budget: seconds.
+    """
+
+    models: tuple[str, ...]
+    out: str
+    data: tuple[str, ...]
+    samples: int = 64
+    budget: float = 600.0
+    seed: int = 0
+    length: int = 128
+    batch_size: int = 8
+    dtype: str | None = None
+
+
+@dataclass
+class Tried:
+    """One candidate and what it is worth on the deciding samples."""
+
+    name: str
+    figures: Figures
+    seconds: float
+    recipe: str
+
+
+@dataclass
+class Outcome:
+    """What was found.
+
+    Attributes:
+        tried: by score, the best first.
+        parents, ensemble, best: on the samples that only report, as is `plain`.
+        left_out: candidates that the budget had no room for, or that could not be made, and why.
+    """
+
+    labelled: bool
+    tried: list[Tried]
+    parents: dict[str, Figures]
+    ensemble: Figures
+    best: Figures
+    plain: Figures | None
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def best_parent(self) -> str:
+        return min(self.parents, key=lambda name: self.parents[name].score)
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the best merge beats every parent alone."""
+        return self.best.score < self.parents[self.best_parent].score
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "best_parent": self.best_parent, "worth_it": self.worth_it}
+
+
+class Choice:
+    """One search. Finished candidates are kept in `OUT.unfinished`, so that an interrupted search goes on."""
+
+    def __init__(self, wish: Wish, say: Say) -> None:
+        self.wish, self.say = wish, say
+        self.work = Path(f"{wish.out}.unfinished")
+        self.files = Path(f"{wish.out}-samples")
+        self.began = time.perf_counter()
+        self.left_out: dict[str, str] = {}
+
+    # --- samples -----------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Open the parents one after the other: samples, their answers, what they are worth.
+
+        Raises:
+            RotationMergeError: models that do not fit together, data without use.
+        """
+        wish = self.wish
+        for model in wish.models[1:]:
+            open_pair(wish.models[0], model)
+        anchor = checkpoint_of(wish.models[0])
+        self.architecture, self.tied = anchor.architecture, anchor.tied_head is not None
+        self.written = wish.data[0] in SOURCES
+        loaded = [load(model) for model in wish.models]
+        sets = self._written(loaded) if self.written else self._given(loaded[0])
+        self.labelled = not self.written and all(data.task != "none" for data in sets.deciding)
+        self.training = sets.training
+        self.data = self._files(sets.training)
+        judges = []
+        for part in (sets.deciding, sets.reported):
+            parents = [] if self.labelled else [self._own(model, part, k) for k, model in enumerate(loaded)]
+            judges.append(Judge(part if self.labelled or len(part) > 1 else part * len(loaded), self.labelled, parents))
+        self.deciding, self.reporting = judges
+        self.parents = {n: self.reporting.measure(m) for n, m in zip(wish.models, loaded, strict=True)}
+        self.ensemble = self.reporting.ensemble([self.reporting.everywhere(m) for m in loaded])
+        self.order = sorted(wish.models, key=lambda n: self.parents[n].score)
+
+    def _own(self, model: Any, part: Sequence[Data], k: int) -> Any:
+        data = part[k % len(part)]
+        found = [answers(model, batch, data.task)[0] for batch in data.batches]
+        fits([data], found[0].shape[-1])
+        return found
+
+    def _written(self, loaded: Sequence[Any]) -> Sets:
+        """Held-out samples that the models write (or noise), apart from those that the merges are made with."""
+        wish = self.wish
+        parts: tuple[list[Data], list[Data]] = ([], [])
+        for k, (model, name) in enumerate(zip(loaded, wish.models, strict=True)):
+            for i, part in enumerate(parts):
+                seed = wish.seed + WRITTEN_APART * (1 + i) + k
+                count = max(wish.samples // 4, wish.batch_size)
+                data = read_batches(wish.data[0], name, model, count, wish.batch_size, wish.length, seed)
+                part.append(Data(data.batches, data.task, data.examples))
+        return Sets([], *parts)
+
+    def _given(self, model: Any) -> Sets:
+        wish = self.wish
+        if len(wish.data) not in (1, len(wish.models)):
+            raise DataError(f"{len(wish.data)} data for {len(wish.models)} models", remedy="give one, or one for each")
+        limit = wish.samples * 2 if wish.samples else None
+        found = [
+            read_batches(source, wish.models[0], model, limit, wish.batch_size, wish.length, wish.seed)
+            for source in wish.data
+        ]
+        return split(found, wish.seed)
+
+    def _files(self, training: Sequence[Data]) -> dict[str, str]:
+        """For each model, where its samples to merge with lie (or the word that makes them)."""
+        if not training:
+            return dict.fromkeys(self.wish.models, self.wish.data[0])
+        paths = [str(write_data(data, self.files / f"{i}.safetensors")) for i, data in enumerate(training)]
+        return {model: paths[i % len(paths)] for i, model in enumerate(self.wish.models)}
+
+    # --- candidates --------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Try what the budget allows, and measure the best one on the samples that only report."""
+        tried: list[tuple[Candidate, Tried]] = []
+        refit = {
+            "samples": self.wish.samples,
+            "targets": "own" if len(set(self.data.values())) > 1 or self.written else "mean",
+        }
+        planned = candidates(
+            self.wish.models,
+            self.architecture,
+            self.tied,
+            refit if "refit" in OWN else None,
+            self.data,
+            learned=bool(self.training),
+        )
+        for candidate in planned:
+            self._try(candidate, tried)
+        if not tried:
+            raise RotationMergeError("no merge could be made", remedy=next(iter(self.left_out.values()), "check"))
+        for candidate in soup(self._best(tried)[0], self.order):
+            self._try(candidate, tried)
+        best, figures = self._best(tried)
+        plain = next((c for c, t in tried if t.name == "plain"), None)
+        outcome = Outcome(
+            self.labelled,
+            sorted((t for _, t in tried), key=lambda t: t.figures.score),
+            self.parents,
+            self.ensemble,
+            self.reporting.measure(load(str(self._place(best)))),
+            None if plain is None else self.reporting.measure(load(str(self._place(plain)))),
+            self.left_out,
+        )
+        self.best, self.text = best, figures.recipe
+        return outcome
+
+    @staticmethod
+    def _best(tried: Sequence[tuple[Candidate, Tried]]) -> tuple[Candidate, Tried]:
+        return min(tried, key=lambda pair: pair[1].figures.score)
+
+    def _place(self, candidate: Candidate) -> Path:
+        return self.work / "".join(c if c.isalnum() else "-" for c in candidate.name)
+
+    def _try(self, candidate: Candidate, tried: list[tuple[Candidate, Tried]]) -> None:
+        spent = time.perf_counter() - self.began
+        longest = max((t.seconds for _, t in tried), default=0.0)
+        if tried and spent + longest > self.wish.budget:
+            self.left_out[candidate.name] = f"no time left of {self.wish.budget:.0f} s"
+            return
+        self.say(f"{candidate.name} ...")
+        begin = time.perf_counter()
+        try:
+            candidate = self._ready(candidate)
+            text = candidate.recipe(self.wish.dtype)
+            found = self._kept(candidate, text) or self._made(candidate, text, begin)
+        except RotationMergeError as error:
+            self.left_out[candidate.name] = str(error)
+            self.say(f"{candidate.name}: left out, {error}")
+            return
+        words = f"{found.figures.score:.4f} nats"
+        words += "" if found.figures.accuracy is None else f", {found.figures.accuracy:.1%} right"
+        self.say(f"{candidate.name}: {words} ({found.seconds:.0f} s)")
+        tried.append((candidate, found))
+
+    def _made(self, candidate: Candidate, text: str, begin: float) -> Tried:
+        place = self._place(candidate)
+        merge_recipe(text, str(place))
+        figures = self.deciding.measure(load(str(place)))
+        found = Tried(candidate.name, figures, time.perf_counter() - begin, text)
+        (place / "figures.json").write_text(json.dumps({"key": self._key(text), **asdict(found)}), encoding="utf-8")
+        return found
+
+    def _kept(self, candidate: Candidate, text: str) -> Tried | None:
+        """What an interrupted search found for the same recipe and samples."""
+        try:
+            kept = json.loads((self._place(candidate) / "figures.json").read_text(encoding="utf-8"))
+            if kept.pop("key") != self._key(text):
+                return None
+            return Tried(**{**kept, "figures": Figures(**kept["figures"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _key(self, text: str) -> str:
+        wish = {name: value for name, value in asdict(self.wish).items() if name != "budget"}
+        stamps = [os.stat(path).st_mtime_ns for model in self.wish.models for path in _weights(model)]
+        return hashlib.blake2b(json.dumps([text, wish, stamps]).encode(), digest_size=16).hexdigest()
+
+    def _ready(self, candidate: Candidate) -> Candidate:
+        """The candidate with what must be made before it."""
+        if candidate.needs == "statistics":
+            return self._with(candidate, {model: {"statistics": self._statistics(model)} for model in candidate.models})
+        if candidate.needs == "fit":
+            files = self._learned(candidate)
+            return self._with(candidate, {model: {"alignment": file} for model, file in files.items()})
+        return candidate
+
+    @staticmethod
+    def _with(candidate: Candidate, of_model: dict[str, dict[str, Any]]) -> Candidate:
+        return Candidate(candidate.name, candidate.anchor, candidate.models, candidate.parameters, of_model)
+
+    def _statistics(self, model: str) -> str:
+        number = self.wish.models.index(model)
+        path = self.files / f"statistics-{number}.safetensors"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            loaded = load(model)
+            source = self.data[model]
+            limit = self.wish.samples if self.written else None
+            data = read_batches(source, model, loaded, limit, self.wish.batch_size, self.wish.length, self.wish.seed)
+            record(checkpoint_of(model), loaded, data, source, MeasureOptions(), path, lambda *_: None)
+        return str(path)
+
+    def _learned(self, candidate: Candidate) -> dict[str, str]:
+        from dataclasses import replace
+
+        from rotation_merge.checkpoints.pair import write_alignment
+        from rotation_merge.learning.engine import renamed
+        from rotation_merge.learning.fit import fit
+        from rotation_merge.learning.records import FitOptions
+
+        files = {m: str(self.files / f"learned-{i}.safetensors") for i, m in enumerate(candidate.models) if i}
+        if all(os.path.exists(file) for file in files.values()):
+            return files
+        minutes = max((self.wish.budget - (time.perf_counter() - self.began)) / 2, 1.0) / 60
+        loaded = [load(model) for model in candidate.models]
+        batches = [batch for data in self.training for batch in data.batches]
+        result = fit(loaded[0], loaded[1:], batches, None, FitOptions(steps=400, minutes=minutes, seed=self.wish.seed))
+        for (model, file), alignment in zip(files.items(), result.alignments, strict=True):
+            pair = open_pair(candidate.anchor, model, self.tied)
+            transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
+            facts = {"anchor": candidate.anchor, "donor": model, "learned": result.report.to_dict()}
+            write_alignment(pair, replace(alignment, transforms=transforms), file, facts)
+        return files
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """The best merge by its recipe, as stock mergekit-yaml makes it, and the recipe beside it."""
+        merge_recipe(self.text, self.wish.out, tokenizer=True)
+        (Path(self.wish.out) / RECIPE).write_text(self.text, encoding="utf-8")
+
+    def clean(self, written: bool) -> None:
+        """Remove what an interrupted search would have gone on from, and samples that the recipe does not name."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        named = yaml.safe_dump(yaml.safe_load(self.text)) if written else ""
+        for file in sorted(self.files.glob("*")) if self.files.is_dir() else []:
+            if str(file) not in named:
+                file.unlink()
+        if self.files.is_dir() and not any(self.files.iterdir()):
+            self.files.rmdir()
+
+
+def _weights(model: str) -> list[str]:
+    if not os.path.isdir(model):
+        return []
+    return [os.path.join(model, n) for n in sorted(os.listdir(model)) if n.endswith((".safetensors", ".bin"))]

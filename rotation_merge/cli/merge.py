@@ -1,0 +1,137 @@
+"""`rotation-merge merge`."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rotation_merge.cli.show import json_option, note, print_json, say, shown, table
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.samples.data import KINDS
+
+if TYPE_CHECKING:
+    from rotation_merge.choosing.judge import Figures
+    from rotation_merge.choosing.run import Outcome
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@click.command(
+    epilog="""Examples: rotation-merge merge org/anchor org/donor ./merged;
+    rotation-merge merge org/anchor org/donor ./merged --data samples.txt --budget 30m"""
+)
+@click.argument("models", nargs=-1, required=True, metavar="A B [C ...] OUT")
+@click.option(
+    "--data",
+    multiple=True,
+    help=f"Samples to merge with and to judge by: {KINDS}; once for all models or once for each. If not given: text "
+    "that the models write themselves (self), or images made of noise (synthetic).",
+)
+@click.option("--samples", default=64, show_default=True, type=click.IntRange(min=8), help="To merge with, a set.")
+@click.option("--budget", default="10m", show_default=True, help="Time for trying: 90s, 10m, 2h.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--batch-size", default=8, show_default=True, type=click.IntRange(min=1))
+@click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
+@click.option("--dtype", help="Store weights in this type (default: as the models).")
+@click.option("--anyway", is_flag=True, help="Write the best merge even if one parent alone is better.")
+@click.option("--force", is_flag=True, help="Overwrite OUT.")
+@json_option
+@shown
+def command(
+    models: tuple[str, ...],
+    data: tuple[str, ...],
+    samples: int,
+    budget: str,
+    seed: int,
+    batch_size: int,
+    length: int,
+    dtype: str | None,
+    anyway: bool,
+    force: bool,
+    as_json: bool,
+) -> int:
+    """Find the best merge of A, B, ... and write it to OUT with its recipe.
+
+    Tries plain and aligned averages, refits and learned alignments, as far as the budget goes, judges each on samples
+    that no merge has seen, and writes the best one with recipe.yml, which mergekit-yaml runs to the same weights.
+    Says so when one parent alone is better than every merge, and then writes nothing (exit code 1) unless --anyway.
+    An interrupted search goes on where it was.
+    """
+    from rotation_merge.choosing.run import Choice, Wish
+
+    if len(models) < 3:
+        raise click.UsageError("name two or more models and the directory to write")
+    *names, out = models
+    if os.path.isdir(out) and os.listdir(out) and not force:
+        raise RotationMergeError("is not empty", where=out, remedy="write somewhere else, or --force")
+    wish = Wish(
+        tuple(names), out, data or (_made_up(names[0]),), samples, seconds(budget), seed, length, batch_size, dtype
+    )
+    choice = Choice(wish, note)
+    choice.prepare()
+    found = choice.run()
+    written = found.worth_it or anyway
+    if written:
+        choice.write()
+    choice.clean(written)
+    if as_json:
+        print_json({**found.to_dict(), "written": out if written else None})
+    else:
+        _show(found, out if written else None)
+    return 0 if written else 1
+
+
+def seconds(text: str) -> float:
+    """A time such as 90s, 10m or 2h in seconds.
+
+    Raises:
+        RotationMergeError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise RotationMergeError(f"'{text}' is no time", remedy="write 90s, 10m or 2h")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def _made_up(model: str) -> str:
+    """What stands in for data: text of the models' own, or made images."""
+    from rotation_merge.samples.functions import local_path, read_config
+
+    config = read_config(local_path(model))
+    name = str((config.get("architectures") or [""])[0])
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "self"
+    if "image_size" in config or "vision_config" in config:
+        return "synthetic"
+    raise RotationMergeError(f"{name or 'the model'} cannot make up samples", where=model, remedy="give --data")
+
+
+def _show(found: Outcome, out: str | None) -> None:
+    what = "loss (nats)" if found.labelled else "divergence (nats)"
+    headers = ["", what, *(["accuracy"] if found.labelled else [])]
+
+    def row(name: str, figures: Figures) -> list[Any]:
+        return [name, f"{figures.score:.4f}", *([f"{figures.accuracy:.1%}"] if figures.accuracy is not None else [])]
+
+    best = found.tried[0]
+    rows = [row(f"{name} alone", figures) for name, figures in found.parents.items()]
+    rows += [row("ensemble of all", found.ensemble)] + ([row("plain average", found.plain)] if found.plain else [])
+    table("On samples that no merge has seen:", headers, [*rows, row(f"best merge: {best.name}", found.best)], (1, 2))
+    for name, why in found.left_out.items():
+        note(f"not tried: {name} ({why})")
+    parent = found.parents[found.best_parent]
+    if found.worth_it:
+        say(f"The merge '{best.name}' is better than every model alone ({found.best.score:.4f}, {parent.score:.4f}).")
+    else:
+        say(
+            f"{found.best_parent} alone is better than every merge that was tried ({parent.score:.4f} against "
+            f"{found.best.score:.4f}): use it"
+            + (", or carry the others' changes over to it (finetuned_from)." if out is None else ".")
+        )
+    if out is not None:
+        say(f"Written to {out}; mergekit-yaml {out}/recipe.yml OTHER gives the same weights.", "green")
+    elif not found.worth_it:
+        note("Nothing was written; --anyway writes the best merge.")

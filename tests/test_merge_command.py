@@ -1,0 +1,140 @@
+"""`rotation-merge merge` writes the best it tried, whose recipe gives the same bytes, or says that none is worth it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from plugin_support import mergekit_yaml, state
+from safetensors.torch import load_file
+
+from rotation_merge.choosing.judge import Judge, split, write_data
+from rotation_merge.cli.app import app
+from rotation_merge.errors import DataError
+from rotation_merge.samples.data import Data, read_batches
+from rotation_merge.samples.demo import CHECKPOINTS
+from rotation_merge.samples.evaluate import evaluate
+from rotation_merge.samples.functions import load
+
+ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))
+SMALL = ("--samples", "16", "--length", "48", "--batch-size", "4")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["merge", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """Two near fine-tunes, judged by text that they write themselves."""
+    out = tmp_path_factory.mktemp("merge") / "out"
+    result = run(ENGLISH, C, out, *SMALL, "--budget", "40s", "--json")
+    assert result.exit_code == 0, result.output
+    return out, json.loads(result.stdout)
+
+
+def test_the_best_is_written_and_its_recipe_gives_the_same_bytes(merged: tuple[Path, dict], tmp_path: Path):
+    out, found = merged
+    scores = [entry["figures"]["score"] for entry in found["tried"]]
+    assert scores == sorted(scores)
+    assert "plain" in [entry["name"] for entry in found["tried"]]
+    assert (out / "recipe.yml").read_text() == found["tried"][0]["recipe"]
+    assert (out / "tokenizer_config.json").exists()
+    assert not Path(f"{out}.unfinished").exists()
+    result = mergekit_yaml((out / "recipe.yml").read_text(), tmp_path / "again")
+    assert result.exit_code == 0, result.output
+    first, again = state(out), state(tmp_path / "again")
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_figures_are_of_samples_that_nothing_saw(merged: tuple[Path, dict]):
+    """Parents diverge from one another, the ensemble less; the merge reported is the one written."""
+    _, found = merged
+    assert not found["labelled"]
+    parents = [figures["score"] for figures in found["parents"].values()]
+    assert found["ensemble"]["score"] < max(parents)
+    assert found["worth_it"] == (found["best"]["score"] < min(parents))
+
+
+def test_one_parent_alone_is_better_and_nothing_is_written(tmp_path: Path):
+    """Independent models, no alignment in the budget: the plain average is worse than either."""
+    out = tmp_path / "out"
+    pair = [CHECKPOINTS / f"llama-{seed}" for seed in (0, 1)]
+    result = run(*pair, out, "--data", "demo:python", *SMALL, "--budget", "1s")
+    assert result.exit_code == 1, result.output
+    assert "alone is better than every merge" in result.output
+    assert not out.exists()
+    assert not list(tmp_path.iterdir())
+    again = run(*pair, out, "--data", "demo:python", *SMALL, "--budget", "1s", "--anyway", "--json")
+    assert again.exit_code == 0
+    found = json.loads(again.stdout)
+    assert found["labelled"]
+    assert found["best"]["accuracy"] is not None
+    assert (out / "recipe.yml").exists()
+
+
+def test_the_judge_counts_as_evaluate_does():
+    model = load(str(CHECKPOINTS / "llama-0"))
+    data = read_batches("demo:python", str(CHECKPOINTS / "llama-0"), model, limit=8, batch_size=4, length=32)
+    judge = Judge([data], labelled=True)
+    loss, accuracy = evaluate(model, data)
+    found = judge.measure(model)
+    assert found.score == pytest.approx(loss, abs=1e-5)
+    assert found.accuracy == pytest.approx(accuracy)
+    alone = judge.ensemble([judge.everywhere(model)] * 2)
+    assert alone.score == pytest.approx(loss, abs=1e-5)
+
+
+def test_divergence_is_zero_for_the_parent_itself():
+    model = load(str(CHECKPOINTS / "llama-0"))
+    data = read_batches("self", str(CHECKPOINTS / "llama-0"), model, limit=4, batch_size=4, length=16)
+    bare = Judge([data], labelled=False)
+    judge = Judge([data], labelled=False, parents=bare.everywhere(model))
+    assert judge.measure(model).score == pytest.approx(0.0, abs=1e-6)
+    assert judge.measure(load(str(CHECKPOINTS / "llama-1"))).score > 0.01
+
+
+def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
+    batches = [{"input_ids": torch.arange(6).reshape(2, 3) + 10 * i} for i in range(16)]
+    sets = split([Data(batches, "next token", 32)], seed=1)
+    seen = [set(b["input_ids"].flatten().tolist()) for part in (sets.training, sets.deciding, sets.reported)
+            for b in part[0].batches]  # fmt: skip
+    assert sum(map(len, seen)) == len(set().union(*seen)) == 96
+    assert [len(p[0].batches) for p in (sets.training, sets.deciding, sets.reported)] == [12, 2, 2]
+    with pytest.raises(DataError, match="too few"):
+        split([Data(batches[:3], "next token", 6)], seed=1)
+    ones = [torch.ones(1, length, dtype=torch.int64) for length in (2, 4)]
+    uneven = Data([{"input_ids": row, "attention_mask": row} for row in ones], "next token", 2)
+    found = load_file(write_data(uneven, tmp_path / "d" / "x.safetensors"))
+    assert found["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["A", "OUT"], "two or more models"),
+        (["A", "B", "OUT", "--budget", "soon"], "'soon' is no time"),
+        (["A", "nowhere", "OUT"], "no such directory"),
+        (["A", "B", "OUT", "--data", "one.txt", "--data", "demo:python", "--data", "demo:c"], "3 data for 2 models"),
+        (["A", "V", "OUT"], "llama"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path):
+    names = {"A": ENGLISH, "B": C, "V": str(CHECKPOINTS / "vit-0"), "OUT": str(tmp_path / "out")}
+    result = run(*[names.get(word, word) for word in arguments], *SMALL)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_is_there_is_kept(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    result = run(ENGLISH, C, tmp_path / "out", *SMALL)
+    assert result.exit_code == 2
+    assert "--force" in result.output
