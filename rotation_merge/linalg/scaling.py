@@ -132,7 +132,7 @@ def _outer_roots(u: Tensor, v: Tensor, degree: int) -> Tensor:
         found.append(t.exp())
     ones = torch.ones_like(u)
     better = cost(found[0], ones, ones, u, v, k) <= cost(found[1], ones, ones, u, v, k)
-    return torch.where(better, *found)
+    return torch.where(better, found[0], found[1])
 
 
 def joint_scale(
