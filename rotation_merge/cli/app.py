@@ -19,6 +19,7 @@ COMMANDS = {
     "barrier": "Loss along the straight path between two models, aligned and not.",
     "merge": "Find the best merge of models: try, judge on held-out samples, write it with its recipe.",
     "fit": "Learn an alignment on data: next to no barrier between independent models.",
+    "evaluate": "What models reach on data: loss, accuracy, F1, correlations.",
     "measure": "Run a model over samples and write the statistics that regmean, fisher and kfac average by.",
     "methods": "Merge methods that can be the delegate, and their parameters.",
     "architectures": "Supported architectures.",

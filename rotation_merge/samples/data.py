@@ -24,7 +24,7 @@ class Data:
 
     Attributes:
         batches: tensors by the names that the model's forward takes.
-        task: next token, masked token, class, or none (no labels).
+        task: next token, masked token, class, labels (any number for each example), regression, or none (no labels).
         examples: how many.
     """
 
@@ -107,7 +107,14 @@ def _task(model: Any, batch: Batch) -> str:
         return "next token"
     if "input_ids" in batch and name.endswith("ForMaskedLM") and "labels" not in batch:
         return "masked token"
-    return "class" if "labels" in batch else "none"
+    if "labels" not in batch:
+        return "none"
+    labels, config = batch["labels"], getattr(model, "config", None)
+    several = labels.ndim == 2 and labels.shape[1] == getattr(config, "num_labels", None)
+    if several and getattr(config, "problem_type", None) == "multi_label_classification":
+        return "labels"
+    one_output = getattr(config, "num_labels", None) == 1 and name.endswith("Classification")
+    return "regression" if labels.is_floating_point() or one_output else "class"
 
 
 def _batch(examples: Any, rows: Sequence[int]) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,39 @@ from rotation_merge.errors import DataError
 from rotation_merge.report.curves import Curve
 from rotation_merge.samples.data import Data
 from rotation_merge.samples.functions import Batch
+from rotation_merge.samples.metrics import NUMBERS, of_classes, of_labels, of_numbers
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model reaches on data.
+
+    Attributes:
+        loss: mean, in nats for each token or example; of regressions the mean squared error.
+        figures: see `metrics`; the first is the one that counts.
+    """
+
+    loss: float
+    figures: dict[str, float]
+
+    @property
+    def main(self) -> float:
+        return next(iter(self.figures.values()))
+
+
+def evaluate(model: Any, data: Data) -> tuple[float, float]:
+    """Mean loss in nats (for each token or example) and accuracy; of regressions squared error and correlation.
+
+    Raises:
+        DataError: the data have no labels for this model.
+    """
+    found = score(model, data)
+    return found.loss, found.main
 
 
 @torch.no_grad()
-def evaluate(model: Any, data: Data) -> tuple[float, float]:
-    """Mean loss in nats (for each token or example) and accuracy.
+def score(model: Any, data: Data) -> Scores:
+    """Loss and every figure that the data's labels admit.
 
     Raises:
         DataError: the data have no labels for this model.
@@ -26,16 +55,43 @@ def evaluate(model: Any, data: Data) -> tuple[float, float]:
         raise DataError(
             f"{type(model).__name__} has no loss on data without labels", remedy="give labels, or another model class"
         )
-    total = right = count = 0.0
+    if data.task in ("regression", "labels"):
+        return _of_floats(model, data)
+    total, guesses, truths = 0.0, [], []
     for batch in data.batches:
         logits, labels = _answers(model, batch, data.task)
         kept = labels != -100
         total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
-        right += float((logits.argmax(-1) == labels)[kept].sum())
-        count += float(kept.sum())
-    if count == 0:
+        guesses.append(logits.argmax(-1)[kept])
+        truths.append(labels[kept])
+    predicted, labels = torch.cat(guesses), torch.cat(truths)
+    if not len(labels):
         raise DataError("no example has a label", remedy="give more data")
-    return total / count, right / count
+    if data.task == "class":
+        return Scores(total / len(labels), of_classes(predicted, labels))
+    return Scores(total / len(labels), {"accuracy": float((predicted == labels).double().mean())})
+
+
+def _of_floats(model: Any, data: Data) -> Scores:
+    """Numbers, one for each output, or any number of labels for each example."""
+    found, wanted = [], []
+    for batch in data.batches:
+        logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits.float()
+        labels = batch["labels"].float().reshape(len(logits), -1)
+        if logits.shape != labels.shape:
+            raise DataError(
+                f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}",
+                remedy="give one number for each output of the model",
+            )
+        found.append(logits)
+        wanted.append(labels)
+    logits, labels = torch.cat(found), torch.cat(wanted)
+    if data.task == "labels":
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        return Scores(float(loss), of_labels(logits > 0, labels > 0.5))
+    loss = torch.nn.functional.mse_loss(logits, labels)
+    columns = [of_numbers(x, y) for x, y in zip(logits.T, labels.T, strict=True)]
+    return Scores(float(loss), {name: sum(c[name] for c in columns) / len(columns) for name in NUMBERS})
 
 
 def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:

@@ -138,7 +138,8 @@ def _encoded(records: Sequence[Any], source: str, model_path: str, length: int) 
         label = record.get("labels", record.get("label"))
         example = {"input_ids": torch.tensor(ids, dtype=torch.long)}
         if label is not None:
-            example["labels"] = torch.tensor(label, dtype=torch.long)
+            found = torch.tensor(label)
+            example["labels"] = found.float() if found.is_floating_point() else found.long()
         result.append(example)
     return result
 

@@ -1,0 +1,62 @@
+"""`rotation-merge evaluate`."""
+
+from __future__ import annotations
+
+import click
+
+from rotation_merge.cli.show import json_option, print_json, shown, table
+from rotation_merge.samples.data import KINDS
+
+TITLES = {
+    "accuracy": "accuracy",
+    "macro_f1": "macro F1",
+    "micro_f1": "micro F1",
+    "matthews": "Matthews",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+}
+
+
+@click.command(
+    epilog="""Examples: rotation-merge evaluate ./merged org/anchor --data held-out.jsonl;
+    rotation-merge evaluate ./merged/heads/emotion --data emotion.jsonl --data other-domain.jsonl"""
+)
+@click.argument("models", nargs=-1, required=True)
+@click.option("--data", "sources", multiple=True, required=True, help=f"One or more: {KINDS}.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use at most so many examples of each.")
+@click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
+@click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
+@json_option
+@shown
+def command(
+    models: tuple[str, ...], sources: tuple[str, ...], limit: int | None, batch_size: int, length: int, as_json: bool
+) -> int:
+    """What each of MODELS reaches on each of the data: a row for each pair.
+
+    Classifiers: accuracy, macro and micro F1, Matthews' correlation. Heads with one output, and labels with a decimal
+    point: squared error, Pearson's and Spearman's correlation. Language models: loss in nats and accuracy.
+    """
+    from rotation_merge.samples.data import read_batches
+    from rotation_merge.samples.evaluate import score
+    from rotation_merge.samples.functions import load
+
+    found = []
+    for name in models:
+        model = load(name)
+        for source in sources:
+            data = read_batches(source, name, model, limit, batch_size, length)
+            scores = score(model, data)
+            facts = {"model": name, "data": source, "task": data.task, "examples": data.examples}
+            found.append({**facts, "loss": scores.loss, **scores.figures})
+    if as_json:
+        print_json(found)
+        return 0
+    shown_figures = [figure for figure in TITLES if any(figure in row for row in found)]
+    rows = [
+        [row["model"], row["data"], row["examples"], f"{row['loss']:.4f}"]
+        + [f"{row[figure]:.4f}" if figure in row else "" for figure in shown_figures]
+        for row in found
+    ]
+    headers = ["model", "data", "examples", "loss", *(TITLES[figure] for figure in shown_figures)]
+    table("", headers, rows, numbers=range(2, len(headers)))
+    return 0
