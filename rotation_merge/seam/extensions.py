@@ -9,7 +9,9 @@ import functools
 import re
 from typing import Any
 
+from rotation_merge.errors import RecipeError
 from rotation_merge.recipe.names import METHOD
+from rotation_merge.recipe.ours import is_ours, ours_in
 from rotation_merge.seam import hooks
 from rotation_merge.seam.console import one_line
 from rotation_merge.seam.host import check_host
@@ -45,16 +47,15 @@ def extend_config(module: Any) -> None:
 
     @functools.wraps(validate)
     def model_validate(cls: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if _mentions(obj):
-            from rotation_merge.recipe import strict
-            from rotation_merge.recipe.reading import restore_paths
+        if _mentions(obj) and is_ours(obj):
+            with one_line():
+                check_host()
+                from rotation_merge.recipe.reading import restore_paths
+                from rotation_merge.recipe.strict import check_document
 
-            if strict.is_ours(obj):
-                with one_line():
-                    check_host()
-                    document = restore_paths(obj)
-                    strict.check_document(document)
-                    return validate(cls, document, *args, **kwargs)
+                document = restore_paths(obj)
+                check_document(document)
+                return validate(cls, document, *args, **kwargs)
         return validate(cls, obj, *args, **kwargs)
 
     configuration.model_validate = classmethod(model_validate)
@@ -154,11 +155,8 @@ def _ours_in(path: str) -> list[bool]:
         return []
     if "rotation" not in text.lower():
         return []
-    from rotation_merge.errors import RecipeError
-    from rotation_merge.recipe import strict
-
     try:
-        found = strict.ours_in(text)
+        found = ours_in(text)
     except RecipeError:
         found = [re.search(rf"^\w+:\s*['\"]?{METHOD}\b|^merge_method:\s*['\"]?\w*rotation", text, re.M) is not None]
     return found if any(found) else []

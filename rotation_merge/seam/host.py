@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from rotation_merge.errors import RotationMergeError
@@ -10,6 +12,27 @@ from rotation_merge.seam import hooks
 OLDEST = NEWEST = "0.1.5"
 """The mergekit releases that the tests run with. An older one lacks what the planner is built on; a newer one may
 work, and says in one line where it does not."""
+
+BUILT_ON: dict[str, tuple[str, ...]] = {
+    "mergekit.merge": ("run_merge", "_model_out_config", "_get_donor_model"),
+    "mergekit.card": ("is_hf", "generate_card"),
+    "mergekit.architecture": ("get_architecture_info",),
+    "mergekit.parameter_resolver": ("resolve_parameters",),
+    "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
+    "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t", "base_model"),
+    "mergekit.plan:MergePlanner": (
+        *("normalize_config", "plan_module", "plan_slice", "plan_layer", "plan_to_disk", "plan_in_memory", "_plan"),
+        *("_tensors", "_method", "_tokenizer_task", "_current_module_layers"),
+    ),
+    "mergekit.graph:Task": (
+        *("arguments", "execute", "priority", "group_label", "uses_accelerator", "main_thread_only"),
+    ),
+    "mergekit.io.tasks:LoadTensor": ("_resolve_name",),
+    "mergekit.io.tasks:LoaderCache": ("get", "setup", "loaders"),
+    "mergekit.merge_methods.base:MergeMethod": ("validate_inputs", "_execute"),
+}
+"""What of mergekit's is called, replaced or overridden. A name that is missing here would not be an error where we
+override it: the merge would be mergekit's own, unaligned."""
 
 
 class MergekitError(RotationMergeError):
@@ -28,6 +51,22 @@ def check_host() -> None:
     """
     for name, error in hooks.failed.items():
         raise unfit(f"{name}: {error}") from error
+    _check_names()
+
+
+@cache
+def _check_names() -> None:
+    for place, names in BUILT_ON.items():
+        module, _, owner = place.partition(":")
+        try:
+            found = import_module(module)
+            held = getattr(found, owner) if owner else found
+        except (ImportError, AttributeError) as error:
+            raise unfit(str(error)) from error
+        fields = {**getattr(held, "__annotations__", {}), **getattr(held, "model_fields", {})}
+        for name in names:
+            if not hasattr(held, name) and name not in fields:
+                raise unfit(f"{place.replace(':', '.')} has no '{name}'")
 
 
 def unfit(why: str) -> MergekitError:
@@ -49,5 +88,5 @@ def lacks(error: Exception) -> bool:
     if not isinstance(error, AttributeError):
         return False
     owner = error.obj if isinstance(error.obj, type) else type(error.obj)
-    place = getattr(error.obj, "__name__", "") if str(owner.__name__) == "module" else owner.__module__
+    place = getattr(error.obj, "__name__", "") if owner.__name__ == "module" else owner.__module__
     return str(place).partition(".")[0] == "mergekit"
