@@ -117,6 +117,10 @@ class Runner:
         yield
         self._recording = False
 
+    def is_shared(self, name: str) -> bool:
+        """Whether the model uses a parameter in several places."""
+        return len(self._slots.get(name, ())) > 1
+
     def module(self, name: str) -> nn.Module:
         return self.model.get_submodule(name)
 

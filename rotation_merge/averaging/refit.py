@@ -1,0 +1,302 @@
+r"""Refit: a merge whose linear maps are solved, one layer after the other, to do what the donors do on samples.
+
+Every map W of the merge reads its **own** inputs X, with all the errors made so far, and is moved to give what is
+wanted: W = W0 + (T - X W0^T)^T X (X^T X + ridge mean(diag X^T X))^-1. What reads the stream (or an inner space) aims at
+what the donors' maps give in their own run, in the anchor's coordinates. What writes the stream aims at the stream
+itself, so that errors are fed back: at the place where the donors' stream can first be seen after it. A bias is one
+more column, hardly penalised. Sources: RegMean++ (Nguyen and others, 2025), PLeaS (Nasery and others, 2024).
+
+What is wanted is pluggable (`Answers`): the donors' own answers here, a carried change elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from rotation_merge.architectures.model import Architecture, Block
+from rotation_merge.averaging.maps import linear_map, same_map
+from rotation_merge.averaging.taps import Seen, Stage, Taps, stages
+from rotation_merge.errors import DataError
+from rotation_merge.linalg.ridge import ridge_change
+from rotation_merge.samples.runner import Runner
+from rotation_merge.samples.store import Store
+
+BIAS = 1e-6
+"""The penalty of a bias, over the number of rows."""
+
+Answer = dict[str, Tensor]
+"""What is wanted of one batch, by key of a map (its output) or name of a place (the stream there)."""
+
+
+class Answers(Protocol):
+    """What is wanted of the maps of a model, block by block."""
+
+    def learn(self, block: Block, wanted: frozenset[str]) -> bool:
+        """Find the answers to every batch for one block (of the merge's names); False: there are none."""
+
+    def __call__(self, batch: int) -> Answer:
+        """The answers to one batch."""
+
+
+class Teachers:
+    """The donors' own answers: to each batch those of one donor, or the weighted mean of several.
+
+    Args:
+        runners: one a donor, in the anchor's coordinates.
+        who: for each batch of the merge, the donors that answer: (donor, its batch, its share; shares sum to one).
+    """
+
+    def __init__(
+        self, runners: Sequence[Runner], who: Sequence[Sequence[tuple[int, int, float]]], store: Store
+    ) -> None:
+        self.runners, self.who, self.store = runners, who, store
+        self._keys: list[str] = []
+
+    def learn(self, block: Block, wanted: frozenset[str]) -> bool:
+        opened = [runner.advance() for runner in self.runners]
+        there = [one for one in opened if one is not None and same_place(one, block)]
+        if len(there) < len(opened):
+            return False
+        taps = [Taps(runner, own) for runner, own in zip(self.runners, there, strict=True)]
+        for batch, teachers in enumerate(self.who):
+            total: Answer = {}
+            for donor, number, share in teachers:
+                with self.runners[donor].recording():
+                    seen = taps[donor].see(number)
+                for key, value in {**seen.outputs, **seen.stream}.items():
+                    if key in wanted:
+                        part = value if share == 1.0 else share * value
+                        total[key] = total[key] + part if key in total else part
+            self._keys = [key for key in sorted(wanted) if key in total]
+            self.store.put(f"answer:{batch}", [total[key] for key in self._keys])
+        return True
+
+    def __call__(self, batch: int) -> Answer:
+        device = self.runners[0].device
+        return dict(zip(self._keys, self.store.get(f"answer:{batch}", device), strict=True))
+
+
+def same_place(one: Block, other: Block) -> bool:
+    """Whether two blocks of models of a family stand at the same place, whatever the checkpoints call them."""
+    if (one.module, one.place, one.index) != (other.module, other.place, other.index):
+        return False
+    keys = {info.key for info in one.tensors}
+    return one.index is not None or any(info.key in keys for info in other.tensors)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What became of one map: how far it was from what is wanted, relative, before and after."""
+
+    name: str
+    before: float
+    after: float
+
+
+@dataclass
+class Refitted:
+    """What a refit did.
+
+    Attributes:
+        maps: the maps that were solved.
+        kept: by reason, names of weights of linear maps that keep what they were.
+        whole: whether the models were held whole.
+    """
+
+    maps: list[Fitted] = field(default_factory=list)
+    kept: dict[str, list[str]] = field(default_factory=dict)
+    whole: bool = False
+
+
+TIED, EXPERTS, UNSEEN = "tied to an embedding", "experts and routers", "not run as one linear map"
+"""Why maps are kept."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Where a map goes in the checkpoint: the name of its weight there, and which of its outputs that holds."""
+
+    name: str
+    rows: slice
+
+
+@dataclass
+class Refit:
+    """One refit.
+
+    Attributes:
+        merge: what is refitted, with the weights to start from.
+        own: the architecture of the checkpoint that is written.
+        answers: what is wanted.
+        weights: how much each batch counts.
+        ridge: see above.
+        write: given each solved tensor by its name in the checkpoint; gives back what it has become in storage.
+        skip: says which tensors keep what they are.
+        watch: told about every block: what, how many are done, of how many.
+    """
+
+    merge: Runner
+    own: Architecture
+    answers: Answers
+    weights: Sequence[float]
+    ridge: float
+    write: Callable[[str, Tensor], Tensor]
+    skip: Callable[[str], bool] = lambda _: False
+    watch: Callable[[str, int, int], None] = lambda *_: None
+
+    def run(self) -> Refitted:
+        """Solve every map, in the order of the forward."""
+        result = Refitted(whole=self.merge.whole)
+        total = len(self.merge.architecture.blocks)
+        while (block := self.merge.advance()) is not None:
+            self.watch("refitting", len(self.merge.opened) - 1, total)
+            self._block(block, result)
+            with self.merge.recording():
+                for batch in range(len(self.merge.batches)):
+                    self.merge.run(batch)
+        self.watch("refitting", total, total)
+        return result
+
+    def _block(self, block: Block, result: Refitted) -> None:
+        taps = Taps(self.merge, block)
+        places = self._places(block, taps, result)
+        chosen = stages(taps, set(places))
+        solved = {key for stage in chosen for key in stage.keys}
+        _keep(result, UNSEEN, [one.name for key, some in places.items() if key not in solved for one in some])
+        wanted: frozenset[str] = frozenset().union(*(stage.until for stage in chosen))
+        if self.answers.learn(block, wanted):
+            for stage in chosen:
+                result.maps += self._solve(taps, stage, places)
+
+    def _places(self, block: Block, taps: Taps, result: Refitted) -> dict[str, list[_Written]]:
+        """By key of a map that can be solved: where it goes."""
+        found: dict[str, list[_Written]] = {}
+        stored = next((other for other in self.own.blocks if same_place(other, block)), None)
+        for info in () if stored is None else stored.tensors:
+            one = None if stored is None else linear_map(stored, info)
+            if one is None or self.skip(info.name):
+                continue
+            module = same_map(one, list(taps.maps.values()))
+            if one.stacked or any(space.kind == "experts" for space in info.spaces()):
+                _keep(result, EXPERTS, [info.name])
+            elif module is None:
+                _keep(result, UNSEEN, [info.name])
+            elif self.merge.is_shared(module[0].info.name):
+                _keep(result, TIED, [info.name])
+            else:
+                found.setdefault(module[0].info.key, []).append(_Written(info.name, module[1]))
+        return found
+
+    def _solve(self, taps: Taps, stage: Stage, places: Mapping[str, list[_Written]]) -> list[Fitted]:
+        sums: _Sums | None = None
+        for batch, weight in enumerate(self.weights):
+            if weight == 0:
+                continue
+            seen, wanted = taps.see(batch, stage.until), self.answers(batch)
+            keys = [key for key in stage.keys if key in wanted]
+            if not keys:
+                return []
+            sums = sums or _Sums(seen.inputs[keys[0]].shape[-1], seen.inputs[keys[0]].device)
+            sums.add_inputs(seen.inputs[keys[0]], weight)
+            for key in keys:
+                sums.add_outputs(key, seen.inputs[key], lacking(key, stage, seen, wanted), seen.outputs[key], weight)
+        return [] if sums is None else [self._set(key, taps, sums, places[key]) for key in sums.cross]
+
+    def _set(self, key: str, taps: Taps, sums: _Sums, places: Sequence[_Written]) -> Fitted:
+        module, name = taps.modules[key], taps.maps[key].info.name
+        turned = isinstance(module, Conv1D)
+        biased = getattr(module, "bias", None) is not None
+        change = sums.change(key, self.ridge, biased, places[0].name)
+        fitted = Fitted(places[0].name, *sums.errors(key, change))
+        weight, bias = module.weight.double(), module.bias.double() if biased else None
+        width = sums.width
+        moved = (weight.mT if turned else weight) + change[:, :width]
+        stored = [self._store(one, moved[one.rows], turned) for one in places]
+        self.merge.set(name, torch.cat(stored).mT if turned else torch.cat(stored))
+        if bias is not None:
+            added = bias + change[:, width]
+            parts = [self.write(one.name.removesuffix("weight") + "bias", added[one.rows]) for one in places]
+            self.merge.set(name.removesuffix("weight") + "bias", torch.cat(parts))
+        return fitted
+
+    def _store(self, one: _Written, weight: Tensor, turned: bool) -> Tensor:
+        """A weight (out, in) as it is written, and what it has become, (out, in) again."""
+        kept = self.write(one.name, weight.mT if turned else weight)
+        return kept.mT if turned else kept
+
+
+def _keep(result: Refitted, why: str, names: Sequence[str]) -> None:
+    if names:
+        result.kept.setdefault(why, []).extend(names)
+
+
+def lacking(key: str, stage: Stage, seen: Seen, wanted: Answer) -> Tensor:
+    """What the output of a map of the merge lacks: of a map that writes the stream, there, over how much it counts."""
+    branch = stage.branches.get(key)
+    if branch is None:
+        return wanted[key] - seen.outputs[key]
+    apart = wanted[branch.place] - seen.stream[branch.place]
+    for other, gain in branch.others:
+        apart = apart - gain * (wanted[other] - seen.outputs[other])
+    counts = branch.gain != 0
+    return torch.where(counts, apart / torch.where(counts, branch.gain, torch.ones_like(branch.gain)), 0.0)
+
+
+class _Sums:
+    """Products of inputs with themselves and with what outputs lack, over all samples; the last input is the bias."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.width, self.rows = width, 0.0
+        self.gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
+        self.cross: dict[str, Tensor] = {}
+        self.squares: dict[str, list[float]] = {}
+
+    def add_inputs(self, x: Tensor, weight: float) -> None:
+        flat = _with_one(x)
+        self.gram += weight * flat.mT @ flat
+        self.rows += weight * len(flat)
+
+    def add_outputs(self, key: str, x: Tensor, lack: Tensor, output: Tensor, weight: float) -> None:
+        lacks = lack.flatten(0, -2).double()
+        part = weight * _with_one(x).mT @ lacks
+        self.cross[key] = self.cross[key] + part if key in self.cross else part
+        squares = self.squares.setdefault(key, [0.0, 0.0])
+        squares[0] += weight * float(lacks.square().sum())
+        squares[1] += weight * float((output.flatten(0, -2).double() + lacks).square().sum())
+
+    def change(self, key: str, ridge: float, biased: bool, name: str) -> Tensor:
+        """The map's change, (out, in), with a bias (out, in + 1).
+
+        Raises:
+            DataError: the inputs do not determine it.
+        """
+        size = self.width + int(biased)
+        gram = self.gram[:size, :size]
+        penalty = torch.full((self.width + 1,), ridge * float(gram.diagonal()[: self.width].mean()))
+        penalty[self.width] = BIAS * self.rows
+        found = ridge_change(gram, self.cross[key][:size], penalty[:size].to(gram))
+        if found is None:
+            raise DataError(
+                f"{self.rows:.0f} positions of the samples do not determine '{name}' ({self.width} inputs)",
+                remedy="give more samples, or a ridge above 0 ('ridge: 0.01')",
+            )
+        return found
+
+    def errors(self, key: str, change: Tensor) -> tuple[float, float]:
+        """Root of the squared error over the square of what is wanted: before and after."""
+        size = change.shape[1]
+        before, whole = self.squares[key]
+        gained = 2 * (change.mT * self.cross[key][:size]).sum() - (change @ self.gram[:size, :size] * change).sum()
+        after = max(before - float(gained), 0.0)
+        return (before / whole) ** 0.5 if whole else 0.0, (after / whole) ** 0.5 if whole else 0.0
+
+
+def _with_one(x: Tensor) -> Tensor:
+    flat = x.flatten(0, -2).double()
+    return torch.cat([flat, flat.new_ones(len(flat), 1)], 1)
