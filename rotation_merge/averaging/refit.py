@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rotation_merge.architectures.model import Architecture, Block
 from rotation_merge.averaging.maps import linear_map, same_map
-from rotation_merge.averaging.taps import Seen, Stage, Taps, stages
+from rotation_merge.averaging.taps import Seen, Stage, Taps, rows, stages
 from rotation_merge.errors import DataError
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.samples.runner import Runner
@@ -209,7 +209,7 @@ class Refit:
         return [] if sums is None else [self._set(key, taps, sums, places[key]) for key in sums.cross]
 
     def _set(self, key: str, taps: Taps, sums: _Sums, places: Sequence[_Written]) -> Fitted:
-        module, name = taps.modules[key], taps.maps[key].info.name
+        module, name = cast(Any, taps.modules[key]), taps.maps[key].info.name
         turned = isinstance(module, Conv1D)
         biased = getattr(module, "bias", None) is not None
         change = sums.change(key, self.ridge, biased, places[0].name)
@@ -237,13 +237,16 @@ def _keep(result: Refitted, why: str, names: Sequence[str]) -> None:
 
 
 def lacking(key: str, stage: Stage, seen: Seen, wanted: Answer) -> Tensor:
-    """What the output of a map of the merge lacks: of a map that writes the stream, there, over how much it counts."""
+    """What the output of a map of the merge lacks, (positions, out).
+
+    Of a map that writes the stream it is what the stream lacks, over how much the output counts there.
+    """
     branch = stage.branches.get(key)
     if branch is None:
-        return wanted[key] - seen.outputs[key]
-    apart = wanted[branch.place] - seen.stream[branch.place]
+        return rows(wanted[key]) - rows(seen.outputs[key])
+    apart = rows(wanted[branch.place]) - rows(seen.stream[branch.place])
     for other, gain in branch.others:
-        apart = apart - gain * (wanted[other] - seen.outputs[other])
+        apart = apart - gain * (rows(wanted[other]) - rows(seen.outputs[other]))
     counts = branch.gain != 0
     return torch.where(counts, apart / torch.where(counts, branch.gain, torch.ones_like(branch.gain)), 0.0)
 
@@ -263,12 +266,12 @@ class _Sums:
         self.rows += weight * len(flat)
 
     def add_outputs(self, key: str, x: Tensor, lack: Tensor, output: Tensor, weight: float) -> None:
-        lacks = lack.flatten(0, -2).double()
+        lacks = lack.double()
         part = weight * _with_one(x).mT @ lacks
         self.cross[key] = self.cross[key] + part if key in self.cross else part
         squares = self.squares.setdefault(key, [0.0, 0.0])
         squares[0] += weight * float(lacks.square().sum())
-        squares[1] += weight * float((output.flatten(0, -2).double() + lacks).square().sum())
+        squares[1] += weight * float((rows(output).double() + lacks).square().sum())
 
     def change(self, key: str, ridge: float, biased: bool, name: str) -> Tensor:
         """The map's change, (out, in), with a bias (out, in + 1).
@@ -298,5 +301,5 @@ class _Sums:
 
 
 def _with_one(x: Tensor) -> Tensor:
-    flat = x.flatten(0, -2).double()
+    flat = rows(x).double()
     return torch.cat([flat, flat.new_ones(len(flat), 1)], 1)

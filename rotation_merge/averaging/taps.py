@@ -180,17 +180,22 @@ def _places(taps: Taps, key: str, seen: Seen) -> dict[str, Tensor]:
     output = seen.outputs[key]
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(output.shape, generator=draw).to(output) * output.detach().std().clamp_min(1e-6)
-    other = taps.see(0, disturb={key: noise})
+    other, given = taps.see(0, disturb={key: noise}), rows(noise)
     found = {}
     for place in seen.order[seen.order.index(key) + 1 :]:
         answer = other.stream[place] - seen.stream[place] if place in seen.stream else None
-        if answer is None or answer.shape != noise.shape or seen.order.count(place) != 1:
+        if answer is None or rows(answer).shape != given.shape or seen.order.count(place) != 1:
             continue
-        flat, given = answer.flatten(0, -2), noise.flatten(0, -2)
+        flat = rows(answer)
         gain = (flat * given).sum(0) / given.square().sum(0)
         if float((flat - gain * given).norm()) <= LINEAR * float(flat.norm()) and float(gain.abs().max()) > 0:
             found[place] = torch.where(gain.abs() < LINEAR * gain.abs().max(), torch.zeros_like(gain), gain)
     return found
+
+
+def rows(x: Tensor) -> Tensor:
+    """All positions of all samples, (positions, width)."""
+    return x.flatten(0, -2)
 
 
 def _branch(key: str, found: dict[str, dict[str, Tensor]], seen: Seen) -> Branch:

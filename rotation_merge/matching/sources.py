@@ -49,6 +49,29 @@ class Mean:
         return total / len(self.sources)
 
 
+class Average:
+    """The weighted mean of several sources, in float32 at least; where all agree it is what they are, bit for bit.
+
+    Args:
+        shares: of the sources; their sum is one.
+    """
+
+    def __init__(self, sources: Sequence[TensorSource], shares: Sequence[float]) -> None:
+        self.sources, self.shares = sources, shares
+
+    def __contains__(self, name: object) -> bool:
+        return all(name in source for source in self.sources)
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        first = self.sources[0][name]
+        if not first.is_floating_point():
+            return first
+        total = start = first.to(torch.promote_types(first.dtype, torch.float32))
+        for source, share in zip(self.sources[1:], self.shares[1:], strict=True):
+            total = total + share * (source[name].to(total) - start)
+        return total
+
+
 class Renamed:
     """A source under the names of another model of the same family (a bare model under those of one with a head)."""
 

@@ -11,6 +11,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture
+from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.checkpoints.vocabulary import shared_rows
 from rotation_merge.errors import CheckpointError, RecipeError
@@ -100,9 +101,10 @@ class Donors:
         rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
         if path is not None:
             return Donor(origin, self._given(path, origin or model), rows)
-        if options.residual == "none":
+        if options.residual == "none" and not isinstance(self.recipe.delegate, RefitMethod):
             return Donor(origin, None, rows)
-        self._admit(options)
+        if options.residual != "none":
+            self._admit(options)
         sources: list[TensorSource] = [self._base, self.source(origin or model)]
         if rows is not None:
             sources = [Rows(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
@@ -227,8 +229,12 @@ class Donors:
             )
         self.folded = tuple(dict.fromkeys((*self.folded, *streams)))
 
-    def source(self, model: ModelReference) -> TensorSource:
-        """A model under the anchor's tensor names."""
+    def source(self, model: ModelReference, read: TensorSource | None = None) -> TensorSource:
+        """A model under the anchor's tensor names.
+
+        Args:
+            read: where its tensors are taken from; None: the model itself.
+        """
         own = self.models[model]
         for module in self._architecture.layers_key:
             ours, theirs = (len(a.layers(module)) for a in (self._architecture, own.architecture))
@@ -238,7 +244,7 @@ class Donors:
                     where=str(model),
                     remedy="whole models can only be aligned layer by layer; use 'residual: none' with slices",
                 )
-        return Renamed(own, own.architecture, self._architecture)
+        return Renamed(read or own, own.architecture, self._architecture)
 
     @staticmethod
     def name(model: ModelReference | str, origin: ModelReference | str | None) -> str:

@@ -18,6 +18,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.averaging.methods import Averaging, OwnMethod
+from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.transport import OtFusion
 from rotation_merge.errors import RecipeError
 from rotation_merge.planning.averages import Averages
@@ -25,6 +26,8 @@ from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.fusing import Fusion
 from rotation_merge.planning.moves import Moves
+from rotation_merge.planning.refit import read_lesson
+from rotation_merge.planning.refit_tasks import RefitModels, RefittedTensor
 from rotation_merge.planning.session import session_of
 from rotation_merge.planning.tasks import AlignedGather
 from rotation_merge.recipe.delegates import registered_name
@@ -40,6 +43,7 @@ class RotationMergePlanner(MergePlanner):
         session = session_of(config, options)
         self.recipe, self.models, self.run = session.recipe, session.models, session.run
         self._method = self.recipe.delegate
+        self.refit: RefitModels | None = None
         self._blocks_planned = 0
         if self.recipe.untie:
             out_model_config.tie_word_embeddings = False
@@ -57,6 +61,12 @@ class RotationMergePlanner(MergePlanner):
             self.averages = Averages(self._method, self.recipe, self.models, self.run, device)
         if isinstance(self._method, OtFusion):
             self.fusion = Fusion(self._method, self.recipe, self.models, self.donors, self.run)
+        if isinstance(self._method, RefitMethod):
+            lesson = read_lesson(self.config, self.recipe, self.donors, self.options)
+            device, quiet = str(self.options.device or "cpu"), self.options.quiet
+            self.refit = RefitModels(
+                key="refit", label="", lesson=lesson, donors=self.donors, device=device, quiet=quiet
+            )
         if left_out := self.models[self.recipe.base].ignored:
             self.run.note(f"Not written, as they hold no weights: {', '.join(left_out)}.")
 
@@ -118,8 +128,13 @@ class RotationMergePlanner(MergePlanner):
 
     def _plan_info(self, info: TensorInfo, out: OutputBlock, moves: Moves, reader: ConfigReader) -> None:
         names = out.names(info)
-        sources = [out.anchor] if self.recipe.excluded(names[0]) else out.sources
-        given = [(s.model, moves.tasks(s, info)) for s in sources]
+        alone = self.recipe.excluded(names[0])
+        sources = [out.anchor] if alone or self.refit else out.sources
+        if self.refit is None or alone:
+            given = [(s.model, moves.tasks(s, info)) for s in sources]
+        else:
+            made = (RefittedTensor(key=f"refit:{n}", label=n, name=n, all=self.refit) for n in names)
+            given = [(self.recipe.base, tuple(made))]
         for piece, name in enumerate(names):
             gather = AlignedGather(
                 weight_info=ImmutableMap(data={}),
@@ -172,7 +187,7 @@ class RotationMergePlanner(MergePlanner):
         reader: ConfigReader,
     ) -> None:
         weight = WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
-        alone = len(originals) == 1 and self.recipe.excluded(name)
+        alone = len(originals) == 1 and (self.recipe.excluded(name) or self.refit is not None)
         method = "passthrough" if alone else registered_name(self._method)
         shared, per_input = (
             ({}, {m: {"scale": None} for m in originals})

@@ -8,10 +8,11 @@ from mergekit import merge_methods
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethod, ParameterScope
 
 from rotation_merge.averaging.methods import METHODS
+from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.transport import OtFusion
 from rotation_merge.recipe.names import KEYS, METHOD, PLACES, Kind
 
-_METHODS: tuple[MergeMethod, ...] = (*METHODS, OtFusion())
+_METHODS: tuple[MergeMethod, ...] = (*METHODS, OtFusion(), RefitMethod())
 
 OWN: dict[str, MergeMethod] = {method.spec.name: method for method in _METHODS}
 """Delegates of our own. They need more than weights, so they stay out of mergekit's list and run only inside a

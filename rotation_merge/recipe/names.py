@@ -108,6 +108,8 @@ class Key:
         return words[0] if len(words) == 1 else f"one of: {', '.join(words)}"
 
 
+REFIT = ("refit",)
+
 KEYS = (
     Key("attention", BLOCK, CHOICES["attention"], "maps inside attention heads", "rotation"),
     Key("heads", BLOCK, CHOICES["heads"], "order of attention heads", "none"),
@@ -126,11 +128,15 @@ KEYS = (
     ),
     Key(
         "data",
-        RECIPE,
-        (FILE, "synthetic"),
-        "samples that plans are found from, the same for all models; not given: weights alone",
-        delegates=("ot_fusion",),
+        EACH,
+        ("self", "synthetic", FILE),
+        "samples; for ot_fusion one pool for all models (not given: weights alone), for refit each model's own",
+        delegates=("ot_fusion", "refit"),
     ),
+    Key("samples", EACH, (COUNT,), "how many", 64, REFIT),
+    Key("targets", RECIPE, ("own", "mean"), "own: each sample is answered by the model it belongs to", None, REFIT),
+    Key("start", RECIPE, ("average", "anchor"), "what the maps are before they are solved", "average", REFIT),
+    Key("spill", RECIPE, (FOLDER,), "where hidden states wait instead of in memory", None, REFIT),
     Key("delegate", RECIPE, (METHOD_NAME,), "the merge method that does the averaging", "linear"),
     Key("unsupported", RECIPE, ("error", "merge"), "merge: merge without alignment what cannot be aligned", "error"),
     Key("exclude", RECIPE, (NAMES,), "comma-separated parts of tensor names: such tensors are copied from base_model"),

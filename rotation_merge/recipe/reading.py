@@ -14,7 +14,7 @@ from rotation_merge.matching.options import MatchOptions, VaryingOptions
 from rotation_merge.recipe import delegates
 from rotation_merge.recipe.contract import plain
 from rotation_merge.recipe.document import Document
-from rotation_merge.recipe.names import BY_NAME, OPTIONS, RECIPE, names
+from rotation_merge.recipe.names import BY_NAME, EACH, OPTIONS, RECIPE, names
 from rotation_merge.recipe.places import at
 from rotation_merge.recipe.settings import MULTI_KEYS, check_settings, normal
 
@@ -133,7 +133,7 @@ def read(document: Document, config: MergeConfiguration | None = None) -> Recipe
         config = MergeConfiguration.model_validate({k: v for k, v in value.items() if k not in MULTI_KEYS})
     assert config.base_model is not None
     given = at(value, ("parameters",)) or {}
-    values = {name: BY_NAME[name].check(given[name]) for name in names(RECIPE) if name in given}
+    values = {name: BY_NAME[name].check(given[name]) for name in names(RECIPE, EACH) if name in given}
     delegate = delegates.get(values.get("delegate") or BY_NAME["delegate"].default)
     parts = (values.get("exclude") or "").split(",")
     exclude = tuple(part.strip() for part in parts if part.strip())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ class Run:
     marks: dict[str, Fingerprint] = field(default_factory=dict)
     watched: bool = True
     began: float = field(default_factory=time.perf_counter)
+    endings: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
@@ -77,3 +79,8 @@ class Run:
         with self._lock:
             if text not in self.notes:
                 self.notes.append(text)
+
+    def end(self) -> None:
+        """The run is over, well or not: what it kept on disk goes."""
+        for ending in self.endings:
+            ending()

@@ -26,6 +26,9 @@ from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 from rotation_merge.samples.functions import Batch, architecture_of, model_class
 from rotation_merge.samples.store import Store
 
+INNER = ("use_weighted_layer_sum", "vision_feature_layer")
+"""Entries of a config by which a model looks at what its inner layers gave, after the last of them."""
+
 Fill = Callable[[TensorInfo, Tensor], Tensor]
 """What a tensor becomes on its way from the source into the model."""
 
@@ -86,11 +89,17 @@ class Runner:
         self.block: Block | None = None
         self.opened: set[str] = set()
         self._slots = _slots(self.model, self.architecture)
+        self._claimed = self._claims()
         self._latest: dict[tuple[str, int], Any] = {}
+        self._last: dict[str, Block] = {}
+        self._every: set[str] = set()
         self._hooks: list[Any] = []
-        self._recording = False
+        self._recording = self._inside = False
         self._batch = 0
         self._guard()
+        for info in [] if self.whole else self.architecture.tensors():
+            if "." not in info.name:  # the model's own, which no module below it is entered for
+                self._read(info)
 
     def advance(self) -> Block | None:
         """Leave the present block, whose outputs must have been recorded, and open the next; None: there is none."""
@@ -101,12 +110,21 @@ class Runner:
             self._forward(0)
         except _Unfilled as stop:
             self._open(stop.block)
+            self.run(0)  # fills what stands outside of a layer and is entered inside of it, before anybody looks
         return self.block
 
     def run(self, batch: int) -> None:
-        """Run one batch through the present block (its hooks see it), or as far as a hook lets it."""
+        """Run one batch through the present block (its hooks see it), or as far as a hook lets it.
+
+        What belongs to another block and is entered inside of a layer (T5's first layers use a table of positions that
+        stands before them) is filled as well.
+        """
         try:
             self._forward(batch)
+        except _Unfilled as stop:
+            if self._inside:
+                self._fill(stop.block)
+                self.run(batch)
         except Halt:
             return
 
@@ -128,12 +146,6 @@ class Runner:
         """The module that is a layer; None for what stands outside of the layers."""
         return None if block.index is None else self.module(block.name)
 
-    def close(self) -> None:
-        """Let go of all weights and states."""
-        for hook in self._hooks:
-            hook.remove()
-        self.model = None
-
     # --- weights -----------------------------------------------------------------------------------------------
 
     def _covers(self) -> bool:
@@ -147,6 +159,26 @@ class Runner:
         names = [info.names] if not info.tied else [info.names, *((tied,) for tied in info.tied)]
         return any(all(name in self.source for name in some) for some in names)
 
+    def fill_all(self) -> Any:
+        """The model with all of its weights, run as a whole from now on."""
+        for block in self.architecture.blocks:
+            if not self.whole:
+                self._fill(block)
+        for hook in self._hooks:
+            hook.remove()
+        return self.model
+
+    def _claims(self) -> dict[str, Block]:
+        """By tensor name: the first block that has the parameter, under whatever name."""
+        first: dict[Any, Block] = {}
+        found = {}
+        for block in self.architecture.blocks:
+            for info in block.tensors:
+                for name in info.names:
+                    slots = self._slots.get(name)
+                    found[name] = first.setdefault((id(slots[0][0]), slots[0][1]) if slots else name, block)
+        return found
+
     def _buffers(self) -> None:
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
@@ -155,15 +187,38 @@ class Runner:
 
     def _open(self, block: Block) -> None:
         self.block = block
+        done = self._last.get(block.module)
+        if block.index is not None:
+            self._last[block.module] = block
+        elif done is not None and any(b.name not in self.opened for b in self.architecture.layers(block.module)):
+            self._keep_every(done)
+        self._fill(block)
+
+    def _keep_every(self, done: Block) -> None:
+        """What stands outside of the layers reads the stream between two of them: from here on each keeps its own."""
+        if done.module in self._every or self._stack(done) == done.name:
+            return
+        for batch in range(len(self.batches)):
+            self.store.put(self._key(done.name, batch), self.store.get(self._key(done.module, batch)))
+            self._latest[done.name, batch] = self._latest[done.module, batch]
+        self._every.add(done.module)
+        layer = self.module_of(done)
+        if layer is not None:
+            layer.forward = lambda *_, **__: self._replay(done.name)
+
+    def _fill(self, block: Block) -> None:
         self.opened.add(block.name)
         if self.whole:
             return
-        with torch.no_grad():
-            for info in block.tensors:
-                tensor = read_tensor(info, self.source)
-                if tensor is not None:
-                    for name, piece in unstack(info, self.fill(info, tensor)).items():
-                        self.set(name, piece)
+        for info in block.tensors:
+            if self._claimed[info.name] is block and "." in info.name:
+                self._read(info)
+
+    @torch.no_grad()
+    def _read(self, info: TensorInfo) -> None:
+        tensor = read_tensor(info, self.source)
+        for name, piece in {} if tensor is None else unstack(info, self.fill(info, tensor)).items():
+            self.set(name, piece)
 
     def set(self, name: str, tensor: Tensor) -> None:
         """Give a parameter (or a buffer that holds weights) a value, wherever the model uses it."""
@@ -182,7 +237,8 @@ class Runner:
         layer = self.module_of(block)
         if layer is None:
             return
-        layer.forward = lambda *_, **__: self._replay(self._stack(block))
+        stack = self._stack(block)
+        layer.forward = lambda *_, **__: self._replay(stack)
         if self.whole:
             return
         for info in block.tensors:
@@ -195,11 +251,15 @@ class Runner:
     # --- forwards ----------------------------------------------------------------------------------------------
 
     def _guard(self) -> None:
-        """Let the forward end where it would enter a block that is not open."""
+        """Let the forward end where it would enter a block that is not open.
+
+        What several blocks share (an embedding tied to a head) belongs to the first of them.
+        """
         blocks: dict[nn.Module, list[Block]] = {}
         for block in self.architecture.blocks:
             layer = self.module_of(block)
-            places = [place for info in block.tensors for name in info.names for place, _ in self._slots.get(name, ())]
+            names = [name for info in block.tensors for name in info.names if self._claimed[info.name] is block]
+            places = [place for name in names for place, _ in self._slots.get(name, ())]
             for place in [*([layer] if layer is not None else []), *places]:
                 if place is not self.model and block not in blocks.setdefault(place, []):
                     blocks[place].append(block)
@@ -214,8 +274,10 @@ class Runner:
         unopened = next((block for block in blocks if block.name not in self.opened), None)
         if unopened is not None:
             raise _Unfilled(unopened)
+        self._inside = self._inside or any(block is self.block for block in blocks if block.index is not None)
 
     def _keep(self, block: Block, output: Any) -> None:
+        self._inside = self._inside and block is not self.block
         if not self._recording or block is not self.block:
             return
         leaves, form = _pytree.tree_flatten(output)
@@ -225,23 +287,23 @@ class Runner:
 
     def _stack(self, block: Block) -> str:
         """Whose latest output a layer gives back: its stack's, or its own where a head looks at all layers."""
-        every = getattr(self.model.config, "use_weighted_layer_sum", False)
-        return block.name if every else block.module
+        every = any(getattr(self.model.config, key, None) not in (None, False) for key in INNER)
+        return block.name if every or block.module in self._every else block.module
 
     def _replay(self, stack: str) -> Any:
         still, moving, form = self._latest[stack, self._batch]
         tensors = iter(self.store.get(self._key(stack), self.device))
         return _pytree.tree_unflatten([next(tensors) if m else x for x, m in zip(still, moving, strict=True)], form)
 
-    def _key(self, stack: str) -> str:
-        return f"{self.prefix}:{stack}:{self._batch}"
+    def _key(self, stack: str, batch: int | None = None) -> str:
+        return f"{self.prefix}:{stack}:{self._batch if batch is None else batch}"
 
     def _input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
     @torch.no_grad()
     def _forward(self, batch: int) -> None:
-        self._batch = batch
+        self._batch, self._inside = batch, False
         self.model(**self.batches[batch])
 
 
@@ -262,6 +324,11 @@ def empty_model(config: Any, untie: bool = False) -> Any:
     return model.eval()
 
 
+def filled_model(config: Any, source: TensorSource, own: Architecture, dtype: torch.dtype, device: str = "cpu") -> Any:
+    """A model with all of its weights, read from any source; see `Runner`."""
+    return Runner(config, source, own, [], dtype=dtype, device=device).fill_all()
+
+
 def _whole_model(empty: Any, source: TensorSource, own: Architecture, dtype: torch.dtype) -> Any:
     """A model with all of its weights, which transformers brings into its own form."""
     state = {}
@@ -274,7 +341,7 @@ def _whole_model(empty: Any, source: TensorSource, own: Architecture, dtype: tor
     )
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(f"missing weights, the first is {missing[0]}", remedy="the checkpoint is incomplete")
-    return model.eval()
+    return model.requires_grad_(False).eval()
 
 
 def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ class Store:
     """Tensors by key, off the accelerator.
 
     Args:
-        folder: they are written to a new folder inside of it, which `close` removes; None: kept in memory.
+        folder: they are written to a new folder inside of it, which goes with the store; None: kept in memory.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -26,6 +27,8 @@ class Store:
         self._files: dict[str, str] = {}
         self._count = 0
         self.folder = None if folder is None else _new_folder(folder)
+        if self.folder is not None:
+            self._end = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def put(self, key: str, tensors: Sequence[Tensor]) -> None:
         """Keep some tensors in the place of those that the key had."""
@@ -59,7 +62,7 @@ class Store:
         self._held.clear()
         self._files.clear()
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._end()
 
 
 def _new_folder(parent: str) -> str:

@@ -12,7 +12,7 @@ from rotation_merge.samples.examples import tokenizer_of
 from rotation_merge.samples.functions import Batch, local_path
 from rotation_merge.samples.images import normalisation
 
-SOURCES = ("self", "synthetic")
+SOURCES = SELF, SYNTHETIC = ("self", "synthetic")
 """Words that stand where a file may."""
 
 AT_ONCE = 64
@@ -29,9 +29,14 @@ def write_samples(source: str, model: Any, model_path: str, count: int, length: 
     Raises:
         DataError: the model takes something else.
     """
-    if source == "self":
+    if source == SELF:
         return {"input_ids": self_written(model, model_path, count, length, seed)}
     return {"pixel_values": synthetic_images(model, model_path, count, seed)}
+
+
+def writes_text(model: Any) -> bool:
+    """Whether a model predicts the next token."""
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 @torch.no_grad()
@@ -43,9 +48,9 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
     Raises:
         DataError: the model does not write text.
     """
-    name = type(model).__name__
-    if not name.endswith(("ForCausalLM", "LMHeadModel")):
-        raise DataError(f"{name} does not write text", remedy="give a file, or '--data synthetic' for image models")
+    if not writes_text(model):
+        remedy = "give a file, or '--data synthetic' for image models"
+        raise DataError(f"{type(model).__name__} does not write text", remedy=remedy)
     text = model.config.get_text_config()
     length = min(length, getattr(text, "max_position_embeddings", None) or length)
     draw = torch.Generator().manual_seed(seed)

@@ -39,15 +39,20 @@ def run(
     session = Session.of(Recipe.read(config), options)
     recipe, done = session.recipe, session.run
     check_place(out_path, [model.model.path for model in config.referenced_models()])
-    with staged(out_path) as staging, _as_it_is_here():
-        stock(SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source)
-        marks = fingerprints(session)
-        report = MergeReport.of(done, recipe.base, recipe.delegate.spec.name, config_source or config.to_yaml(), marks)
-        report.write(os.path.join(staging, "rotation_merge.json"))
-        if recipe.report:
-            write_page(staging)
-        if options.write_model_card:
-            add_section(os.path.join(staging, "README.md"), report)
+    try:
+        with staged(out_path) as staging, _as_it_is_here():
+            stock(SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source)
+            marks = fingerprints(session)
+            report = MergeReport.of(
+                done, recipe.base, recipe.delegate.spec.name, config_source or config.to_yaml(), marks
+            )
+            report.write(os.path.join(staging, "rotation_merge.json"))
+            if recipe.report:
+                write_page(staging)
+            if options.write_model_card:
+                add_section(os.path.join(staging, "README.md"), report)
+    finally:
+        done.end()
 
 
 def fingerprints(session: Session) -> dict[str, str]:

@@ -1,0 +1,30 @@
+"""Delegate `refit` as recipes see it: its name and parameters. The merge runs it ahead of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
+
+from rotation_merge.averaging.methods import WEIGHT, OwnMethod
+from rotation_merge.errors import RecipeError
+
+
+class RefitMethod(OwnMethod):
+    """Runs the models on samples and solves the merge's linear maps to give what they give (`averaging.refit`)."""
+
+    spec = MergeMethodSpec(
+        name="refit",
+        pretty_name="Refit",
+        parameters=(
+            WEIGHT,
+            ParameterSpec("ridge", float, ParameterScope.SHARED, 0.01, "pulls every map towards where it started"),
+        ),
+        contract=InputContract(base=BasePolicy.OPTIONAL),
+    )
+
+    def check(self, parameters: Mapping[str, Any]) -> None:
+        ridge = parameters.get("ridge", 0.0)
+        if ridge < 0:
+            raise RecipeError(f"parameter 'ridge' is {ridge:g}", where="parameters", remedy="it must not be negative")
