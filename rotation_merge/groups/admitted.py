@@ -97,6 +97,11 @@ def _signs(space: Facts, wanted: Wanted) -> Group:
     return _beside_rotary(space, PairSigns(space.interleaved), CoordinateSigns())
 
 
+def _turns_alone(space: Facts, wanted: Wanted) -> Group:
+    """What commutes with rotary embedding and a norm without a gain: maps that keep lengths."""
+    return _beside_rotary(space, PlanarGroup(False, space.interleaved), OrthogonalGroup(False))
+
+
 def _beside_rotary(space: Facts, turned: Group, rest: Group) -> Group:
     if space.rotary == 0:
         return rest
@@ -109,7 +114,7 @@ QUERIES: dict[str | None, Choose] = {
     None: _turns,
     "rms_head": _signs,
     "rms_all": _signs,
-    "l2_head": _signs,
+    "l2_head": _turns_alone,
     "layer_head": lambda space, wanted: HeadSign(),
     "affine_head": lambda space, wanted: Fixed(),
 }
