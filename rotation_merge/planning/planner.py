@@ -17,7 +17,7 @@ from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from rotation_merge.architectures.model import TensorInfo
-from rotation_merge.averaging.methods import Averaging, OwnMethod
+from rotation_merge.averaging.methods import Averaging
 from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.transport import OtFusion
 from rotation_merge.errors import RecipeError
@@ -144,7 +144,7 @@ class RotationMergePlanner(MergePlanner):
                 storage=self.config.dtype,
             )
             originals = {s.model: (s.block.tensor(info.key) or info).names[piece] for s in sources}
-            if isinstance(self._method, OwnMethod) and not self.recipe.excluded(name):
+            if isinstance(self._method, Averaging | OtFusion) and not self.recipe.excluded(name):
                 self._plan_average(info, piece, originals, gather, moves, reader)
             else:
                 self._plan_merge(info, name, originals, gather, reader)
