@@ -111,7 +111,8 @@ def test_every_tensor_is_covered_and_every_axis_labelled(case: Case) -> None:
 def test_names_of_a_loaded_module_work_too(case: Case) -> None:
     """transformers may name (and fuse) the tensors of a loaded model otherwise than those of its checkpoint.
 
-    Without rescaling, so that heads are moved by elements of O(d) alone.
+    First without rescaling, so that heads are moved by elements of O(d) alone; then neurons with it, which tells rows
+    that are multiplied from gates.
     """
     model = make(case)
     given = inputs(case, model)
@@ -122,6 +123,8 @@ def test_names_of_a_loaded_module_work_too(case: Case) -> None:
     after = moved(architecture, before, MatchOptions(heads="permutation", rescale=False))
     assert not must_move(architecture, "none").intersection(unmoved(before, after))
     model.load_state_dict(after)
+    assert difference(outputs(model, given), expected) <= 1e-9
+    model.load_state_dict(moved(architecture, before, MatchOptions(attention="none")))
     assert difference(outputs(model, given), expected) <= 1e-9
 
 

@@ -81,7 +81,7 @@ def estimate(
         lines=_lines(architecture, options),
         matched=matched,
         parameters=total,
-        unaligned=_unaligned(architecture, options, moved),
+        unaligned=_unaligned(architecture, shapes, options, moved),
         seconds=seconds,
         memory=_memory(architecture, sizes, options, itemsize) + min(total * out_itemsize, SHARD),
         disk=total * out_itemsize,
@@ -162,7 +162,7 @@ def _sizes(space: Space) -> str:
     return str(s["size"])
 
 
-def _unaligned(architecture: Architecture, options: MatchOptions, moved: list[TensorInfo]) -> list[str]:
+def _unaligned(architecture: Architecture, shapes: Shapes, options: MatchOptions, moved: list[TensorInfo]) -> list[str]:
     reasons = []
     for name, groups in architecture.stream_groups.items():
         if options.residual == "none":
@@ -183,7 +183,7 @@ def _unaligned(architecture: Architecture, options: MatchOptions, moved: list[Te
     if (layers := options.layer_set()) is not None:
         reasons.append(f"layers other than {options.layers} ({len(layers)} layers asked for)")
     known = {info.name for info in moved}
-    left = [info for info in architecture.tensors() if info.name not in known]
+    left = [info for info in architecture.tensors() if info.name in shapes and info.name not in known]
     if left:
         names = ", ".join(list(dict.fromkeys(info.key.replace("{base}", "") for info in left))[:6])
         reasons.append(

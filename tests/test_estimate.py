@@ -1,0 +1,136 @@
+"""What inspect says of cost, by numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rotation_merge.architectures import table
+from rotation_merge.architectures.registry import shipped
+from rotation_merge.matching.options import MatchOptions, VaryingOptions
+from rotation_merge.report import estimate as module
+from rotation_merge.report.estimate import Estimate, carried, estimate
+
+ARCHITECTURE = table.sample(shipped()["llama"])
+"""Two layers of width 64: 4 heads of 16 in 2 KV groups, 64 neurons."""
+
+SHAPES = {
+    info.name: tuple(axis.size or 5 for axis in info.axes)
+    for info in ARCHITECTURE.tensors()
+    if info.name.endswith(("proj.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight"))
+    and all(axis.size or axis.label == "vocabulary" for axis in info.axes)
+}
+
+ATTENTION = 64 * 64 + 32 * 64 + 32 * 64 + 64 * 64
+"""Weights of queries, keys, values and outputs of one layer."""
+FFN = 3 * 64 * 64
+ENDS = 5 * 64 + 64 + 5 * 64
+"""Embedding, last norm, head."""
+ALL = 2 * (ATTENTION + FFN + 2 * 64) + ENDS
+FLOPS = 1e9
+
+
+@pytest.fixture(autouse=True)
+def speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "flops_per_second", lambda: FLOPS)
+
+
+def found(options: MatchOptions | None = None, itemsize: int = 2, out: int = 2) -> Estimate:
+    return estimate(ARCHITECTURE, SHAPES, options or MatchOptions(), itemsize, out)
+
+
+def seconds(flops: float, assigned: int, read: float) -> float:
+    return flops / FLOPS + assigned * 8.4 / 14336**2 + read / 3e8
+
+
+def test_local_spaces() -> None:
+    """Products of 16 coordinates a head and of 64 neurons; one assignment a layer; both models read, one written."""
+    result = found()
+    flops = 2 * (2 * 16 * ATTENTION + 2 * 64 * FFN)
+    assert result.seconds == pytest.approx(seconds(flops, 2 * 64**2, (2 + 2 + 2) * ALL))
+    assert (result.parameters, result.matched) == (ALL, 2 * (ATTENTION + FFN))
+    assert result.disk == 2 * ALL
+    block = ATTENTION + FFN + 2 * 64
+    assert result.memory == 2 * 2 * block + 8 * 64 * 64 + 12 * 64**2 + 2 * ALL
+
+
+def test_the_order_of_heads_costs_products_of_all_pairs() -> None:
+    result = found(MatchOptions(heads="permutation"))
+    flops = 2 * (4 * 2 * 16 * ATTENTION + 600 * 4**2 * 16**3 + 2 * 64 * FFN)
+    assert result.seconds == pytest.approx(seconds(flops, 2 * 64**2, 6 * ALL))
+
+
+def test_the_residual_stream_costs_passes() -> None:
+    """Sixteen passes over everything, each with products of 64 coordinates of what touches the stream."""
+    options = MatchOptions(residual="signed_permutation", attention="none", ffn="none", rescale=False)
+    result = found(options, itemsize=4, out=2)
+    assert result.seconds == pytest.approx(seconds(16 * 4 * 64 * ALL, 0, (4 + 4 + 2) * ALL))
+    assert result.matched == ALL
+    block = ATTENTION + FFN + 2 * 64
+    assert result.memory == 2 * 4 * block + 8 * 3 * 64 * 64 + 6 * 8 * 64**2 + 2 * ALL
+
+
+def test_experts_are_matched_in_pairs() -> None:
+    architecture = table.sample(shipped()["mixtral"])
+    shapes = {
+        name: tuple(axis.size or 5 for axis in info.axes)[info.stacked :]
+        for info in architecture.tensors()
+        for name in info.names
+    }
+    layers = sum(any(space.kind == "experts" for space in block.spaces.values()) for block in architecture.blocks)
+    sizes = next(s.sizes for block in architecture.blocks for s in block.spaces.values() if s.kind == "experts")
+    shapes = {name: shape for name, shape in shapes.items() if ".experts." in name}
+    weights = sum(math.prod(shape) for shape in shapes.values())
+    flops = 2 * sizes["size"] * weights
+    for ffn, pairs in (("permutation", sizes["count"] ** 2), ("none", sizes["count"])):
+        result = estimate(architecture, shapes, MatchOptions(attention="none", ffn=ffn), 2, 2)
+        assert result.seconds == pytest.approx(seconds(flops, layers * pairs * sizes["size"] ** 2, 6 * weights))
+
+
+def test_the_output_file_held_is_no_larger_than_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = found().memory
+    monkeypatch.setattr(module, "SHARD", 1000)
+    assert found().memory == whole - 2 * ALL + 1000
+
+
+def test_a_task_vector_is_a_third_model() -> None:
+    plain, block = found(), ATTENTION + FFN + 2 * 64
+    more = carried(plain, SHAPES, itemsize=2)
+    assert more.seconds - plain.seconds == pytest.approx(2 * ALL / 3e8)
+    assert more.memory - plain.memory == 2 * block
+    assert (more.disk, more.lines) == (plain.disk, plain.lines)
+
+
+def test_layers_that_are_left_out_cost_nothing() -> None:
+    half = MatchOptions(layers="1")
+    result = found(half)
+    flops = 2 * 16 * ATTENTION + 2 * 64 * FFN
+    assert result.seconds == pytest.approx(seconds(flops, 64**2, 6 * ALL))
+    assert result.matched == ATTENTION + FFN
+    assert [(line.space, line.blocks) for line in result.lines if line.group == "not matched"] == [
+        ("attn", "layers 0-0"),
+        ("ffn", "layers 0-0"),
+    ]
+    varying = VaryingOptions(
+        MatchOptions(), lambda name, place: MatchOptions(attention="none" if place else "rotation")
+    )
+    assert found(varying).matched == ATTENTION + 2 * FFN
+
+
+def test_lines_say_what_is_matched() -> None:
+    lines = {line.space: line for line in found(MatchOptions(heads="permutation")).lines}
+    assert lines["attn"].group == (
+        "head order: permutation; query/key: a rotation for each RoPE pair; value/output: orthogonal maps"
+    )
+    assert (lines["attn"].sizes, lines["attn"].count, lines["attn"].blocks) == ("4 heads, 2 KV, of 16", 2, "layers 0-1")
+    assert (lines["ffn"].group, lines["ffn"].sizes) == ("permutation, signed rescaling", "64")
+    assert lines["residual"].group == "not matched (admits none, permutation, signed_permutation, rotation)"
+
+
+def test_what_stays_and_why() -> None:
+    said = found().unaligned
+    assert any("'residual: rotation' would match it" in line for line in said)
+    assert any("'attn' uses rotary positions" in line for line in said)
+    assert any(line.startswith("7 tensors have no axis in a matched space") for line in said)
+    assert not any("stream" in line for line in found(MatchOptions(residual="permutation")).unaligned)
