@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architectures import resolve
+from rotation_merge.architectures.registry import tied_head
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.model import aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.pair import Member, check_pair
 from rotation_merge.report.record import MergeReport
 from rotation_merge.report.run import Run
 
@@ -25,7 +27,7 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
         donor: state dict or module; not modified.
         anchor: state dict or module of the same architecture and sizes; not modified.
         config: the models' config: a transformers config, or the dictionary in config.json.
-        **options: as in a recipe: attention, heads, ffn, rescale, residual, layers.
+        **options: as in a recipe: attention, heads, ffn, rescale, residual, layers, untie.
 
     Returns:
         The aligned donor's state dict (names and dtypes as the donor's), and the report.
@@ -36,20 +38,34 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     Example:
         >>> aligned, report = align(donor, anchor, anchor.config, heads="permutation")  # doctest: +SKIP
     """
+    untie = bool(options.pop("untie", False))
     chosen = MatchOptions.from_values(options)
-    values = dict(config) if isinstance(config, Mapping) else config.to_dict()
-    if not isinstance(config, Mapping) and isinstance(anchor, torch.nn.Module):
-        values["architectures"] = [type(anchor).__name__]
     mine, theirs = _state(donor), _state(anchor)
-    if set(mine) != set(theirs):
-        odd = sorted(set(mine) ^ set(theirs))[0]
-        raise CheckpointError(f"tensor '{odd}' is only in one of the two models", remedy="align models of one class")
-    architecture = resolve(values, list(theirs), "anchor")
-    alignment = match_model(architecture, theirs, mine, chosen)
+    given = _config(config, anchor)
+    first = _member("anchor", given, theirs, untie)
+    second = _member("donor", _config(getattr(donor, "config", None) or given, donor), mine, untie)
+    checked = check_pair(first, second, chosen, untie=untie)
+    if odd := sorted(set(mine) ^ set(theirs)):
+        raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="align models of one class")
+    alignment = match_model(first.architecture, theirs, mine, checked.options)
     run = Run()
     run.aligned("donor", alignment)
-    aligned = {**mine, **dict(aligned_tensors(architecture, mine, alignment))}
+    for note in (*checked.warnings, *checked.notes()):
+        run.note(note)
+    aligned = {**mine, **dict(aligned_tensors(first.architecture, mine, alignment))}
     return aligned, MergeReport.of(run, "anchor", "none", "")
+
+
+def _config(config: Any, model: State) -> dict[str, Any]:
+    values = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    if not isinstance(config, Mapping) and isinstance(model, torch.nn.Module):
+        values["architectures"] = [type(model).__name__]
+    return values
+
+
+def _member(name: str, config: dict[str, Any], state: Mapping[str, Tensor], untie: bool) -> Member:
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    return Member(name, config, resolve(config, list(state), name, untie=untie), shapes, tied_head(config, state, name))
 
 
 def _state(model: State) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rotation_merge.groups.stream import STREAM_GROUPS, StreamGroup
@@ -239,12 +239,13 @@ class Architecture:
         """The streams that admit a residual group."""
         return [name for name, groups in self.stream_groups.items() if kind in groups]
 
-    def folds(self, kind: str) -> tuple[str, ...]:
-        """Streams and latents whose gains are folded for a residual group."""
-        if kind != "rotation":
+    def folds(self, groups: Mapping[str, str]) -> tuple[str, ...]:
+        """Streams and latents whose gains are folded where streams are moved by these groups."""
+        streams = [name for name, group in groups.items() if group == "rotation"]
+        if not streams:
             return ()
         local = (space.name for block in self.blocks for space in block.spaces.values() if space.kind == "latent")
-        return (*self.admitting(kind), *local)
+        return (*streams, *local)
 
     @property
     def residual_groups(self) -> list[str]:

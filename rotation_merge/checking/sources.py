@@ -15,6 +15,7 @@ from rotation_merge.checkpoints.hub import is_absent
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.file import load_alignment
+from rotation_merge.matching.stream import residual_groups
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.document import Document, Path
 from rotation_merge.recipe.names import BY_NAME, FILE
@@ -155,15 +156,15 @@ def _shapes(
 
 
 def _residual(document: Document, anchor: Model) -> None:
-    admitted = {name: groups for name, groups in anchor.architecture.stream_groups.items() if groups}
     for path, _ in scopes(document.value):
         settings = at(document.value, path)
         asked = settings.get("residual") if isinstance(settings, Mapping) else None
-        lacking = [name for name, groups in admitted.items() if isinstance(asked, str) and asked not in groups]
-        if lacking:
-            largest = admitted[lacking[0]][-1]
-            what = f"{anchor.architecture.family} models do not admit residual: {asked}"
-            document.fault((*path, "residual"), what, f"the largest group they admit is '{largest}'")
+        if not isinstance(asked, str):
+            continue
+        try:
+            residual_groups(anchor.architecture, asked, str(anchor.reference))
+        except RotationMergeError as error:
+            document.raised((*path, "residual"), error)
 
 
 def _plan(document: Document, session: Session, options: MergeOptions) -> None:
@@ -176,7 +177,9 @@ def _plan(document: Document, session: Session, options: MergeOptions) -> None:
     try:
         config = SessionConfiguration.of(session)
         info = architecture_info(config, options)
-        RotationMergePlanner(config, info, options, _model_out_config(config, info)).plan_to_disk(out_path="unused")
+        planner = RotationMergePlanner(config, info, options, _model_out_config(config, info))
+        planner.plan_to_disk(out_path="unused")
+        _warn(document, planner)
     except RotationMergeError as error:
         if document.first is None:  # else it is that fault
             document.raised(_place(document, error), error)
@@ -184,6 +187,14 @@ def _plan(document: Document, session: Session, options: MergeOptions) -> None:
         document.fault((), *explain(error.errors()[0]))
     except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         document.fault((), " ".join(str(error).split()), "mend the recipe")
+
+
+def _warn(document: Document, planner: Any) -> None:
+    """What makes a merge of the donors questionable."""
+    for model, donor in planner.donors.found.items():
+        path = next((path for path, name in references(document.value) if name == str(model)), ())
+        for warning in donor.checked.warnings if donor.checked else ():
+            document.fault(path, warning, error=False)
 
 
 def _place(document: Document, error: RotationMergeError) -> Path:

@@ -19,7 +19,6 @@ from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.pair import Pair
 from rotation_merge.errors import RotationMergeError, nearest
 from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
-from rotation_merge.matching.options import MatchOptions
 from rotation_merge.report.card import fingerprints
 from rotation_merge.report.record import MergeReport, versions
 from rotation_merge.report.run import Run
@@ -30,10 +29,11 @@ KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 OWN = ("config.json", "rotation_merge.json")
 
 
-def match_pair(pair: Pair, options: MatchOptions, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:
+def match_pair(pair: Pair, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:
     """The best alignment of the donor to the anchor, and the report on it."""
     anchor, donor = pair.sources
     run = Run()
+    options = pair.checked.options
     alignment = match_model(pair.architecture, anchor, donor, options, progress)
     run.aligned(str(pair.donor.reference), alignment)
     recipe = yaml.safe_dump(asdict(options), sort_keys=False)
@@ -162,6 +162,7 @@ def card(pair: Pair, report: MergeReport, name: str) -> str:
         f"Relative distance to the anchor over the matched tensors: {before:.4g} before, {after:.4g} after. "
         f"{report.verdict(donor)[:1].upper()}{report.verdict(donor)[1:]}.\n\n"
         f"Options:\n\n```yaml\n{report.recipe}```\n"
+        + "".join(f"\n{note}\n" for note in report.notes)
         + "\n".join(fingerprints(report))
         + "\n\nPer space: `rotation_merge.json`.\n"
     )

@@ -16,7 +16,8 @@ from rotation_merge.checkpoints.vocabulary import shared_rows
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.carry import Carrier, Rows
 from rotation_merge.matching.model import Alignment, Progress, match_model
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import NOTHING, MatchOptions
+from rotation_merge.matching.pair import check_pair
 from rotation_merge.matching.sources import Renamed
 from rotation_merge.matching.sources import Rows as SharedRows
 from rotation_merge.matching.state import TensorSource
@@ -66,12 +67,13 @@ class Bases:
         Raises:
             RotationMergeError: it is missing, damaged, or no fine-tune of that base.
         """
-        pair = open_pair(str(self.old.reference), path, True, self.pair.device)
+        pair = open_pair(str(self.old.reference), path, NOTHING, True, self.pair.device)
         return self._named(pair.sources[1], pair.donor)
 
     def match(self, options: MatchOptions, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:
         """What brings the old base to the new one, and the report on it."""
         new, old = self.sources
+        options = check_pair(self.pair.checked.anchor, self.pair.checked.donor, options, untie=True).options
         if self.rows is not None:
             new, old = (
                 SharedRows(self.architecture, source, rows) for source, rows in zip((new, old), self.rows, strict=True)
@@ -102,7 +104,7 @@ def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True) -> B
     """
     for path in (new, old):
         _check_precision(path)
-    return Bases(open_pair(new, old, untie, device, words=False))
+    return Bases(open_pair(new, old, NOTHING, untie, device, words=False))
 
 
 def _check_precision(path: str) -> None:

@@ -14,13 +14,14 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.architectures.model import Space
-from rotation_merge.architectures.registry import find, unaligned
+from rotation_merge.architectures.registry import find, tied_head, unaligned
 from rotation_merge.checkpoints.adapted import AdaptedLoader, find_places
 from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter
 from rotation_merge.checkpoints.headers import Shapes, check_local, file_dtypes, file_shapes, read_json, single_file
 from rotation_merge.checkpoints.hub import downloaded, is_hub_name
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
+from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.pair import Member, check_pair
 from rotation_merge.matching.state import check_shape
 
 
@@ -142,7 +143,9 @@ class Model:
     def _places(self) -> dict[str, tuple[str, bool]]:
         assert self.adapter is not None
         name = str(self.reference)
-        return find_places(self.adapter, self._layout, self.shapes, self.config, self.tied_head, name)
+        return find_places(
+            self.adapter, self._layout, self.shapes, self.config, self.tied[0] if self.tied else None, name
+        )
 
     @cached_property
     def _layout(self) -> Architecture:
@@ -171,12 +174,20 @@ class Model:
         return [name for name in self.names if name not in known and name not in tied]
 
     @cached_property
+    def member(self) -> Member:
+        """The model as `check_pair` sees it."""
+        where = str(self.reference)
+        return Member(where, self.config, self.architecture, self.shapes, self.tied)
+
+    @cached_property
+    def tied(self) -> tuple[str, str] | None:
+        """A head that shares an embedding's tensor once the model is loaded, and the stream it reads."""
+        return tied_head(self.config, self.names, str(self.reference))
+
+    @property
     def tied_head(self) -> str | None:
-        """Name of a head that is tied to an embedding and has no tensor of its own, if there is one."""
-        if self.unsupported == "merge" and find(self.config) is None:
-            return None
-        untied = resolve(self.config, self.names, str(self.reference), keep_unknown=True, untie=True)
-        return next((t.name for t in untied.tensors() if t.tied and t.name not in self.names), None)
+        """Name of that head."""
+        return self.tied[0] if self.tied else None
 
     def check_shapes(self, other: Model, excluded: Callable[[str], bool], resized: bool) -> None:
         """Tensors in the same place of another model have the same shape.
@@ -265,42 +276,5 @@ class Models:
             self[reference].check_files()
         for reference in references:
             self[reference].config  # noqa: B018  (loads and checks)
-        for reference in references:
-            self._compare(self[anchor], self[reference])
-
-    @staticmethod
-    def _compare(anchor: Model, other: Model) -> None:
-        ours, theirs = anchor.architecture, other.architecture
-        where = str(other.reference)
-        if ours.family != theirs.family:
-            raise ArchitectureError(
-                f"architecture is {theirs.family}, that of {anchor.reference} is {ours.family}",
-                where=where,
-                remedy="only models of one architecture can be aligned",
-            )
-        theirs_spaces = {**theirs.streams, **_spaces(theirs)}
-        for name, mine in {**ours.streams, **_spaces(ours)}.items():
-            if name in theirs_spaces and mine.sizes != theirs_spaces[name].sizes:
-                raise CheckpointError(
-                    f"'{theirs_spaces[name].name}' has {_differences(theirs_spaces[name], mine)} in {anchor.reference}",
-                    where=where,
-                    remedy="only models of equal sizes can be aligned",
-                )
-
-
-def _spaces(architecture: Architecture) -> dict[str, Space]:
-    """The first local space of each name."""
-    found: dict[str, Space] = {}
-    for block in architecture.blocks:
-        for space in block.spaces.values():
-            found.setdefault(space.name.split(".")[-1], space)
-    return found
-
-
-_WORDS = {"groups": "KV heads", "per_group": "query heads for each KV head", "head_dim": "dimensions of a head"}
-
-
-def _differences(its: Space, mine: Space) -> str:
-    """The sizes that differ, as `4 KV heads, against 2`."""
-    differing = [name for name in its.sizes if its.sizes[name] != mine.sizes.get(name)]
-    return ", ".join(f"{_WORDS.get(n, n)} {its.sizes[n]}, against {mine.sizes.get(n)}" for n in differing)
+        for reference in references[1:]:
+            check_pair(self[anchor].member, self[reference].member, NOTHING, layers={})

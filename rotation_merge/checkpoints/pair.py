@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.file import check_fingerprints, load_alignment, save_alignment
 from rotation_merge.matching.fingerprint import Fingerprint, Watched
 from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.options import NOTHING, MatchOptions
+from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import OnDevice
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.report.record import MergeReport, versions
@@ -50,11 +52,13 @@ class Pair:
     Attributes:
         device: where their tensors are put as they are read.
         marks: what is known of their fingerprints; every tensor read leaves its mark.
+        checked: what may be done to the donor.
     """
 
     anchor: Model
     donor: Model
     architecture: Architecture
+    checked: Checked
     device: str = "cpu"
     marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
 
@@ -76,11 +80,15 @@ class Pair:
         """The report on what was done to the donor."""
         names = str(self.anchor.reference), str(self.donor.reference)
         marks = dict(zip(names, self.fingerprints(), strict=True))
+        for note in (*self.checked.warnings, *self.checked.notes()):
+            run.note(note)
         return MergeReport.of(run, self.anchor.reference, "none", recipe, marks)
 
 
-def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu", words: bool = True) -> Pair:
-    """Two checkpoints, checked to be of one architecture and size.
+def open_pair(
+    anchor: str, donor: str, options: MatchOptions, untie: bool = False, device: str = "cpu", words: bool = True
+) -> Pair:
+    """Two checkpoints, checked to fit together under these options.
 
     Args:
         words: whether their vocabularies must be of one size, too.
@@ -93,14 +101,7 @@ def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu",
     models.check(first, [second])
     a, d = models[first], models[second]
     architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)
-    counts = [{m: len(x.architecture.layers(m)) for m in x.architecture.layers_key} for x in (a, d)]
-    if counts[0] != counts[1]:
-        mine, its = (", ".join(map(str, count.values())) for count in counts)
-        raise CheckpointError(
-            f"has {its} layers, {anchor} has {mine}",
-            where=donor,
-            remedy="pick layers of either with 'slices' in a recipe",
-        )
+    checked = check_pair(replace(a.member, architecture=architecture), d.member, options, untie=untie)
     for info in architecture.tensors():
         ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)
         if ours is None or theirs is None or (not words and info.vocabulary_axis is not None):
@@ -111,23 +112,27 @@ def open_pair(anchor: str, donor: str, untie: bool = False, device: str = "cpu",
                 where=donor,
                 remedy="other vocabularies or heads need a merge recipe, with 'tokenizer' or 'exclude'",
             )
-    return Pair(a, d, architecture, device)
+    return Pair(a, d, architecture, checked, device)
 
 
-def check_models(anchor: str, *others: str) -> None:
-    """All are there, whole, and of the anchor's architecture and sizes; their vocabularies may differ.
+def check_models(anchor: str, donor: str, options: MatchOptions, untie: bool = False) -> Checked | None:
+    """Both are there, whole, and fit together; their vocabularies may differ.
 
-    Models of the hub that have not been downloaded are left out.
+    Returns:
+        What may be done to the donor; None where one is a model of the hub that has not been downloaded.
 
     Raises:
         RotationMergeError: names the model and what is wrong with it.
     """
-    references = [parse_reference(name) for name in others]
-    here = [reference for reference in references if not is_absent(reference)]
-    Models(MergeOptions()).check(parse_reference(anchor), here)
+    first, second = parse_reference(anchor), parse_reference(donor)
+    if is_absent(first) or is_absent(second):
+        return None
+    models = Models(MergeOptions())
+    models.check(first, [second])
+    return check_pair(models[first].member, models[second].member, options, untie=untie)
 
 
-def read_alignment(pair: Pair, path: str) -> Alignment:
+def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:
     """An alignment file made for this very pair.
 
     Raises:
@@ -136,6 +141,8 @@ def read_alignment(pair: Pair, path: str) -> Alignment:
     file = load_alignment(path, pair.architecture)
     anchor, donor = pair.fingerprints()
     check_fingerprints(file, path, anchor, donor, (str(pair.anchor.reference), str(pair.donor.reference)))
+    asked = NOTHING.with_residual(residual_of(file.alignment.transforms, file.alignment.folded))
+    check_pair(pair.checked.anchor, pair.checked.donor, asked, untie=untie)
     return file.alignment
 
 

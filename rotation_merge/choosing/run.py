@@ -20,6 +20,7 @@ from rotation_merge.checkpoints.pair import open_pair
 from rotation_merge.choosing.candidates import Candidate, candidates, soup
 from rotation_merge.choosing.judge import Figures, Judge, Sets, answers, fits, split, write_data
 from rotation_merge.errors import DataError, RotationMergeError
+from rotation_merge.matching.options import NOTHING
 from rotation_merge.recipe.delegates import OWN
 from rotation_merge.samples.data import Data, read_batches
 from rotation_merge.samples.functions import load
@@ -114,7 +115,7 @@ class Choice:
         """
         wish = self.wish
         for model in wish.models[1:]:
-            open_pair(wish.models[0], model)
+            open_pair(wish.models[0], model, NOTHING)
         anchor = checkpoint_of(wish.models[0])
         self.architecture, self.tied = anchor.architecture, anchor.tied_head is not None
         self.written = wish.data[0] in SOURCES
@@ -297,7 +298,7 @@ class Choice:
         batches = [batch for data in self.training for batch in data.batches]
         result = fit(loaded[0], loaded[1:], batches, None, FitOptions(steps=400, minutes=minutes, seed=self.wish.seed))
         for (model, file), alignment in zip(files.items(), result.alignments, strict=True):
-            pair = open_pair(candidate.anchor, model, self.tied)
+            pair = open_pair(candidate.anchor, model, result.match, self.tied)
             transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
             facts = {"anchor": candidate.anchor, "donor": model, "learned": result.report.to_dict()}
             write_alignment(pair, replace(alignment, transforms=transforms), file, facts)

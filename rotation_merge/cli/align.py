@@ -59,9 +59,9 @@ def command(
     shard_bytes = parse_size(shard_size)
     options = match_options(values)
     device = usable_device(device)
-    pair = open_pair(anchor, donor, untie, device)
+    pair = open_pair(anchor, donor, options, untie, device)
     progress = Progress()
-    alignment, report = match_pair(pair, options, progress)
+    alignment, report = match_pair(pair, progress)
     if alignment_file is not None:
         write_alignment(pair, alignment, alignment_file, {"anchor": anchor, "donor": donor, **asdict(options)}, half)
     if out is not None:
@@ -78,6 +78,8 @@ def command(
             {"out": out, "alignment": alignment_file, "before": before, "after": after, **report.to_dict()["summary"]}
         )
         return 0
+    for warning in pair.checked.warnings:
+        say(f"Warning: {warning}", "yellow")
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:
         say(f"Written to {out}; 'rotation-merge verify {donor} {out}' checks that it computes the same.", "green")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +13,7 @@ from rotation_merge.cli.options import match_options, matching_options
 from rotation_merge.cli.show import Progress, json_option, on_terminal, print_json, say, shown, table
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.model import Alignment
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.report.curves import FILE, Barrier
 from rotation_merge.report.plots import save_barrier, text_plot
 from rotation_merge.samples.data import KINDS, Data, read_batches
@@ -103,20 +103,20 @@ def measure(donor: RecipeDonor, source: str, points: int, progress: Progress, re
     from rotation_merge.checkpoints.pair import open_pair, read_alignment
 
     anchor, untie = donor.anchor, donor.untie
-    pair = open_pair(anchor, donor.name, untie)
+    pair = open_pair(anchor, donor.name, donor.options if donor.file is None else NOTHING, untie)
     a, b = load(anchor), load(donor.name)
     data: Data = read_batches(source, anchor, a, **reading)
     curves = [path(a, b, data, points, "plain", progress)]
     if donor.file is None:
-        alignment, report = match_pair(pair, donor.options, progress)
+        alignment, report = match_pair(pair, progress)
     else:
-        alignment, report = read_alignment(pair, donor.file), empty_report(pair)
+        alignment, report = read_alignment(pair, donor.file, untie), empty_report(pair)
     with tempfile.TemporaryDirectory(prefix="rotation-merge-") as scratch:
         moved, still = os.path.join(scratch, "donor"), anchor
         write_aligned(pair, alignment, report, moved, Storage(dtype="float32", untie=untie))
         if alignment.folded:
             still = os.path.join(scratch, "anchor")
-            itself = type(pair)(pair.anchor, pair.anchor, pair.architecture)
+            itself = replace(pair, donor=pair.anchor)
             write_aligned(itself, Alignment({}, alignment.folded), report, still, Storage(dtype="float32", untie=untie))
         curves.append(path(load(still), load(moved), data, points, "aligned", progress))
     return Barrier(anchor, donor.name, source, data.task, data.examples, asdict(donor.options), curves)

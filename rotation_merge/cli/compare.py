@@ -31,13 +31,14 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     from rotation_merge.report.compare import gaps, parted
 
     options = match_options(values)
-    pair = open_pair(anchor, donor, untie)
+    pair = open_pair(anchor, donor, options, untie)
     progress = Progress()
-    alignment, _ = match_pair(pair, options, progress)
+    alignment, _ = match_pair(pair, progress)
     found = list(gaps(pair.architecture, *pair.sources, alignment))
     progress.close()
     if as_json:
-        print_json({"anchor": anchor, "donor": donor, "summary": parted(found), "gaps": [asdict(gap) for gap in found]})
+        facts = {"anchor": anchor, "donor": donor, "summary": parted(found), "warnings": pair.checked.warnings}
+        print_json({**facts, "gaps": [asdict(gap) for gap in found]})
         return 0
     shown_gaps = [g for g in found if g.kind in ("block", "model") or by == "space"]
     rows = [
@@ -54,6 +55,8 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     ]
     headers = ("block", "space", "distance", "aligned", "angle", "aligned", "map: distance from the identity")
     table("", headers, rows, numbers=(2, 3, 4, 5))
+    for warning in pair.checked.warnings:
+        say(f"Warning: {warning}", "yellow")
     summary = parted(found)
     say(f"{summary[:1].upper()}{summary[1:]}.")
     return 0

@@ -137,7 +137,7 @@ def write(names: list[str], result: Any, out: str, made: dict[str, Any], untie: 
     stem, ending = os.path.splitext(out)
     for i, (donor, alignment) in enumerate(zip(names[1:], result.alignments, strict=True), start=1):
         file = out if len(names) == 2 else f"{stem}-{i}{ending}"
-        pair = open_pair(names[0], donor, untie)
+        pair = open_pair(names[0], donor, result.match, untie)
         transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
         facts = {**made, "anchor": names[0], "donor": donor, "learned": result.report.to_dict()}
         write_alignment(pair, replace(alignment, transforms=transforms), file, facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -60,17 +60,15 @@ def _estimate(donor: RecipeDonor) -> Estimate:
     from rotation_merge.checkpoints.pair import check_models, open_pair
 
     options = donor.options
-    check_models(donor.anchor, donor.matched, donor.name)
-    pair = open_pair(donor.anchor, donor.anchor, donor.untie)
+    checked = check_models(donor.anchor, donor.matched, options, donor.untie)
+    if donor.matched != donor.name:
+        check_models(donor.matched, donor.name, NOTHING)
+    pair = open_pair(donor.anchor, donor.anchor, options, donor.untie)
+    warnings = [*checked.warnings, *checked.notes()] if checked is not None else []
     dtype = str(pair.anchor.config.get("dtype") or pair.anchor.config.get("torch_dtype") or "float32")
     size = ITEMSIZE.get(dtype.removeprefix("torch."), 4)
-    if options.residual != "none":
-        from rotation_merge.matching.stream import check_group
-
-        check_group(pair.architecture, options.residual)
-    if donor.file is not None:
-        options = NOTHING
-    found = estimate(pair.architecture, pair.anchor.shapes, options, size, size)
+    options = pair.checked.options if donor.file is None else NOTHING
+    found = replace(estimate(pair.architecture, pair.anchor.shapes, options, size, size), warnings=warnings)
     return found if donor.origin is None else carried(found, pair.anchor.shapes, size)
 
 
@@ -85,6 +83,8 @@ def _show(donor: RecipeDonor, result: Estimate) -> None:
         say(f"{donor.origin} is matched to {donor.anchor}; that map carries {donor.name} minus {donor.origin} over.")
     if donor.file is not None:
         say(f"Nothing is matched: the transforms are those of {donor.file}.")
+    for warning in result.warnings:
+        say(f"Warning: {warning}", "yellow")
     share = result.matched / result.parameters if result.parameters else 0.0
     say(f"Matched: {share:.0%} of the weights. Unaligned:")
     for reason in result.unaligned:

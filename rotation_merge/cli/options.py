@@ -8,15 +8,22 @@ from typing import Any
 import click
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.options import CHOICES, MatchOptions
+from rotation_merge.matching.options import CHOICES, MatchOptions, by_stream
 
 HELP = {
     "attention": "Maps inside attention heads.",
     "heads": "Order of attention heads.",
     "ffn": "Order of FFN neurons and of experts.",
     "rescale": "Rescaling; sequential: after the rotation.",
-    "residual": "Group of the residual stream.",
+    "residual": "Group of the residual stream; or by stream, as decoder=rotation,encoder=permutation.",
 }
+
+
+class Groups(click.Choice):
+    """A group, or groups by stream."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if by_stream(value) is not None else super().convert(value, param, ctx)
 
 
 def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +37,11 @@ def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for name, choices in reversed(CHOICES.items()):
         words = [str(choice).lower() for choice in choices]
         option = click.option(
-            f"--{name}", type=click.Choice(words), default=words[0], show_default=True, help=HELP.get(name)
+            f"--{name}",
+            type=(Groups if name == "residual" else click.Choice)(words),
+            default=words[0],
+            show_default=True,
+            help=HELP.get(name),
         )
         function = option(function)
     return function
@@ -66,5 +77,5 @@ def match_options(values: dict[str, Any]) -> MatchOptions:
     chosen: dict[str, Any] = {}
     for name, choices in CHOICES.items():
         word = values.pop(name)
-        chosen[name] = next(choice for choice in choices if str(choice).lower() == word)
+        chosen[name] = next((choice for choice in choices if str(choice).lower() == word), word)
     return MatchOptions(layers=values.pop("layers"), **chosen)

@@ -14,12 +14,15 @@ from torch.func import functional_call
 from torch.nn.utils import stateless
 
 from rotation_merge.architectures import Architecture
+from rotation_merge.architectures.registry import tied_head
 from rotation_merge.errors import CheckpointError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.model import Transforms
+from rotation_merge.matching.pair import Member
 from rotation_merge.matching.state import TensorSource, read_block, unstack
+from rotation_merge.samples.functions import architecture_of
 
 Batch = Mapping[str, Tensor]
 
@@ -47,6 +50,14 @@ def untie_heads(model: nn.Module, architecture: Architecture) -> None:
             owner, _, leaf = info.name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(parameters[info.name].detach().clone()))
     cast(Any, model).config.tie_word_embeddings = False
+
+
+def member_of(model: nn.Module, name: str = "", untie: bool = True) -> Member:
+    """A loaded model as `check_pair` sees it."""
+    name = name or type(model).__name__
+    config = {**cast(Any, model).config.to_dict(), "architectures": [type(model).__name__]}
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    return Member(name, config, architecture_of(model, untie), shapes, tied_head(config, list(shapes), name))
 
 
 @dataclass

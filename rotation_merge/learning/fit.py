@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.errors import RecipeError
-from rotation_merge.learning.engine import Batch, Path, checkpointed, same_names, untie_heads
+from rotation_merge.learning.engine import Batch, Path, checkpointed, member_of, same_names, untie_heads
 from rotation_merge.learning.objective import (
     Teachers,
     attention_mask,
@@ -33,7 +33,7 @@ from rotation_merge.learning.resume import State, fit_mark
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.stream import check_group
+from rotation_merge.matching.pair import check_pair
 from rotation_merge.samples.functions import architecture_of
 
 CONCENTRATION = 8.0
@@ -48,11 +48,12 @@ Watch = Callable[[int, int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class FitResult:
-    """One alignment for each donor, the names of spaces as in `architecture`; and the report."""
+    """One alignment for each donor, the names of spaces as in `architecture`; the report; what was matched."""
 
     architecture: Any
     alignments: list[Alignment]
     report: FitReport
+    match: MatchOptions
 
 
 def fit(
@@ -108,9 +109,9 @@ class _Fit:
         self.device = next(parents[0].parameters()).device
         self.parents = [parent.eval() for parent in parents]
         self.architecture = architecture_of(self.parents[0], untie=True)
-        if match.residual == "rotation":
-            check_group(self.architecture, match.residual)
-        self.folded = self.architecture.folds(match.residual)
+        members = [member_of(parent) for parent in self.parents]
+        checked = [check_pair(members[0], donor, match, untie=True) for donor in members[1:]][-1]
+        self.match, self.folded = checked.options, checked.folded
         if self.folded and any(info.tied for info in self.architecture.tensors()):
             self.parents = [copy.deepcopy(parent) for parent in self.parents]
             for parent in self.parents:
@@ -235,7 +236,7 @@ class _Fit:
             Alignment(cast(LearnedTransforms, module).hardened(), self.folded, summary={"learned": report.to_dict()})
             for module in learned
         ]
-        return FitResult(self.architecture, alignments, report)
+        return FitResult(self.architecture, alignments, report, self.match)
 
     def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> dict[str, Tensor]:
         if next(learned.parameters(), None) is None:

@@ -7,13 +7,13 @@ import torch
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.groups.admitted import admitted
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import MatchOptions, by_stream
 
 
 def random_gauge(
     architecture: Architecture, options: MatchOptions, generator: torch.Generator
 ) -> dict[str, SpaceTransform]:
-    """A random transform for every space that `options` would match, by space name.
+    """A random transform for every space that `options` would match and that admits it, by space name.
 
     Applied to a model (`transform_state`) it gives other weights with the same outputs. A `residual: rotation` is
     only function-preserving on a folded model.
@@ -23,7 +23,10 @@ def random_gauge(
         if options.matches_layer(block.index):
             for space in block.spaces.values():
                 result[space.name] = admitted(space, options).random(generator)
-    if options.residual != "none":
-        for name in architecture.admitting(options.residual):
-            result[name] = architecture.stream_group(name, options.residual).random(generator)
+    wanted = by_stream(options.residual) or dict.fromkeys(architecture.streams, options.residual)
+    for name, asked in wanted.items():
+        admits = architecture.stream_groups[name]
+        group = admits[-1] if asked == "largest" else asked
+        if group != "none" and group in admits:
+            result[name] = architecture.stream_group(name, group).random(generator)
     return result

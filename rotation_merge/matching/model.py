@@ -16,7 +16,7 @@ from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors
 from rotation_merge.matching.state import TensorSource, read_block, read_tensor, unstack
-from rotation_merge.matching.stream import FLOOR, Statistics, check_group
+from rotation_merge.matching.stream import FLOOR, Statistics, residual_groups
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done, and how many there are."""
@@ -78,15 +78,15 @@ def match_model(
         RecipeError: the architecture does not admit the residual group asked for.
         AlignmentError: a tensor holds NaN or infinity.
     """
-    streams = check_group(architecture, options.residual) if options.residual != "none" else []
-    folded = architecture.folds(options.residual)
+    streams = residual_groups(architecture, options.residual)
+    folded = architecture.folds(streams)
     if folded and fold:
         anchor, donor = Folded(architecture, anchor, folded), Folded(architecture, donor, folded)
-    walk = _Walk(architecture, anchor, donor, options, progress or (lambda *_: None))
+    walk = _Walk(architecture, anchor, donor, options, progress or (lambda *_: None), streams)
     found: Transforms = {}
     summary: dict[str, object] = {}
     if streams:
-        found, summary = _match_streams(walk, streams, starts)
+        found, summary = _match_streams(walk, starts)
     records = walk.final(found)
     return Alignment(found, folded, records, summary)
 
@@ -100,6 +100,7 @@ class _Walk:
     donor: TensorSource
     options: MatchOptions
     progress: Progress
+    streams: dict[str, str]
 
     def blocks(self, what: str, layers: int | None = None) -> Iterator[tuple[Block, Tensors, Tensors]]:
         """The blocks, one at a time: what stands before and after the layers, and all layers or some, evenly spread."""
@@ -193,13 +194,10 @@ def _weighted(
     return first, second
 
 
-def _match_streams(
-    walk: _Walk, streams: list[str], starts: Mapping[str, Transforms] | None
-) -> tuple[Transforms, dict[str, object]]:
+def _match_streams(walk: _Walk, starts: Mapping[str, Transforms] | None) -> tuple[Transforms, dict[str, object]]:
     """Alternate residual and local spaces, from the start that is nearest (in deep models: on a sample of layers)."""
     if starts is None:
-        group = walk.options.residual
-        still: Transforms = {s: walk.architecture.stream_group(s, group).identity() for s in streams}
+        still: Transforms = {s: walk.architecture.stream_group(s, g).identity() for s, g in walk.streams.items()}
         run = walk.pass_over(still, "residual, from identity", {}, layers=_SAMPLE)
         if run.objective < RELATED and run.promise(still, _solved(walk, run, still)) < LEAST_PROMISE:
             return still, {"start": "identity", "passes": 0, "objective": [run.objective], "shared": True}
@@ -225,7 +223,7 @@ def _match_streams(
 
 def _solved(walk: _Walk, statistics: Statistics, current: Transforms) -> Transforms:
     """Every stream's best transform; the current one of a stream about which nothing is known."""
-    return {name: statistics.solve(name, walk.options.residual) or current[name] for name in current}
+    return {name: statistics.solve(name, walk.streams[name]) or current[name] for name in current}
 
 
 def _alternate(walk: _Walk, transforms: Transforms, statistics: Statistics) -> tuple[Transforms, list[float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rotation_merge.errors import RecipeError, nearest
@@ -18,9 +18,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "heads": ("none", "permutation", "spectral"),
     "ffn": ("permutation", "none"),
     "rescale": (True, False, "sequential"),
-    "residual": tuple(STREAM_GROUPS),
+    "residual": (*STREAM_GROUPS, "largest"),
 }
 """Values each option may take, the default first."""
+
+
+def by_stream(text: object) -> dict[str, str] | None:
+    """Residual groups by stream, as `decoder=rotation,encoder=permutation` says; None where the text does not."""
+    pairs = [piece.partition("=") for piece in text.split(",")] if isinstance(text, str) and "=" in text else []
+    found = {stream.strip(): group.strip() for stream, _, group in pairs}
+    return found if found and all(found) and set(found.values()) <= set(CHOICES["residual"]) else None
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ class MatchOptions(Wanted):
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            if not any(value == choice and type(value) is type(choice) for choice in choices):
+            named = name == "residual" and by_stream(value) is not None
+            if not named and not any(value == choice and type(value) is type(choice) for choice in choices):
                 words = ", ".join(str(choice).lower() for choice in choices)
                 raise RecipeError(
                     f"parameter '{name}' is {value!r}",
@@ -83,6 +91,10 @@ class MatchOptions(Wanted):
         """The options of one block."""
         return self
 
+    def with_residual(self, residual: str) -> MatchOptions:
+        """The same with another residual group (or groups by stream)."""
+        return replace(self, residual=residual)
+
 
 NOTHING = MatchOptions(attention="none", heads="none", ffn="none", rescale=False)
 """Match no space at all."""
@@ -98,6 +110,10 @@ class VaryingOptions(MatchOptions):
         """
         super().__init__(**asdict(whole))
         object.__setattr__(self, "_of", of)
+
+    def with_residual(self, residual: str) -> MatchOptions:
+        whole = MatchOptions(**{**asdict(self), "residual": residual})
+        return VaryingOptions(whole, self._of)  # type: ignore[attr-defined]
 
     def at(self, architecture: Architecture, block: Block) -> MatchOptions:
         last = len(architecture.layers(block.module)) - 1 if block.index is not None else 0

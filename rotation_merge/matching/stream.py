@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, Axis, Block, TensorInfo
-from rotation_merge.errors import AlignmentError, RecipeError
+from rotation_merge.architectures.model import Architecture, Axis, Block, Space, TensorInfo
+from rotation_merge.errors import AlignmentError, RecipeError, nearest
 from rotation_merge.groups import SpaceTransform, StreamTransform
 from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.options import by_stream
 from rotation_merge.matching.sides import Tensors, axis_views
 
 FLOOR = 1e-2
@@ -72,7 +73,7 @@ class Statistics:
         return max(self.objective - FLOOR, 0.0)
 
     def add(self, block: Block, anchor: Tensors, donor: Tensors, transforms: Mapping[str, SpaceTransform]) -> None:
-        """Add one block, the donor's axes moved by `transforms`, which name all streams."""
+        """Add one block, the donor's axes moved by `transforms`, which name the streams that are matched."""
         self.blocks += 1
         for info in block.tensors:
             a, b = anchor.get(info.key), donor.get(info.key)
@@ -85,7 +86,7 @@ class Statistics:
         logits = _logits_axis(info)
         norm, other = _square(a, logits), 0.0
         for dim, axis in enumerate(info.axes):
-            if not axis.parts or any(part.space.kind != "stream" for part in axis.parts):
+            if not axis.parts or any(not _moves(part.space, transforms) for part in axis.parts):
                 continue
             moved = transform_tensor(b, _without(info, dim), transforms)
             other = _square(moved, logits)
@@ -191,27 +192,55 @@ def _square(x: Tensor, centred: int | None = None) -> float:
     return max(square - float(sums.square().sum()) / x.shape[centred], 0.0)
 
 
+def _moves(space: Space, transforms: Mapping[str, SpaceTransform]) -> bool:
+    return space.kind == "stream" and space.name in transforms
+
+
 def _element(transforms: Mapping[str, SpaceTransform], stream: str) -> StreamTransform:
     found = transforms[stream]
     assert isinstance(found, StreamTransform)
     return found
 
 
-def check_group(architecture: Architecture, group: str, model: str = "the model") -> list[str]:
-    """The streams that a residual group applies to.
+def residual_groups(architecture: Architecture, asked: str, model: str = "the model") -> dict[str, str]:
+    """The group of each residual stream that is to move.
+
+    Args:
+        asked: a group for all streams, `largest` (each stream's own), or groups by stream (`options.by_stream`).
 
     Raises:
-        RecipeError: no stream, or not every stream, admits it; names the largest group that all admit.
+        RecipeError: a stream is not there, or does not admit its group; says why, and the largest that it admits.
     """
+    if asked == "none":
+        return {}
     if not architecture.streams:
         raise RecipeError(
-            f"'residual: {group}': the {architecture.family} architecture has no stream to move", where=model
+            f"'residual: {asked}': the {architecture.family} architecture has no stream to move", where=model
         )
-    refusing = [name for name, groups in architecture.stream_groups.items() if group not in groups]
-    if refusing:
-        raise RecipeError(
-            f"'residual: {group}' is not a symmetry of the {architecture.family} architecture (stream '{refusing[0]}')",
-            where=model,
-            remedy=f"the largest it admits is 'residual: {architecture.residual_groups[-1]}'",
-        )
-    return list(architecture.streams)
+    wanted = by_stream(asked) or dict.fromkeys(architecture.streams, asked)
+    for name, group in wanted.items():
+        if name not in architecture.streams:
+            raise RecipeError(
+                f"'residual: {asked}': there is no stream '{name}'",
+                where=model,
+                remedy=nearest(name, architecture.streams),
+            )
+        admitted = architecture.stream_groups[name]
+        if group != "largest" and group not in admitted:
+            why = ", which this model gives out" if admitted == ("none",) else ""
+            raise RecipeError(
+                f"'residual: {group}' is not a symmetry of the {architecture.family} architecture "
+                f"(stream '{name}'{why})",
+                where=model,
+                remedy=_smaller(architecture, wanted),
+            )
+    groups = {name: architecture.stream_groups[name][-1] if g == "largest" else g for name, g in wanted.items()}
+    return {name: group for name, group in groups.items() if group != "none"}
+
+
+def _smaller(architecture: Architecture, wanted: Mapping[str, str]) -> str:
+    """The largest groups that can be had."""
+    largest = {name: architecture.stream_groups[name][-1] for name in wanted if name in architecture.streams}
+    if len(set(largest.values())) == 1:
+        return f"the largest it admits is 'residual: {next(iter(largest.values()))}'"
+    return f"the largest it admits is 'residual: {','.join(f'{name}={group}' for name, group in largest.items())}'"

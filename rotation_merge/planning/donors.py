@@ -18,10 +18,10 @@ from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.file import check_fingerprints, load_alignment
 from rotation_merge.matching.fingerprint import fingerprint
 from rotation_merge.matching.fold import Fold
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import NOTHING, MatchOptions
+from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import Renamed, Rows
 from rotation_merge.matching.state import TensorSource
-from rotation_merge.matching.stream import check_group
 from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, Pick
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
@@ -35,11 +35,13 @@ class Donor:
         origin: the model it was fine-tuned from, if its task vector is to be carried over.
         whole: task that gives its alignment across the whole model; None: each block is matched by itself.
         rows: where its vocabulary is not the anchor's, the anchor's and the donor's rows of the tokens they share.
+        checked: what may be done to it (or to its origin).
     """
 
     origin: ModelReference | None = None
     whole: Task | None = None
     rows: tuple[Tensor, Tensor] | None = None
+    checked: Checked | None = None
 
 
 @dataclass
@@ -49,6 +51,7 @@ class Donors:
     Attributes:
         found: by model; the base is not among them.
         folded: streams that are folded in every model of the merge, because some donor's rotation needs it.
+        layers: of each donor, by module, which of the anchor's layers meets which of its own.
     """
 
     recipe: Recipe
@@ -57,6 +60,7 @@ class Donors:
     run: Run
     found: dict[ModelReference, Donor] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
+    layers: dict[ModelReference, dict[str, list[tuple[int, int]]]] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -69,12 +73,15 @@ class Donors:
         """
         self = cls(recipe, models, options, run)
         readers: dict[ModelReference, ConfigReader] = {}
-        for module in (config.modules or {}).values():
+        for name, module in (config.modules or {}).items():
             for piece in module.slices or []:
                 reader = ConfigReader(config=config, t=0, module=module, slice_out=piece)
+                anchor = next((s for s in piece.sources if s.model == recipe.base), piece.sources[0])
                 for source in piece.sources:
                     if source.model != recipe.base:
                         readers.setdefault(source.model, reader)
+                        meeting = zip(range(*anchor.layer_range), range(*source.layer_range), strict=False)
+                        self.layers.setdefault(source.model, {}).setdefault(name, []).extend(meeting)
         if recipe.mean:
             self._settle_mean(readers)
         else:
@@ -96,15 +103,15 @@ class Donors:
 
     def _settle(self, model: ModelReference, reader: ConfigReader) -> Donor:
         origin = self._origin(model, reader)
-        options = self.recipe.varying(reader, model)
         path = self.recipe.of_model("alignment", reader, model)
+        checked = self._check(origin or model, model, self.recipe.varying(reader, model) if path is None else NOTHING)
+        options = checked.options
         rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
         if path is not None:
-            return Donor(origin, self._given(path, origin or model), rows)
+            return Donor(origin, self._given(path, origin or model), rows, checked)
         if options.residual == "none" and not isinstance(self.recipe.delegate, RefitMethod):
-            return Donor(origin, None, rows)
-        if options.residual != "none":
-            self._admit(options)
+            return Donor(origin, None, rows, checked)
+        self._fold(checked.folded)
         sources: list[TensorSource] = [self._base, self.source(origin or model)]
         if rows is not None:
             sources = [Rows(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
@@ -120,7 +127,7 @@ class Donors:
             device=str(self.options.device or "cpu"),
             quiet=self.options.quiet,
         )
-        return Donor(origin, task, rows)
+        return Donor(origin, task, rows, checked)
 
     def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
         """Rows of shared tokens where the donor (or what it was tuned from) has another vocabulary than the anchor.
@@ -146,6 +153,7 @@ class Donors:
 
     def _settle_mean(self, readers: dict[ModelReference, ConfigReader]) -> None:
         options: MatchOptions | None = None
+        settled: dict[ModelReference, Checked] = {}
         for model, reader in readers.items():
             if self._origin(model, reader) or self.recipe.of_model("alignment", reader, model):
                 raise RecipeError(
@@ -153,7 +161,8 @@ class Donors:
                     where=str(model),
                     remedy="use 'anchor: base'",
                 )
-            mine = self.recipe.varying(reader, model)
+            checked = self._check(model, model, self.recipe.varying(reader, model), whole=True)
+            settled[model], mine = checked, checked.options
             if options is not None and self._by_block(mine) != self._by_block(options):
                 raise RecipeError(
                     "'anchor: mean' needs the same options for all donors",
@@ -161,8 +170,7 @@ class Donors:
                     remedy="set them once, under the recipe's parameters",
                 )
             options = mine
-            if mine.residual != "none":
-                self._admit(mine)
+            self._fold(checked.folded)
         if options is None:
             return
         sources: dict[str, TensorSource] = {str(self.recipe.base): self._base}
@@ -187,8 +195,8 @@ class Donors:
             quiet=self.options.quiet,
         )
         self.found = {
-            model: Donor(whole=Pick(key=f"mean:{model}", label="", all=everything, name=str(model)))
-            for model in readers
+            model: Donor(None, Pick(key=f"mean:{model}", label="", all=everything, name=str(model)), None, checked)
+            for model, checked in settled.items()
         }
 
     def _by_block(self, options: MatchOptions) -> list[MatchOptions]:
@@ -206,27 +214,29 @@ class Donors:
         file = load_alignment(path, self._architecture)
         marks = [fingerprint(model.architecture, model, model.config) for model in (self._base, self.models[donor])]
         check_fingerprints(file, path, marks[0], marks[1], (str(self.recipe.base), str(donor)))
+        asked = residual_of(file.alignment.transforms, file.alignment.folded)
+        self._check(donor, donor, NOTHING.with_residual(asked), whole=asked != "none")
         self._fold(file.alignment.folded)
         self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.")
         return Given(key=f"given:{path}", label="", alignment=file.alignment)
 
-    def _admit(self, options: MatchOptions) -> None:
-        """Check the residual group, and what folding needs."""
-        check_group(self._architecture, options.residual, str(self.recipe.base))
-        self._fold(self._architecture.folds(options.residual))
+    def _check(
+        self, matched: ModelReference, model: ModelReference, options: MatchOptions, whole: bool = False
+    ) -> Checked:
+        """Whether the model that is matched can be moved under these options; what is questionable is noted."""
+        checked = check_pair(
+            self._base.member,
+            self.models[matched].member,
+            options,
+            untie=self.recipe.untie,
+            layers=None if whole else self.layers.get(model, {}),
+            excluded=self.recipe.excluded,
+        )
+        for note in (*checked.warnings, *checked.notes()):
+            self.run.note(note)
+        return checked
 
     def _fold(self, streams: tuple[str, ...]) -> None:
-        if streams and not self.recipe.untie and (tied := self._base.tied_head) is not None:
-            admitted = [
-                g
-                for g in ("permutation", "signed_permutation")
-                if all(g in s for s in self._architecture.stream_groups.values())
-            ]
-            raise RecipeError(
-                f"'residual: rotation' needs a head of its own, '{tied}' is tied to the embedding",
-                where=str(self.recipe.base),
-                remedy=f"set 'untie: true' (the output then stores its head), or use 'residual: {admitted[-1]}'",
-            )
         self.folded = tuple(dict.fromkeys((*self.folded, *streams)))
 
     def source(self, model: ModelReference, read: TensorSource | None = None) -> TensorSource:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import CHOICES
+from rotation_merge.matching.options import CHOICES, by_stream
 
 METHOD = "rotation_merge"
 """The merge method's name."""
@@ -38,9 +38,10 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-FILE, MODEL, FOLDER, NAMES, RANGES, STREAMS = (
-    Kind(words, _text) for words in ("a file", "a model", "a folder", "names", "all, or ranges", "a group by stream")
+FILE, MODEL, FOLDER, NAMES, RANGES = (
+    Kind(words, _text) for words in ("a file", "a model", "a folder", "names", "all, or ranges")
 )
+STREAMS = Kind("groups by stream (decoder=rotation,encoder=permutation)", lambda value: by_stream(value) is not None)
 METHOD_NAME = Kind("a merge method", _text)
 NUMBER = Kind("a number", _number)
 COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
@@ -115,7 +116,7 @@ KEYS = (
     Key("heads", BLOCK, CHOICES["heads"], "order of attention heads", "none"),
     Key("ffn", BLOCK, CHOICES["ffn"], "order of FFN neurons and of experts", "permutation"),
     Key("rescale", BLOCK, CHOICES["rescale"], "rescaling, positive or (where allowed) signed", True),
-    Key("residual", WHOLE, CHOICES["residual"], "group of the residual stream", "none"),
+    Key("residual", WHOLE, (*CHOICES["residual"], STREAMS), "group of the residual stream", "none"),
     Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
     Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
     Key("alignment", DONOR_ONLY, (FILE,), "file of transforms to apply instead of matching"),

@@ -13,6 +13,7 @@ from rotation_merge.groups.admitted import admitted
 from rotation_merge.groups.space import Work
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.stream import residual_groups
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -48,6 +49,7 @@ class Estimate:
         unaligned: what keeps its place, and why.
         seconds, memory, disk: estimates for one donor: wall time on this machine's current threads, peak bytes beyond
             Python and its libraries (one output file of up to 5 GB is held until it is written), bytes written.
+        warnings: what makes a merge of the two questionable.
     """
 
     family: str
@@ -59,6 +61,7 @@ class Estimate:
     memory: int
     disk: int
     streams: dict[str, list[str]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 def estimate(
@@ -109,9 +112,7 @@ def _count(shape: tuple[int, ...]) -> int:
 def _matched_names(architecture: Architecture, options: MatchOptions) -> set[str]:
     blocks = architecture.blocks
     names = {space.name for block in blocks for space in wanted_spaces(block, options.at(architecture, block))}
-    if options.residual != "none":
-        names |= set(architecture.streams)
-    return names
+    return names | set(residual_groups(architecture, options.residual))
 
 
 def _moved(architecture: Architecture, options: MatchOptions) -> list[TensorInfo]:
@@ -129,9 +130,10 @@ def _lines(architecture: Architecture, options: MatchOptions) -> list[SpaceLine]
             key = (space.name.rsplit(".", 1)[-1], space.kind, _sizes(space), group)
             found.setdefault(key, []).append(block)
     lines = []
+    groups = residual_groups(architecture, options.residual)
     for name, stream in architecture.streams.items():
         possible = architecture.stream_groups.get(name, ())
-        group = options.residual if options.residual != "none" else "not matched"
+        group = groups.get(name, "not matched")
         lines.append(
             SpaceLine(name, "stream", _sizes(stream), f"{group} (admits {', '.join(possible)})", 1, "whole model")
         )
@@ -164,11 +166,12 @@ def _sizes(space: Space) -> str:
 
 def _unaligned(architecture: Architecture, shapes: Shapes, options: MatchOptions, moved: list[TensorInfo]) -> list[str]:
     reasons = []
+    moving = residual_groups(architecture, options.residual)
     for name, groups in architecture.stream_groups.items():
-        if options.residual == "none":
+        if name not in moving:
             largest = groups[-1] if groups else "none"
             more = f"; 'residual: {largest}' would match it" if largest != "none" else ": its outputs stand in it"
-            reasons.append(f"stream '{name}' keeps its coordinates (residual: none){more}")
+            reasons.append(f"stream '{name}' keeps its coordinates (residual: {options.residual}){more}")
     reasons += list(architecture.limits)
     spaces = [space for block in architecture.blocks for space in block.spaces.values()]
     for name, space in {s.name.rsplit(".", 1)[-1]: s for s in spaces if s.kind == "attention"}.items():
@@ -212,9 +215,8 @@ def _works(architecture: Architecture, block: Block, options: MatchOptions) -> d
     """What each space of a block costs that is matched, by name; the streams that pass through it included."""
     own = options.at(architecture, block)
     found = {space.name: admitted(space, own).work() for space in wanted_spaces(block, own)}
-    if options.residual == "none":
-        return found
-    return found | {name: architecture.stream_group(name, options.residual).work() for name in architecture.streams}
+    groups = residual_groups(architecture, options.residual)
+    return found | {name: architecture.stream_group(name, group).work() for name, group in groups.items()}
 
 
 def _shape(info: TensorInfo, shapes: Shapes) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ from rotation_merge.report.run import Run
 
 def make_twin(parent: Path, out: Path) -> None:
     """Write the twin of a checkpoint: heads and neurons reordered, rotated, rescaled; the residual stream rotated."""
-    pair = open_pair(str(parent), str(parent))
     options = MatchOptions(heads="permutation", residual="rotation")
+    pair = open_pair(str(parent), str(parent), options)
     moves = random_gauge(pair.architecture, options, torch.Generator().manual_seed(0))
     report = MergeReport.of(Run(), parent, "none", "")
     alignment = Alignment(moves, folded=tuple(pair.architecture.streams))

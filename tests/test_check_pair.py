@@ -1,0 +1,291 @@
+"""`check_pair`, the only way into matching: what it refuses and warns of, over all families and on every path."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cli_support import run
+from plugin_support import recipe_for
+from tiny_models import ALL, Case, Planted, planted, save
+from variants import FIRST, try_make
+
+import rotation_merge
+from rotation_merge.architectures import resolve
+from rotation_merge.architectures.registry import tied_head
+from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.pair import Checked, Member, check_pair
+from rotation_merge.seam.merging import merge_recipe
+
+SOME = [case for case in ALL if case in FIRST or "tie_word_embeddings" in case.config]
+by_case = pytest.mark.parametrize("case", SOME, ids=lambda case: f"{case.family}-{case.name}")
+
+
+def member(config: dict[str, Any], state: dict[str, torch.Tensor], name: str = "model", **how: bool) -> Member:
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    architecture = resolve(config, list(state), name, **how)
+    return Member(name, config, architecture, shapes, tied_head(config, list(state), name))
+
+
+def both(model: Planted, options: MatchOptions, **changes: Any) -> Checked:
+    """A model against itself, or against one whose config differs."""
+    first = member(model.config, model.state, "anchor")
+    return check_pair(first, member({**model.config, **changes}, model.state, "donor"), options)
+
+
+# --- tied heads
+
+
+@by_case
+def test_laws_of_pairs(case: Case) -> None:
+    """What is true of every model met by another that lacks a tensor, stores one more, or ties its head."""
+    a_tied_head_forbids_rotations(case)
+    what_one_lacks_may_not_stay_behind(case)
+    the_unknown_may_not_stay_while_the_stream_moves(case)
+
+
+def a_tied_head_forbids_rotations(case: Case) -> None:
+    """Stored or not, what the config ties is one parameter: folding cannot serve it as a head and as an embedding."""
+    model = planted(case)
+    head, stream = tied_head(model.config, list(model.state), case.name) or ("", "")
+    if stream not in model.rotatable:
+        return
+    own = model.untied()
+    for state in (model.state, own.state):
+        alone = len(model.architecture.streams) > len(model.rotatable)
+        for asked in [f"{stream}=rotation", *([] if alone else ["rotation"])]:
+            one = member(model.config, state)
+            with pytest.raises(RecipeError, match=rf"'{head}' is tied .*untie: true.*residual: \w*permutation"):
+                check_pair(one, one, MatchOptions(residual=asked))
+        assert stream not in check_pair(one, one, MatchOptions(residual="largest")).folded
+        opened = member(model.config, state, untie=True)
+        assert (
+            check_pair(opened, opened, MatchOptions(residual="largest"), untie=True).folded[: len(model.rotatable)]
+            == model.rotatable
+        )
+    free = member(own.config, own.state)
+    assert check_pair(free, free, MatchOptions(residual="largest")).folded[: len(model.rotatable)] == model.rotatable
+
+
+# --- stored extras
+
+
+def what_one_lacks_may_not_stay_behind(case: Case) -> None:
+    """Every tensor with an axis in a local space, left out of either model, is refused, or the model is incomplete."""
+    model = planted(case)
+    one = member(model.config, model.state)
+    options = MatchOptions(heads="permutation", residual="largest")
+    local = {
+        info.name: info
+        for info in one.architecture.tensors()
+        if info.optional and any(part.space.kind != "stream" for axis in info.axes for part in axis.parts)
+    }
+    for name in list(local)[:3]:
+        state = {key: tensor for key, tensor in model.state.items() if key not in local[name].names}
+        other = member(model.config, state)
+        for first, second in ((one, other), (other, one)):
+            with pytest.raises(RotationMergeError, match="is missing, model has it"):
+                check_pair(first, second, options)
+
+
+def the_unknown_may_not_stay_while_the_stream_moves(case: Case) -> None:
+    model = planted(case)
+    size = next(iter(resolve(model.config, list(model.state), "x").streams.values())).sizes["size"]
+    groups = model.architecture.stream_groups.values()
+    for shape, refused in (((size, 3), True), ((size + 1,), False)):
+        state = {**model.state, "surplus.weight": torch.zeros(shape)}
+        one = member(model.config, state, keep_unknown=True)
+        assert check_pair(one, one, MatchOptions()).unaligned == ("surplus.weight",)
+        if all("permutation" in admitted for admitted in groups):
+            moving = MatchOptions(residual="permutation")
+            if refused:
+                with pytest.raises(RotationMergeError, match=r"surplus\.weight.*would stay while"):
+                    check_pair(one, one, moving)
+            assert bool(check_pair(one, one, moving, excluded=lambda name: "surplus" in name)) or refused
+
+
+# --- configs that differ
+
+
+DIFFERENT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "rotary or none": ("llama-smollm3", {"no_rope_layers": [1, 1]}, "rotary dimensions|no_rope_layers"),
+    "sliding layers that switch rotary": ("cohere-", {"layer_types": ["full_attention"] * 2}, "rotary dimensions"),
+    "ALiBi": ("falcon-", {"alibi": True}, "alibi|rotary"),
+    "share of rotary dimensions": (
+        "gpt_neox-parallel",
+        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}},
+        "rotary dimensions",
+    ),
+    "degree of the activation": ("bert-masked", {"hidden_act": "relu2"}, "degree of the activation"),
+    "place of norms": ("gpt_neox-parallel", {"use_parallel_residual": False}, "use_parallel_residual"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_what_decides_a_symmetry_is_refused_with_both_values(what: str) -> None:
+    start, change, wanted = DIFFERENT[what]
+    found = 0
+    for case in ALL:
+        if not f"{case.family}-{case.name}".startswith(start):
+            continue
+        model = planted(case)
+        other = {**model.config, **change}
+        if resolve_safely(model, other) is None or other == model.config:
+            continue
+        with pytest.raises(RotationMergeError, match=wanted) as caught:
+            both(model, MatchOptions(), **change)
+        assert "against" in str(caught.value)
+        found += 1
+    assert found, f"{what}: no case shows it"
+
+
+def resolve_safely(model: Planted, config: dict[str, Any]) -> Any:
+    try:
+        return resolve(config, list(model.state), "donor")
+    except RotationMergeError:
+        return None
+
+
+QUESTIONABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "rope_parameters.rope_theta": ("llama", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
+    "rms_norm_eps": ("llama", {"rms_norm_eps": 1e-3}),
+    "max_position_embeddings": ("llama", {"max_position_embeddings": 4096}),
+    "hidden_act": ("bert", {"hidden_act": "gelu_new"}),
+    "tie_word_embeddings": ("t5", {"tie_word_embeddings": False}),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONABLE)
+def test_what_makes_a_merge_questionable_is_a_warning(name: str) -> None:
+    family, change = QUESTIONABLE[name]
+    model = planted(next(case for case in ALL if case.family == family))
+    assert both(model, MatchOptions()).warnings == ()
+    found = both(model, MatchOptions(), **change).warnings
+    assert any(f"'{name}' is " in line and "against" in line for line in found), found
+
+
+# --- residual by stream
+
+
+def test_residual_by_stream_and_the_largest() -> None:
+    case = next(case for case in ALL if case.class_name == "CLIPModel")
+    model = planted(case)
+    admitted = model.architecture.stream_groups
+    assert len(admitted) == 2
+    largest = both(model, MatchOptions(residual="largest"))
+    assert largest.streams == {name: groups[-1] for name, groups in admitted.items()}
+    first = next(iter(admitted))
+    alone = both(model, MatchOptions(residual=f"{first}=permutation"))
+    assert alone.streams == {first: "permutation"}
+    with pytest.raises(RecipeError, match=r"no stream 'nosuch'; "):
+        both(model, MatchOptions(residual="nosuch=permutation"))
+    with pytest.raises(RecipeError, match="parameter 'residual'"):
+        MatchOptions(residual=f"{first}=turning")
+
+
+@by_case
+def test_the_largest_groups_leave_outputs_alone(case: Case) -> None:
+    """Through the Python API: a twin is moved back under `largest`, each stream by its own group, outputs kept."""
+    model = planted(case)
+    if case.images or len(model.architecture.stream_groups) < 2:
+        return
+    other = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in model.state.items()}
+    aligned, _ = rotation_merge.align(model.state, other, model.config, residual="largest", heads="permutation")
+    assert model.differs(aligned) <= 1e-9
+
+
+# --- every path
+
+
+class Asked(RotationMergeError):
+    """check_pair was asked."""
+
+
+PATHS: dict[str, Callable[[Path, Path, Path], Any]] = {
+    "api": lambda a, b, out: rotation_merge.align(_state(b), _state(a), _config(a)),
+    "align": lambda a, b, out: run("align", a, b, out),
+    "align --alignment": lambda a, b, out: run("align", a, b, "--alignment", out),
+    "compare": lambda a, b, out: run("compare", a, b),
+    "barrier": lambda a, b, out: run("barrier", a, b, "--data", "self"),
+    "fit": lambda a, b, out: run(
+        "fit", a, b, "--data", "self", "--limit", "8", "--batch-size", "4", "--alignment", out / "file"
+    ),
+    "inspect": lambda a, b, out: run("inspect", _recipe(a, b, out)),
+    "inspect model": lambda a, b, out: run("inspect", a),
+    "check": lambda a, b, out: run("check", _recipe(a, b, out)),
+    "recipe": lambda a, b, out: merge_recipe(_recipe(a, b, out).read_text(), str(out / "merged")),
+    "recipe, residual": lambda a, b, out: merge_recipe(
+        _recipe(a, b, out, residual="permutation").read_text(), str(out / "merged")
+    ),
+    "recipe, mean": lambda a, b, out: merge_recipe(_recipe(a, b, out, anchor="mean").read_text(), str(out / "merged")),
+}
+
+
+def _state(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+def _recipe(a: Path, b: Path, folder: Path, **settings: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    text = recipe_for("linear", a, b)
+    document = yaml.safe_load(text) if isinstance(text, str) else dict(text)
+    document["parameters"] = {**document.get("parameters", {}), **settings}
+    (folder / "recipe.yml").write_text(yaml.safe_dump(document))
+    return folder / "recipe.yml"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    case = next(case for case in ALL if case.family == "llama")
+    for seed, name in enumerate("ab"):
+        model = try_make(case)
+        assert model is not None
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(seed * torch.randn_like(parameter))
+        save(model.float(), folder / name)
+    return folder / "a", folder / "b"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_into_matching_asks(
+    path: str, two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a `check_pair` that refuses everything, nothing is matched, and its one line is what the user sees."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Asked("refused by the test")
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError(f"{path} matches without asking")
+
+    for info in pkgutil.walk_packages(rotation_merge.__path__, "rotation_merge."):
+        module = importlib.import_module(info.name)
+        for name, other in (
+            ("check_pair", refuse),
+            ("match_model", never),
+            ("match_block", never),
+            ("match_to_mean", never),
+        ):
+            if name in vars(module):
+                monkeypatch.setattr(module, name, other)
+    result = None
+    with contextlib.suppress(Asked):
+        result = PATHS[path](*two, tmp_path / "out")
+    assert result is None or (result.exit_code != 0 and "refused by the test" in result.output), result.output
