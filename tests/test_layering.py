@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "rotation_merge"
 
 ORDER = (
     "errors",
+    "durable",
     "linalg",
     "groups",
     "architectures",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rotation_merge import durable
 from rotation_merge.errors import StatisticsError, short
 
 FORMAT = "rotation_merge.statistics.1"
@@ -163,20 +163,11 @@ def replacing(path: Path | str) -> Iterator[Any]:
     Raises:
         StatisticsError: it cannot be written; nothing is left behind.
     """
-    target = Path(path)
-    temporary = target.with_name(f"{target.name}.partial")
     try:
-        with open(temporary, "wb") as file:
+        with durable.replacing(path) as temporary, open(temporary, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            reason = (error.strerror or str(error)).lower()
-            raise StatisticsError(
-                f"cannot be written ({reason})", where=str(target), remedy="give another place with --out"
-            ) from error
-        raise
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise StatisticsError(
+            f"cannot be written ({reason})", where=str(path), remedy="give another place with --out"
+        ) from error

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from rotation_merge.durable import sync, sync_tree
 from rotation_merge.errors import RotationMergeError
 
 MODEL_FILES = ("model", "pytorch_model")
@@ -37,6 +38,8 @@ def check_place(out_path: str, inputs: Iterable[str]) -> None:
 def staged(out_path: str) -> Iterator[str]:
     """A directory to write into, later moved to `out_path`; removed when the block does not end well.
 
+    Everything in it is on disk before it moves.
+
     It lies beside `out_path`, or inside, where that is already a directory (which may be a file system of its own).
     A directory that is already there keeps its other files. Its old weights, index and config go first (config.json
     before all, without which nothing loads), the new config.json comes last, so that at no moment a mixture of two
@@ -51,13 +54,16 @@ def staged(out_path: str) -> Iterator[str]:
     try:
         os.makedirs(staging)
         yield staging
+        sync_tree(staging)
         _replace(staging, target)
+        sync(target)
     except BaseException:
         shutil.rmtree(holder, ignore_errors=True)
         if missing is not None:
             _remove_empty(parent, missing)
         raise
     shutil.rmtree(holder, ignore_errors=True)
+    sync(os.path.dirname(target))
 
 
 def _first_missing(path: str) -> str | None:

@@ -11,6 +11,7 @@ import click
 
 from rotation_merge.cli.options import match_options, matching_options
 from rotation_merge.cli.show import Progress, json_option, on_terminal, print_json, say, shown, table
+from rotation_merge.durable import write_text
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import NOTHING, MatchOptions
@@ -147,9 +148,7 @@ def _save(barriers: list[Barrier], directory: str) -> None:
 
     if not os.path.isdir(directory):
         raise RotationMergeError("no such directory", where=directory, remedy="name the merged model's directory")
-    with open(os.path.join(directory, FILE), "w", encoding="utf-8") as file:
-        json.dump([barrier.to_dict() for barrier in barriers], file, indent=1)
-        file.write("\n")
+    write_text(os.path.join(directory, FILE), json.dumps([barrier.to_dict() for barrier in barriers], indent=1) + "\n")
 
 
 def _show(barrier: Barrier) -> None:

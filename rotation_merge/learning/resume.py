@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from rotation_merge.durable import replacing
 from rotation_merge.errors import AlignmentError
 from rotation_merge.learning.records import FitOptions, FitReport
 from rotation_merge.matching.fingerprint import Fingerprint
@@ -92,21 +93,18 @@ class State:
         """Write the state, whole or not at all."""
         if self.path is None:
             return
-        temporary = self.path.with_suffix(self.path.suffix + ".partial")
-        torch.save(
-            {
-                "mark": self.mark,
-                "step": step,
-                "best": best,
-                "learned": self.learned.state_dict(),
-                "optimiser": self.optimiser.state_dict(),
-                "schedule": self.schedule.state_dict(),
-                "generator": self.generator.get_state(),
-                "report": json.dumps(asdict(report)),
-            },
-            temporary,
-        )
-        temporary.replace(self.path)
+        state = {
+            "mark": self.mark,
+            "step": step,
+            "best": best,
+            "learned": self.learned.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "generator": self.generator.get_state(),
+            "report": json.dumps(asdict(report)),
+        }
+        with replacing(self.path) as temporary:
+            torch.save(state, temporary)
 
     def remove(self) -> None:
         """The fit is done."""

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture
+from rotation_merge.durable import replacing
 from rotation_merge.errors import AlignmentError, short
 from rotation_merge.groups import TRANSFORMS, SpaceTransform, StreamTransform
 from rotation_merge.groups.admitted import WIDEST, admitted
@@ -66,9 +67,8 @@ def save_alignment(
         "still": json.dumps(sorted(architecture.spaces().keys() - alignment.transforms.keys())),
         "made": json.dumps(dict(made or {}), default=str),
     }
-    temporary = Path(f"{path}.partial")
-    save_file(tensors, temporary, metadata=meta)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata=meta)
 
 
 def load_alignment(path: Path | str, architecture: Architecture) -> AlignmentFile:

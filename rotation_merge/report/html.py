@@ -7,6 +7,7 @@ import os
 from html import escape
 from pathlib import Path
 
+from rotation_merge.durable import write_text
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.report import sections
 from rotation_merge.report.curves import FILE as BARRIER_FILE
@@ -54,8 +55,7 @@ def write_page(directory: str, out: str | None = None) -> str:
     name = os.path.basename(os.path.abspath(directory))
     text = page(read_report(path), barriers, name)
     target = out or os.path.join(directory, PAGE_FILE)
-    with open(target, "w", encoding="utf-8") as file:
-        file.write(text)
+    write_text(target, text)
     return target
 
 
