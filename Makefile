@@ -6,7 +6,7 @@ PYTEST ?= -n 2 --durations 10
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install test demo lint format clean
+.PHONY: install test demo lint format clean mutants
 
 install: $(VENV)/installed
 
@@ -18,6 +18,10 @@ $(VENV)/installed: requirements.lock pyproject.toml
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST)
+
+# Lines broken one at a time, and whether the tests notice: ten minutes, going on where it was stopped.
+mutants: install
+	nice -n 19 $(BIN)/python tests/mutants.py
 
 demo: install
 	$(BIN)/rotation-merge demo

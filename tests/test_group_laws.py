@@ -17,7 +17,7 @@ from rotation_merge.groups.base import proven_maps
 from rotation_merge.groups.direct_sum import Split
 from rotation_merge.groups.group import GROUPS, Group
 from rotation_merge.groups.invertible import InvertibleGroup
-from rotation_merge.groups.monomial import CoordinateOrder
+from rotation_merge.groups.monomial import CoordinateOrder, GatedOrder
 from rotation_merge.groups.planar import PlanarGroup
 from rotation_merge.groups.scaled import OrthogonalGroup
 from rotation_merge.groups.signs import CoordinateSigns, Fixed, HeadSign, PairSigns
@@ -43,6 +43,8 @@ ALL: dict[str, Group] = {
     "coordinate signs": CoordinateSigns(),
     "head sign": HeadSign(),
     "coordinate order": CoordinateOrder(),
+    "gated order": GatedOrder(),
+    "gated order, scaled": GatedOrder(True),
 }
 groups = pytest.mark.parametrize("group", ALL.values(), ids=ALL.keys())
 
@@ -93,6 +95,9 @@ def check_group(group: Group) -> None:
     if group.rescale != "sequential":
         for seed in range(30):
             assert (gain(given, group.random(N, D, gen(seed))) <= found + 1e-9).all()
+    eye = torch.eye(D, dtype=torch.float64).repeat(N, 1, 1)
+    assert group.admits(group.random(N, D, gen(5)).act(eye, 0, 1))
+    assert group.admits(normal(N, D, D, seed=6)) == (group.kind == "invertible")
     assert group.identity(N, D).is_identity()
     assert group.words
     assert group.symbol
@@ -201,7 +206,10 @@ def attention(**facts: object) -> Space:
         ),
         ({"rotary": 4, "norm": "rms_head"}, {}, PairSigns(), OrthogonalGroup(True)),
         ({"rotary": 2, "norm": "rms_all"}, {}, Split(PairSigns(), CoordinateSigns(), 2), OrthogonalGroup(True)),
-        ({"norm": "l2_head"}, {}, CoordinateSigns(), OrthogonalGroup(True)),
+        ({"norm": "l2_head"}, {}, OrthogonalGroup(False), OrthogonalGroup(True)),
+        ({"norm": "l2_head", "rotary": 4}, {}, PlanarGroup(False), OrthogonalGroup(True)),
+        ({"norm": "rms_head"}, {}, CoordinateSigns(), OrthogonalGroup(True)),
+        ({"values": "gated"}, {}, OrthogonalGroup(True), GatedOrder(True)),
         ({"norm": "layer_head", "rotary": 4}, {}, HeadSign(), OrthogonalGroup(True)),
         ({"norm": "affine_head"}, {}, Fixed(), OrthogonalGroup(True)),
         ({"values": "fixed"}, {}, OrthogonalGroup(True), Fixed()),

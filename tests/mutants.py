@@ -1,0 +1,275 @@
+"""Mutants: the package with one line broken at a time, and whether the tests that cover the file notice.
+
+    make mutants                                    # goes on where it was stopped, for ten minutes
+    python tests/mutants.py --minutes 60 --files rotation_merge/groups/planar.py --seed 1
+
+A mutant exchanges one operator, comparison, constant or argument, negates a condition, or drops a statement (see
+`changed`). It is judged by the tests that `TESTS` names for its file, in a process forked from one that has imported
+PyTorch already, so that it costs what its tests cost. Each verdict is a line of `tests/mutants.jsonl`, keyed by the
+text of the mutated line, so that mutants of lines that have not changed are not run again. `--report` lists the
+survivors; `tests/mutants.md` judges them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.abc
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOG = ROOT / "tests" / "mutants.jsonl"
+
+TESTS: dict[str, tuple[str, ...]] = {
+    "rotation_merge/groups": ("test_group_laws.py", "test_groups.py", "test_laws_of_matching.py", "test_add_group.py"),
+    "rotation_merge/linalg/scaling.py": ("test_linalg.py", "test_laws_of_matching.py"),
+    "rotation_merge/linalg/polar.py": ("test_linalg.py", "test_group_laws.py"),
+    "rotation_merge/learning/parameters.py": ("test_group_laws.py", "test_add_group.py", "test_fit.py"),
+    "rotation_merge/learning/objective.py": ("test_fit.py",),
+    "rotation_merge/matching/attention.py": ("test_matching_attention.py", "test_laws_of_matching.py"),
+    "rotation_merge/matching/head_order.py": ("test_matching_attention.py",),
+    "rotation_merge/matching/pairing.py": ("test_matching_attention.py", "test_laws_of_matching.py"),
+    "rotation_merge/matching/products.py": ("test_matching_attention.py", "test_group_laws.py"),
+    "rotation_merge/matching/ffn.py": ("test_matching_ffn.py",),
+    "rotation_merge/matching/neurons.py": ("test_matching_ffn.py",),
+    "rotation_merge/matching/nearest.py": ("test_matching_ffn.py",),
+    "rotation_merge/matching/experts.py": ("test_matching_ffn.py", "test_laws_of_matching.py"),
+    "rotation_merge/matching/apply.py": ("test_matching_ffn.py", "test_laws_of_matching.py", "test_fold.py"),
+    "rotation_merge/matching/gauge.py": ("test_add_group.py", "test_laws_of_matching.py"),
+    "rotation_merge/matching/mean.py": ("test_laws_of_matching.py", "test_mean.py"),
+    "rotation_merge/matching/stream.py": ("test_residual.py",),
+    "rotation_merge/matching/model.py": ("test_residual.py", "test_mean.py"),
+    "rotation_merge/planning": ("test_plugin_planted.py", "test_plugin_delegates.py", "test_transport.py"),
+    "rotation_merge/report/estimate.py": ("test_estimate.py",),
+}
+"""The tests that cover a file or a folder; the longest name that fits counts."""
+
+COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+ARITHMETIC = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+LOGIC = {ast.And: ast.Or, ast.Or: ast.And}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file: which node (counted as `ast.walk` goes) and what is done to it."""
+
+    file: str
+    node: int
+    what: str
+    line: int
+    text: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.file}|{self.text}|{self.what}"
+
+
+def changed(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """What may be done to a node: a name, and the node that takes its place."""
+    new = copy.deepcopy(node)
+    match new:
+        case ast.BinOp() if type(new.op) in ARITHMETIC:
+            new.op = ARITHMETIC[type(new.op)]()
+            yield "operator", new
+        case ast.BinOp(op=ast.MatMult()):
+            new.left, new.right = new.right, new.left
+            yield "factors exchanged", new
+        case ast.Compare() if type(new.ops[0]) in COMPARE:
+            new.ops[0] = COMPARE[type(new.ops[0])]()
+            yield "comparison", new
+        case ast.BoolOp():
+            new.op = LOGIC[type(new.op)]()
+            yield "and/or", new
+        case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert()):
+            yield "sign or not dropped", new.operand
+        case ast.IfExp():
+            new.body, new.orelse = new.orelse, new.body
+            yield "branches exchanged", new
+        case ast.If() | ast.While():
+            new.test = ast.UnaryOp(ast.Not(), new.test)
+            yield "condition negated", new
+        case ast.Constant(value=bool()):
+            new.value = not new.value
+            yield "constant", new
+        case ast.Constant(value=int() | float()):
+            new.value = new.value + 1
+            yield "constant", new
+        case ast.Call(args=[first, second, *rest]) if not any(isinstance(x, ast.Starred) for x in (first, second)):
+            new.args = [second, first, *rest]
+            yield "arguments exchanged", new
+        case ast.Expr(value=ast.Call()) | ast.AugAssign():
+            yield "statement dropped", ast.Pass()
+
+
+def mutants(path: Path) -> list[Mutant]:
+    """All mutants of a file; texts in messages, defaults of classes and annotations are left alone."""
+    source = path.read_text(encoding="utf-8")
+    tree, lines = ast.parse(source), source.splitlines()
+    found, file = [], str(path.relative_to(ROOT))
+    skipped = {id(inner) for node in ast.walk(tree) for inner in _untouched(node)}
+    for number, node in enumerate(ast.walk(tree)):
+        if id(node) not in skipped:
+            for what, _ in changed(node):
+                line = getattr(node, "lineno", 0)
+                found.append(Mutant(file, number, what, line, f"{lines[line - 1].strip()} @{node.col_offset}"))  # type: ignore[attr-defined]
+    return found
+
+
+def _untouched(node: ast.AST) -> Iterator[ast.AST]:
+    roots: list[ast.AST | None] = []
+    if isinstance(node, ast.FunctionDef):
+        roots = [node.returns, *(a.annotation for a in node.args.args + node.args.kwonlyargs), *node.decorator_list]
+    elif isinstance(node, ast.AnnAssign):
+        roots = [node.annotation]
+    elif isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
+        roots = [node]
+    for root in roots:
+        yield from ast.walk(root) if root is not None else ()
+
+
+def applied(mutant: Mutant) -> str:
+    """The file's source with the mutant in it."""
+    tree = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
+    wanted = list(ast.walk(tree))[mutant.node]
+    fresh = next(new for what, new in changed(wanted) if what == mutant.what)
+
+    class Put(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            return ast.copy_location(fresh, node) if node is wanted else self.generic_visit(node)
+
+    return ast.unparse(ast.fix_missing_locations(Put().visit(tree)))
+
+
+def tests_of(file: str) -> list[str]:
+    name = max((known for known in TESTS if file.startswith(known)), key=len)
+    return [str(ROOT / "tests" / test) for test in TESTS[name]]
+
+
+class _Loader(importlib.abc.SourceLoader):
+    """Gives one module of the package from a changed text."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path, self.text = path, text
+
+    def get_filename(self, fullname: str) -> str:
+        return self.path
+
+    def get_data(self, path: str) -> bytes:
+        return self.text.encode()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, mutant: Mutant) -> None:
+        self.name = mutant.file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        self.loader = _Loader(str(ROOT / mutant.file), applied(mutant))
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        return importlib.util.spec_from_loader(name, self.loader) if name == self.name else None
+
+
+def run(mutant: Mutant | None, tests: list[str], limit: float) -> str:
+    """killed, survived or timeout, by the tests in a forked process (no mutant: are the tests green?)."""
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            os.setpgrp()
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
+            if mutant is not None:
+                sys.meta_path.insert(0, _Finder(mutant))
+            import pytest
+
+            code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]))
+        finally:
+            os._exit(code)
+    began = time.monotonic()
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+        if time.monotonic() - began > limit:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "timeout"
+        time.sleep(0.05)
+
+
+def known() -> dict[str, dict[str, object]]:
+    lines = LOG.read_text(encoding="utf-8").splitlines() if LOG.exists() else []
+    return {entry["key"]: entry for entry in map(json.loads, lines)}
+
+
+def report() -> None:
+    verdicts = known()
+    by_file: dict[str, Counter[str]] = {}
+    for entry in verdicts.values():
+        by_file.setdefault(str(entry["file"]), Counter())[str(entry["verdict"])] += 1
+    for file, counts in sorted(by_file.items()):
+        print(f"{file}: {counts['killed'] + counts['timeout']} of {sum(counts.values())} killed")
+    for entry in verdicts.values():
+        if entry["verdict"] == "survived":
+            print(f"  {entry['file']}:{entry['line']} {entry['what']}: {entry['text']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="order in which mutants are tried")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that the tests of one mutant may take")
+    parser.add_argument("--files", nargs="*", help="files of the package; default: all of TESTS")
+    parser.add_argument("--report", action="store_true", help="only list what is known")
+    args = parser.parse_args()
+    if args.report:
+        return report()
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    for heavy in ("torch", "transformers", "scipy.optimize", "lap", "pydantic", "hypothesis", "pytest"):
+        importlib.import_module(heavy)  # once, for all the processes that are forked
+
+    names = args.files or list(TESTS)
+    paths = sorted(
+        {p for name in names for p in ([ROOT / name] if name.endswith(".py") else (ROOT / name).glob("*.py"))}
+    )
+    everything = [mutant for path in paths for mutant in mutants(path)]
+    random.Random(args.seed).shuffle(everything)
+    before, until, green = known(), time.monotonic() + 60 * args.minutes, set()
+    for mutant in everything:
+        if mutant.key in before:
+            continue
+        if time.monotonic() > until:
+            break
+        tests = tests_of(mutant.file)
+        if tuple(tests) not in green:
+            assert run(None, tests, 10 * args.limit) == "survived", f"these tests fail without a mutant: {tests}"
+            green.add(tuple(tests))
+        verdict = run(mutant, tests, args.limit)
+        entry = {"key": mutant.key, **vars(mutant), "verdict": verdict}
+        with LOG.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(entry) + "\n")
+        if verdict == "survived":
+            print(f"{mutant.file}:{mutant.line} {mutant.what}: {mutant.text}", flush=True)
+    report()
+
+
+if __name__ == "__main__":
+    main()
