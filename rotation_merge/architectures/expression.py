@@ -1,8 +1,8 @@
 """Small expressions over a model's config, as they stand in architecture files.
 
 Names are config keys (a missing key is None), `i` is the layer, `a.b` reaches into nested configs, and the usual
-arithmetic, comparisons, `and`/`or`/`not`, `x if c else y`, indexing and `len` work:
-``head_dim or hidden_size // heads``.
+arithmetic, comparisons, `and`/`or`/`not`, `x if c else y`, indexing (nothing has no entries), slices, `len` and `str`
+work: ``head_dim or hidden_size // heads``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def _value(node: ast.AST, config: Mapping[str, Any]) -> Any:
         case ast.Attribute():
             return (_value(node.value, config) or {}).get(node.attr)
         case ast.Subscript():
-            return _value(node.value, config)[_value(node.slice, config)]
+            whole, key = _value(node.value, config), _value(node.slice, config)
+            return None if whole is None else whole.get(key) if isinstance(whole, Mapping) else whole[key]
+        case ast.Slice():
+            return slice(*(_value(end, config) if end else None for end in (node.lower, node.upper, node.step)))
         case ast.List() | ast.Tuple():
             return [_value(item, config) for item in node.elts]
         case ast.BinOp():
@@ -85,6 +88,8 @@ def _value(node: ast.AST, config: Mapping[str, Any]) -> Any:
             return _UNARY[type(node.op)](_value(node.operand, config))
         case ast.Call(func=ast.Name(id="len"), args=[item], keywords=[]):
             return len(_value(item, config) or ())
+        case ast.Call(func=ast.Name(id="str"), args=[item], keywords=[]):
+            return str(_value(item, config))
         case ast.IfExp():
             return _value(node.body if _value(node.test, config) else node.orelse, config)
         case ast.BoolOp():

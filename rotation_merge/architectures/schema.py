@@ -145,7 +145,8 @@ class AttentionSpec(Strict):
             head), affine_head (LayerNorm with a shift a head), rms_all (RMSNorm over all heads), l2_head (unit
             length, no gain).
         order: `fixed` where heads cannot change places (ALiBi, biases shared between layers).
-        values: `fixed` where the value/output coordinates cannot be turned, `gated` where outputs are gated one by one.
+        values: `fixed` where the value/output coordinates cannot be turned, `gated` where outputs are gated one by one,
+            `normed` where values are brought to one length (no gain).
     """
 
     kind: Literal["attention"]

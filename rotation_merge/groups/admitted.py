@@ -122,6 +122,7 @@ QUERIES: dict[str | None, Choose] = {
 
 VALUES: dict[str, Choose] = {
     "free": _maps,
+    "normed": lambda space, wanted: OrthogonalGroup(False),
     "gated": lambda space, wanted: GatedOrder(wanted.rescale),
     "fixed": lambda space, wanted: Fixed(),
 }
