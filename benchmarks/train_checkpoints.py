@@ -4,6 +4,7 @@
     python benchmarks/train_checkpoints.py vit --seed 0
     python benchmarks/train_checkpoints.py llama --seed 0
     python benchmarks/train_checkpoints.py finetune --base checkpoints/llama-0 --domain english --schedule short
+    python benchmarks/train_checkpoints.py adapter --base checkpoints/llama-0 --teacher checkpoints/llama-0-english
     python benchmarks/train_checkpoints.py ship checkpoints/llama-0
     python benchmarks/train_checkpoints.py evaluate checkpoints/llama-0
 
@@ -34,6 +35,7 @@ from transformers import (
 )
 
 from rotation_merge.samples import demo as data
+from rotation_merge.samples.written import self_written
 
 CONTEXT = 128
 SCHEDULES = {"short": (300, 3e-4), "long": (2000, 3e-3)}  # steps, peak learning rate
@@ -174,6 +176,30 @@ def finetune(base: Path, domain: str, schedule: str, seed: int, steps: int | Non
     return model
 
 
+def adapter(base: Path, teacher: Path, seed: int, out: Path, rank: int = 2, steps: int = 150) -> None:
+    """A LoRA of the base that learns what a fine-tune answers on text that the fine-tune wrote itself; in float16."""
+    from peft import LoraConfig, get_peft_model
+
+    tuned = LlamaForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    ids = self_written(tuned, str(teacher), 256)
+    with torch.no_grad():
+        answers = torch.cat([tuned(input_ids=part).logits.log_softmax(-1) for part in ids.split(64)])
+    torch.manual_seed(seed)
+    targets = ["v_proj", "o_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7e-4, weight_decay=0)
+    draw = torch.Generator().manual_seed(seed + 1)
+    for _ in range(steps):
+        picked = torch.randperm(len(ids), generator=draw)[:16]
+        given = model(input_ids=ids[picked]).logits.log_softmax(-1)
+        loss = (answers[picked].exp() * (answers[picked] - given)).sum(-1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.half().save_pretrained(out)
+
+
 # ---- Evaluating and writing ----
 
 
@@ -263,6 +289,9 @@ def parser() -> argparse.ArgumentParser:
     tune.add_argument("--base", type=Path, required=True)
     tune.add_argument("--domain", choices=("english", "c", "cpp"), required=True)
     tune.add_argument("--schedule", choices=tuple(SCHEDULES), default="short")
+    small = commands.add_parser("adapter", parents=[training])
+    small.add_argument("--base", type=Path, required=True)
+    small.add_argument("--teacher", type=Path, required=True)
     shipping = commands.add_parser("ship")
     shipping.add_argument("--out", type=Path, default=data.CHECKPOINTS)
     for command in (shipping, commands.add_parser("evaluate")):
@@ -288,6 +317,9 @@ def main() -> None:
 
 def _train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
+    if args.command == "adapter":
+        name = f"{args.base.name}-lora-{args.teacher.name.rpartition('-')[2]}"
+        return adapter(args.base, args.teacher, args.seed, args.out / name)
     if args.command == "finetune":
         name = f"{args.base.name}-{args.domain}" + ("-long" if args.schedule == "long" else "")
         model = finetune(args.base, args.domain, args.schedule, args.seed, args.steps)

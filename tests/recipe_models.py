@@ -14,6 +14,7 @@ from plugin_support import ENCODER
 
 from rotation_merge.checking import documents
 from rotation_merge.checking.sources import references
+from rotation_merge.checkpoints.lora import Written
 from rotation_merge.samples.demo import CHECKPOINTS
 
 DECODER = {**SMALL, "vocab_size": 256}
@@ -42,8 +43,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def stand_in(name: str, folder: Path) -> Path:
-    """The tiny checkpoint for a model's name; the same name gives the same checkpoint."""
+    """The tiny checkpoint for a model's name; the same name gives the same one. Adapters have `lora` in theirs."""
+    if "+" in name:
+        base, adapter = (stand_in(part, folder) for part in name.split("+"))
+        return Path(f"{base}+{adapter}")
     out = folder / name.replace("/", "--").strip(".-")
+    if "lora" in name and not out.exists():
+        return adapter_stand_in(out, name[: name.index("/") + 1])
     if not out.exists():
         class_name, sizes = next(value for start, value in FAMILIES.items() if name.startswith(start))
         torch.manual_seed(len(list(folder.iterdir())) if folder.exists() else 0)
@@ -52,6 +58,23 @@ def stand_in(name: str, folder: Path) -> Path:
         if "vision" not in str(sizes) and "image_size" not in sizes:
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(CHECKPOINTS / "llama-0" / file, out / file)
+    return out
+
+
+def adapter_stand_in(out: Path, family: str) -> Path:
+    """A LoRA for the stand-ins of a family."""
+    sizes = FAMILIES[family][1]
+    draw = torch.Generator().manual_seed(1)
+    width = {"q_proj": sizes["hidden_size"], "up_proj": sizes["intermediate_size"]}
+    factors: dict[str, torch.Tensor] = {}
+    for layer in range(sizes["num_hidden_layers"]):
+        for place in ("self_attn.q_proj", "mlp.up_proj"):
+            module = f"base_model.model.model.layers.{layer}.{place}"
+            rows = width[place.rpartition(".")[2]]
+            factors[f"{module}.lora_A.weight"] = torch.randn(2, sizes["hidden_size"], generator=draw)
+            factors[f"{module}.lora_B.weight"] = 0.1 * torch.randn(rows, 2, generator=draw)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(width)}
+    Written(config, factors).write(str(out))
     return out
 
 

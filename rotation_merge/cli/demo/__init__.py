@@ -14,6 +14,7 @@ STAGES = {
     "finetunes": "two fine-tunes of one Llama",
     "llamas": "two Llamas trained from different seeds",
     "transport": "a fine-tune carried to another Llama",
+    "adapter": "a LoRA carried to another Llama",
 }
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from rotation_merge.checkpoints.carried import Settings, carry_all
 from rotation_merge.cli.demo.twin import make_twin
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.report.html import REPORT_FILE, read_report, write_page
 from rotation_merge.samples import demo as data
 from rotation_merge.samples.data import Data
@@ -28,6 +30,8 @@ OFF = {"attention": "none", "ffn": "none", "rescale": "false"}
 LEARNING_STEPS = 500
 SCALE = 0.75
 """Of the task vector that is carried over; chosen before measuring."""
+ADAPTER_SCALE = 0.5
+"""Of the LoRA that is carried over."""
 
 
 @dataclass
@@ -110,6 +114,24 @@ def transport(place: Path) -> Result:
     return result
 
 
+def adapter(place: Path) -> Result:
+    """A new base with a LoRA of an old one, at ADAPTER_SCALE: as the adapter stands, and carried."""
+    base, old, lora = (data.CHECKPOINTS / name for name in ("llama-1", "llama-0", "llama-0-lora-english"))
+    result = Result(f"LoRA for English carried to Llama 1 (x {ADAPTER_SCALE})", "loss (nats)", [_english(base)], {})
+    groups = {
+        "plain": NOTHING,
+        "local": MatchOptions(heads="permutation"),
+        "whole": MatchOptions(heads="permutation", residual="rotation"),
+    }
+    for name, options in groups.items():
+        out = place / "adapter" / name
+        carry_all({str(out): str(lora)}, str(old), str(base), Settings(options, scale=ADAPTER_SCALE))
+        result.merges[name] = _english(f"{base}+{out}")
+        if name == "whole":
+            _distances(result, out)
+    return result
+
+
 def _halves(
     title: str, place: Path, a: Path, b: Path, measure: Any, aligned: dict[str, dict[str, Any]], stock: bool = False
 ) -> Result:
@@ -177,7 +199,7 @@ def _digits(path: Path) -> float:
     return evaluate(load(str(path)), Data([{"pixel_values": pixels, "labels": labels}], "class", len(labels)))[1]
 
 
-def _loss(path: Path, *names: str) -> float:
+def _loss(path: Path | str, *names: str) -> float:
     model = load(str(path))
     losses = []
     for name in names:
@@ -191,7 +213,7 @@ def _python(path: Path) -> float:
     return _loss(path, "python")
 
 
-def _english(path: Path) -> float:
+def _english(path: Path | str) -> float:
     return _loss(path, "english")
 
 
