@@ -89,7 +89,7 @@ class Bases:
         """The alignment in a file, made for these two."""
         run = Run()
         run.note(f"The bases were aligned by the file {path}; nothing was matched.")
-        return read_alignment(self.pair, path), self.pair.report(run)
+        return read_alignment(self.pair, path, untie=True), self.pair.report(run)
 
     def carrier(self, alignment: Alignment) -> Carrier:
         new, old = self.sources

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture
 from rotation_merge.checkpoints.adapters import Adapter, is_adapter
 from rotation_merge.checkpoints.aligned import Storage, write_checkpoint
 from rotation_merge.checkpoints.bases import Bases, open_bases
@@ -34,14 +33,12 @@ class Settings:
 
     Attributes:
         match: the groups that the bases are matched by.
-        largest: of the residual groups the largest that they admit, instead of the one in `match`.
         alignment: a file of maps to apply instead of matching.
         scale: what every change is multiplied by.
         lora: rank of the adapters that whole fine-tunes are written as; 0: as models.
     """
 
     match: MatchOptions = field(default_factory=MatchOptions)
-    largest: bool = False
     alignment: str | None = None
     scale: float = 1.0
     device: str = "cpu"
@@ -76,7 +73,7 @@ def carry_all(
     if settings.alignment is not None:
         alignment, report = bases.given(settings.alignment)
     else:
-        alignment, report = bases.match(_chosen(settings, bases.architecture), progress)
+        alignment, report = bases.match(settings.match, progress)
     if whole and not settings.lora:
         _check_head(bases, alignment, settings)
     carrying = _Work(bases, Carrier(bases.architecture, *bases.sources[::-1], alignment, bases.rows), report, settings)
@@ -144,16 +141,6 @@ def _check_head(bases: Bases, alignment: Alignment, settings: Settings) -> None:
             where=str(bases.new.reference),
             remedy="add --untie (the output then stores its head), or --residual permutation, or --lora RANK",
         )
-
-
-def _chosen(settings: Settings, architecture: Architecture) -> MatchOptions:
-    """The options, with the largest residual group that every stream admits where none was named."""
-    if not settings.largest:
-        return settings.match
-    shared = [set(groups) for groups in architecture.stream_groups.values()]
-    order = ("none", "permutation", "signed_permutation", "rotation")
-    admitted = [group for group in order if group == "none" or (shared and all(group in own for own in shared))]
-    return replace(settings.match, residual=admitted[-1])
 
 
 def _verdict(bases: Bases, report: MergeReport) -> str:

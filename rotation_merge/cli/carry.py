@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -62,7 +62,9 @@ def command(
     check_dtype(dtype)
     storage = Storage(parse_size(shard_size), dtype, untie)
     device = usable_device(device)
-    settings = Settings(match_options(values), not named, alignment_file, scale, device, lora, storage)
+    options = match_options(values)
+    options = options if named else replace(options, residual="largest")
+    settings = Settings(options, alignment_file, scale, device, lora, storage)
     progress = Progress()
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     check_places(work, places)
