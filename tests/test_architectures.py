@@ -67,7 +67,7 @@ def test_declared_groups_are_symmetries(case: Case) -> None:
 
 def _rotations_of_folded_streams_are_symmetries(model: Planted) -> None:
     """Gains folded into the readers, writers centred under LayerNorm; then folding alone, and a random rotation."""
-    architecture, streams = model.architecture, model.architecture.folds("rotation")
+    architecture, streams = model.architecture, model.architecture.folds(dict.fromkeys(model.rotatable, "rotation"))
     alone = dict(aligned_tensors(architecture, model.state, Alignment({}, streams)))
     assert unmoved(model.state, alone) != list(model.state)
     assert model.differs(alone) <= 1e-9

@@ -173,6 +173,13 @@ def test_what_makes_a_merge_questionable_is_a_warning(name: str) -> None:
     assert any(f"'{name}' is " in line and "against" in line for line in found), found
 
 
+def test_quantised_weights_are_named_as_what_they_are() -> None:
+    model = planted(next(case for case in ALL if case.family == "llama"))
+    config = {**model.config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    with pytest.raises(RotationMergeError, match=r"^anchor: its weights are quantised \(bitsandbytes\).*dequantize"):
+        rotation_merge.align(model.state, model.state, config)
+
+
 # --- residual by stream
 
 

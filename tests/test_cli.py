@@ -141,6 +141,11 @@ class TestAlign:
         assert AutoTokenizer.from_pretrained(out)("ab")["input_ids"] == [97, 98]
         done = run("verify", LLAMAS[1], out)
         assert done.exit_code == 0, done.output
+        wide = run("align", *LLAMAS, tmp_path / "wide", "--heads", "permutation", "--dtype", "float64")
+        assert wide.exit_code == 0, wide.output
+        for how in ((), ("--float64",)):
+            assert run("verify", LLAMAS[1], tmp_path / "wide", *how).exit_code == 0
+            assert run("verify", LLAMAS[0], tmp_path / "wide", *how).exit_code == 1
 
     def test_the_twin_comes_back_to_the_anchor(self, pair: tuple[str, str], tmp_path: Path):
         out = tmp_path / "aligned"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 from residual_support import checkpoint
+from tiny_models import ALL, planted
 from torch import Tensor
 
 from rotation_merge.architectures.model import Axis, Block, Norm, Part, Scale, Space, TensorInfo
@@ -67,6 +69,42 @@ def test_shift_over_a_zero_gain_is_refused() -> None:
     with pytest.raises(AlignmentError, match=r"norm\.weight.*zeros"):
         folded(where, "norm.bias", **{"norm.weight": gain})
     assert folded(where, "norm.bias", **{"norm.weight": gain, "norm.bias": torch.tensor([1.0, 0, 1])}) == [0.5, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("gain", "dtype"), [(1e-4, torch.bfloat16), (1e-4, torch.float16), (3e-6, torch.float32), (1e-13, torch.float64)]
+)
+def test_a_gain_too_small_for_the_storage_is_refused(gain: float, dtype: torch.dtype) -> None:
+    """The shift over it would be so large that rounding it, once rotated, spoils the other coordinates."""
+    where = block(GAIN, SHIFT, READ, norm=Norm("s", "norm.weight", "norm.bias", ("up",), True, 0.0))
+    small = torch.tensor([1.0, gain, 2.0], dtype=dtype)
+    shift = torch.tensor([0.5, 0.5, 0.5], dtype=dtype)
+    with pytest.raises(AlignmentError, match=r"norm\.weight' is too small to be folded.*off by"):
+        folded(where, "norm.bias", **{"norm.weight": small, "norm.bias": shift})
+    assert folded(where, "norm.bias", **{"norm.weight": small, "norm.bias": shift * (small > 0.1)})[1] == 0
+
+
+def test_small_gains_are_refused_or_folded_well_in_every_family() -> None:
+    """bfloat16 models whose norms' shifts have readers without biases: refused where one gain is tiny."""
+    found = set()
+    for case in [case for case in ALL if case.family in ("falcon", "gptj", "mpt", "starcoder2", "phi")]:
+        model = planted(case)
+        norms = [(b, n) for b in model.architecture.blocks for n in b.norms if n.stream in model.rotatable and n.shift]
+        for where, norm in norms:
+            gain, shift = (where.tensor(key) for key in (norm.gain, norm.shift or ""))
+            if gain is None or shift is None:
+                continue
+            state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state.items()}
+            state[gain.name][0], state[shift.name][0] = 1e-4, 0.5
+            source = Folded(model.architecture, state, model.rotatable)
+            folded_well = False
+            with contextlib.suppress(AlignmentError):
+                folded_well = float(source[shift.name].abs().max()) < 100  # into a bias, where nothing is divided
+            if not folded_well:
+                found.add(case.family)
+                with pytest.raises(AlignmentError, match="too small to be folded"):
+                    source[shift.name]
+    assert found >= {"gptj", "falcon"}
 
 
 def test_offset_gain() -> None:

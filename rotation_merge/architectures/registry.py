@@ -166,6 +166,14 @@ def resolve(
             remedy="see 'rotation-merge architectures', add a data file (docs/add-architecture.md), "
             "or set 'unsupported: merge' under parameters to merge it without alignment",
         )
+    if settings := config.get("quantization_config"):
+        kind = settings.get("quant_method") if isinstance(settings, Mapping) else None
+        raise CheckpointError(
+            f"its weights are quantised ({kind or 'quantization_config'}); they are codes, and have no axes to turn",
+            where=model,
+            remedy="name the model in full precision, or write one: "
+            "model = AutoModelForCausalLM.from_pretrained(PATH).dequantize(); model.save_pretrained(OUT)",
+        )
     present = set(names)
     untie = untie and bool(evaluate(spec.tied_when, variables(spec, config)))
     present = present.difference(_dropped(spec, config, present))

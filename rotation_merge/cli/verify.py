@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import click
@@ -11,8 +12,8 @@ from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
 from rotation_merge.samples.functions import Batch, load, outputs, random_batch, stored_dtype
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Largest difference, in units of the outputs' root mean square, by the dtype the weights were rounded to."""
+ROUNDINGS = 16.0
+"""So many times what rounding MODEL_A's own weights does to its outputs may the two differ."""
 
 
 @click.command(epilog="Example: rotation-merge verify org/donor ./aligned --float64")
@@ -23,7 +24,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torc
 @click.option("--data", metavar="DATA", help="Real inputs too: see 'rotation-merge barrier --help'.")
 @click.option("--float64", "double", is_flag=True, help="Compute in double precision.")
 @click.option(
-    "--tolerance", type=float, help="Largest relative difference that passes; by the weights' dtype if not given."
+    "--tolerance", type=float, help="Largest relative difference that passes; by the model's own rounding if not given."
 )
 @json_option
 @shown
@@ -40,8 +41,9 @@ def command(
     """Do MODEL_A and MODEL_B compute the same function?
 
     Both are run on random inputs of the right kind (token ids, pixels, audio features) and on --data where given. The
-    largest difference is relative to the root mean square of MODEL_A's outputs. Weights rounded to bfloat16 differ by
-    that rounding, so the tolerance follows the stored dtype. Exit code 0: the same; 1: not.
+    largest difference is relative to the root mean square of MODEL_A's outputs. What is allowed is a multiple of what
+    rounding MODEL_A's own weights changes: in the coarser of the two models' storage types, or in float32, in which
+    transformers computes parts of every model. Exit code 0: the same; 1: not.
     """
     compute = torch.float64 if double else torch.float32
     a, b = load(model_a, compute), load(model_b, compute)
@@ -52,18 +54,33 @@ def command(
 
         inputs += read_batches(data, model_a, a, limit=32).batches
     worst = largest_difference(a, b, inputs, (model_a, model_b))
-    coarsest = max(map(stored_dtype, (model_a, model_b)), key=lambda d: TOLERANCE.get(d, 0.0))
-    allowed = tolerance if tolerance is not None else TOLERANCE.get(coarsest, 1e-4)
+    stored = [stored_dtype(model) for model in (model_a, model_b)]
+    coarsest = max((d for d in stored if d.is_floating_point), key=lambda d: torch.finfo(d).eps, default=torch.float32)
+    allowed = tolerance if tolerance is not None else ROUNDINGS * own_rounding(a, inputs, coarsest, seed)
     same = worst["relative"] <= allowed
     if as_json:
         print_json({"same": same, "tolerance": allowed, "batches": len(inputs), **worst})
     else:
         size = f"{worst['absolute']:.3g}, {worst['relative']:.3g} of the outputs' size"
-        stored = str(coarsest).removeprefix("torch.")
+        named = str(coarsest).removeprefix("torch.")
+        why = f" ({ROUNDINGS:g} times what rounding to {named} does)" if tolerance is None else ""
         say(f"largest difference over {len(inputs)} batches: {size}, in {worst['output']}")
-        say(f"allowed: {allowed:.3g} of the outputs' size" + (f" (weights in {stored})" if tolerance is None else ""))
+        say(f"allowed: {allowed:.3g} of the outputs' size{why}")
         say("the two models compute the same" if same else "the two models differ", "green" if same else "red")
     return 0 if same else 1
+
+
+@torch.no_grad()
+def own_rounding(model: Any, inputs: list[Batch], dtype: torch.dtype, seed: int = 0) -> float:
+    """The largest relative difference that rounding a model's weights makes: each is off by up to half a unit in the
+    last place of `dtype`, or of float32 where that is coarser."""
+    unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    rounded = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in rounded.parameters():
+        noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64).to(parameter) - 0.5
+        parameter.mul_(1 + unit * noise)
+    return float(largest_difference(model, rounded, inputs, ("the model", "the model, rounded"))["relative"])
 
 
 def largest_difference(a: Any, b: Any, inputs: list[Batch], names: tuple[str, str]) -> dict[str, Any]:

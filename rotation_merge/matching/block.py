@@ -14,6 +14,7 @@ from rotation_merge.architectures.model import Block, Space
 from rotation_merge.errors import AlignmentError
 from rotation_merge.groups import HeadTransform, NeuronTransform, SpaceTransform
 from rotation_merge.groups.admitted import asks
+from rotation_merge.linalg.scaling import limited
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.attention import AttentionMatch, match_attention
 from rotation_merge.matching.experts import ExpertsMatch, match_experts
@@ -98,6 +99,13 @@ def match_block(
     return BlockMatch(matching.local, list(matching.records.values()))
 
 
+def _at_the_limit(transform: SpaceTransform) -> list[str]:
+    """A note where rescaling ended at the largest or least factor it may have."""
+    factors = [t for e in transform.elements().values() for n, t in e.tensors().items() if n in ("factor", "scale")]
+    count = sum(int(limited(factor).sum()) for factor in factors)
+    return [f"{count} scales stopped at the limit of a million"] if count else []
+
+
 def linked(block: Block, spaces: list[Space]) -> list[Space]:
     """Those of some spaces that share a tensor with another of them: they are matched in turn until all agree."""
     names = {space.name for space in spaces}
@@ -139,7 +147,7 @@ class _Matching:
             distances=transform.distances(),
             seconds=time.perf_counter() - begin,
             head_order=transform.head_order().tolist() if isinstance(transform, HeadTransform) else None,
-            **found,
+            **{**found, "notes": [*found.get("notes", []), *_at_the_limit(transform)]},
         )
 
     def settle(self, spaces: list[Space]) -> None:

@@ -189,15 +189,40 @@ def _absorbs_shift(block: Block, norm: Norm) -> bool:
     )
 
 
+ROUNDINGS = 4.0
+"""A shift divided by its gain may cost so many times what rounding any weight in its storage type costs."""
+LEAST_ERROR = 1e-4
+"""... or this share of what the norm gives out, whichever is more."""
+
+
 def _divided(block: Block, shift: Tensor, norm: Norm, get: Get) -> Tensor:
+    """The shift before a gain of one, for readers without a bias.
+
+    Beside normalised activations, whose root mean square is one, it is stored in its type: once a rotation has mixed
+    the coordinates, the largest of its entries sets the rounding error of all.
+
+    Raises:
+        AlignmentError: that error would be more than a few roundings.
+    """
     gain = _gain(norm, get).to(_work(shift))
-    if bool((gain.abs() < 1e-6).any()) and bool((shift[gain.abs() < 1e-6] != 0).any()):
+    if bool(((gain == 0) & (shift != 0)).any()):
         raise AlignmentError(
             f"the gain '{norm.gain}' has zeros and cannot be folded",
             where=block.name,
             remedy="use 'residual: permutation' instead of rotation",
         )
-    return torch.where(gain == 0, torch.zeros_like(gain), _work(shift) / gain)
+    divided = torch.where(gain == 0, torch.zeros_like(gain), _work(shift) / gain)
+    size = float(divided.double().square().mean().sqrt())
+    rounding = torch.finfo(shift.dtype).eps
+    if size * rounding > max(ROUNDINGS * rounding, LEAST_ERROR):
+        raise AlignmentError(
+            f"the gain '{norm.gain}' is too small to be folded (down to {float(gain.abs().min()):.2g}): rounded to "
+            f"{str(shift.dtype).removeprefix('torch.')}, the shift over it would be off by {size * rounding:.2g} of "
+            "what the norm gives out",
+            where=block.name,
+            remedy="use 'residual: permutation' instead of rotation",
+        )
+    return divided
 
 
 def _gain(norm: Norm, get: Get) -> Tensor:
