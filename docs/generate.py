@@ -43,6 +43,9 @@ MEANINGS = {
     "exclude": "Comma-separated parts of tensor names; such tensors are copied from `base_model`.",
     "untie": "Give a tied output its own tensor, where residual rotation needs it.",
     "anchor": "`mean`: align all models to their running mean, expressed in the coordinates of `base_model`.",
+    "save_alignment": "Keep the transforms that the merge used as files for `alignment:`, the same that "
+    "`rotation-merge align --alignment` writes. `true`: as `alignment.safetensors` beside the model. Further donors: "
+    "`NAME-2`, `NAME-3`.",
     "report": "Also write the report as an HTML page, `report.html`.",
 }
 """Longer words than the code's own; a parameter that is not here gets those."""

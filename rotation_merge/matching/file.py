@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,14 @@ def _check_spaces(transforms: Transforms, header: _Header, architecture: Archite
     if spare or not turned <= set(header.folded):
         words = [", ".join(sorted(names)) or "none" for names in (header.folded, turned)]
         raise AlignmentError(f"would change what the models compute: gains are folded of {words[0]}, turned {words[1]}")
+
+
+def needed_folds(transforms: Transforms, architecture: Architecture, folded: Sequence[str]) -> tuple[str, ...]:
+    """Those of the folded spaces whose gains these transforms need folded, or may have folded."""
+    known = architecture.spaces()
+    return tuple(
+        name for name in folded if name in transforms and (_mixes(transforms[name]) or known[name].kind == "latent")
+    )
 
 
 def _mixes(transform: SpaceTransform) -> bool:

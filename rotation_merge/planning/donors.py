@@ -108,7 +108,7 @@ class Donors:
         options = checked.options
         rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
         if path is not None:
-            return Donor(origin, self._given(path, origin or model), rows, checked)
+            return Donor(origin, self._given(path, origin or model, self.name(model, origin)), rows, checked)
         if options.residual == "none" and not isinstance(self.recipe.delegate, RefitMethod):
             return Donor(origin, None, rows, checked)
         self._fold(checked.folded)
@@ -210,7 +210,7 @@ class Donors:
         self.models.check(self.recipe.base, [origin])
         return origin
 
-    def _given(self, path: str, donor: ModelReference) -> Given:
+    def _given(self, path: str, donor: ModelReference, name: str) -> Given:
         file = load_alignment(path, self._architecture)
         marks = [fingerprint(model.architecture, model, model.config) for model in (self._base, self.models[donor])]
         check_fingerprints(file, path, marks[0], marks[1], (str(self.recipe.base), str(donor)))
@@ -218,7 +218,7 @@ class Donors:
         self._check(donor, donor, NOTHING.with_residual(asked), whole=asked != "none")
         self._fold(file.alignment.folded)
         self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.")
-        return Given(key=f"given:{path}", label="", alignment=file.alignment)
+        return Given(key=f"given:{path}:{name}", label="", alignment=file.alignment, donor_name=name, run=self.run)
 
     def _check(
         self, matched: ModelReference, model: ModelReference, options: MatchOptions, whole: bool = False

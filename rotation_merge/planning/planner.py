@@ -25,6 +25,7 @@ from rotation_merge.planning.averages import Averages
 from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.fusing import Fusion
+from rotation_merge.planning.keeping import check_keepable
 from rotation_merge.planning.moves import Moves
 from rotation_merge.planning.refit import read_lesson
 from rotation_merge.planning.refit_tasks import RefitModels, RefittedTensor
@@ -40,7 +41,7 @@ class RotationMergePlanner(MergePlanner):
         self, config: MergeConfiguration, arch_info: ModelArchitecture, options: MergeOptions, out_model_config: Any
     ) -> None:
         super().__init__(config, arch_info, options, out_model_config)
-        session = session_of(config, options)
+        self.session = session = session_of(config, options)
         self.recipe, self.models, self.run = session.recipe, session.models, session.run
         self._method = self.recipe.delegate
         self.refit: RefitModels | None = None
@@ -56,6 +57,7 @@ class RotationMergePlanner(MergePlanner):
         super().normalize_config()
         self.config.base_model = base
         self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
+        self.session.donors = self.donors
         if isinstance(self._method, Averaging):
             device = str(self.options.device or "cpu")
             self.averages = Averages(self._method, self.recipe, self.models, self.run, device)
@@ -121,6 +123,7 @@ class RotationMergePlanner(MergePlanner):
         self._blocks_planned += 1
         anchor = next((s for s in sources if s.model == self.recipe.base), None)
         anchor = anchor or same_block(self.models, self.recipe.base, sources[0].block)
+        check_keepable(self.session, anchor, sources)
         out = OutputBlock(self.recipe, self.models, self._blocks_planned, index, anchor, sources)
         moves = Moves(self.donors, out, reader)
         for info in out.tensors():

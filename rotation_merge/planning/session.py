@@ -10,6 +10,7 @@ from mergekit.options import MergeOptions
 from pydantic import PrivateAttr
 
 from rotation_merge.checkpoints.models import Models
+from rotation_merge.planning.donors import Donors
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
 
@@ -20,15 +21,18 @@ class Session:
 
     Attributes:
         run: what the merge did; watched where somebody will read it.
+        donors: as the planner settled them.
     """
 
     recipe: Recipe
     models: Models
     run: Run = field(default_factory=Run)
+    donors: Donors | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:
-        return cls(recipe, Models(options, recipe.unsupported, recipe.untie), Run(watched=watched))
+        run = Run(watched=watched, kept={} if recipe.value("save_alignment") else None)
+        return cls(recipe, Models(options, recipe.unsupported, recipe.untie), run)
 
 
 class SessionConfiguration(MergeConfiguration):

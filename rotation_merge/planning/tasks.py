@@ -118,6 +118,7 @@ class MatchBlock(KeyedTask):
         except AlignmentError as error:
             raise AlignmentError(error.what, where=f"{self.donor_name}, {error.where}", remedy=error.remedy) from error
         self.run.record(self.donor_name, self.block, match.records)
+        self.run.keep(self.donor_name, match.transforms)
         return match.transforms
 
     def priority(self) -> int:

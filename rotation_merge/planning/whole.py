@@ -45,8 +45,11 @@ class Given(WholeTask):
     """An alignment that is known already."""
 
     alignment: Alignment = Field(repr=False)
+    donor_name: str
+    run: Run = Field(repr=False)
 
     def execute(self) -> Alignment:
+        self.run.keep(self.donor_name, self.alignment.transforms)
         return self.alignment
 
 

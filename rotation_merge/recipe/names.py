@@ -42,6 +42,7 @@ FILE, MODEL, FOLDER, NAMES, RANGES = (
     Kind(words, _text) for words in ("a file", "a model", "a folder", "names", "all, or ranges")
 )
 STREAMS = Kind("groups by stream (decoder=rotation,encoder=permutation)", lambda value: by_stream(value) is not None)
+NEW_FILE = Kind("a file to write", _text)
 METHOD_NAME = Kind("a merge method", _text)
 NUMBER = Kind("a number", _number)
 COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
@@ -143,6 +144,9 @@ KEYS = (
     Key("exclude", RECIPE, (NAMES,), "comma-separated parts of tensor names: such tensors are copied from base_model"),
     Key("untie", RECIPE, (False, True), "true: give the output its own head where residual rotation needs it", False),
     Key("anchor", RECIPE, ("base", "mean"), "mean: align all models to their running mean", "base"),
+    Key(
+        "save_alignment", RECIPE, (False, True, NEW_FILE), "keep the transforms used, in this file or beside the model"
+    ),
     Key("report", RECIPE, (False, True), "true: also write the report as an HTML page", False),
 )
 """Every parameter. To add one, add a line; `Recipe.value` and `Recipe.of_model` read it."""

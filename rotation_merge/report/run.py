@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from rotation_merge.architectures.model import Block
+from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.model import Alignment
@@ -25,6 +26,7 @@ class Run:
 
     Attributes:
         watched: whether somebody will read the report; if not, models' fingerprints are not taken.
+        kept: by donor, the transforms that were used, where the recipe wants them kept (else None).
     """
 
     records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
@@ -33,6 +35,7 @@ class Run:
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
     marks: dict[str, Fingerprint] = field(default_factory=dict)
     watched: bool = True
+    kept: dict[str, dict[str, SpaceTransform]] | None = None
     began: float = field(default_factory=time.perf_counter)
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
@@ -45,8 +48,15 @@ class Run:
         """What matching whole models did to one donor."""
         for block, matches in alignment.records:
             self.record(donor, block, matches)
+        self.keep(donor, alignment.transforms)
         if alignment.summary:
             self.whole[donor] = dict(alignment.summary)
+
+    def keep(self, donor: str, transforms: Mapping[str, SpaceTransform]) -> None:
+        """Transforms by which a donor is moved."""
+        if self.kept is not None:
+            with self._lock:
+                self.kept.setdefault(donor, {}).update(transforms)
 
     def saw(self, model: str, name: str, tensor: Tensor) -> None:
         """A model's tensor as it is stored, for the model's fingerprint."""

@@ -13,6 +13,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from rotation_merge.checkpoints.output import check_place, staged
+from rotation_merge.planning.keeping import keep_alignments
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.card import add_section
@@ -43,6 +44,7 @@ def run(
         with staged(out_path) as staging, _as_it_is_here():
             stock(SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source)
             marks = fingerprints(session)
+            keep_alignments(session, staging)
             report = MergeReport.of(
                 done, recipe.base, recipe.delegate.spec.name, config_source or config.to_yaml(), marks
             )

@@ -1,0 +1,81 @@
+"""`save_alignment`: the transforms that a merge used, as the files that `rotation-merge align --alignment` writes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict
+
+from mergekit.common import ModelReference
+
+from rotation_merge.architectures import resolve
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.file import needed_folds, save_alignment
+from rotation_merge.matching.fingerprint import Fingerprint
+from rotation_merge.matching.model import Alignment
+from rotation_merge.planning.blocks import Source
+from rotation_merge.planning.session import Session
+from rotation_merge.report.record import versions
+
+LOG = logging.getLogger(__name__)
+
+NAME = "alignment.safetensors"
+"""What the file beside a merged model is called."""
+
+
+def check_keepable(session: Session, anchor: Source, sources: list[Source]) -> None:
+    """Refuse to keep what no alignment file can hold.
+
+    Raises:
+        RecipeError: a donor's layer is moved to the coordinates of another layer of the anchor.
+    """
+    for source in sources:
+        if session.run.kept is not None and source.block.index != anchor.block.index:
+            raise RecipeError(
+                f"layer {source.block.index} of {source.model} meets layer {anchor.block.index} of {anchor.model}, and "
+                "an alignment file holds layers at their own places",
+                where="parameters.save_alignment",
+                remedy="leave it out",
+            )
+
+
+def keep_alignments(session: Session, folder: str) -> list[str]:
+    """Write what `save_alignment` asks for: one file for each donor that was moved, the second called NAME-2.
+
+    Args:
+        folder: the merged model's.
+
+    Returns:
+        The files.
+    """
+    kept, donors = session.run.kept, session.donors
+    if kept is None or donors is None:
+        return []
+    base = session.models[session.recipe.base]
+    architecture = resolve(base.config, base.names, str(base.reference), keep_unknown=True, untie=session.recipe.untie)
+    asked = session.recipe.value("save_alignment")
+    stem, ending = os.path.splitext(os.path.join(folder, NAME) if asked is True else os.path.abspath(str(asked)))
+    os.makedirs(os.path.dirname(stem), exist_ok=True)
+    files: list[str] = []
+    for model, donor in donors.found.items():
+        name = donors.name(model, donor.origin)
+        if name not in kept:
+            continue
+        number = "" if not files else f"-{len(files) + 1}"
+        files.append(f"{stem}{number}{ending}")
+        matched = donor.origin or model
+        folded = needed_folds(kept[name], architecture, donors.folded)
+        options = asdict(donor.checked.options) if donor.checked is not None else {}
+        made = {"anchor": str(base.reference), "donor": str(matched), **options, **versions()}
+        mine, its = _mark(session, base.reference), _mark(session, matched)
+        save_alignment(files[-1], Alignment(kept[name], folded), architecture, mine, its, made)
+        LOG.info("transforms of %s kept in %s", name, files[-1])
+    return files
+
+
+def _mark(session: Session, reference: ModelReference) -> str:
+    """A model's fingerprint; what the merge did not read is read now."""
+    model = session.models[reference]
+    mark = session.run.marks.setdefault(str(reference), Fingerprint())
+    mark.complete(model.architecture.named(), model)
+    return mark.hexdigest(model.config)
