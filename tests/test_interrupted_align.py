@@ -65,7 +65,16 @@ def test_killed_sixteen_times(deep_pair: tuple[Path, Path], server: subprocess.P
     architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict(), list(state(anchor)), "anchor")
     work, fresh, before = (tmp_path / name for name in ("work", "fresh", "before"))
     for folder, options in ((before, OLD), (fresh, NEW)):
-        arguments = ("align", anchor, donor, folder / "out", "--alignment", folder / "map.safetensors", *options)
+        arguments = (
+            "align",
+            "--force",
+            anchor,
+            donor,
+            folder / "out",
+            "--alignment",
+            folder / "map.safetensors",
+            *options,
+        )
         begin = time.perf_counter()
         assert run(server, *arguments) == 0
         usual = time.perf_counter() - begin
@@ -79,7 +88,7 @@ def test_killed_sixteen_times(deep_pair: tuple[Path, Path], server: subprocess.P
         shutil.copytree(before, work)
         out, name = ("out", "map.safetensors") if i % 2 else (f"new{i}", f"map{i}.safetensors")
         options = (*NEW, "--shard-size", str(20000 if i % 2 else chance.choice([4000, 9000, 10**9])))
-        arguments = ("align", anchor, donor, work / out, "--alignment", work / name, *options)
+        arguments = ("align", "--force", anchor, donor, work / out, "--alignment", work / name, *options)
         staging = work / out / f".{out}.partial" if (work / out).exists() else work / f".{out}.partial"
         early, writing = i % 2 == 0, chance.uniform(0.0, 0.04)
         moment, watched = (usual * chance.uniform(0.05, 1.0), "") if early else (writing, staging)
@@ -87,7 +96,9 @@ def test_killed_sixteen_times(deep_pair: tuple[Path, Path], server: subprocess.P
         assert_whole_or_not_at_all(work, old, new)
         assert assert_whole_files(work, architecture, *files) >= 1
     assert killed >= 5
-    assert run(server, "align", anchor, donor, work / "out", "--alignment", work / "map.safetensors", *NEW) == 0
+    assert (
+        run(server, "align", "--force", anchor, donor, work / "out", "--alignment", work / "map.safetensors", *NEW) == 0
+    )
     assert equal(load(work / "out") or {}, new)
     assert equal(content(work / "map.safetensors")[0], files[1][0])
     assert not list((work / "out").glob(".*"))
@@ -121,7 +132,7 @@ def test_killed_at_every_step_of_the_writing(tmp_path: Path, monkeypatch: pytest
     donor = twin(anchor, tmp_path / "donor")
 
     def align(out: Path, *options: str) -> None:
-        arguments = ["align", anchor, donor, out, "--shard-size", "15000", *options]
+        arguments = ["align", "--force", anchor, donor, out, "--shard-size", "15000", *options]
         LoaderCache.loaders.clear()
         done = CliRunner().invoke(app, [str(argument) for argument in arguments])
         assert done.exit_code == 0, done.output

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device
+from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
 
@@ -28,6 +28,7 @@ from rotation_merge.errors import CheckpointError
 @click.option("--html", is_flag=True, help="Also write the report as report.html.")
 @json_option
 @shown
+@writes(folders="out", files="alignment_file")
 def command(
     anchor: str,
     donor: str,

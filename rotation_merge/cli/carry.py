@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from rotation_merge.cli.align import check_out
-from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device
+from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 
 
@@ -30,6 +30,7 @@ from rotation_merge.cli.show import Progress, json_option, print_json, say, show
 @matching_options
 @json_option
 @shown
+@writes(folders="out")
 @click.pass_context
 def command(
     context: click.Context,

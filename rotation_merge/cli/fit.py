@@ -10,7 +10,7 @@ from typing import Any
 import click
 import tqdm
 
-from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device
+from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device, writes
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError
 from rotation_merge.learning.objective import OBJECTIVES
@@ -53,6 +53,7 @@ from rotation_merge.samples.functions import load
 @matching_options
 @json_option
 @shown
+@writes(files="out")
 def command(
     models: tuple[str, ...],
     data: str,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rotation_merge.cli.options import device_option, usable_device
+from rotation_merge.cli.options import device_option, usable_device, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError, nearest
 from rotation_merge.samples.data import KINDS, SAMPLES
@@ -40,6 +40,7 @@ WORDS = ("gram", "fisher", "moments", "kfac")
 @device_option("")
 @json_option
 @shown
+@writes(files="out")
 def command(
     model: str,
     data: str,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +47,35 @@ def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
         )
         function = option(function)
     return function
+
+
+def writes(*, files: str = "", folders: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add --force; without it, a command does not write over what is there.
+
+    Args:
+        files: names of the command's arguments that are files it writes.
+        folders: of those that are directories; they may be there, empty.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, force: bool, **kwargs: Any) -> Any:
+            there = [kwargs[name] for name in files.split() if kwargs[name] and os.path.exists(kwargs[name])]
+            there += [kwargs[name] for name in folders.split() if kwargs[name] and _holds_something(kwargs[name])]
+            written = {*files.split(), *folders.split()}
+            read = [os.path.realpath(v) for k, v in kwargs.items() if k not in written and isinstance(v, str)]
+            for path in there:
+                if not force and os.path.realpath(path) not in read:  # the command itself refuses what it reads
+                    raise RotationMergeError("is there already", where=path, remedy="write somewhere else, or --force")
+            return function(*args, **kwargs)
+
+        return click.option("--force", is_flag=True, help="Write over what is there.")(wrapped)
+
+    return decorate
+
+
+def _holds_something(folder: str) -> bool:
+    return os.path.isdir(folder) and bool(os.listdir(folder))
 
 
 def device_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from rotation_merge.cli.options import writes
 from rotation_merge.cli.show import json_option, print_json, say, shown
 
 
@@ -12,6 +13,7 @@ from rotation_merge.cli.show import json_option, print_json, say, shown
 @click.option("--out", metavar="FILE", help="Where to write the page; report.html in DIRECTORY if not given.")
 @json_option
 @shown
+@writes(files="out")
 def command(directory: str, out: str | None, as_json: bool) -> int:
     """Write the report of the merge in DIRECTORY as one self-contained HTML page.
 

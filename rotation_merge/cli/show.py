@@ -12,22 +12,61 @@ from typing import Any
 
 import click
 
-from rotation_merge.seam.console import one_line
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.seam.console import BAD_INPUT, OneLineError, one_line
 
 Command = Callable[..., int | None]
 
 
+INTERRUPTED, BROKEN_PIPE = 130, 141
+"""Exit codes of a process ended by Ctrl-C, and of one whose output nobody reads any more."""
+
+RESUMES = ("fit", "measure", "merge", "polish")
+"""Commands that go on where they were interrupted."""
+
+
 def shown(function: Command) -> Callable[..., None]:
-    """Wrap a command: what goes wrong becomes one line and exit code 2; its result is the exit code."""
+    """Wrap a command: what goes wrong becomes one line (JSON, where that was asked for) and exit code 2; its result is
+    the exit code. Ctrl-C ends it with 130, a reader that has gone away with 141 and no word."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         quieten()
-        with one_line():
-            code = function(*args, **kwargs)
+        try:
+            code = _run(function, *args, **kwargs)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            resumes = function.__module__.rpartition(".")[2] in RESUMES
+            note("Interrupted" + ("; the same command goes on where it was." if resumes else "."))
+            code = INTERRUPTED
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more when it closes its output
+            code = BROKEN_PIPE
+        except OneLineError as error:
+            if not kwargs.get("as_json"):
+                raise
+            print_json({"error": _parts(error)})
+            code = BAD_INPUT
         sys.exit(code or 0)
 
     return wrapped
+
+
+def _run(function: Command, *args: Any, **kwargs: Any) -> int | None:
+    with one_line():
+        try:
+            return function(*args, **kwargs)
+        except BrokenPipeError as error:
+            broken = error
+    raise broken
+
+
+def _parts(error: OneLineError) -> dict[str, str | None]:
+    """An error for programs: what is wrong, where, how to mend it."""
+    cause = error.__context__
+    if isinstance(cause, RotationMergeError):
+        return {"what": cause.what, "where": cause.where, "remedy": cause.remedy}
+    return {"what": error.message, "where": None, "remedy": None}
 
 
 def quieten() -> None:
@@ -50,7 +89,8 @@ def print_json(data: Any) -> None:
 
 
 def on_terminal() -> bool:
-    return sys.stdout.isatty()
+    """Whether output goes to a person, and colours are wanted (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> None:

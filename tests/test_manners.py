@@ -1,0 +1,97 @@
+"""Commands behave as a shell expects: pipes, Ctrl-C, colours, errors as JSON, nothing written over without a word."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rotation_merge.cli import show
+from rotation_merge.cli.app import app
+from rotation_merge.samples.demo import CHECKPOINTS
+
+LLAMAS = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_an_error_is_json_where_json_was_asked_for():
+    result = run("compare", LLAMAS[0], "nowhere", "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout) == {
+        "error": {"what": "no such directory", "where": "nowhere", "remedy": "check the path"}
+    }
+
+
+def test_what_is_there_is_not_written_over(tmp_path: Path):
+    file = tmp_path / "maps.safetensors"
+    file.write_text("mine")
+    for arguments in (
+        ["align", *LLAMAS, "--alignment", file],
+        ["fit", *LLAMAS, "--data", "demo:python", "--alignment", file],
+        ["measure", LLAMAS[0], "--data", "self", "--out", file],
+        ["report", tmp_path, "--out", file],
+        ["align", *LLAMAS, tmp_path],
+        ["carry", LLAMAS[0], tmp_path, "--from", LLAMAS[0], "--to", LLAMAS[1]],
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, arguments
+        assert "is there already" in result.output
+        assert "--force" in result.output
+    assert file.read_text() == "mine"
+    assert run("align", *LLAMAS, "--alignment", file, "--force").exit_code == 0
+    assert file.read_bytes() != b"mine"
+
+
+@pytest.mark.parametrize(("module", "goes_on"), [("rotation_merge.cli.fit", True), ("rotation_merge.cli.check", False)])
+def test_ctrl_c_ends_with_130_and_says_whether_the_command_goes_on(module: str, goes_on: bool, capsys):
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    interrupted.__module__ = module
+    with pytest.raises(SystemExit) as caught:
+        show.shown(interrupted)()
+    assert caught.value.code == 130
+    assert ("goes on where it was" in capsys.readouterr().err) == goes_on
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    """`rotation-merge architectures --json | head -c 1`."""
+    command = [Path(sys.executable).with_name("rotation-merge"), "architectures", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    assert process.wait() in (0, 141, -signal.SIGPIPE)
+    assert said == ""
+
+
+def test_no_color_is_heard(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert show.on_terminal()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not show.on_terminal()
+
+
+def test_a_full_disk_leaves_no_half_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from rotation_merge.report import html
+
+    (tmp_path / "report.html").write_text("old")
+    monkeypatch.setattr(html, "read_report", lambda path: None)
+    monkeypatch.setattr(html, "page", lambda *_: "new")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        html.write_page(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text() == "old"
