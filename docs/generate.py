@@ -25,7 +25,8 @@ VERSION = f"mergekit {version('mergekit')}:"
 PART = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 MEANINGS = {
-    "attention": "Maps inside attention heads. `rotation`: the largest compact group that the layer admits; "
+    "attention": "Maps inside attention heads. `permutation`: orders of coordinates, where the layer admits them; "
+    "`rotation`: the largest compact group that the layer admits; "
     "`invertible`: any invertible map, where the layer admits it.",
     "heads": "Order of attention heads. `permutation`: the joint optimum of the order and the maps inside heads; "
     "`spectral`: TransFusion's pairing, for comparison.",

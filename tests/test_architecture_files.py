@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from rotation_merge.architectures import families, find, resolve
+from rotation_merge.architectures import families, find, resolve, table
+from rotation_merge.architectures.build import lay_out
 from rotation_merge.architectures.expression import evaluate
-from rotation_merge.architectures.registry import DATA, FOLDERS, load_file, unaligned
+from rotation_merge.architectures.registry import DATA, FOLDERS, load_file, shipped, unaligned
 from rotation_merge.errors import ArchitectureError, CheckpointError
 from rotation_merge.matching.state import read_block
 
@@ -155,6 +156,49 @@ def test_missing_and_unknown_tensors_are_named() -> None:
         resolve(LLAMA, [*present, "extra.weight"], "model")
     architecture = resolve(LLAMA, [*present, "extra.weight"], "model", keep_unknown=True)
     assert architecture.named()["extra.weight"].axes == ()
+
+
+def test_packed_weights_are_refused_with_the_remedy() -> None:
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    names = ["model.embed_tokens.weight", "model.layers.0.mlp.experts.gate_up_proj_blocks"]
+    with pytest.raises(CheckpointError, match=r"quantised \(mxfp4\).*dequantize"):
+        resolve(config, names, "gpt-oss")
+
+
+def test_layers_that_a_model_does_not_read_are_left_out() -> None:
+    """Layers for further tokens: ignored by transformers, not unknown, not written."""
+    spec = shipped()["glm4_moe"]
+    config = {**table.config_of(spec), "first_k_dense_replace": 2, "architectures": ["Glm4MoeForCausalLM"]}
+    names = list(lay_out(spec, config).named())
+    names = [name.replace("{base}", "model.") for name in names]
+    further = ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight"]
+    found = resolve(config, [*names, *further], "glm")
+    assert not set(further) & set(found.named())
+    with pytest.raises(CheckpointError, match="not part of"):
+        resolve(
+            {**config, "num_hidden_layers": 1}, [n for n in names if "layers.1." not in n] + ["model.layers.3.x"], "glm"
+        )
+
+
+def test_a_module_is_taken_from_another_family(tmp_path: Path) -> None:
+    content = {
+        "family": "mine",
+        "title": "Mine",
+        "classes": ["Mine"],
+        "streams": {"residual": {"size": "text_config.hidden_size"}},
+    }
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**content, "modules": {"text": {"extends": "llama.default", "config": "text_config"}}}))
+    module = load_file(path).modules["text"]
+    assert module.variables == shipped()["llama"].variables
+    assert "self_attn.q_proj" in module.layer.linear
+    path.write_text(json.dumps({**content, "modules": {"text": {"extends": "llama.text"}}}))
+    with pytest.raises(ArchitectureError, match=r"modules\.text\.extends.*llama has no module 'text'"):
+        load_file(path)
 
 
 def test_old_norm_names_of_bert() -> None:

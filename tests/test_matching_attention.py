@@ -20,6 +20,7 @@ from matching_support import (
 )
 from scipy.optimize import minimize
 
+from rotation_merge.groups.admitted import admitted
 from rotation_merge.groups.invertible import LARGEST_CONDITION
 from rotation_merge.matching import head_order as head_order_module
 from rotation_merge.matching.attention import match_attention
@@ -165,6 +166,19 @@ def test_spectral_pairing_recovers_permuted_heads():
     back = reordered(space, reordered(space, anchor, order, queries), match.transform.groups, match.transform.queries)
     assert distance(anchor, back) == 0
     assert "singular values" in match.notes[0]
+
+
+@pytest.mark.parametrize("order", ["none", "permutation"])
+def test_permutations_of_coordinates_are_recovered(order: str):
+    space = attention(3, 2, 4)
+    options = MatchOptions(attention="permutation", heads=order)
+    planted = admitted(space, options).random(torch.Generator().manual_seed(2))
+    anchor = tensors(space, 30, 0, spread=0.5)
+    donor = {role: planted.act(x, role, 0) for role, x in anchor.items()}
+    match = match_attention(space, sides_of(anchor, donor), options)
+    assert match.after <= 1e-12 * match.before
+    assert not planted.is_identity()
+    assert match.transform.compose(planted).is_identity()
 
 
 def test_invertible_is_never_worse_and_bounded():

@@ -46,14 +46,18 @@ SIZES: dict[str, float] = {
 """Config keys, by what they count, and a value that makes a small model."""
 
 
-def sample(spec: ArchitectureSpec) -> Architecture:
-    """The family's architecture at small sizes, everything optional left at its default."""
+def config_of(spec: ArchitectureSpec) -> dict[str, Any]:
+    """The config of a small model of the family, everything optional left at its default."""
     sizes = {key: size for keys, size in SIZES.items() for key in keys.split()}
     parts = {module.config: sizes for module in spec.modules.values() if module.config}
     headed = [name for name in spec.classes if name not in spec.bare]
     named = {"architectures": headed[:1], "model_type": (spec.model_types or [""])[0]}
-    config: dict[str, Any] = {**sizes, **parts, **named, "do_layer_norm_before": True, **spec.example}
-    return build(spec, config, spec.bases[0], [])
+    return {**sizes, **parts, **named, "do_layer_norm_before": True, **spec.example}
+
+
+def sample(spec: ArchitectureSpec) -> Architecture:
+    """The family's architecture at small sizes."""
+    return build(spec, config_of(spec), spec.bases[0], [])
 
 
 def page() -> str:

@@ -33,7 +33,8 @@ class Wanted:
     """Which groups may be used; the names and values of the recipe (DESIGN section 4).
 
     Attributes:
-        attention: maps inside heads: none, rotation (the largest compact group the layer admits), or invertible.
+        attention: maps inside heads: none, permutation, rotation (the largest compact group the layer admits), or
+            invertible.
         heads: order of heads: none, permutation, or spectral (TransFusion's pairing, for comparison).
         ffn: order of FFN neurons and of experts.
         rescale: positive (where allowed, signed) rescaling; `sequential` rotates first and scales then, as the
@@ -148,11 +149,21 @@ def heads(space: Facts, wanted: Wanted = LARGEST) -> HeadGroup:
     qk, vo = QUERIES[space.norm](space, wanted), VALUES[space.values](space, wanted)
     if wanted.attention == "none":
         qk, vo = Fixed(), Fixed()
-    if wanted.heads == "spectral":  # TransFusion permutes the coordinates of a head; with rotary it cannot
-        qk, vo = (CoordinateOrder() if isinstance(group, OrthogonalGroup) else Fixed() for group in (qk, vo))
+    if wanted.attention == "permutation" or wanted.heads == "spectral":
+        qk, vo = _orders(qk), _orders(vo)
     sizes = {name: space.sizes[name] for name in ("groups", "per_group", "head_dim", "value_dim")}
     order = wanted.heads if wanted.heads == "none" or space.free_order else "fixed"
     return HeadGroup(**sizes, order=order, qk=qk, vo=vo)
+
+
+def _orders(group: Group) -> Group:
+    """The permutations in a group: none where rotary embedding or a norm ties coordinates to their places.
+
+    Git Re-Basin (2023) and TransFusion (2025) permute the coordinates of a head.
+    """
+    if isinstance(group, GatedOrder):
+        return GatedOrder(False)
+    return CoordinateOrder() if isinstance(group, OrthogonalGroup) else Fixed()
 
 
 def neurons(space: Facts, wanted: Wanted = LARGEST) -> NeuronGroup:
@@ -164,7 +175,8 @@ def neurons(space: Facts, wanted: Wanted = LARGEST) -> NeuronGroup:
 def latent(space: Facts, wanted: Wanted = LARGEST) -> LatentGroup:
     """`admitted` for a latent, whose gains are folded where those of the residual streams are."""
     kind = "rotation" if wanted.residual == "rotation" else "signed_permutation"
-    return LatentGroup(kind if wanted.attention != "none" else "none", space.sizes["size"], fixes_ones=False)
+    kind = {"none": "none", "permutation": "permutation"}.get(wanted.attention, kind)
+    return LatentGroup(kind, space.sizes["size"], fixes_ones=False)
 
 
 def mixer(space: Facts, wanted: Wanted = LARGEST) -> MixerGroup:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rotation_merge.architectures.model import Architecture, Block
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "attention": ("rotation", "none", "invertible"),
+    "attention": ("rotation", "none", "permutation", "invertible"),
     "heads": ("none", "permutation", "spectral"),
     "ffn": ("permutation", "none"),
     "rescale": (True, False, "sequential"),
