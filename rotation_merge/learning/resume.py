@@ -7,13 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rotation_merge.durable import replacing
 from rotation_merge.errors import AlignmentError
-from rotation_merge.learning.records import FitOptions, FitReport
+from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.options import MatchOptions
 
@@ -56,7 +57,7 @@ class State:
         self.path, self.learned, self.optimiser, self.mark = path, learned, optimiser, mark
         self.schedule, self.generator = schedule, generator
 
-    def restore(self, report: FitReport) -> tuple[int, dict[str, Tensor]]:
+    def restore(self, report: Any) -> tuple[int, dict[str, Tensor]]:
         """Steps done and best parameters so far: those of the file, or none and the start.
 
         Raises:
@@ -89,7 +90,7 @@ class State:
             ) from error
         return held["step"], held["best"]
 
-    def save(self, step: int, best: dict[str, Tensor], report: FitReport) -> None:
+    def save(self, step: int, best: dict[str, Tensor], report: Any) -> None:
         """Write the state, whole or not at all."""
         if self.path is None:
             return

@@ -1,0 +1,211 @@
+"""`rotation-merge polish`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rotation_merge.cli.align import check_out
+from rotation_merge.cli.options import device_option, usable_device
+from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.samples.data import KINDS, read_batches, unpadded
+
+if TYPE_CHECKING:
+    from rotation_merge.learning.answers import Answered
+    from rotation_merge.learning.polish import PolishReport
+
+TOGETHER = 16
+"""Examples of a step, of all teachers together."""
+
+
+class Lists(click.Command):
+    """Options may be followed by several values: `--teachers A B`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        several = {name for p in self.params if isinstance(p, click.Option) and p.multiple for name in p.opts}
+        result: list[str] = []
+        last = ""
+        for arg in args:
+            if not arg.startswith("-") and last and result[-1] != last:
+                result.append(last)
+            elif arg.startswith("-"):
+                last = arg if arg in several else ""
+            result.append(arg)
+        return super().parse_args(ctx, result)
+
+
+@click.command(
+    cls=Lists,
+    epilog="""Examples: rotation-merge polish ./merged ./polished --teachers org/a org/b;
+    rotation-merge polish ./merged ./adapter --teachers org/a --data a.txt --lora 16""",
+)
+@click.argument("merged")
+@click.argument("out")
+@click.option("--teachers", "-t", required=True, multiple=True, metavar="MODEL...", help="The parents.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="SOURCE...",
+    help=f"Samples: one for each teacher in their order, or one for all. {KINDS}; self (if not given): each teacher's "
+    "own text; synthetic: images made of noise.",
+)
+@click.option("--samples", default=64, show_default=True, type=click.IntRange(min=2), help="Of each teacher.")
+@click.option("--steps", default=50, show_default=True, type=click.IntRange(min=1))
+@click.option("--lora", default=0, metavar="RANK", type=click.IntRange(min=0), help="Train a LoRA, not all weights.")
+@click.option("--merge-lora", is_flag=True, help="Write the model with the LoRA merged in, not an adapter.")
+@click.option(
+    "--learning-rate", type=click.FloatRange(min=0, min_open=True), help="Not given: chosen on held-out samples."
+)
+@click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text.")
+@click.option("--seed", default=0, show_default=True)
+@device_option("")
+@json_option
+@shown
+def command(
+    merged: str,
+    out: str,
+    teachers: tuple[str, ...],
+    data: tuple[str, ...],
+    samples: int,
+    steps: int,
+    lora: int,
+    merge_lora: bool,
+    learning_rate: float | None,
+    length: int,
+    seed: int,
+    device: str,
+    as_json: bool,
+) -> int:
+    """Distil the teachers into MERGED for a few steps and write OUT: every sample is answered by its own teacher.
+
+    Teachers answer first, one at a time, and their answers are kept in OUT.unfinished until the end, so that one model
+    is in memory and an interrupted run goes on where it was. A held-out part of the samples chooses learning rate and
+    step; where nothing was gained, that is said, nothing is written, and the exit code is 1.
+    """
+    from rotation_merge.learning.polish import PolishOptions, polish
+    from rotation_merge.samples.functions import load
+
+    if len(data) not in (0, 1, len(teachers)):
+        raise click.UsageError(f"give --data once, or for each of the {len(teachers)} teachers")
+    check_out(out, merged, *teachers)
+    device = usable_device(device)
+    work = Path(f"{os.path.abspath(out)}.unfinished")
+    sources = list(data) * (len(teachers) // len(data)) if data else ["self"] * len(teachers)
+    progress = Progress()
+    made = _made(work)
+    try:
+        answered = _ask(work, teachers, sources, samples, length, seed, device)
+        model = load(merged).to(device).requires_grad_(True)
+        student = _with_lora(model, lora, seed) if lora else model
+        rates = () if learning_rate is None else (learning_rate,)
+        marks = f"{merged} {steps} {lora} {learning_rate} {seed}"
+        options = PolishOptions(steps, lora, rates, seed=seed, state=_state(work, marks))
+        report = polish(student, answered, options, progress)
+        progress.close()
+        if report.gained:
+            card = _card(merged, out, teachers, sources, report, steps, lora)
+            _write(student, merged, out, lora > 0 and not merge_lora, card)
+        shutil.rmtree(work, ignore_errors=True)
+    except RotationMergeError:
+        if made:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    if as_json:
+        print_json({"out": out if report.gained else None, **report.to_dict()})
+    else:
+        text = report.verdict()
+        say(f"{text[:1].upper()}{text[1:]}.")
+        say(f"Written to {out}." if report.gained else "Nothing was written.", "green" if report.gained else None)
+    return 0 if report.gained else 1
+
+
+def _made(work: Path) -> bool:
+    """Whether the folder of an unfinished run had to be made."""
+    new = not work.exists()
+    work.mkdir(parents=True, exist_ok=True)
+    return new
+
+
+def _ask(
+    work: Path, teachers: tuple[str, ...], sources: list[str], samples: int, length: int, seed: int, device: str
+) -> list[Answered]:
+    """Every teacher's answers, those that are there already taken as they are."""
+    from rotation_merge.learning.answers import Answered, write_answers
+    from rotation_merge.samples.functions import load
+
+    result = []
+    for number, (teacher, source) in enumerate(zip(teachers, sources, strict=True)):
+        path, mark = work / f"answers-{number}.safetensors", f"{teacher} {source} {samples} {length} {seed}"
+        if not path.exists() or Answered(path).mark != mark:
+            model = load(teacher).to(device)
+            size = max(1, min(TOGETHER // len(teachers), samples // 4))
+            found = read_batches(source, teacher, model, samples, size, length, seed + number)
+            batches = [{k: v.to(device) for k, v in b.items()} for b in unpadded(found.batches, source)]
+            write_answers(model, batches, path, mark)
+            del model
+        result.append(Answered(path))
+    return result
+
+
+def _state(work: Path, marks: str) -> Path:
+    """Where the state of this very run stands; that of another one is thrown away."""
+    path, mark = work / "state.pt", work / "run.txt"
+    if not mark.exists() or mark.read_text(encoding="utf-8") != marks:
+        path.unlink(missing_ok=True)
+        mark.write_text(marks, encoding="utf-8")
+    return path
+
+
+def _with_lora(model: Any, rank: int, seed: int) -> Any:
+    """The model with a LoRA (rank-stabilised, on all linear maps) that alone is trained."""
+    import torch
+
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise RotationMergeError("--lora needs peft", remedy="pip install peft") from error
+    torch.manual_seed(seed)
+    return get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=rank, use_rslora=True, target_modules="all-linear")
+    ).eval()
+
+
+def _write(student: Any, merged: str, out: str, adapter: bool, card: str) -> None:
+    """The trained model as a checkpoint in the merge's dtype, or the adapter; whole or not at all."""
+    from rotation_merge.checkpoints.aligned import KEPT, OWN
+    from rotation_merge.checkpoints.output import staged
+    from rotation_merge.samples.functions import local_path, stored_dtype
+
+    with staged(out) as staging:
+        if adapter:
+            student.peft_config["default"].base_model_name_or_path = os.path.abspath(merged)
+            student.save_pretrained(staging)
+        else:
+            model = student.merge_and_unload() if hasattr(student, "merge_and_unload") else student
+            model.to(stored_dtype(merged)).save_pretrained(staging)
+            source = local_path(merged)
+            for name in sorted(os.listdir(source)):
+                wanted = name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json")
+                if wanted and not os.path.exists(os.path.join(staging, name)):
+                    shutil.copyfile(os.path.join(source, name), os.path.join(staging, name))
+        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
+            file.write(card)
+
+
+def _card(
+    merged: str, out: str, teachers: tuple[str, ...], sources: list[str], report: PolishReport, steps: int, lora: int
+) -> str:
+    what = f"a LoRA of rank {lora}" if lora else "all weights"
+    rows = "\n".join(f"| {t} | {s} |" for t, s in zip(teachers, sources, strict=True))
+    return (
+        "---\nlibrary_name: transformers\ntags:\n- rotation_merge\n- distillation\n---\n"
+        f"# {os.path.basename(os.path.abspath(out))}\n\n"
+        f"This model was **trained**: `{merged}` was distilled for {steps} steps ({what}), every sample answered by "
+        f"its own teacher, by rotation_merge. {report.verdict()[:1].upper()}{report.verdict()[1:]}.\n\n"
+        f"| teacher | samples |\n|---|---|\n{rows}\n"
+    )

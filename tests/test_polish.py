@@ -1,0 +1,139 @@
+"""Polish: a few steps towards the teachers' answers; answers on disk; nothing written where nothing was gained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli_support import parsed, run
+from plugin_support import make, state
+from transformers import AutoModelForCausalLM
+
+from rotation_merge.learning.answers import Answered, answer, divergence, write_answers
+from rotation_merge.learning.polish import PolishOptions, polish
+
+
+class Given:
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+def test_divergence_is_that_of_all_classes() -> None:
+    """With few classes exactly KL; with many, the classes that were not kept count as one."""
+    draw = torch.Generator().manual_seed(0)
+    for classes in (5, 300):
+        a, b = (torch.randn(3, 4, classes, generator=draw) * 2 for _ in range(2))
+        found = float(divergence(Given(b), answer(Given(a))))
+        p, q = a.softmax(-1), b.softmax(-1)
+        order = p.topk(min(64, classes)).indices
+        kept = [x.gather(-1, order) for x in (p, q)]
+        if classes > 64:
+            kept = [torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in kept]
+        assert found == pytest.approx(float((kept[0] * (kept[0] / kept[1]).log()).sum(-1).mean()), abs=1e-4)
+        assert float(divergence(Given(a), answer(Given(a)))) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two teachers, and their average."""
+    folder = tmp_path_factory.mktemp("polish")
+    found = [make("llama", folder / name, seed=seed) for seed, name in enumerate(("a", "b"))]
+    first, second = (AutoModelForCausalLM.from_pretrained(path) for path in found)
+    with torch.no_grad():
+        for mine, its in zip(first.parameters(), second.parameters(), strict=True):
+            mine.copy_((8 * mine + its) / 2)
+            its.mul_(8)
+    second.save_pretrained(found[1])
+    first.save_pretrained(folder / "merged")
+    return [*found, folder / "merged"]
+
+
+def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path) -> None:
+    a, _, merged = models
+    teacher, student = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (a, merged))
+    ids = torch.randint(40, (24, 8), generator=torch.Generator().manual_seed(0))
+    write_answers(teacher, [{"input_ids": part} for part in ids.split(4)], tmp_path / "a.safetensors", "mark")
+    answered = [Answered(tmp_path / "a.safetensors")]
+    assert (answered[0].count, answered[0].mark) == (6, "mark")
+    before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    done = polish(student, answered, PolishOptions(12, rates=(2e-3,)))
+    assert done.gained
+    assert done.after < done.before
+    assert 0 < done.best_step <= 12
+    whole = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+
+    student.load_state_dict(before)
+    options = PolishOptions(12, rates=(2e-3,), state=tmp_path / "state.pt")
+
+    def stop(what: str, step: int, _: int) -> None:
+        if step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        polish(student, answered, options, stop)
+    again = AutoModelForCausalLM.from_pretrained(merged).eval()
+    resumed = polish(again, answered, options)
+    assert resumed.before == done.before
+    assert resumed.best_step == done.best_step
+    for name, tensor in again.state_dict().items():
+        assert torch.allclose(tensor, whole[name], atol=1e-6), name
+    assert not (tmp_path / "state.pt").exists()
+
+
+def test_command(models: list[Path], tmp_path: Path) -> None:
+    a, b, merged = models
+    flags = ("--teachers", a, b, "--samples", 8, "--steps", 6, "--length", 12)
+    found = parsed("polish", merged, tmp_path / "out", *flags)
+    assert found["after"] < found["before"]
+    assert len(found["trials"]) == 3
+    assert "**trained**" in (tmp_path / "out" / "README.md").read_text()
+    assert state(tmp_path / "out").keys() == state(merged).keys()
+    assert not (tmp_path / "out.unfinished").exists()
+    again = parsed("polish", merged, tmp_path / "again", *flags)
+    assert again["after"] == found["after"]
+
+
+def test_lora(models: list[Path], tmp_path: Path) -> None:
+    a, b, merged = models
+    flags = ("--teachers", a, b, "--samples", 8, "--steps", 6, "--length", 12, "--lora", 4, "--learning-rate", 0.01)
+    assert run("polish", merged, tmp_path / "adapter", *flags).exit_code == 0
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["base_model_name_or_path"]) == (4, str(merged))
+    assert run("polish", merged, tmp_path / "whole", *flags, "--merge-lora").exit_code == 0
+    assert state(tmp_path / "whole").keys() == state(merged).keys()
+
+
+def test_nothing_gained_writes_nothing(models: list[Path], tmp_path: Path) -> None:
+    a = models[0]
+    copy = make("llama", tmp_path / "copy", seed=0)
+    done = run("polish", copy, tmp_path / "out", "--teachers", a, "--samples", 32, "--steps", 2, "--length", 12)
+    assert done.exit_code == 1, done.output
+    assert "othing was gained" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--teachers", "nowhere"), "no such directory"),
+        (("--teachers", "A", "--data", "nowhere.txt"), "no such file"),
+        (("--teachers", "A", "--samples", 2, "--data", "self", "self"), "give --data once"),
+        (("--teachers", "A", "--data", "one.jsonl"), "cannot be parted"),
+    ],
+)
+def test_bad_input(
+    arguments: tuple[object, ...],
+    expected: str,
+    models: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("one.jsonl").write_text('{"input_ids": [3, 4, 5, 6]}\n')
+    done = run("polish", models[2], "out", *(models[0] if x == "A" else x for x in arguments))
+    assert done.exit_code == 2
+    assert expected in done.output
+    assert "Traceback" not in done.output
+    assert not list(tmp_path.glob("out*"))
