@@ -18,6 +18,7 @@ from rotation_merge.checkpoints.models import Model
 from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.pair import Pair
 from rotation_merge.errors import RotationMergeError, nearest
+from rotation_merge.matching.block import named
 from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
 from rotation_merge.report.card import fingerprints
 from rotation_merge.report.record import MergeReport, versions
@@ -34,7 +35,8 @@ def match_pair(pair: Pair, progress: Progress | None = None) -> tuple[Alignment,
     anchor, donor = pair.sources
     run = Run()
     options = pair.checked.options
-    alignment = match_model(pair.architecture, anchor, donor, options, progress)
+    with named(str(pair.anchor.reference), str(pair.donor.reference)):
+        alignment = match_model(pair.architecture, anchor, donor, options, progress)
     run.aligned(str(pair.donor.reference), alignment)
     recipe = yaml.safe_dump(asdict(options), sort_keys=False)
     return alignment, pair.report(run, recipe)

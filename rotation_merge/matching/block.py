@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,12 +57,34 @@ class SpaceMatch:
     notes: list[str] = field(default_factory=list)
 
 
+def described(match: SpaceMatch, transform: SpaceTransform) -> SpaceMatch:
+    """The record of a space under another transform than was matched; its distances are the caller's."""
+    order = transform.head_order().tolist() if isinstance(transform, HeadTransform) else None
+    return replace(match, group=transform.group(), distances=transform.distances(), head_order=order, gap=None)
+
+
 @dataclass(frozen=True)
 class BlockMatch:
     """Transforms of a block's local spaces by space name, and the record of each."""
 
     transforms: dict[str, SpaceTransform]
     records: list[SpaceMatch]
+
+
+class NotFiniteError(AlignmentError):
+    """A tensor of either model holds NaN or infinity."""
+
+
+@contextmanager
+def named(anchor: str, donor: str) -> Iterator[None]:
+    """Errors of matching say which model they are about: the donor, or the anchor where that holds no numbers."""
+    try:
+        yield
+    except NotFiniteError as error:
+        whose = anchor if " of the anchor " in error.what else donor
+        raise AlignmentError(error.what, where=whose, remedy=error.remedy) from error
+    except AlignmentError as error:
+        raise AlignmentError(error.what, where=f"{donor}, {error.where}", remedy=error.remedy) from error
 
 
 def wanted_spaces(block: Block, options: MatchOptions) -> list[Space]:
@@ -89,8 +112,8 @@ def match_block(
     Raises:
         AlignmentError: a tensor holds NaN or infinity; names it.
     """
-    _check_finite(block, anchor, "anchor")
-    _check_finite(block, donor, "donor")
+    check_finite(block, anchor, "anchor")
+    check_finite(block, donor, "donor")
     matching = _Matching(block, anchor, donor, options, dict(streams or {}))
     wanted = wanted_spaces(block, options)
     for place, space in enumerate(wanted):
@@ -237,14 +260,18 @@ def _flat_blocks(anchor: Tensor, donor: Tensor) -> Iterator[tuple[Tensor, Tensor
         yield rows[start : start + step].to(dtype), other[start : start + step].to(rows.device, dtype)
 
 
-def _check_finite(block: Block, tensors: Tensors, whose: str) -> None:
+def check_finite(block: Block, tensors: Tensors, whose: str) -> None:
+    """
+    Raises:
+        NotFiniteError: names the tensor, and which of the models it is.
+    """
     for info in block.tensors:
         tensor = tensors.get(info.key)
         if tensor is None or not tensor.is_floating_point():
             continue
         # a sum of finite values may overflow, so a bad one is looked at again
         if not bool(tensor.sum().isfinite()) and not bool(torch.isfinite(tensor).all()):
-            raise AlignmentError(
+            raise NotFiniteError(
                 f"tensor '{info.name}' of the {whose} holds NaN or infinity",
                 where=block.name,
                 remedy="repair or replace the checkpoint",

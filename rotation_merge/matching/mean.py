@@ -7,15 +7,17 @@ model gets one transform into one common frame, maps between any two of them com
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
-from rotation_merge.architectures.model import Architecture
+from rotation_merge.architectures.model import Architecture, Block
+from rotation_merge.matching.block import SpaceMatch, described, named, squared_distances
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.model import Alignment, Progress, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sources import Mean, Moved
-from rotation_merge.matching.state import TensorSource
+from rotation_merge.matching.state import TensorSource, read_block
 
 MOST_ROUNDS = 10
 LEAST_GAIN = 1e-2
@@ -39,11 +41,11 @@ def match_to_mean(
     Returns:
         An alignment for every model but the base.
     """
-    found = {
-        name: match_model(architecture, sources[base], s, options, progress)
-        for name, s in sources.items()
-        if name != base
-    }
+    found = {}
+    for name, source in sources.items():
+        if name != base:
+            with named(base, name):
+                found[name] = match_model(architecture, sources[base], source, options, progress)
     folded = next((a.folded for a in found.values()), ())
     seen: dict[str, TensorSource] = {
         name: Folded(architecture, source, folded) if folded else source for name, source in sources.items()
@@ -63,15 +65,13 @@ def match_to_mean(
         spread.append(min(now, spread[-1]))
         if now > spread[-2] * (1 - LEAST_GAIN):
             break
-    return {
-        name: Alignment(
-            _relative(frames[base], frames[name]),
-            folded,
-            found[name].records,
-            {**found[name].summary, "rounds": len(spread) - 1, "spread": spread},
-        )
-        for name in found
-    }
+    result = {}
+    for name, alone in found.items():
+        transforms = _relative(frames[base], frames[name])
+        records = _records(architecture, alone, transforms, seen[base], seen[name])
+        summary = {**alone.summary, "rounds": len(spread) - 1, "spread": spread}
+        result[name] = Alignment(transforms, folded, records, summary)
+    return result
 
 
 def _towards(
@@ -95,6 +95,31 @@ def _relative(base: Transforms, other: Transforms) -> Transforms:
         name: base[name].to(cpu).inverse().compose(transform.to(cpu)) if name in base else transform
         for name, transform in other.items()
     }
+
+
+def _records(
+    architecture: Architecture, alone: Alignment, transforms: Transforms, base: TensorSource, source: TensorSource
+) -> list[tuple[Block, list[SpaceMatch]]]:
+    """What the report says of each space: the distances of the transforms there are now, not of those that matching
+    the model to the base alone had found."""
+    result = []
+    for block, matches in alone.records:
+        anchor, donor = read_block(block, base), read_block(block, source)
+        spaces = {space.name: space for space in block.spaces.values()}
+        here = []
+        for match in matches:
+            if match.space in spaces:
+                others = {name: t for name, t in transforms.items() if name != match.space}
+                before, after = (
+                    squared_distances(block, spaces[match.space], anchor, donor, maps)[0]
+                    for maps in (others, transforms)
+                )
+            else:
+                blocks = ((b, read_block(b, base), read_block(b, source)) for b in architecture.blocks)
+                before, after = match.before, sum(squared_distances(b, None, x, y, transforms)[0] for b, x, y in blocks)
+            here.append(replace(described(match, transforms[match.space]), before=before, after=after))
+        result.append((block, here))
+    return result
 
 
 def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], frames: Mapping[str, Transforms]) -> float:

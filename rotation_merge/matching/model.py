@@ -11,7 +11,7 @@ from torch import Tensor
 from rotation_merge.architectures.model import Architecture, Block
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.block import SpaceMatch, match_block, squared_distances, wanted_spaces
+from rotation_merge.matching.block import SpaceMatch, check_finite, match_block, squared_distances, wanted_spaces
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors
@@ -111,7 +111,10 @@ class _Walk:
             blocks = [block for block in blocks if block.index is None or id(block) in kept]
         for done, block in enumerate(blocks):
             self.progress(what, done, len(blocks))
-            yield block, read_block(block, self.anchor), read_block(block, self.donor)
+            anchor, donor = read_block(block, self.anchor), read_block(block, self.donor)
+            check_finite(block, anchor, "anchor")
+            check_finite(block, donor, "donor")
+            yield block, anchor, donor
         self.progress(what, len(blocks), len(blocks))
 
     def ends(self, transforms: Transforms) -> Statistics:

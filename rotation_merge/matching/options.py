@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.errors import RecipeError, nearest, short
 from rotation_merge.groups.admitted import Wanted
 from rotation_merge.groups.stream import STREAM_GROUPS
 
@@ -21,6 +22,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "residual": (*STREAM_GROUPS, "largest"),
 }
 """Values each option may take, the default first."""
+
+
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def by_stream(text: object) -> dict[str, str] | None:
@@ -52,7 +56,7 @@ class MatchOptions(Wanted):
                     if isinstance(value, str) and "did you" in nearest(value, map(str, choices))
                     else f"it must be one of: {words}",
                 )
-        self.layer_set()
+        self.layer_ranges()
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> MatchOptions:
@@ -63,8 +67,8 @@ class MatchOptions(Wanted):
                 raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, known))
         return cls(**values)
 
-    def layer_set(self) -> frozenset[int] | None:
-        """Layers to match, or None for all.
+    def layer_ranges(self) -> tuple[range, ...] | None:
+        """Layers to match, as ranges of numbers; None for all.
 
         Raises:
             RecipeError: the ranges cannot be read.
@@ -72,20 +76,35 @@ class MatchOptions(Wanted):
         text = str(self.layers).strip()
         if text == "all":
             return None
-        result: set[int] = set()
+        result = []
         for piece in text.split(","):
-            first, dash, last = piece.strip().partition("-")
-            if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+            found = _RANGE.fullmatch(piece.strip())
+            first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+            if last < first:
                 raise RecipeError(
-                    f"parameter 'layers' is {self.layers!r}", remedy="write 'all', or ranges such as '0-5,11'"
+                    f"parameter 'layers' is {short(repr(self.layers))}",
+                    remedy="write 'all', or ranges such as '0-5,11'",
                 )
-            result.update(range(int(first), int(last or first) + 1))
-        return frozenset(result)
+            result.append(range(first, last + 1))
+        return tuple(result)
 
     def matches_layer(self, index: int | None) -> bool:
         """Whether the block of this layer number (None: outside the layers) is to be matched."""
-        layers = self.layer_set()
-        return layers is None or (index is not None and index in layers)
+        layers = self.layer_ranges()
+        return layers is None or (index is not None and any(index in piece for piece in layers))
+
+    def check_layers(self, architecture: Architecture) -> None:
+        """Every range names some layer of a model.
+
+        Raises:
+            RecipeError: one names none; says which there are.
+        """
+        known = sorted({block.index for block in architecture.blocks if block.index is not None})
+        for piece in self.layer_ranges() or ():
+            if not any(index in piece for index in known):
+                words = f"{piece[0]}" if len(piece) == 1 else f"{piece[0]}-{piece[-1]}"
+                remedy = f"the model has layers {known[0]} to {known[-1]}" if known else "the model has no layers"
+                raise RecipeError(f"parameter 'layers' names '{words}', which no layer is", remedy=remedy)
 
     def at(self, architecture: Architecture, block: Block) -> MatchOptions:
         """The options of one block."""

@@ -97,6 +97,7 @@ def check_pair(
             remedy="only models of one architecture can be aligned",
         )
     _check_sizes(anchor, donor)
+    options.check_layers(anchor.architecture)
     streams = _streams(anchor, donor, options.residual, untie)
     if streams or layers is None:
         _check_depth(anchor, donor)

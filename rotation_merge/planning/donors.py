@@ -121,6 +121,7 @@ class Donors:
             architecture=self._architecture,
             anchor=sources[0],
             donor=sources[1],
+            anchor_name=str(self.recipe.base),
             donor_name=self.name(model, origin),
             options=options,
             run=self.run,
@@ -217,6 +218,7 @@ class Donors:
         asked = residual_of(file.alignment.transforms, file.alignment.folded)
         self._check(donor, donor, NOTHING.with_residual(asked), whole=asked != "none")
         self._fold(file.alignment.folded)
+        self.run.given(str(donor), path)
         self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.")
         return Given(key=f"given:{path}:{name}", label="", alignment=file.alignment, donor_name=name, run=self.run)
 

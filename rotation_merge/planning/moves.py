@@ -67,6 +67,7 @@ class Moves:
             block=anchor.block,
             anchor=self.loads(anchor, keys),
             donor=self.loads(origin or source, keys),
+            anchor_name=str(recipe.base),
             donor_name=self.donors.name(source.model, donor.origin),
             options=options,
             run=self.donors.run,

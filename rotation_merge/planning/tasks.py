@@ -16,7 +16,7 @@ from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.block import match_block
+from rotation_merge.matching.block import match_block, named
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
@@ -99,6 +99,7 @@ class MatchBlock(KeyedTask):
     block: Block
     anchor: Loads = Field(repr=False)
     donor: Loads = Field(repr=False)
+    anchor_name: str
     donor_name: str
     options: MatchOptions
     run: Run = Field(repr=False)
@@ -113,10 +114,8 @@ class MatchBlock(KeyedTask):
         anchor, donor = (loaded(s, d, self.block, values) for s, d in (("anchor", self.anchor), ("donor", self.donor)))
         if self.fold is not None:
             anchor, donor = self.fold.block(self.block, anchor), self.fold.block(self.block, donor)
-        try:
+        with named(self.anchor_name, self.donor_name):
             match = match_block(self.block, anchor, donor, self.options, whole.transforms if whole else None)
-        except AlignmentError as error:
-            raise AlignmentError(error.what, where=f"{self.donor_name}, {error.where}", remedy=error.remedy) from error
         self.run.record(self.donor_name, self.block, match.records)
         self.run.keep(self.donor_name, match.transforms)
         return match.transforms

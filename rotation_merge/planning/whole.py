@@ -15,7 +15,7 @@ import tqdm
 from pydantic import Field
 
 from rotation_merge.architectures.model import Architecture
-from rotation_merge.errors import AlignmentError
+from rotation_merge.matching.block import named
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.model import Alignment, Progress, match_model
 from rotation_merge.matching.options import MatchOptions
@@ -59,6 +59,7 @@ class MatchWhole(WholeTask):
     architecture: Architecture = Field(repr=False)
     anchor: object = Field(repr=False)
     donor: object = Field(repr=False)
+    anchor_name: str
     donor_name: str
     options: MatchOptions
     run: Run = Field(repr=False)
@@ -67,7 +68,10 @@ class MatchWhole(WholeTask):
 
     def execute(self) -> Alignment:
         anchor, donor = (_on(source, self.device) for source in (self.anchor, self.donor))
-        with progress_bar(f"Aligning {self.donor_name}", self.quiet) as progress, named(self.donor_name):
+        with (
+            progress_bar(f"Aligning {self.donor_name}", self.quiet) as progress,
+            named(self.anchor_name, self.donor_name),
+        ):
             alignment = match_model(self.architecture, anchor, donor, self.options, progress)
         self.run.aligned(self.donor_name, alignment)
         return alignment
@@ -90,6 +94,11 @@ class MatchMean(WholeTask):
             found = match_to_mean(self.architecture, sources, self.base, self.options, progress)
         for name, alignment in found.items():
             self.run.aligned(name, alignment)
+        rounds = max((int(str(alignment.summary["rounds"])) for alignment in found.values()), default=0)
+        self.run.note(
+            f"All {len(sources)} models were aligned to their running mean ('anchor: mean'), in {rounds} rounds, and "
+            f"are expressed in the coordinates of `{self.base}`; distances are those to it."
+        )
         return found
 
 
@@ -124,12 +133,3 @@ def progress_bar(title: str, quiet: bool) -> Iterator[Progress]:
             bar.update(done - bar.n)
 
         yield show
-
-
-@contextmanager
-def named(donor: str) -> Iterator[None]:
-    """Errors of matching say which donor they are about."""
-    try:
-        yield
-    except AlignmentError as error:
-        raise AlignmentError(error.what, where=f"{donor}, {error.where}", remedy=error.remedy) from error

@@ -13,6 +13,7 @@ from mergekit.config import ConditionalParameter, MergeConfiguration
 from mergekit.merge_methods.base import MergeMethod, ParameterSpec
 from pydantic import ValidationError
 
+from rotation_merge.architectures.model import Architecture
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.matching.options import CHOICES, MatchOptions
 from rotation_merge.recipe import delegates
@@ -235,6 +236,33 @@ def _lengths(document: Document, path: Path, sources: list[tuple[int, Any]]) -> 
     if len(set(lengths)) != 1:
         what = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
         document.fault(path, what, "give every source of a slice the same number of layers")
+
+
+def check_words(document: Document, architecture: Architecture, tensors: Iterable[str]) -> None:
+    """Layers and parts of names that a recipe gives are those of some layer, and of some tensor.
+
+    Args:
+        architecture: of the anchor.
+        tensors: names of all models' tensors.
+    """
+    known = sorted(set(tensors))
+    for path, _ in scopes(document.value):
+        for leaf, place in leaves(at(document.value, (*path, "layers")), (*path, "layers")):
+            try:
+                MatchOptions(layers=normal("layers", leaf)).check_layers(architecture)
+            except RecipeError as error:
+                document.fault(place, error.what, error.remedy or "")
+    here = ("parameters", "exclude")
+    for word in str(at(document.value, here) or "").split(","):
+        if word.strip() and not any(word.strip() in name for name in known):
+            document.fault(here, f"no tensor's name holds '{word.strip()}'", _like(word.strip(), known))
+
+
+def _like(word: str, names: list[str]) -> str:
+    """Parts of names that resemble a word."""
+    parts = {part for name in names for part in name.split(".") if not part.isdigit()}
+    close = difflib.get_close_matches(word.rpartition(".")[2], sorted(parts), n=3, cutoff=0.4)
+    return f"names hold {', '.join(close)}" if close else f"names are like '{names[0]}'" if names else "none is known"
 
 
 def check_filters(document: Document, blocks: Iterable[str]) -> None:

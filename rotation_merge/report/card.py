@@ -11,22 +11,31 @@ TAGS = ("rotation_merge", "re-basin")
 
 def section(report: MergeReport) -> str:
     """Markdown: one sentence and one table row a donor."""
-    lines = [
-        "### Alignment",
-        "",
-        f"Before merging by `{report.delegate}`, each donor was moved, its function unchanged, as near as possible to "
-        f"`{report.anchor}` with rotation_merge {report.versions.get('rotation-merge', '')}.",
-        "",
-        "| donor | relative distance before | after | |",
-        "|---|---|---|---|",
-    ]
-    for donor in report.donors():
-        before, after = report.relative_distances(donor)
-        lines.append(f"| {donor} | {before:.4g} | {after:.4g} | {report.verdict(donor)} |")
+    lines = ["### Alignment", "", *_done(report)]
     lines += [f"\n{note}" for note in report.notes]
     lines += fingerprints(report)
     lines += ["", "Per space: `rotation_merge.json`.", ""]
     return "\n".join(lines)
+
+
+def _done(report: MergeReport) -> list[str]:
+    """What was done to the donors: nothing, or a row for each that was moved."""
+    tool = f"rotation_merge {report.versions.get('rotation-merge', '')}".strip()
+    if not report.donors():
+        return [f"No model was moved: this is the plain merge by `{report.delegate}`, planned by {tool}."]
+    lines = [
+        f"Before merging by `{report.delegate}`, these models were moved by symmetries of the architecture, their "
+        f"functions unchanged, as near as possible to `{report.anchor}` with {tool}.",
+        "",
+        "| model | relative distance before | after | |",
+        "|---|---|---|---|",
+    ]
+    matched = {row.donor for row in report.rows}
+    for donor in report.donors():
+        figures = report.relative_distances(donor) if donor in matched else ()
+        before, after = (f"{figure:.4g}" for figure in figures) if figures else ("", "")
+        lines.append(f"| {donor} | {before} | {after} | {report.verdict(donor)} |")
+    return lines
 
 
 def fingerprints(report: MergeReport) -> list[str]:

@@ -183,8 +183,9 @@ def _unaligned(architecture: Architecture, shapes: Shapes, options: MatchOptions
             reasons.append(f"heads of '{name}' keep their order: positions are tied to it")
         if space.values == "fixed":
             reasons.append(f"values of '{name}' keep their coordinates")
-    if (layers := options.layer_set()) is not None:
-        reasons.append(f"layers other than {options.layers} ({len(layers)} layers asked for)")
+    if options.layer_ranges() is not None:
+        asked = sum(block.index is not None and options.matches_layer(block.index) for block in architecture.blocks)
+        reasons.append(f"layers other than {options.layers} ({asked} layers asked for)")
     known = {info.name for info in moved}
     left = [info for info in architecture.tensors() if info.name in shapes and info.name not in known]
     if left:

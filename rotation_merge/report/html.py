@@ -23,7 +23,7 @@ def page(report: MergeReport, barriers: list[Barrier] | None = None, name: str =
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     title = f"Alignment report: {name}" if name else "Alignment report"
     body = [sections.header(report, title)]
-    for donor in report.donors():
+    for donor in dict.fromkeys(row.donor for row in report.rows):
         body.append(sections.donor(report, donor))
     body += [sections.barrier(barrier) for barrier in barriers or []]
     body.append(sections.footer(report))

@@ -17,6 +17,10 @@ FORMAT = 1
 SMALL_GAIN = 0.01
 """A fall of the relative distance by less than this fraction counts as nothing gained."""
 
+RELATED = 0.7
+"""Relative distance from which on models are not said to share coordinates: half of what unrelated ones have. At 1 the
+donor may as well have vanished."""
+
 
 @dataclass(frozen=True)
 class SpaceRow:
@@ -42,7 +46,8 @@ class SpaceRow:
 class MergeReport:
     """Everything a merge did.
 
-    Distances are Frobenius norms of donor - anchor over the tensors that have an axis in the space. Fingerprints, by
+    Distances are Frobenius norms of donor - anchor over the tensors that have an axis in the space. `files` are the
+    alignment files by which donors were moved, nothing being matched. Fingerprints, by
     model, are those of alignment files; where not all tensors were read, the words after it say of how many.
     """
 
@@ -55,6 +60,7 @@ class MergeReport:
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
     fingerprints: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -84,10 +90,11 @@ class MergeReport:
             time.perf_counter() - run.began,
             versions(),
             dict(fingerprints or {}),
+            dict(run.files),
         )
 
     def donors(self) -> list[str]:
-        return list(dict.fromkeys([row.donor for row in self.rows] + list(self.whole)))
+        return list(dict.fromkeys([*(row.donor for row in self.rows), *self.whole, *self.files]))
 
     def relative_distances(self, donor: str) -> tuple[float, float]:
         """Relative distance of a donor before and after: of the whole model where its stream was matched (the stream's
@@ -102,15 +109,18 @@ class MergeReport:
     def verdict(self, donor: str) -> str:
         """One honest sentence on what alignment did for a donor."""
         before, after = self.relative_distances(donor)
+        if donor in self.files:
+            return f"moved by the transforms in {self.files[donor]}, nothing was matched"
         if not any(row.donor == donor for row in self.rows):
             return "nothing was matched"
         if before == 0:
             return "the donor equals the anchor in every matched tensor: alignment had nothing to do"
         gain = 1 - after / before
         if gain < SMALL_GAIN:
+            why = "the models share their coordinates" if before < RELATED else "no map brings the models nearer"
             return (
                 f"alignment had next to nothing to do (relative distance {before:.4g} before, {after:.4g} after): "
-                "the models share their coordinates, the merge is practically the plain one"
+                f"{why}, the merge is practically the plain one"
             )
         return f"relative distance {before:.4g} before, {after:.4g} after alignment ({gain:.0%} less)"
 
@@ -126,7 +136,7 @@ class MergeReport:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> MergeReport:
-        fields = {"fingerprints": {}, **data}
+        fields = {"fingerprints": {}, "files": {}, **data}
         fields = {name: fields[name] for name in cls.__dataclass_fields__}
         fields["rows"] = [SpaceRow(**row) for row in fields["rows"]]
         return cls(**fields)

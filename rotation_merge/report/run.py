@@ -32,6 +32,7 @@ class Run:
     records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
     marks: dict[str, Fingerprint] = field(default_factory=dict)
     watched: bool = True
@@ -57,6 +58,11 @@ class Run:
         if self.kept is not None:
             with self._lock:
                 self.kept.setdefault(donor, {}).update(transforms)
+
+    def given(self, donor: str, file: str) -> None:
+        """A donor is moved by the transforms of an alignment file."""
+        with self._lock:
+            self.files[donor] = file
 
     def saw(self, model: str, name: str, tensor: Tensor) -> None:
         """A model's tensor as it is stored, for the model's fingerprint."""

@@ -14,7 +14,7 @@ from rotation_merge.architectures import Architecture, find
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import CheckpointError
 from rotation_merge.planning.session import session_of
-from rotation_merge.recipe.settings import check_filters
+from rotation_merge.recipe.settings import check_filters, check_words
 
 
 class AlignedModule(ModuleArchitecture):
@@ -63,6 +63,8 @@ def architecture_info(config: MergeConfiguration, options: MergeOptions) -> Mode
     models.check(recipe.base, config.referenced_models())
     anchor = models[recipe.base]
     check_filters(recipe.document, (block.name for block in anchor.architecture.blocks))
+    names = (name for model in config.referenced_models() for name in models[model].names)
+    check_words(recipe.document, anchor.architecture, names)
     recipe.document.raise_first()
     _check_depths(config, models)
     resized = bool(config.tokenizer or config.tokenizer_source or options.unsafe_truncate_embeddings)

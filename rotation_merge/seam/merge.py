@@ -7,12 +7,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from mergekit import card, merge
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
+from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
+from torch import Tensor
 
 from rotation_merge.checkpoints.output import check_place, staged
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.planning.keeping import keep_alignments
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.reading import Recipe
@@ -74,10 +78,25 @@ def fingerprints(session: Session) -> dict[str, str]:
 
 
 def _as_it_is_here() -> AbstractContextManager[None]:
-    """Write the card without asking the hub whether it knows a directory that is here, which without a network would
-    end the merge at its last step; and take the base model's small files from where they are, not from a cache of
-    models merged with their adapters."""
-    return replaced((card, "is_hf", _on_hub), (merge, "_get_donor_model", _base_folder))
+    """Let nothing be written that holds NaN; write the card without asking the hub whether it knows a directory that is
+    here, which without a network would end the merge at its last step; and take the base model's small files from where
+    they are, not from a cache of models merged with their adapters."""
+    small = (card, "is_hf", _on_hub), (merge, "_get_donor_model", _base_folder)
+    return replaced(*small, (TensorWriter, "save_tensor", _save_finite))
+
+
+def _save_finite(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
+    """Weights that add up to zero, a delegate that divides by it, a dtype that cannot hold a value: the merge ends.
+
+    Raises:
+        RotationMergeError: names the tensor.
+    """
+    if tensor.is_floating_point() and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
+        raise RotationMergeError(
+            f"tensor '{name}' of the merged model would hold NaN or infinity",
+            remedy="weights may not add up to 0, and the dtype has to hold what they make; nothing was written",
+        )
+    real(writer, name=name, tensor=tensor, **options)
 
 
 def _on_hub(real: Callable[[str], bool], path: str) -> bool:

@@ -16,11 +16,11 @@ Replacement = Callable[..., Any]
 _ours: ContextVar[bool] = ContextVar("rotation_merge_ours", default=False)
 _lock = threading.Lock()
 _running = 0
-_real: list[tuple[ModuleType, str, Any]] = []
+_real: list[tuple[ModuleType | type, str, Any]] = []
 
 
 @contextmanager
-def replaced(*functions: tuple[ModuleType, str, Replacement]) -> Iterator[None]:
+def replaced(*functions: tuple[ModuleType | type, str, Replacement]) -> Iterator[None]:
     """Within the block and its thread, other functions in the place of some of mergekit's.
 
     What other threads merge meanwhile meets the real ones; after the last such block they stand where they stood.

@@ -1,0 +1,207 @@
+"""Cards, reports and outputs say what was done: distances, what was moved, and no output that is no number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import run
+from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
+
+from rotation_merge.groups.admitted import asks
+from rotation_merge.report.html import write_page
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return make("llama", folder / "anchor"), make("llama", folder / "donor", seed=1)
+
+
+def card(out: Path) -> str:
+    return (out / "README.md").read_text()
+
+
+def report(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "rotation_merge.json").read_text())
+    return found
+
+
+def spoilt(model: Path, where: Path, name: str, value: float) -> Path:
+    tensors = state(model)
+    tensors[name].view(-1)[3] = value
+    return write_state(tensors, model, where)
+
+
+@pytest.mark.parametrize("weights", [(0.5, -0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("delegate", ["linear", "slerp", "ties"])
+def test_no_output_that_is_no_number(
+    delegate: str, weights: tuple[float, float], models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Either the merge is made of numbers, or it ends with a tensor's name and leaves nothing."""
+    recipe = recipe_for(delegate, *models)
+    if delegate == "slerp":
+        recipe["parameters"]["t"] = 1e300
+    else:
+        for entry, weight in zip(recipe["models"], weights, strict=True):
+            entry["parameters"] = {**entry.get("parameters", {}), "weight": weight}
+    done = mergekit_yaml(recipe, tmp_path / "out")
+    if done.exit_code == 0:
+        assert all(bool(x.isfinite().all()) for x in state(tmp_path / "out").values())
+        return
+    assert done.exit_code == 2
+    one_error(done.output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.yml"]
+
+
+def test_weights_that_add_up_to_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe = recipe_for("linear", *models)
+    for entry, weight in zip(recipe["models"], (0.5, -0.5), strict=True):
+        entry["parameters"] = {"weight": weight}
+    done = mergekit_yaml(recipe, tmp_path / "out")
+    assert done.exit_code == 2
+    assert "would hold NaN or infinity" in one_error(done.output)
+    assert "weight'" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dtype_that_cannot_hold_the_values(models: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor = spoilt(models[0], tmp_path / "large", "model.layers.0.mlp.up_proj.weight", 1e6)
+    recipe = recipe_for("linear", anchor, models[1], ffn="none")
+    recipe["out_dtype"] = "float16"
+    done = mergekit_yaml(recipe, tmp_path / "out")
+    assert done.exit_code == 2
+    assert "model.layers.0.mlp.up_proj.weight" in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("which", ["anchor", "donor"])
+@pytest.mark.parametrize(
+    "tensor", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
+)
+@pytest.mark.parametrize("way", ["local", "residual", "mean"])
+def test_whose_nan_it_is(which: str, tensor: str, way: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    pair = dict(zip(("anchor", "donor"), models, strict=True))
+    pair[which] = spoilt(pair[which], tmp_path / "spoilt", tensor, float("nan"))
+    third = [make("llama", tmp_path / "third", seed=2)] if way == "mean" else []
+    recipe = recipe_for("linear", *pair.values(), *third)
+    recipe["parameters"] |= {"local": {}, "residual": {"residual": "permutation"}, "mean": {"anchor": "mean"}}[way]
+    done = mergekit_yaml(recipe, tmp_path / "out")
+    assert done.exit_code == 2
+    line = one_error(done.output)
+    assert str(tmp_path / "spoilt") in line
+    assert tensor in line
+    for other in (*models, *third):
+        assert str(other) not in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("which", ["anchor", "donor"])
+def test_whose_nan_it_is_in_commands(which: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    pair = dict(zip(("anchor", "donor"), models, strict=True))
+    pair[which] = spoilt(pair[which], tmp_path / "spoilt", "model.layers.1.mlp.up_proj.weight", float("nan"))
+    line = one_error(run("align", *pair.values(), tmp_path / "out").output)
+    assert str(tmp_path / "spoilt") in line
+    assert "model.layers.1.mlp.up_proj.weight" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("residual", ["none", "permutation"])
+def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_path: Path) -> None:
+    """The report's distances are those between the tensors that were merged; the card says what the anchor was."""
+    from rotation_merge.architectures import resolve
+    from rotation_merge.matching.block import squared_distances
+    from rotation_merge.matching.mean import match_to_mean
+    from rotation_merge.matching.options import MatchOptions
+    from rotation_merge.matching.state import read_block
+
+    paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in range(3)]
+    options = {"heads": "permutation", "residual": residual, "rescale": False}
+    recipe = recipe_for("linear", *paths, **options)
+    recipe["parameters"]["anchor"] = "mean"
+    merged(recipe, tmp_path / "out")
+    assert "running mean" in card(tmp_path / "out")
+    states = {str(path): state(path) for path in paths}
+    config = json.loads((paths[0] / "config.json").read_text())
+    architecture = resolve(config, list(states[str(paths[0])]), "anchor")
+    base = states[str(paths[0])]
+    found = match_to_mean(architecture, states, str(paths[0]), MatchOptions(**options))
+    rows = report(tmp_path / "out")["rows"]
+    for name, alignment in found.items():
+        for block in architecture.blocks:
+            anchor, donor = read_block(block, base), read_block(block, states[name])
+            for space in block.spaces.values():
+                row = next(r for r in rows if (r["donor"], r["space"]) == (name, space.name))
+                apart = squared_distances(block, space, anchor, donor, alignment.transforms)[0]
+                assert row["distance_after"] == pytest.approx(apart**0.5, rel=1e-5)
+                assert asks(space, MatchOptions(**options))
+
+
+NOTHING = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+
+
+def test_a_card_of_nothing_claims_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
+    for name, options in {"off": NOTHING, "excluded": {"exclude": "model,lm_head"}}.items():
+        merged(recipe_for("linear", *models, **options), tmp_path / name)
+        text = card(tmp_path / name)
+        if name == "off":
+            assert "No model was moved" in text
+            assert "function" not in text.partition("### Configuration")[0].partition("### Alignment")[2]
+    alone = recipe_for("linear", models[0])
+    merged(alone, tmp_path / "alone")
+    assert "No model was moved" in card(tmp_path / "alone")
+    merged(recipe_for("linear", *models), tmp_path / "moved")
+    assert "functions unchanged" in card(tmp_path / "moved")
+
+
+def test_a_card_of_an_alignment_file(models: tuple[Path, Path], tmp_path: Path) -> None:
+    assert run("align", *models, "--alignment", tmp_path / "map").exit_code == 0
+    recipe = recipe_for("linear", *models)
+    recipe["models"][-1]["parameters"]["alignment"] = str(tmp_path / "map")
+    merged(recipe, tmp_path / "out")
+    assert f"moved by the transforms in {tmp_path / 'map'}" in card(tmp_path / "out")
+    assert report(tmp_path / "out")["files"] == {str(models[1]): str(tmp_path / "map")}
+    write_page(str(tmp_path / "out"))
+
+
+def test_a_donor_that_has_vanished(models: tuple[Path, Path], tmp_path: Path) -> None:
+    zero = write_state(
+        {name: torch.zeros_like(x) for name, x in state(models[0]).items()}, models[0], tmp_path / "zero"
+    )
+    merged(recipe_for("linear", models[0], zero), tmp_path / "out")
+    assert "share their coordinates" not in card(tmp_path / "out")
+
+
+WORDS = {
+    "layers: '100'": ({"layers": "100"}, "layers 0 to 1"),
+    "layers: 0,2-5": ({"layers": "0,2-5"}, "'2-5'"),
+    "layers without end": ({"layers": "0-999999999999"}, "write 'all'"),
+    "layers backwards": ({"layers": "3-1"}, "write 'all'"),
+    "exclude": ({"exclude": "lm_haed"}, "lm_head"),
+    "one of two excludes": ({"exclude": "lm_head, up_prj"}, "up_proj"),
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_words_that_match_nothing(words: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    options, remedy = WORDS[words]
+    done = mergekit_yaml(recipe_for("linear", *models, **options), tmp_path / "out")
+    assert done.exit_code == 2
+    assert remedy in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+    checked = run("check", tmp_path / "out.yml")
+    assert checked.exit_code == 1
+    assert remedy in checked.output
+    if "layers" in options:
+        for arguments in (("align", *models, tmp_path / "aligned"), ("compare", *models), ("inspect", models[0])):
+            done = run(*arguments, "--layers", options["layers"])
+            assert done.exit_code == 2, arguments
+            assert remedy in one_error(done.output)
+
+
+def test_ranges_that_reach_beyond(models: tuple[Path, Path]) -> None:
+    """A range that names a layer may name more than there are."""
+    assert run("compare", *models, "--layers", "1-999999999").exit_code == 0
