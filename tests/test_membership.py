@@ -26,6 +26,7 @@ from rotation_merge.groups import (
     GroupElement,
     HeadTransform,
     Invertible,
+    MixerTransform,
     Monomial,
     NeuronTransform,
     Orthogonal,
@@ -104,15 +105,18 @@ def corrupted(transform: SpaceTransform) -> list[SpaceTransform]:
                 replace(transform, order=first(transform.order)),
                 replace(transform, order=transform.order + 99999),
             ]
-        case StreamTransform(element=Monomial()):
-            assert isinstance(transform.element, Monomial)
-            half = replace(transform.element, scaling=Scaling(0.5 * transform.element.scaling.factor))
-            return [StreamTransform(bad) for bad in (*neurons(transform.element), half)]
-        case StreamTransform(element=Orthogonal()):
-            assert isinstance(transform.element, Orthogonal)
+        case StreamTransform(element=Monomial() as element):
+            half = replace(element, scaling=Scaling(0.5 * element.scaling.factor))
+            return [replace(transform, element=bad) for bad in (*neurons(element), half)]
+        case StreamTransform(element=Orthogonal(matrix=matrix)):
+            beside = (matrix * 1.01, torch.ones_like(matrix), matrix[:, :-1, :-1])
+            return [replace(transform, element=Orthogonal(bad)) for bad in beside]
+        case MixerTransform():
             return [
-                StreamTransform(Orthogonal(transform.element.matrix * 1.01)),
-                StreamTransform(spoilt(transform.element)[3]),
+                replace(transform, groups=transform.groups + 99999),
+                replace(transform, heads=transform.heads + 1),
+                replace(transform, shared=Permutation(first(transform.shared.index))),
+                replace(transform, own=Permutation(transform.own.index + 1)),
             ]
     raise AssertionError(transform)
 
