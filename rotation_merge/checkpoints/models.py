@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -23,6 +24,8 @@ from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMe
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import Member, check_pair
 from rotation_merge.matching.state import check_shape
+
+LOG = logging.getLogger(__name__)
 
 
 class Model:
@@ -164,6 +167,9 @@ class Model:
             if present:
                 shape = self.shapes[present[0]]
                 check_shape(info, (len(info.names), *shape) if info.stacked else shape, where)
+        streams = ", ".join(f"{name} up to {groups[-1]}" for name, groups in architecture.stream_groups.items())
+        LOG.info("%s: %s, %d blocks; %s", where, architecture.family, len(architecture.blocks), streams or "no stream")
+        LOG.debug("%s: tensors are named with base %r and %s", where, architecture.base, architecture.spelling)
         return architecture
 
     @cached_property

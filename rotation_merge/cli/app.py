@@ -41,6 +41,11 @@ class LazyGroup(click.Group):
             return None
         command = import_module(f"rotation_merge.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
+        if not any(parameter.name == "verbose" for parameter in command.params):
+            say_more = click.Option(
+                ["-v", "--verbose"], count=True, expose_value=False, hidden=True, callback=lambda *given: talk(given[2])
+            )
+            command.params.append(say_more)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -50,7 +55,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, "--version")
-@click.option("-v", "--verbose", count=True, help="Say more; twice: with tracebacks.")
+@click.option("-v", "--verbose", count=True, help="Say what is decided; twice: everything, with tracebacks.")
 def app(verbose: int) -> None:
     """Align transformers by their symmetries before mergekit merges them.
 
@@ -59,4 +64,13 @@ def app(verbose: int) -> None:
 
     Exit codes: 0 done, 1 a check failed, 2 bad usage or input.
     """
-    logging.basicConfig(level=(logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
+    logging.basicConfig(level=logging.WARNING)
+    talk(verbose)
+
+
+def talk(verbose: int) -> None:
+    """Log as -v asks, before a command or after it: once what we decide, twice what every library has to say."""
+    if verbose:
+        logging.getLogger("rotation_merge").setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+    if verbose > 1:
+        logging.getLogger().setLevel(logging.DEBUG)

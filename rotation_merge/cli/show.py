@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import click
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.seam.console import BAD_INPUT, OneLineError, one_line
+
+LOG = logging.getLogger(__name__)
 
 Command = Callable[..., int | None]
 
@@ -32,6 +35,11 @@ def shown(function: Command) -> Callable[..., None]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         quieten()
+        began = time.perf_counter()
+        if LOG.isEnabledFor(logging.INFO):
+            from rotation_merge.report.record import versions
+
+            LOG.info("%s", ", ".join(f"{name} {number}" for name, number in versions().items()))
         try:
             code = _run(function, *args, **kwargs)
             sys.stdout.flush()
@@ -47,6 +55,7 @@ def shown(function: Command) -> Callable[..., None]:
                 raise
             print_json({"error": _parts(error)})
             code = BAD_INPUT
+        LOG.info("done in %.1f s", time.perf_counter() - began)
         sys.exit(code or 0)
 
     return wrapped

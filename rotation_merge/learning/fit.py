@@ -8,6 +8,7 @@ this way; here every space of any supported architecture is learned, inside its 
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from rotation_merge.matching.model import Alignment, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.pair import check_pair
 from rotation_merge.samples.functions import architecture_of
+
+LOG = logging.getLogger(__name__)
 
 CONCENTRATION = 8.0
 """Of the Dirichlet distribution that coefficients of three or more models are drawn from."""
@@ -282,6 +285,7 @@ class _Fit:
         with torch.no_grad():
             value, barrier = self.score([module() for module in learned])
         report.history.append((step, seconds, value, barrier))
+        LOG.info("step %d: held-out loss %.4f (so far %.4f), barrier %.4f", step, value, report.after, barrier)
         if value > report.after - LEAST_GAIN:
             return best
         report.after, report.barrier_after, report.best_step = value, barrier, step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from mergekit.common import ModelReference
@@ -25,6 +26,8 @@ from rotation_merge.matching.state import TensorSource
 from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, Pick
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ class Donors:
         else:
             for model, reader in readers.items():
                 self.found[model] = self._settle(model, reader)
+        for model, donor in self.found.items():
+            how = "block by block" if donor.whole is None else f"by {type(donor.whole).__name__}"
+            options = "with all others" if donor.checked is None else donor.checked.options
+            LOG.info("%s is aligned %s: %s", self.name(model, donor.origin), how, options)
         return self
 
     @property

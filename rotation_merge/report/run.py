@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +17,8 @@ from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.model import Alignment
+
+LOG = logging.getLogger(__name__)
 
 FAR = 0.2
 """Squared change over squared norm before it, above which a task vector hardly travels (docs/residual.md)."""
@@ -42,6 +46,8 @@ class Run:
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
+        """What matching did to the spaces of one block."""
+        _log(donor, block, matches)
         with self._lock:
             self.records += [(donor, block.name, block.index, match) for match in matches]
 
@@ -51,6 +57,7 @@ class Run:
             self.record(donor, block, matches)
         self.keep(donor, alignment.transforms)
         if alignment.summary:
+            LOG.info("%s: %s", donor, ", ".join(f"{name} {value}" for name, value in alignment.summary.items()))
             self.whole[donor] = dict(alignment.summary)
 
     def keep(self, donor: str, transforms: Mapping[str, SpaceTransform]) -> None:
@@ -100,3 +107,23 @@ class Run:
         """The run is over, well or not: what it kept on disk goes."""
         for ending in self.endings:
             ending()
+
+
+def _log(donor: str, block: Block, matches: list[SpaceMatch]) -> None:
+    """What was decided for a donor's block: one line, and at debug one for each space."""
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    words = [
+        f"{m.space.split('.')[-1]} by {m.group}: {_share(m.before, m.anchor)} -> {_share(m.after, m.anchor)}"
+        for m in matches
+    ]
+    LOG.info("%s, %s: %s", donor, block.name, "; ".join(words) or "nothing to match")
+    for match in matches:
+        parts = [f"{name} {value:.3g} from the identity" for name, value in match.distances.items()]
+        gap = [] if match.gap is None else [f"gap {match.gap:.2g}"]
+        LOG.debug("%s, %s: %s", donor, match.space, ", ".join([*parts, *gap, f"{match.seconds:.2f} s", *match.notes]))
+
+
+def _share(squared: float, of: float) -> str:
+    """A distance relative to the anchor's norm, both given squared."""
+    return f"{math.sqrt(max(squared, 0.0) / of) if of > 0 else 0.0:.3g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from rotation_merge.report.curves import Curve
 from rotation_merge.samples.data import Data
 from rotation_merge.samples.functions import Batch
 from rotation_merge.samples.metrics import NUMBERS, of_classes, of_labels, of_numbers
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ def path(
             for key, parameter in between.named_parameters():
                 parameter.copy_(torch.lerp(first[key], second[key], t))
         loss, accuracy = evaluate(between, data)
+        LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
         losses.append(loss)
         accuracies.append(accuracy)
     return Curve(name, ts, losses, accuracies)
