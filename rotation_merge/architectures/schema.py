@@ -145,6 +145,8 @@ class AttentionSpec(Strict):
             head), affine_head (LayerNorm with a shift a head), rms_all (RMSNorm over all heads), l2_head (unit
             length, no gain).
         order: `fixed` where heads cannot change places (ALiBi, biases shared between layers).
+        visible_bias: whether keys meet more than the queries of their own head's softmax (positions of their own), so
+            that a key's bias changes the outputs.
         values: `fixed` where the value/output coordinates cannot be turned, `gated` where outputs are gated one by one,
             `normed` where values are brought to one length (no gain).
     """
@@ -157,6 +159,7 @@ class AttentionSpec(Strict):
     rotary: RotarySpec | None = None
     norm: Expression = None
     order: Expression = "free"
+    visible_bias: bool = False
     values: Expression = "free"
 
 

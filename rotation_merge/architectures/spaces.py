@@ -98,5 +98,6 @@ def _attention(scope: Scope, name: str, spec: AttentionSpec) -> Space:
         interleaved=bool(rotary and spec.rotary and word(spec.rotary.layout, scope.config, LAYOUTS) == LAYOUTS[1]),
         norm=word(spec.norm, scope.config, tuple(filter(None, QUERIES))),
         values=word(spec.values, scope.config, tuple(VALUES)) or "free",
+        visible_bias=spec.visible_bias,
         free_order=word(spec.order, scope.config, ("free", "fixed")) != "fixed",
     )
