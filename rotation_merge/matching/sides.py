@@ -70,8 +70,8 @@ def invisible(block: Block, space: Space) -> frozenset[str]:
     roles = set()
     if not space.rotary and space.norm is None:
         roles.add("k")
-    [output] = maps.get("o") or [None]
-    if output is not None and space.values == "free" and block.tensor(output.key.removesuffix("weight") + "bias"):
+    outputs = [info.key.removesuffix("weight") + "bias" for info in maps.get("o", [])]
+    if space.values == "free" and any(block.tensor(key) is not None for key in outputs):
         roles.add("v")
     return frozenset(roles)
 
