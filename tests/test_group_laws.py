@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rotation_merge.architectures import families, table
 from rotation_merge.architectures.model import Space
+from rotation_merge.architectures.schema import ArchitectureSpec
 from rotation_merge.errors import ArchitectureError, RecipeError
 from rotation_merge.groups import KINDS, GroupElement, StreamGroup
 from rotation_merge.groups.admitted import QUERIES, VALUES, Wanted, admitted, heads
@@ -268,9 +270,17 @@ def test_what_is_unknown_is_named(space: Space, word: str) -> None:
         admitted(space, Wanted())
 
 
+def test_an_architecture_file_with_an_unknown_word_is_refused() -> None:
+    """It would otherwise pass for no norm at all, and be turned."""
+    spec = families()["qwen3"].model_dump()
+    spec["modules"]["default"]["layer"]["spaces"]["attn"]["norm"] = "rms_haed"
+    with pytest.raises(ArchitectureError, match=r"'rms_haed' is no word .*'rms_head'"):
+        table.sample(ArchitectureSpec.model_validate(spec))
+
+
 def test_every_row_of_the_tables_gives_a_group_with_words() -> None:
-    for table, fact in ((QUERIES, "norm"), (VALUES, "values")):
-        for word in table:
+    for known, fact in ((QUERIES, "norm"), (VALUES, "values")):
+        for word in known:
             for rotary in (0, 2, 4):
                 found = heads(attention(**{fact: word, "rotary": rotary}))
                 assert found.words

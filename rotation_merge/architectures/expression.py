@@ -11,9 +11,10 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache
+from keyword import iskeyword
 from typing import Any
 
-from rotation_merge.errors import ArchitectureError
+from rotation_merge.errors import ArchitectureError, nearest
 
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -61,9 +62,16 @@ def _parsed(expression: str) -> ast.expr:
 
 
 def word(expression: Any, config: Mapping[str, Any], words: tuple[str, ...]) -> str | None:
-    """A word as it stands, or an expression that gives one (or something false)."""
+    """A word as it stands, or an expression that gives one (or something false).
+
+    Raises:
+        ArchitectureError: a single word that is neither known nor a key of the config; names it.
+    """
     if expression in words:
         return str(expression)
+    text = str(expression)
+    if text.isidentifier() and not iskeyword(text) and text not in config:
+        raise ArchitectureError(f"'{text}' is no word that is known here", remedy=nearest(text, words))
     return evaluate(expression, config) or None
 
 

@@ -252,7 +252,8 @@ class Architecture:
     @property
     def residual_groups(self) -> list[str]:
         """The residual groups that every stream admits, smallest first: `none` at least."""
-        return [kind for kind in STREAM_GROUPS if len(self.admitting(kind)) == len(self.streams)]
+        whole = len(self.streams) or 1
+        return [kind for kind in STREAM_GROUPS if kind == "none" or len(self.admitting(kind)) == whole]
 
     def names(self, info: TensorInfo, index: int | None) -> tuple[str, ...]:
         """What a tensor is called in layer `index` of a checkpoint that names its tensors as this one does."""

@@ -12,7 +12,6 @@ from rotation_merge.architectures import Architecture
 
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
 LOCAL = {"heads": "permutation"}
-LARGEST_FIRST = ("rotation", "signed_permutation", "permutation")
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,6 @@ class Candidate:
         return yaml.safe_dump({**content, **({"dtype": dtype} if dtype else {})}, sort_keys=False)
 
 
-def largest(architecture: Architecture) -> str:
-    """The group that all residual streams of an architecture admit and that moves most."""
-    admitted = list(architecture.stream_groups.values())
-    return next((g for g in LARGEST_FIRST if admitted and all(g in groups for groups in admitted)), "none")
-
-
 def candidates(
     models: Sequence[str],
     architecture: Architecture,
@@ -70,7 +63,7 @@ def candidates(
         data: for each model the samples that a refit uses.
         learned: whether an alignment can be learned on the samples.
     """
-    anchor, group = models[0], largest(architecture)
+    anchor, group = models[0], architecture.residual_groups[-1]
     whole = {**LOCAL, "residual": group, **({"untie": True} if tied and group == "rotation" else {})}
     found = [
         Candidate("plain", anchor, tuple(models), PLAIN),

@@ -98,8 +98,7 @@ def fit(
 def widest(model: nn.Module) -> MatchOptions:
     """The largest groups a model admits: head order, and the residual group that moves most."""
     architecture = architecture_of(model)
-    group = architecture.residual_groups[-1] if architecture.streams else "none"
-    return MatchOptions(heads="permutation", residual=group)
+    return MatchOptions(heads="permutation", residual=architecture.residual_groups[-1])
 
 
 class _Fit:

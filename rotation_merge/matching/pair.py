@@ -250,11 +250,7 @@ def _refuse_differing(
 def _check_tied(member: Member, folded: Sequence[str], untie: bool) -> None:
     head, stream = member.tied or ("", "")
     if stream in folded and not untie:
-        smaller = [
-            group
-            for group in ("none", "permutation", "signed_permutation")
-            if group in member.architecture.stream_groups[stream]
-        ]
+        smaller = [group for group in member.architecture.stream_groups[stream] if group != "rotation"]
         raise RecipeError(
             f"'residual: rotation' needs a head of its own, '{head}' is tied to the embedding",
             where=member.name,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rotation_merge.architectures.model import Architecture, Block, Space, TensorInfo
-from rotation_merge.groups.admitted import admitted
+from rotation_merge.groups.admitted import admitted, heads
 from rotation_merge.groups.space import Work
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import MatchOptions
@@ -176,7 +176,7 @@ def _unaligned(architecture: Architecture, shapes: Shapes, options: MatchOptions
     spaces = [space for block in architecture.blocks for space in block.spaces.values()]
     for name, space in {s.name.rsplit(".", 1)[-1]: s for s in spaces if s.kind == "attention"}.items():
         if space.norm is not None:
-            reasons.append(f"'{name}' normalises queries and keys: only signs commute with that")
+            reasons.append(f"'{name}' normalises queries and keys; what commutes with that: {heads(space).qk.words}")
         elif space.rotary:
             reasons.append(f"'{name}' uses rotary positions: query/key maps turn each RoPE pair in its plane")
         if not space.free_order:
