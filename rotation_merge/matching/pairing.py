@@ -137,10 +137,6 @@ def _parts(
     name: str, group: Group, space: Space, found: list[Side], roles: tuple[str, str], size: int
 ) -> list[Pairing]:
     primal, dual = (_half(space, found, role, size) for role in roles)
-    if not primal.pairs:
-        primal.device = dual.device
-    if not dual.pairs:
-        dual.device = primal.device
     return [
         Pairing(name, part, *(half.narrowed(where, part.statistic) for half in (primal, dual)))
         for part, where in group.parts(size)
@@ -152,7 +148,7 @@ def _half(space: Space, found: list[Side], role: str, size: int) -> Half:
     heads = per_group if role in QUERY_ROLES else 1
     shape = (groups, heads, size)
     pairs = [(_shaped(s.anchor, shape), _shaped(s.donor, shape)) for s in found if s.role == role]
-    return Half(pairs, shape, "full", space.interleaved)
+    return Half(pairs, shape, "full", space.interleaved, found[0].anchor.device)
 
 
 def _shaped(x: Tensor, shape: tuple[int, int, int]) -> Tensor:

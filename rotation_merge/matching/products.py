@@ -27,19 +27,26 @@ class Half:
         pairs: (anchor, donor), each of shape (G, r, d, m) with one G, r, d; r is 1 for keys and values.
         statistic: full, pairs or coordinates.
         interleaved: layout of RoPE pairs, for `pairs`.
+        device: of the sums, where there are no pairs; else that of the anchor's tensors.
     """
 
     def __init__(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], shape: tuple[int, int, int], statistic: str, interleaved: bool
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        shape: tuple[int, int, int],
+        statistic: str,
+        interleaved: bool,
+        device: torch.device | None = None,
     ) -> None:
         self.pairs, self.shape, self.statistic, self.interleaved = list(pairs), shape, statistic, interleaved
-        self.device = self.pairs[0][0].device if self.pairs else torch.device("cpu")
+        self.device = self.pairs[0][0].device if self.pairs else device
 
     def narrowed(self, where: slice, statistic: str) -> Half:
         """Some of the coordinates."""
         groups, per_group, _ = self.shape
         pairs = [(a[:, :, where], b[:, :, where]) for a, b in self.pairs]
-        return Half(pairs, (groups, per_group, where.stop - where.start), statistic, self.interleaved)
+        shape = (groups, per_group, where.stop - where.start)
+        return Half(pairs, shape, statistic, self.interleaved, self.device)
 
     @property
     def exact(self) -> bool:
@@ -90,7 +97,7 @@ class Half:
     def own_products(self, which: int) -> Tensor:
         """Products of one model's coordinates with each other, 0 the anchor's, 1 the donor's; shape (G, *S)."""
         pairs = [(pair[which], pair[which]) for pair in self.pairs]
-        return Half(pairs, self.shape, self.statistic, self.interleaved).products()
+        return Half(pairs, self.shape, self.statistic, self.interleaved, self.device).products()
 
     def _statistic_shape(self) -> tuple[int, ...]:
         d = self.shape[2]

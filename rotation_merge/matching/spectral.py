@@ -44,7 +44,7 @@ def _distances(half: Half) -> Tensor:
 
 def _spectra(half: Half, which: int) -> Tensor:
     """Singular values of each head's matrix (bias included as a column), (G, r, d), float64."""
-    own = Half([(pair[which], pair[which]) for pair in half.pairs], half.shape, "full", half.interleaved)
+    own = Half([(p[which], p[which]) for p in half.pairs], half.shape, "full", half.interleaved, half.device)
     squares = torch.stack([_gram(own, head) for head in range(half.shape[1])], dim=1)
     return torch.linalg.eigvalsh(squares).clamp_min(0).sqrt()
 
@@ -52,4 +52,4 @@ def _spectra(half: Half, which: int) -> Tensor:
 def _gram(half: Half, head: int) -> Tensor:
     pairs = [(a[:, head : head + 1], b[:, head : head + 1]) for a, b in half.pairs]
     groups, _, d = half.shape
-    return Half(pairs, (groups, 1, d), "full", half.interleaved).products()
+    return Half(pairs, (groups, 1, d), "full", half.interleaved, half.device).products()
