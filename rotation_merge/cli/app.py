@@ -24,10 +24,15 @@ COMMANDS = {
     "measure": "Run a model over samples and write the statistics that regmean, fisher and kfac average by.",
     "methods": "Merge methods that can be the delegate, and their parameters.",
     "architectures": "Supported architectures.",
+    "show": "What a file holds: an alignment, statistics, or a merge's report.",
+    "fingerprint": "The fingerprint of a model, or of the models that a file was made for.",
     "report": "Write a merge's report as one self-contained HTML page.",
     "demo": "Merge the checkpoints that come with the package and print what alignment did.",
 }
 """Commands by name; each lives in a module of the same name, as `command`."""
+
+MODULES = {"show": "show_file"}
+"""Modules of commands that are called otherwise."""
 
 
 class LazyGroup(click.Group):
@@ -39,7 +44,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = import_module(f"rotation_merge.cli.{cmd_name}").command
+        command = import_module(f"rotation_merge.cli.{MODULES.get(cmd_name, cmd_name)}").command
         assert isinstance(command, click.Command)
         if not any(parameter.name == "verbose" for parameter in command.params):
             say_more = click.Option(

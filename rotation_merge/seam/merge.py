@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import click
 import torch
 from mergekit import card, merge
 from mergekit.common import ModelReference
@@ -21,9 +23,12 @@ from rotation_merge.planning.keeping import keep_alignments
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.card import add_section
+from rotation_merge.report.closing import closing
 from rotation_merge.report.html import write_page
 from rotation_merge.report.record import MergeReport
 from rotation_merge.seam.replaced import replaced
+
+log = logging.getLogger(__name__)
 
 
 def run(
@@ -57,8 +62,18 @@ def run(
                 write_page(staging)
             if options.write_model_card:
                 add_section(os.path.join(staging, "README.md"), report)
+        _say(closing(report, out_path), options)
     finally:
         done.end()
+
+
+def _say(lines: list[str], options: MergeOptions) -> None:
+    """In a command on stderr, from Python as log; with --quiet not at all."""
+    for line in [] if options.quiet else lines:
+        if click.get_current_context(silent=True) is not None:
+            click.echo(line, err=True)
+        else:
+            log.info(line)
 
 
 def fingerprints(session: Session) -> dict[str, str]:
