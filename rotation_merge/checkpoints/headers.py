@@ -86,6 +86,11 @@ def _shards(index: str) -> list[str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError("has no weight_map of names and files", where=index, remedy="download it again")
+    for shard in weight_map.values():
+        if os.path.isabs(shard) or ".." in shard.replace("\\", "/").split("/"):
+            raise CheckpointError(
+                f"names a shard outside of its directory, '{shard}'", where=index, remedy="do not use it"
+            )
     return sorted(set(weight_map.values()))
 
 

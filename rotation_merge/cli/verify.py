@@ -47,6 +47,12 @@ def command(
     """
     compute = torch.float64 if double else torch.float32
     a, b = load(model_a, compute), load(model_b, compute)
+    if type(a) is not type(b):
+        raise CheckpointError(
+            f"is a {type(b).__name__}, {model_a} a {type(a).__name__}",
+            where=model_b,
+            remedy="only models of one class and size can be compared",
+        )
     generator = torch.Generator().manual_seed(seed)
     inputs = [random_batch(a, generator) for _ in range(batches)]
     if data is not None:

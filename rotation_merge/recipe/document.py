@@ -96,6 +96,8 @@ def documents(text: str) -> list[Document]:
     """
     try:
         nodes = [node for node in yaml.compose_all(text, Loader=yaml.SafeLoader) if node is not None]
+        for node in nodes:
+            _check_size(node)
         values = [value for value in yaml.safe_load_all(text) if value is not None]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -105,6 +107,38 @@ def documents(text: str) -> list[Document]:
     if not nodes:
         raise RecipeError("the recipe is empty", remedy="see the recipes directory for examples")
     return [_document(node, value, i) for i, (node, value) in enumerate(zip(nodes, values, strict=True), 1)]
+
+
+MOST_VALUES = 100_000
+"""Keys and values that a recipe may hold, what aliases repeat counted each time."""
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Aliases of aliases make a few lines into more than any memory holds; one that holds itself has no end.
+
+    Raises:
+        RecipeError: the recipe is too large.
+    """
+    sizes: dict[int, int] = {}
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        below = [x for pair in pairs for x in pair] or (node.value if isinstance(node, yaml.SequenceNode) else [])
+        first = id(node) not in sizes
+        sizes.setdefault(id(node), MOST_VALUES + 1)
+        waiting = [x for x in below if id(x) not in sizes]
+        if first and waiting:
+            stack += waiting
+            continue
+        stack.pop()
+        sizes[id(node)] = 1 + sum(min(sizes[id(x)], MOST_VALUES + 1) for x in below)
+    if sizes[id(root)] > MOST_VALUES:
+        raise RecipeError(
+            f"it holds more than {MOST_VALUES} values, or an alias that holds itself",
+            where="recipe",
+            remedy="write out what its aliases (&, *) repeat",
+        )
 
 
 def _document(node: yaml.Node, value: Any, number: int) -> Document:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping
+from importlib import resources
 from typing import Any
 
 from mergekit import merge_methods
+from mergekit._data import chat_templates
 from mergekit.common import dtype_from_name
 from mergekit.config import ConditionalParameter, MergeConfiguration
 from mergekit.merge_methods.base import MergeMethod, ParameterSpec
 from pydantic import ValidationError
 
 from rotation_merge.architectures.model import Architecture
-from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.errors import RecipeError, nearest, short
 from rotation_merge.matching.options import CHOICES, MatchOptions
 from rotation_merge.recipe import delegates
 from rotation_merge.recipe.contract import check_contract, wanted
@@ -39,6 +41,10 @@ MULTI_KEYS = ("name",)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
+SHARES = ("t", "density")
+"""Parameters of delegates that are shares of something, which mergekit takes beyond it, too."""
+
+
 def check_settings(document: Document) -> None:
     """Collect every fault of one document that can be seen without a model."""
     _keys(document, (), document.value, (*MergeConfiguration.model_fields, *MULTI_KEYS))
@@ -55,6 +61,7 @@ def check_settings(document: Document) -> None:
         document.fault((), "base_model is missing", "name the model that donors are aligned to")
     for key in ("dtype", "out_dtype"):
         _dtype(document, key)
+    _chat_template(document)
     delegate = _delegate(document)
     for path, ours in scopes(document.value):
         _parameters(document, path, ours, delegate)
@@ -114,6 +121,17 @@ def _dtype(document: Document, key: str) -> None:
     if dtype is not None and not dtype.is_floating_point:
         what = f"{key} is {value!r}, weights are floating-point numbers"
         document.fault((key,), what, f"choose one of: {', '.join(DTYPES)}")
+
+
+def _chat_template(document: Document) -> None:
+    """mergekit reads it when all weights have been merged: auto, the name of a template it ships, or a template."""
+    value = document.value.get("chat_template")
+    if value is None or not isinstance(value, str):
+        return
+    shipped = [file.name.removesuffix(".jinja") for file in resources.files(chat_templates).iterdir()]
+    known = sorted({"auto", *(name for name in shipped if not name.startswith("__"))})
+    if value not in known and (len(value) < 20 or "{" not in value):
+        document.fault(("chat_template",), f"there is no chat template '{short(value)}'", nearest(value, known))
 
 
 def _delegate(document: Document) -> MergeMethod | None:
@@ -198,6 +216,8 @@ def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delega
         ) from None
     if isinstance(valid, float) and not math.isfinite(valid):
         raise RecipeError(f"parameter '{name}' is {value!r}", remedy="give a finite number")
+    if name in SHARES and isinstance(valid, int | float) and not 0 <= valid <= 1:
+        raise RecipeError(f"parameter '{name}' is {value!r}", remedy="it is a share: give a number from 0 to 1")
 
 
 def normal(name: str, value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,8 @@ def read_batches(
     if count == 0:
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
     rows = range(min(count, limit) if limit else count)
+    if isinstance(examples, dict):
+        _check_inputs(examples, model, source)
     batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
     check_kind(model, batches[0], source)
     for batch in batches:
@@ -75,6 +78,19 @@ def read_batches(
     elif task == "next token" and "labels" not in batches[0]:
         batches = [{**b, "labels": _labels(b)} for b in batches]
     return Data(batches, task, len(rows))
+
+
+def _check_inputs(examples: Mapping[str, Tensor], model: Any, source: str) -> None:
+    """The model takes what the data hold."""
+    takes = set(inspect.signature(model.forward).parameters)
+    odd = [name for name in examples if name not in takes and name != "labels"]
+    if odd or not takes & set(examples):
+        wanted = [name for name in ("input_ids", "pixel_values", "input_features", "input_values") if name in takes]
+        raise DataError(
+            f"holds {', '.join(examples)}; {type(model).__name__} takes {', '.join(wanted) or 'something else'}",
+            where=source,
+            remedy="give data of the model's own kind",
+        )
 
 
 def _check_tokens(batch: Batch, model: Any, source: str) -> None:
