@@ -22,6 +22,7 @@ COMMANDS = {
     "fit": "Learn an alignment on data: next to no barrier between independent models.",
     "evaluate": "What models reach on data: loss, accuracy, F1, correlations.",
     "measure": "Run a model over samples and write the statistics that regmean, fisher and kfac average by.",
+    "trace": "One tensor of a merge: its spaces, what moved it, what the delegate is given.",
     "methods": "Merge methods that can be the delegate, and their parameters.",
     "architectures": "Supported architectures.",
     "show": "What a file holds: an alignment, statistics, or a merge's report.",
