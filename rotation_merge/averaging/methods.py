@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -160,7 +160,7 @@ class Kfac(Averaging):
         parameters=(
             WEIGHT,
             ParameterSpec("shrink", float, ParameterScope.SHARED, 1.0, "what off-diagonals of both are multiplied by"),
-            RIDGE,
+            replace(RIDGE, default=0.1),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )

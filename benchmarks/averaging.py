@@ -1,0 +1,193 @@
+"""Averaging with statistics, on the checkpoints that come with the package; minutes on one core.
+
+    python benchmarks/averaging.py digits        the rows of the ICML 2025 paper's table 2, on two digit ViTs
+    python benchmarks/averaging.py finetunes     two short fine-tunes of one Llama, on text that they write themselves
+
+digits: accuracy on 540 held-out digits, halves of two ViTs of other seeds; statistics and activations on `--images`
+training images without labels. Fisher after matching is measured anew on the donor that `align` wrote, as in the paper.
+finetunes: nats per byte on the second halves of two texts, whose first halves they were tuned on (8 x 128 a step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from click.testing import CliRunner
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+from record import Table
+from torch import Tensor
+
+from rotation_merge.cli.app import app
+from rotation_merge.samples.data import Data, read_batches
+from rotation_merge.samples.demo import CHECKPOINTS, digits, text
+from rotation_merge.samples.evaluate import evaluate
+from rotation_merge.samples.functions import load
+
+MATCHINGS: dict[str, dict[str, Any]] = {
+    "none": {"attention": "none", "ffn": "none", "rescale": False},
+    "heads, neurons": {"heads": "permutation"},
+    "residual rotation": {"heads": "permutation", "residual": "rotation"},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "Simple": {"delegate": "linear"},
+    "Fisher": {"delegate": "fisher"},
+    "RegMean": {"delegate": "regmean"},
+    "K-FAC": {"delegate": "kfac"},
+    "OT-WTS-EMD": {"delegate": "ot_fusion", "plan": "hard"},
+    "OT-WTS": {"delegate": "ot_fusion"},
+    "OT-ACTS-EMD": {"delegate": "ot_fusion", "plan": "hard", "data": True},
+    "OT-ACTS": {"delegate": "ot_fusion", "data": True},
+}
+
+
+def call(*arguments: object) -> str:
+    """One of our commands; its output."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if done.exit_code:
+        raise SystemExit(done.output)
+    return done.stdout
+
+
+def merge(anchor: Path, donor: Path, out: Path, parameters: dict[str, Any], statistics: str = "") -> tuple[Any, float]:
+    """Two models half and half: the merged model, and seconds."""
+    of = {anchor: anchor.name, donor: donor.name}
+    named = {p: {"statistics": str(out.parent / f"{name}{statistics}.safetensors")} for p, name in of.items()}
+    own = parameters.get("delegate") in ("fisher", "regmean", "kfac")
+    models = [
+        {"model": str(path), "parameters": {"weight": 0.5, **(named[path] if own else {})}} for path in (anchor, donor)
+    ]
+    recipe = {
+        "merge_method": "rotation_merge",
+        "base_model": str(anchor),
+        "models": models,
+        "parameters": parameters,
+        "dtype": "float32",
+    }
+    file = out.parent / "recipe.yml"
+    file.write_text(yaml.safe_dump(recipe))
+    began = time.perf_counter()
+    done = CliRunner().invoke(mergekit_yaml, [str(file), str(out), "--quiet"])
+    if done.exit_code:
+        raise SystemExit(done.output)
+    return load(str(out)), time.perf_counter() - began
+
+
+def run_digits(images: int) -> None:
+    anchor, donor = CHECKPOINTS / "vit-0", CHECKPOINTS / "vit-1"
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        training = work / "training.npz"
+        np.savez(training, pixel_values=digits()[0][:images].numpy())
+        aligned = work / "aligned"
+        call("align", anchor, donor, aligned, "--heads", "permutation")
+        for path in (anchor, donor, aligned):
+            out = work / f"{path.name}.safetensors"
+            call("measure", path, "--data", training, "--kinds", "gram,kfac,fisher", "--out", out)
+        table = Table("averaging-digits")
+        for name, method in METHODS.items():
+            row = {"average": name}
+            for matching, options in MATCHINGS.items():
+                row[matching] = digits_cell(anchor, donor, aligned, work, training, method, matching, options)
+            table.add(row)
+
+
+def digits_cell(
+    anchor: Path,
+    donor: Path,
+    aligned: Path,
+    work: Path,
+    training: Path,
+    method: dict[str, Any],
+    matching: str,
+    options: dict[str, Any],
+) -> str:
+    parameters = {**method, **options}
+    if parameters.pop("data", None):
+        parameters["data"] = str(training)
+    if method["delegate"] == "fisher" and "residual" in options:
+        return "cannot be carried"
+    anew = method["delegate"] == "fisher" and matching != "none"
+    if anew:
+        donor, parameters = aligned, {**parameters, **MATCHINGS["none"], "heads": "none"}
+    model, _ = merge(anchor, donor, work / "merged", parameters)
+    return f"{evaluate(model, read_batches('demo:digits', str(work / 'merged'), model))[1]:.1%}"
+
+
+def run_finetunes(steps: int, samples: int) -> None:
+    halves = {name: windows(name) for name in ("c", "english")}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        for seed, (name, (training, _)) in enumerate(halves.items()):
+            tune(training, steps, seed).save_pretrained(work / name)
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                (work / name / file).write_bytes((CHECKPOINTS / "llama-0" / file).read_bytes())
+        for name in halves:
+            out = work / f"{name}.safetensors"
+            kinds = ("--kinds", "gram,kfac,fisher", "--samples", samples)
+            call("measure", work / name, "--data", "self", *kinds, "--out", out)
+        table = Table("averaging-finetunes")
+        base = load(str(CHECKPOINTS / "llama-0"))
+        table.add(figures("what they were tuned from", base, halves, 0.0))
+        for name in halves:
+            table.add(figures(f"tuned on {name}", load(str(work / name)), halves, 0.0))
+        for title, method in list(METHODS.items())[:4]:
+            model, took = merge(work / "c", work / "english", work / "merged", {**method, **MATCHINGS["none"]})
+            table.add(figures(title, model, halves, took))
+
+
+def windows(name: str) -> tuple[Tensor, Tensor]:
+    """The first and the second half of a text, in windows of 128 bytes."""
+    whole = text(name)
+    cut = len(whole) // 256 * 128
+    return tuple(part[: len(part) // 128 * 128].view(-1, 128) for part in (whole[:cut], whole[cut:]))  # type: ignore[return-value]
+
+
+def tune(training: Tensor, steps: int, seed: int) -> Any:
+    """llama-0 after a few steps on a text."""
+    model = copy.deepcopy(load(str(CHECKPOINTS / "llama-0"))).train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        batch = training[torch.randint(len(training), (8,), generator=draw)]
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+    return model.eval()
+
+
+def figures(title: str, model: Any, halves: dict[str, tuple[Tensor, Tensor]], took: float) -> dict[str, str]:
+    losses = {}
+    for name, (_, held) in halves.items():
+        batches = [{"input_ids": part, "labels": part} for part in held.split(32)]
+        losses[name] = evaluate(model, Data(batches, "next token", len(held)))[0]
+    mean = sum(losses.values()) / len(losses)
+    cells = {name: f"{loss:.3f}" for name, loss in losses.items()}
+    return {"model": title, **cells, "mean": f"{mean:.3f}", "seconds": f"{took:.1f}" if took else ""}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["digits", "finetunes"])
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--samples", type=int, default=64)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    if given.what == "digits":
+        run_digits(given.images)
+    else:
+        run_finetunes(given.steps, given.samples)
+
+
+if __name__ == "__main__":
+    main()
