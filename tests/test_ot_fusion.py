@@ -89,8 +89,16 @@ def test_experts_have_plans_of_their_own(tmp_path: Path):
         torch.testing.assert_close(result[name], tensor, rtol=1e-4, atol=1e-4)
 
 
-def test_bad_words_are_refused(tmp_path: Path):
+def test_bad_words_and_data_are_refused(tmp_path: Path):
     anchor, donor = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
     done = mergekit_yaml(fused(anchor, donor, plan="firm"), tmp_path / "out")
     assert done.exit_code == 2
     assert "one of: soft, hard" in one_error(done.output)
+    done = mergekit_yaml(fused(anchor, donor, data=str(tmp_path / "none.npz")), tmp_path / "out")
+    assert done.exit_code == 2
+    assert "no such file" in one_error(done.output)
+    made = fused(anchor, donor)
+    made["models"][0]["parameters"]["data"] = "self"
+    done = mergekit_yaml(made, tmp_path / "out")
+    assert "data' of their own" in one_error(done.output)
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,24 @@ def prepared(recipe: Path, models: Path, folder: Path) -> Path:
         done = CliRunner().invoke(app, ["align", anchor, donor, *options])
         assert done.exit_code == 0, done.output
         text = text.replace("multiberts-0-1.safetensors", str(made))
+    delegate = next(yaml.safe_load_all(text)).get("parameters", {}).get("delegate")
+    if delegate in ("regmean", "fisher", "kfac"):
+        for name in names(recipe.read_text(encoding="utf-8")):
+            measure(stand_in(name, models), "gram" if delegate == "regmean" else delegate)
     out = folder / recipe.name
     out.write_text(text, encoding="utf-8")
     return out
+
+
+def measure(model: Path, kind: str) -> None:
+    """Statistics beside a tiny checkpoint, on what it writes itself, or on random tokens."""
+    data = "self"
+    if "CausalLM" not in (model / "config.json").read_text():
+        data = str(model / "tokens.jsonl")
+        Path(data).write_text("\n".join(json.dumps({"input_ids": [3 + i, 9, 4 + i]}) for i in range(8)))
+    options = ["--kinds", kind, "--samples", "8", "--length", "16"]
+    done = CliRunner().invoke(app, ["measure", str(model), "--data", data, *options])
+    assert done.exit_code == 0, done.output
 
 
 def test_there_are_at_least_twelve():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from mergekit.common import ModelReference
+from mergekit.config import ConfigReader
 from mergekit.graph import Task
 from pydantic import Field
 from torch import Tensor
@@ -27,7 +28,7 @@ from rotation_merge.averaging.transport import (
     weight_points,
 )
 from rotation_merge.checkpoints.models import Models
-from rotation_merge.errors import StatisticsError
+from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.fold import Fold, Folded
 from rotation_merge.matching.model import Alignment
@@ -206,6 +207,7 @@ class Fusion:
     run: Run
     streams: dict[ModelReference, PlanStreams] = field(default_factory=dict)
     blocks: dict[tuple[int, ModelReference], PlanBlock] = field(default_factory=dict)
+    data: str | None = None
 
     def task(
         self,
@@ -214,11 +216,13 @@ class Fusion:
         gather: Task,
         label: str,
         moves: Moves,
+        reader: ConfigReader,
         shares: Mapping[ModelReference, float],
         parameters: Mapping[str, Any],
     ) -> FuseTensor:
         """One output tensor; see `Averages.task`."""
         self.method.check(parameters)
+        self._settle_data(reader, shares)
         order = sorted((m for m, share in shares.items() if share != 0), key=lambda model: model != self.recipe.base)
         if not order:
             raise StatisticsError(f"all weights of tensor '{label}' are zero", remedy="give one model a weight")
@@ -233,6 +237,21 @@ class Fusion:
             plans=tuple(plans),
             piece=piece if info.stacked else None,
         )
+
+    def _settle_data(self, reader: ConfigReader, models: Iterable[ModelReference]) -> None:
+        """The samples of all models, which are one pool.
+
+        Raises:
+            RecipeError: models have samples of their own.
+        """
+        found = {self.recipe.of_model("data", reader, model) for model in models}
+        if len(found) > 1:
+            raise RecipeError(
+                "delegate ot_fusion compares activations on the same samples, and models have 'data' of their own",
+                where="parameters",
+                remedy="write 'data' once, under the recipe's parameters",
+            )
+        self.data = None if None in found else str(found.pop())
 
     def _plans(
         self, model: ModelReference, info: TensorInfo, moves: Moves, parameters: Mapping[str, Any]
@@ -253,11 +272,6 @@ class Fusion:
         default = REGULARISATION["weights" if self.data is None else "activations"]
         given = parameters["regularisation"]
         return How(parameters["plan"] == "hard", default if given is None else given)
-
-    @property
-    def data(self) -> str | None:
-        found = self.recipe.value("data")
-        return None if found is None else str(found)
 
     def _watched(self, model: ModelReference) -> tuple[Watch, ...]:
         if self.data is None:

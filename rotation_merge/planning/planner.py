@@ -178,7 +178,7 @@ class RotationMergePlanner(MergePlanner):
         if isinstance(self._method, Averaging):
             task: Task = self.averages.task(info, piece, found, name, moves, reader, shares, shared)
         else:
-            task = self.fusion.task(info, piece, found, name, moves, shares, shared)
+            task = self.fusion.task(info, piece, found, name, moves, reader, shares, shared)
         self._tensors.append((weight, task))
 
     def _plan_merge(
