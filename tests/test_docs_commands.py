@@ -37,7 +37,12 @@ OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "mergekit-evolve ")
 """Beginnings of lines in ```bash blocks that are not run here (`test_evolve_ray.py` runs mergekit-evolve)."""
 
 PARSED_ONLY = ("demo",)
-SHORTER = {"fit": {"--steps": "2", "--limit": "8", "--batch-size": "2"}, "barrier": {"--points": "3", "--limit": "4"}}
+SHORTER = {
+    "fit": {"--steps": "2", "--limit": "8", "--batch-size": "2"},
+    "barrier": {"--points": "3", "--limit": "4"},
+    "evaluate": {"--limit": "4"},
+    "measure": {"--samples": "4", "--length": "16"},
+}
 """Options that replace or join those on the page."""
 
 
