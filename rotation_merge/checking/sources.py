@@ -11,6 +11,7 @@ from mergekit.options import MergeOptions
 from pydantic import ValidationError
 
 from rotation_merge.architectures.model import TensorInfo
+from rotation_merge.checkpoints.heads import head_names
 from rotation_merge.checkpoints.hub import is_absent
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError
@@ -129,7 +130,9 @@ def _compare(
         except RotationMergeError as error:
             document.raised(path, error)
             continue
-        for info in anchor.architecture.tensors():
+        each = recipe is not None and recipe.value("heads_of") == "each"
+        heads = head_names(anchor.architecture) if each else set()
+        for info in (info for info in anchor.architecture.tensors() if info.name not in heads):
             _shapes(document, path, info, anchor, model, bool(resizes) or _carried(document, path), recipe)
     _residual(document, anchor)
 

@@ -115,7 +115,9 @@ class Donors:
         options = checked.options
         rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
         if path is not None:
-            return Donor(origin, self._given(path, origin or model, self.name(model, origin)), rows, checked)
+            given = self._given(path, origin or model, self.name(model, origin))
+            self.run.transforms[str(model)] = given.alignment.transforms
+            return Donor(origin, given, rows, checked)
         if options.residual == "none" and not isinstance(self.recipe.delegate, RefitMethod):
             return Donor(origin, None, rows, checked)
         self._fold(checked.folded)

@@ -29,7 +29,7 @@ from rotation_merge.planning.keeping import check_keepable
 from rotation_merge.planning.moves import Moves
 from rotation_merge.planning.refit import read_lesson
 from rotation_merge.planning.refit_tasks import RefitModels, RefittedTensor
-from rotation_merge.planning.session import session_of
+from rotation_merge.planning.session import session_of, settle_heads
 from rotation_merge.planning.tasks import AlignedGather
 from rotation_merge.recipe.delegates import registered_name
 
@@ -45,6 +45,7 @@ class RotationMergePlanner(MergePlanner):
         self.recipe, self.models, self.run = session.recipe, session.models, session.run
         self._method = self.recipe.delegate
         self.refit: RefitModels | None = None
+        settle_heads(session, config.referenced_models())
         self._blocks_planned = 0
         if self.recipe.untie:
             out_model_config.tie_word_embeddings = False
@@ -69,6 +70,7 @@ class RotationMergePlanner(MergePlanner):
             self.refit = RefitModels(
                 key="refit", label="", lesson=lesson, donors=self.donors, device=device, quiet=quiet
             )
+        self.run.folded = self.donors.folded
         if left_out := self.models[self.recipe.base].ignored:
             self.run.note(f"Not written, as they hold no weights: {', '.join(left_out)}.")
 

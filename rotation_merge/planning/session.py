@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from pydantic import PrivateAttr
 
+from rotation_merge.checkpoints.heads import head_names
 from rotation_merge.checkpoints.models import Models
+from rotation_merge.errors import RecipeError
 from rotation_merge.planning.donors import Donors
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
@@ -33,6 +37,25 @@ class Session:
     def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:
         run = Run(watched=watched, kept={} if recipe.value("save_alignment") else None)
         return cls(recipe, Models(options, recipe.unsupported, recipe.untie), run)
+
+
+def settle_heads(session: Session, models: Iterable[ModelReference]) -> None:
+    """Learn which tensors are heads that models keep (`heads_of: each`), once it is known that the models are there.
+
+    Raises:
+        RecipeError: the vocabulary changes, which the donors' configurations would not know.
+    """
+    recipe = session.recipe
+    if recipe.value("heads_of") != "each":
+        return
+    if recipe.config.tokenizer or recipe.config.tokenizer_source:
+        raise RecipeError(
+            "'heads_of: each' writes donors' checkpoints, whose vocabularies 'tokenizer' would change",
+            where="parameters",
+            remedy="leave out one of the two",
+        )
+    for model in models:
+        recipe.own_heads.update(head_names(session.models[model].architecture))
 
 
 class SessionConfiguration(MergeConfiguration):

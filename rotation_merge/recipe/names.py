@@ -142,6 +142,7 @@ KEYS = (
     Key("delegate", RECIPE, (METHOD_NAME,), "the merge method that does the averaging", "linear"),
     Key("unsupported", RECIPE, ("error", "merge"), "merge: merge without alignment what cannot be aligned", "error"),
     Key("exclude", RECIPE, (NAMES,), "comma-separated parts of tensor names: such tensors are copied from base_model"),
+    Key("heads_of", RECIPE, ("base", "each"), "each: the merged body is also written under every donor's head", "base"),
     Key("untie", RECIPE, (False, True), "true: give the output its own head where residual rotation needs it", False),
     Key("anchor", RECIPE, ("base", "mean"), "mean: align all models to their running mean", "base"),
     Key(

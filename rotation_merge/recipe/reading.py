@@ -49,6 +49,7 @@ class Recipe:
         plain: the delegate is not told that the anchor is the base (see `contract.is_plain`).
         exclude: parts of names of tensors that are copied from the anchor.
         values: the parameters of the whole merge, by name (see `value`).
+        own_heads: names of tensors that every model keeps of its own (`heads_of: each`), known once models are opened.
     """
 
     config: MergeConfiguration
@@ -58,6 +59,7 @@ class Recipe:
     plain: bool
     exclude: tuple[str, ...]
     values: Mapping[str, Any]
+    own_heads: set[str] = field(default_factory=set, repr=False)
 
     @classmethod
     def read(cls, config: MergeConfiguration) -> Recipe:
@@ -116,7 +118,7 @@ class Recipe:
         return BY_NAME[name].default if value is None else value
 
     def excluded(self, tensor: str) -> bool:
-        return any(part in tensor for part in self.exclude)
+        return tensor in self.own_heads or any(part in tensor for part in self.exclude)
 
 
 def read(document: Document, config: MergeConfiguration | None = None) -> Recipe | None:

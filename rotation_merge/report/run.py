@@ -16,7 +16,7 @@ from rotation_merge.architectures.model import Block
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.fingerprint import Fingerprint
-from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.model import Alignment, Transforms
 
 LOG = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ class Run:
     notes: list[str] = field(default_factory=list)
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    transforms: dict[str, Transforms] = field(default_factory=dict)
+    folded: tuple[str, ...] = ()
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
     marks: dict[str, Fingerprint] = field(default_factory=dict)
     watched: bool = True
@@ -56,6 +58,7 @@ class Run:
         for block, matches in alignment.records:
             self.record(donor, block, matches)
         self.keep(donor, alignment.transforms)
+        self.transforms[donor] = alignment.transforms
         if alignment.summary:
             LOG.info("%s: %s", donor, ", ".join(f"{name} {value}" for name, value in alignment.summary.items()))
             self.whole[donor] = dict(alignment.summary)
@@ -70,6 +73,11 @@ class Run:
         """A donor is moved by the transforms of an alignment file."""
         with self._lock:
             self.files[donor] = file
+
+    def transforms_of(self, model: str) -> Transforms:
+        """What moved a model as a whole (or, where its task vector was carried, what it was tuned from)."""
+        names = (name for name in self.transforms if name == model or name.startswith(f"{model} (carried over"))
+        return self.transforms.get(next(names, ""), {})
 
     def saw(self, model: str, name: str, tensor: Tensor) -> None:
         """A model's tensor as it is stored, for the model's fingerprint."""

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from rotation_merge.architectures import Architecture, find
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import CheckpointError
-from rotation_merge.planning.session import session_of
+from rotation_merge.planning.session import session_of, settle_heads
 from rotation_merge.recipe.settings import check_filters, check_words
 
 
@@ -61,6 +61,7 @@ def architecture_info(config: MergeConfiguration, options: MergeOptions) -> Mode
     session = session_of(config, options)
     recipe, models = session.recipe, session.models
     models.check(recipe.base, config.referenced_models())
+    settle_heads(session, config.referenced_models())
     anchor = models[recipe.base]
     check_filters(recipe.document, (block.name for block in anchor.architecture.blocks))
     names = (name for model in config.referenced_models() for name in models[model].names)

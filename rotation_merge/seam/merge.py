@@ -17,6 +17,7 @@ from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from torch import Tensor
 
+from rotation_merge.checkpoints.heads import write_heads
 from rotation_merge.checkpoints.output import check_place, staged
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.planning.keeping import keep_alignments
@@ -58,6 +59,10 @@ def run(
                 done, recipe.base, recipe.delegate.spec.name, config_source or config.to_yaml(), marks
             )
             report.write(os.path.join(staging, "rotation_merge.json"))
+            if recipe.value("heads_of") == "each":
+                donors = [m for m in config.referenced_models() if m != recipe.base]
+                found = {m: (session.models[m], done.transforms_of(str(m))) for m in donors}
+                write_heads(staging, session.models[recipe.base], found, done.folded, report)
             if recipe.report:
                 write_page(staging)
             if options.write_model_card:

@@ -1,0 +1,115 @@
+"""Heads of their own: one merged body, and a loadable checkpoint of it under every donor's head."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
+from torch import Tensor
+
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo
+from rotation_merge.checkpoints.aligned import Storage, write_checkpoint
+from rotation_merge.checkpoints.models import Model
+from rotation_merge.errors import CheckpointError
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.state import TensorSource, read_tensor, unstack
+from rotation_merge.report.record import MergeReport
+
+FOLDER = "heads"
+"""Where the checkpoints stand beside the merged model."""
+
+
+def is_head(block: Block, info: TensorInfo) -> bool:
+    """Whether a tensor belongs to a model's head: what a bare model of the family does not have."""
+    return block.index is None and block.place == "after" and not info.key.startswith("{base}")
+
+
+def head_names(architecture: Architecture) -> set[str]:
+    """Names of a model's head."""
+    return {n for b in architecture.blocks for info in b.tensors if is_head(b, info) for n in info.names}
+
+
+def moved_head(
+    model: Model, folded: Sequence[str], transforms: Mapping[str, SpaceTransform]
+) -> Iterator[tuple[str, Tensor]]:
+    """A donor's head in the anchor's coordinates.
+
+    Args:
+        folded: streams whose gains the merge folds.
+        transforms: of the streams.
+
+    Raises:
+        CheckpointError: the head has spaces of its own, which were not matched.
+    """
+    architecture = model.architecture
+    source: TensorSource = Folded(architecture, model, folded) if folded else model
+    for block in architecture.blocks:
+        for info in block.tensors:
+            tensor = read_tensor(info, source) if is_head(block, info) else None
+            if tensor is None:
+                continue
+            if any(space.kind != "stream" for space in info.spaces()):
+                raise CheckpointError(
+                    f"the head's tensor '{info.name}' has neurons or heads of its own",
+                    where=str(model.reference),
+                    remedy="leave out 'heads_of'",
+                )
+            yield from unstack(info, transform_tensor(tensor, info, transforms)).items()
+
+
+def write_heads(
+    merged: str,
+    anchor: Model,
+    donors: Mapping[ModelReference, tuple[Model, Mapping[str, SpaceTransform]]],
+    folded: Sequence[str],
+    report: MergeReport,
+) -> list[str]:
+    """The merged body under each donor's head, in `merged`/heads/NAME; gives the names.
+
+    Raises:
+        CheckpointError: a donor has tensors that the merge has not.
+    """
+    body = LazyTensorLoader(ShardedTensorIndex.from_disk(merged))
+    own = head_names(anchor.architecture)
+    names: list[str] = []
+    for reference, (model, transforms) in donors.items():
+        name = _free(os.path.basename(str(reference.model.path).rstrip("/")), names)
+        theirs = head_names(model.architecture)
+        kept = [key for key in body.index.tensor_paths if key not in own]
+        known = set(kept) | theirs | set(model.ignored)
+        if lacking := next((key for key in model.names if key not in known), None):
+            raise CheckpointError(
+                f"tensor '{lacking}' is not in the merged body", where=str(reference), remedy="leave out 'heads_of'"
+            )
+        dtype = body.get_tensor(kept[0]).dtype
+
+        def tensors(
+            model: Model = model,
+            transforms: Mapping[str, SpaceTransform] = transforms,
+            kept: list[str] = kept,
+            dtype: torch.dtype = dtype,
+        ) -> Iterator[tuple[str, Tensor]]:
+            for key in kept:
+                yield key, body.get_tensor(key)
+            for key, tensor in moved_head(model, folded, transforms):
+                yield key, tensor.to(dtype).contiguous()
+
+        text = f"---\nlibrary_name: transformers\n---\n# {name}\n\nThe merged body with the head of `{reference}`.\n"
+        storage = Storage(dtype=str(dtype).removeprefix("torch."))
+        write_checkpoint(model, tensors(), report, text, os.path.join(merged, FOLDER, name), storage)
+        names.append(name)
+    return names
+
+
+def _free(name: str, taken: Sequence[str]) -> str:
+    """A name that is not taken yet."""
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    return found

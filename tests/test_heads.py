@@ -1,0 +1,66 @@
+"""One merged body under every donor's head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli_support import run
+from plugin_support import make, merged, mergekit_yaml, one_error, write_recipe
+from residual_support import checkpoint, recipe, twin
+from safetensors.torch import load_file
+
+from rotation_merge.samples.functions import load
+
+
+def heads_recipe(anchor: Path, *donors: Path, **parameters: object) -> dict:
+    share = 1 / (1 + len(donors))
+    return {
+        "merge_method": "rotation_merge",
+        "base_model": str(anchor),
+        "models": [{"model": str(path), "parameters": {"weight": share}} for path in (anchor, *donors)],
+        "parameters": {"delegate": "linear", "heads_of": "each", **parameters},
+        "dtype": "float32",
+    }
+
+
+def test_classifiers_of_different_tasks_share_a_body(tmp_path: Path):
+    anchor = make("roberta", tmp_path / "anchor", num_labels=2)
+    donors = [make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (3, 5)]
+    made, out = heads_recipe(anchor, *donors), tmp_path / "out"
+    checked = run("check", write_recipe(made, tmp_path / "recipe.yml"))
+    assert checked.exit_code == 0, checked.output
+    body = merged(made, out)
+    assert torch.equal(
+        body["classifier.out_proj.weight"], load_file(anchor / "model.safetensors")["classifier.out_proj.weight"]
+    )
+    ids = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+    for donor, labels in zip(donors, (3, 5), strict=True):
+        folder = out / "heads" / donor.name
+        found, own = load_file(folder / "model.safetensors"), load_file(donor / "model.safetensors")
+        for name in own:
+            wanted = own[name] if name.startswith("classifier.") else body[name]
+            torch.testing.assert_close(found[name], wanted)
+        assert load(str(folder))(input_ids=ids).logits.shape == (2, labels)
+        assert len(json.loads((folder / "config.json").read_text())["id2label"]) == labels
+
+
+@pytest.mark.parametrize("residual", ["rotation", "permutation"])
+def test_heads_move_with_their_donors(residual: str, tmp_path: Path):
+    """A twin moved in the stream: under its head the merged body computes what the anchor does."""
+    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
+    moved = twin(anchor, tmp_path / "twin", residual)
+    made = recipe(anchor, moved, residual=residual, heads_of="each")
+    merged(made, tmp_path / "out")
+    assert anchor.differs(tmp_path / "out" / "heads" / "twin") < 1e-3
+
+
+def test_vocabularies_must_stay(tmp_path: Path):
+    anchor, donor = (make("roberta", tmp_path / str(n), seed=n) for n in (0, 1))
+    made = heads_recipe(anchor, donor) | {"tokenizer_source": "base"}
+    done = mergekit_yaml(made, tmp_path / "out")
+    assert done.exit_code == 2
+    assert "leave out one of the two" in one_error(done.output)
+    assert not (tmp_path / "out").exists()
