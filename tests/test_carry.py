@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,46 @@ def test_what_a_rotation_destroys_is_refused():
     info = next(i for i in architecture.tensors() if i.name.endswith("v_proj.weight"))
     with pytest.raises(StatisticsError, match=r"does not survive the rotation.*attention: none"):
         carried_fisher(info, torch.ones([axis.size for axis in info.axes]), gauge)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_what_norms_and_scales_do_is_put_back_by_multiplication(case: Case, tmp_path: Path):
+    """From what was normalised, and from gradients behind layer scales: what maps really read, and get back."""
+    model = make(case)
+    architecture = architecture_of(model)
+    kinds = ("gram", "kfac") if gives_logits(case, model) else ("gram",)
+    own = measured(model, case, architecture, tmp_path / "own", *kinds)
+    with exactly():
+        plain = Measurement(model, architecture, [inputs(case, model)], "none")
+        plain.tapped.split = lambda *_: contextlib.nullcontext()  # type: ignore[method-assign]
+        plain.split, plain.behind = [], []
+        raw = plain.run(MeasureOptions(kinds), Unfinished(tmp_path / "raw", {}), lambda *_: None)
+    for block in architecture.blocks:
+        tensors = read_block(block, model.state_dict())
+        for info in block.tensors:
+            one = linear_map(block, info)
+            if one is None or info.name not in own.shared:
+                continue
+            fed = feeding(tensors, one, None)
+            found = carried_gram(one, gram(own, info.name), {}, fed)["dense"]
+            wanted = gram(raw, info.name).matrix[..., :-1, :-1]
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8 * float(wanted.abs().max()))
+            key = f"{info.name}.gradient"
+            if key in own.tensors:
+                found = carried_gradient(one, own.tensors[key].load(), info.name in own.behind, {}, fed)
+                wanted = raw.tensors[key].load()
+                torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-7 * float(wanted.abs().max()))
+
+
+def test_expectations_over_labels_are_exact(tmp_path: Path):
+    """Of a classifier's logits the Fisher matrix is diag(p) - p p^T: so are those of its head's bias and gradients."""
+    case = next(c for c in ALL if c.family == "bert" and c.class_name == "BertForSequenceClassification")
+    model = make(case)
+    found = measured(model, case, architecture_of(model), tmp_path / "x", "kfac", "fisher")
+    with exactly(), torch.no_grad():
+        p = model(**inputs(case, model)).logits.softmax(-1)
+    variances = (p * (1 - p)).mean(0)
+    torch.testing.assert_close(found.tensors["classifier.bias.fisher"].load(), variances)
+    whole = torch.diag(p.mean(0)) - p.T @ p / len(p)
+    torch.testing.assert_close(found.tensors["classifier.weight.gradient"].load(), whole)
+    assert found.loss_scale == pytest.approx(float(variances.sum()))
