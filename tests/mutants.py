@@ -18,8 +18,10 @@ import copy
 import importlib.abc
 import importlib.util
 import json
+import math
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -192,7 +194,7 @@ def run(mutant: Mutant | None, tests: list[str], limit: float) -> str:
     if child == 0:
         code = 3
         try:
-            os.setpgrp()
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit), math.ceil(limit) + 5))
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
@@ -203,16 +205,8 @@ def run(mutant: Mutant | None, tests: list[str], limit: float) -> str:
             code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]))
         finally:
             os._exit(code)
-    began = time.monotonic()
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
-        if time.monotonic() - began > limit:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return "timeout"
-        time.sleep(0.05)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return "survived" if code == 0 else "timeout" if code == -signal.SIGXCPU else "killed"
 
 
 def known() -> dict[str, dict[str, object]]:
@@ -226,7 +220,8 @@ def report() -> None:
     for entry in verdicts.values():
         by_file.setdefault(str(entry["file"]), Counter())[str(entry["verdict"])] += 1
     for file, counts in sorted(by_file.items()):
-        print(f"{file}: {counts['killed'] + counts['timeout']} of {sum(counts.values())} killed")
+        late = f", {counts['timeout']} not decided in time" if counts["timeout"] else ""
+        print(f"{file}: {counts['killed']} of {sum(counts.values())} killed{late}")
     for entry in verdicts.values():
         if entry["verdict"] == "survived":
             print(f"  {entry['file']}:{entry['line']} {entry['what']}: {entry['text']}")
@@ -236,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0, help="order in which mutants are tried")
-    parser.add_argument("--limit", type=float, default=120, help="seconds that the tests of one mutant may take")
+    parser.add_argument("--limit", type=float, default=120, help="CPU seconds that the tests of one mutant may take")
     parser.add_argument("--files", nargs="*", help="files of the package; default: all of TESTS")
     parser.add_argument("--report", action="store_true", help="only list what is known")
     args = parser.parse_args()

@@ -14,9 +14,10 @@ from rotation_merge.architectures.model import Space
 from rotation_merge.architectures.schema import ArchitectureSpec
 from rotation_merge.errors import ArchitectureError, RecipeError
 from rotation_merge.groups import KINDS, GroupElement, StreamGroup
-from rotation_merge.groups.admitted import QUERIES, VALUES, Wanted, admitted, heads
+from rotation_merge.groups.admitted import QUERIES, VALUES, Wanted, admitted, heads, neurons
 from rotation_merge.groups.base import proven_maps
 from rotation_merge.groups.direct_sum import Split
+from rotation_merge.groups.experts import ExpertGroup
 from rotation_merge.groups.group import GROUPS, Group
 from rotation_merge.groups.invertible import InvertibleGroup
 from rotation_merge.groups.monomial import CoordinateOrder, GatedOrder
@@ -166,6 +167,16 @@ def test_laws(group: Group) -> None:
     check_group(group)
 
 
+def test_gates_that_follow_values_count_in_the_gain() -> None:
+    """What the identity gains is what the squared distance lacks of the anchor's norm, rows of gates included."""
+    base = pairing(GatedOrder(True))
+    gate = Half([(normal(N, R, D, M, seed=8), normal(N, R, D, M, seed=9))], (N, R, D), "full", False)
+    given = Pairing("vo", base.group, base.primal, base.dual, gate)
+    grams = given.grams()
+    close(given.anchor_norm() - given.group.gain_as_it_stands(grams), given.distance())
+    assert (given.group.solve(grams)[1] >= given.group.gain_as_it_stands(grams)).all()
+
+
 def test_every_group_has_its_laws_tested() -> None:
     ours = {kind for kind, cls in GROUPS.items() if cls.__module__.startswith("rotation_merge.")}
     assert {group.kind for group in ALL.values()} | {"split"} == ours
@@ -286,6 +297,36 @@ def test_every_row_of_the_tables_gives_a_group_with_words() -> None:
                 assert found.words
                 assert found.random(gen()).distances()["heads"] >= 0
                 assert found.identity().is_identity()
+
+
+@pytest.mark.parametrize("degree", [0, 1, 2])
+@pytest.mark.parametrize("rescale", [True, False])
+def test_groups_refuse_nothing_that_they_give(degree: int, rescale: bool) -> None:
+    wanted = Wanted(heads="permutation", rescale=rescale)
+    spaces = [
+        Space("ffn", "ffn", {"size": 5}, degree=degree),
+        Space("moe", "experts", {"size": 5, "count": 4}, degree=degree),
+        attention(rotary=2),
+    ]
+    for group in [admitted(space, wanted) for space in spaces]:
+        assert group.refuses(group.identity()) is None
+        assert group.refuses(group.random(gen(3))) is None
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_neurons_of_any_degree_keep_their_function(degree: int) -> None:
+    g = admitted(Space("ffn", "ffn", {"size": 5}, degree=degree)).random(gen(2))
+    up, down, x = normal(5, 4, seed=1), normal(3, 5, seed=2), normal(4, 7, seed=3)
+    after = g.act(down, "out", 1) @ (g.act(up, "in", 0) @ x).relu() ** degree
+    close(after, down @ (up @ x).relu() ** degree)
+
+
+def test_experts_that_leave_their_routing_group_are_refused() -> None:
+    group = ExpertGroup(neurons(Space("moe", "experts", {"size": 3, "count": 4})), 2)
+    assert group.refuses(group.random(gen(1))) is None
+    for order, fits in (([3, 2, 0, 1], True), ([0, 2, 1, 3], False)):
+        moved = dataclasses.replace(group.identity(), order=torch.tensor(order))
+        assert (group.refuses(moved) is None) == fits
 
 
 # --- residual streams
