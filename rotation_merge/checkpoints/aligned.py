@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from rotation_merge.checkpoints.models import Model
 from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.pair import Pair
-from rotation_merge.errors import RotationMergeError, nearest
+from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.matching.block import named
 from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
 from rotation_merge.report.card import fingerprints
@@ -47,6 +47,10 @@ def empty_report(pair: Pair) -> MergeReport:
     return pair.report(Run())
 
 
+Check = Callable[[str], tuple[bool, str]]
+"""Looks at a checkpoint that has been written: whether it may stay, and what was seen, in words."""
+
+
 @dataclass(frozen=True)
 class Storage:
     """How a model is written: the largest weight file, the dtype (None: as it was stored), a head of its own."""
@@ -63,11 +67,12 @@ def write_aligned(
     out: str,
     storage: Storage = Storage(),
     progress: Progress | None = None,
+    check: Check | None = None,
 ) -> None:
     """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all."""
     tensors = aligned_tensors(pair.architecture, pair.sources[1], alignment)
     text = card(pair, report, os.path.basename(out))
-    write_checkpoint(pair.donor, tensors, report, text, out, storage, progress)
+    write_checkpoint(pair.donor, tensors, report, text, out, storage, progress, check)
 
 
 def write_checkpoint(
@@ -78,12 +83,17 @@ def write_checkpoint(
     out: str,
     storage: Storage,
     progress: Progress | None = None,
+    check: Check | None = None,
 ) -> None:
     """A model as a normal checkpoint, whole or not at all.
 
     Args:
         like: whose config and tokenizer it has, and those of its tensors that `tensors` leaves out.
         text: the model card.
+        check: looks at what has been written, before it takes its place.
+
+    Raises:
+        CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
     wanted, written = dtype_from_name(storage.dtype), set[str]()
     with staged(out) as staging:
@@ -99,9 +109,16 @@ def write_checkpoint(
                 writer.save_tensor(name, _stored(like[name], wanted or like.dtypes.get(name)), clone=True)
         writer.finalize()
         report.write(os.path.join(staging, "rotation_merge.json"))
-        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-            file.write(text)
         _write_beside(like, staging, storage)
+        passed, words = check(staging) if check is not None else (True, "")
+        if not passed:
+            rejected = f"{out.rstrip(os.sep)}.rejected"
+            shutil.rmtree(rejected, ignore_errors=True)
+            shutil.move(staging, rejected)
+            what = f"does not compute what {like.reference} computes ({words})"
+            raise CheckpointError(what, where=rejected, remedy="nothing else was written; please report it")
+        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
+            file.write(f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
 
 
 def parse_size(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -242,6 +243,15 @@ def parse_reference(path: str) -> ModelReference:
         return ModelReference(model=ModelPath(path=path)) if os.path.isdir(path) else ModelReference.parse(path)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
+
+
+def weights_of(path: str) -> int:
+    """How many weights a model stores, from its files' headers.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return sum(math.prod(shape) for shape in Model(parse_reference(path), MergeOptions()).shapes.values())
 
 
 def adapted_state(path: str) -> dict[str, Tensor] | None:

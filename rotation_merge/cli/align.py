@@ -25,6 +25,7 @@ from rotation_merge.errors import CheckpointError
 @click.option("--shard-size", default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
 @click.option("--dtype", help="Storage of the output; the donor's if not given.")
 @device_option(" to compute on")
+@click.option("--verify/--no-verify", default=True, help="Compare OUT's outputs with the donor's.")
 @click.option("--html", is_flag=True, help="Also write the report as report.html.")
 @json_option
 @shown
@@ -41,16 +42,19 @@ def command(
     html: bool,
     as_json: bool,
     untie: bool,
+    verify: bool,
     **values: Any,
 ) -> int:
     """Write DONOR in ANCHOR's coordinates to OUT.
 
     OUT is a normal checkpoint that computes what the donor computes, with tokenizer, config, card and report; any
     tool can average it with the anchor. Written whole or not at all, large models in shards. OUT may be left out where
-    only --alignment is wanted.
+    only --alignment is wanted. Before OUT takes its place, its outputs on random inputs are compared with the donor's;
+    what differs by more than rounding is kept as OUT.rejected.
     """
     from rotation_merge.checkpoints.aligned import Storage, check_dtype, match_pair, parse_size, write_aligned
     from rotation_merge.checkpoints.pair import open_pair, write_alignment
+    from rotation_merge.samples.proof import Proof, prove
 
     if out is None and alignment_file is None:
         raise click.UsageError("name OUT, or a file for --alignment")
@@ -63,27 +67,45 @@ def command(
     pair = open_pair(anchor, donor, options, untie, device)
     progress = Progress()
     alignment, report = match_pair(pair, progress)
-    if alignment_file is not None:
-        write_alignment(pair, alignment, alignment_file, {"anchor": anchor, "donor": donor, **asdict(options)}, half)
+    proof: Proof | None = None
     if out is not None:
-        write_aligned(pair, alignment, report, out, Storage(shard_bytes, dtype, untie), progress)
+        found: list[Proof] = []
+
+        def check(staging: str) -> tuple[bool, str]:
+            found.append(prove(donor, staging))
+            return not found[0].failed, found[0].words
+
+        write_aligned(
+            pair, alignment, report, out, Storage(shard_bytes, dtype, untie), progress, check if verify else None
+        )
+        proof = found[0] if found else None
         if html:
             from rotation_merge.report.html import write_page
 
             write_page(out)
+    if alignment_file is not None:
+        write_alignment(pair, alignment, alignment_file, {"anchor": anchor, "donor": donor, **asdict(options)}, half)
     progress.close()
     name = str(pair.donor.reference)
     before, after = report.relative_distances(name)
     if as_json:
         print_json(
-            {"out": out, "alignment": alignment_file, "before": before, "after": after, **report.to_dict()["summary"]}
+            {
+                "out": out,
+                "alignment": alignment_file,
+                "before": before,
+                "after": after,
+                "proof": proof and asdict(proof),
+                **report.to_dict()["summary"],
+            }
         )
         return 0
     for warning in pair.checked.warnings:
         say(f"Warning: {warning}", "yellow")
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:
-        say(f"Written to {out}; 'rotation-merge verify {donor} {out}' checks that it computes the same.", "green")
+        seen = proof.words if proof is not None else f"'rotation-merge verify {donor} {out}' checks its outputs"
+        say(f"Written to {out}; {seen}.", "green")
     if alignment_file is not None:
         say(f"Transforms written to {alignment_file}.", "green")
     return 0

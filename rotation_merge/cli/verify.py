@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import click
 import torch
 
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
-from rotation_merge.samples.functions import Batch, load, outputs, random_batch, stored_dtype
-
-ROUNDINGS = 16.0
-"""So many times what rounding MODEL_A's own weights does to its outputs may the two differ."""
+from rotation_merge.samples.functions import load, random_batch, stored_dtype
+from rotation_merge.samples.proof import ROUNDINGS, coarser, largest_difference, own_rounding
 
 
 @click.command(epilog="Example: rotation-merge verify org/donor ./aligned --float64")
@@ -60,8 +55,7 @@ def command(
 
         inputs += read_batches(data, model_a, a, limit=32).batches
     worst = largest_difference(a, b, inputs, (model_a, model_b))
-    stored = [stored_dtype(model) for model in (model_a, model_b)]
-    coarsest = max((d for d in stored if d.is_floating_point), key=lambda d: torch.finfo(d).eps, default=torch.float32)
+    coarsest = coarser(stored_dtype(model_a), stored_dtype(model_b))
     allowed = tolerance if tolerance is not None else ROUNDINGS * own_rounding(a, inputs, coarsest, seed)
     same = worst["relative"] <= allowed
     if as_json:
@@ -74,43 +68,3 @@ def command(
         say(f"allowed: {allowed:.3g} of the outputs' size{why}")
         say("the two models compute the same" if same else "the two models differ", "green" if same else "red")
     return 0 if same else 1
-
-
-@torch.no_grad()
-def own_rounding(model: Any, inputs: list[Batch], dtype: torch.dtype, seed: int = 0) -> float:
-    """The largest relative difference that rounding a model's weights makes: each is off by up to half a unit in the
-    last place of `dtype`, or of float32 where that is coarser."""
-    unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    rounded = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in rounded.parameters():
-        noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64).to(parameter) - 0.5
-        parameter.mul_(1 + unit * noise)
-    return float(largest_difference(model, rounded, inputs, ("the model", "the model, rounded"))["relative"])
-
-
-def largest_difference(a: Any, b: Any, inputs: list[Batch], names: tuple[str, str]) -> dict[str, Any]:
-    """The largest difference between two models' outputs.
-
-    Raises:
-        CheckpointError: their outputs have other names or shapes.
-    """
-    worst: dict[str, Any] = {"absolute": 0.0, "relative": 0.0, "output": "all outputs"}
-    for batch in inputs:
-        first, second = outputs(a, batch), outputs(b, batch)
-        for name, x in first.items():
-            y = second.get(name)
-            if y is None or y.shape != x.shape:
-                given = "nothing" if y is None else str(list(y.shape))
-                raise CheckpointError(
-                    f"output '{name}' is {given}, that of {names[0]} is {list(x.shape)}",
-                    where=names[1],
-                    remedy="only models of one class and size can be compared",
-                )
-            difference = float((x - y).abs().max())
-            relative = difference / (float(x.square().mean().sqrt()) or 1.0)
-            if not difference <= worst["absolute"]:
-                worst = {"absolute": difference, "relative": relative, "output": name}
-            if difference != difference:
-                return {"absolute": float("inf"), "relative": float("inf"), "output": f"{name} (NaN)"}
-    return worst
