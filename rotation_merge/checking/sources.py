@@ -91,7 +91,7 @@ def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
         for name, setting in items(at(value, path)):
             key = BY_NAME.get(name)
             words = () if key is None or FILE not in key.values else (*key.values, "none")
-            if words and isinstance(setting, str) and setting not in words:
+            if words and isinstance(setting, str) and setting not in words and not setting.startswith("demo:"):
                 yield (*path, name), setting
 
 
