@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from cli_support import parsed, run
 from plugin_support import build, make, merged, mergekit_yaml, one_error, recipe_for, save, twin
 from residual_support import Checkpoint, checkpoint, recipe
@@ -291,3 +292,44 @@ class TestBadInput:
         done = run("measure", pair[0], "--data", "self", "--samples", 2, "--length", 8, "--out", "/dev/full/x")
         assert done.exit_code == 2
         one_error(done.output)
+
+
+def test_adapters_alignment_files_and_several_stages(tmp_path: Path):
+    """A donor that is a model and its adapter merges as what the two make; so it does by a file, and in a stage."""
+    from peft import LoraConfig, get_peft_model
+    from plugin_support import write_recipe
+    from transformers import LlamaForCausalLM
+
+    base = make("llama", tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
+    tuned = get_peft_model(LlamaForCausalLM.from_pretrained(base), config)
+    draw = torch.Generator().manual_seed(0)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=draw)
+    tuned.save_pretrained(tmp_path / "adapter")
+    whole = save(tuned.merge_and_unload(), tmp_path / "whole")
+    adapted = f"{base}+{tmp_path / 'adapter'}"
+    options = ("--data", "self", "--samples", 8, "--length", 12)
+    for model in (base, whole, adapted):
+        assert run("measure", model, *options).exit_code == 0
+    assert (tmp_path / "adapter" / NAME).exists()
+    wanted = merged(_weighted("regmean", base, whole), tmp_path / "wanted")
+    assert worst(merged(_weighted("regmean", base, adapted), tmp_path / "lora"), wanted) < 1e-4
+    file = tmp_path / "alignment.safetensors"
+    assert run("align", base, whole, "--alignment", file, "--heads", "permutation").exit_code == 0
+    made = _weighted("regmean", base, whole)
+    made["models"][1]["parameters"]["alignment"] = str(file)
+    assert worst(merged(made, tmp_path / "file"), wanted) < 1e-4
+    first = _weighted("linear", base, base) | {"name": "first"}
+    second = _weighted("regmean", base, whole)
+    second["models"].append({"model": "first", "parameters": {"weight": 0.0}})
+    from click.testing import CliRunner
+    from mergekit.scripts.multimerge import main as mergekit_multi
+
+    first["models"] = [{"model": str(base), "parameters": {"weight": 1.0}}]
+    stages = write_recipe(yaml.safe_dump_all([first, second]), tmp_path / "stages.yml")
+    arguments = [str(stages), "-I", str(tmp_path / "work"), "--out-path", str(tmp_path / "multi")]
+    done = CliRunner().invoke(mergekit_multi, arguments)
+    assert done.exit_code == 0, done.output
+    assert worst(state(tmp_path / "multi"), wanted) < 1e-4
