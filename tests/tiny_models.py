@@ -177,13 +177,12 @@ def _words_and_images(case: Case, config: Any, generator: torch.Generator) -> di
 
 
 def outputs(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every tensor that the model gives back for its caller; what a head has read is not the caller's."""
+    """Every tensor that the model gives back for its caller; what it says of a part inside it is not that."""
     with torch.no_grad(), exactly():
         found = model(**given)
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    last = {name: value for name, value in tensors.items() if "hidden_state" in name or name == "pooler_output"}
-    rest = {name: value for name, value in tensors.items() if name not in last}
-    return rest or last
+    inner = {name for name in tensors if "hidden_state" in name and name != "last_hidden_state"}
+    return {name: value for name, value in tensors.items() if name not in inner}
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,16 @@ def _readers(stream: str, blocks: Sequence[Block]) -> set[str]:
 def _read_in_their_blocks(stream: str, blocks: Sequence[Block]) -> bool:
     """Whether what reads a block's norms of a stream is in the same block, as folding block by block needs it.
 
-    A reader named with its layer is in that layer, or a model of this config has none.
+    A layer's reader named with its layer is in that layer, or a model of this config has none.
     """
     own = [{_stem(tensor.key) for tensor in block.tensors} for block in blocks]
-    everywhere = {stem for stems in own for stem in stems if "{i}" not in stem}
-    reads = [{_stem(key) for n in block.norms if n.stream == stream for key in n.reads} for block in blocks]
-    return not any(read & everywhere - here for read, here in zip(reads, own, strict=True))
+    everywhere = {stem for stems in own for stem in stems}
+    for block, here in zip(blocks, own, strict=True):
+        reads = {_stem(key) for norm in block.norms if norm.stream == stream for key in norm.reads}
+        elsewhere = (reads & everywhere) - here
+        if any(block.index is None or "{i}" not in stem for stem in elsewhere):
+            return False
+    return True
 
 
 def _stem(key: str) -> str:

@@ -162,7 +162,9 @@ def _write_beside(like: Model, out: str, storage: Storage) -> None:
     if storage.dtype is not None:
         config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
     if storage.untie:
-        config["tie_word_embeddings"] = False
+        for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+            if part is config or "tie_word_embeddings" in part:
+                part["tie_word_embeddings"] = False
     with open(os.path.join(out, "config.json"), "w", encoding="utf-8") as file:
         json.dump(config, file, indent=2)
         file.write("\n")

@@ -14,6 +14,7 @@ from torch import Tensor
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.checkpoints.hub import is_absent
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
+from rotation_merge.checkpoints.vocabulary import other_order
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.file import check_fingerprints, load_alignment, save_alignment
 from rotation_merge.matching.fingerprint import Fingerprint, Watched
@@ -102,6 +103,7 @@ def open_pair(
     a, d = models[first], models[second]
     architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)
     checked = check_pair(replace(a.member, architecture=architecture), d.member, options, untie=untie)
+    checked = replace(checked, warnings=(*checked.warnings, *other_order(a, d)))
     for info in architecture.tensors():
         ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)
         if ours is None or theirs is None or (not words and info.vocabulary_axis is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,26 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
         )
     common.sort(key=known[0].__getitem__)
     return [torch.tensor([t[token] for token in common]) for t in known]
+
+
+def other_order(anchor: Model, donor: Model) -> list[str]:
+    """A line where tokens of two models that lie here stand at other ids; for models of one vocabulary size."""
+    models = (anchor, donor)
+    if anchor is donor or _size(anchor) != _size(donor) or not all(_has_tokenizer(m.reference) for m in models):
+        return []
+    ours, theirs = (_tokens(m.reference, m.options.trust_remote_code) or {} for m in models)
+    moved = sum(theirs.get(token, number) != number for token, number in ours.items())
+    if not moved:
+        return []
+    return [
+        f"{donor.reference}: {moved} of {len(ours)} tokens stand at other ids than in {anchor.reference}; "
+        "a merge needs 'tokenizer: {source: base}'."
+    ]
+
+
+def _has_tokenizer(reference: ModelReference) -> bool:
+    path = reference.model.path
+    return os.path.isdir(path) and any(name.startswith(("tokenizer", "vocab", "spiece")) for name in os.listdir(path))
 
 
 def _held(tokens: dict[str, int], token: str, size: int | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration
@@ -14,7 +14,7 @@ from torch import Tensor
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.checkpoints.models import Model, Models
-from rotation_merge.checkpoints.vocabulary import shared_rows
+from rotation_merge.checkpoints.vocabulary import other_order, shared_rows
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.file import check_fingerprints, load_alignment
 from rotation_merge.matching.fingerprint import fingerprint
@@ -243,6 +243,8 @@ class Donors:
             layers=None if whole else self.layers.get(model, {}),
             excluded=self.recipe.excluded,
         )
+        if not (self.recipe.config.tokenizer or self.recipe.config.tokenizer_source):
+            checked = replace(checked, warnings=(*checked.warnings, *other_order(self._base, self.models[matched])))
         for note in (*checked.warnings, *checked.notes()):
             self.run.note(note)
         return checked

@@ -116,7 +116,10 @@ def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
 def path(
     a: Any, b: Any, data: Data, points: int, name: str, tick: Callable[[str, int, int], None] = lambda *_: None
 ) -> Curve:
-    """Loss and accuracy at equally spaced models from a to b: weights (1 - t) a + t b."""
+    """Loss and accuracy at equally spaced models from a to b: weights (1 - t) a + t b.
+
+    The models between compute with a's config, as a merge does; the ends are a and b themselves.
+    """
     between = copy.deepcopy(a)
     first, second = dict(a.named_parameters()), dict(b.named_parameters())
     losses, accuracies = [], []
@@ -126,7 +129,7 @@ def path(
         with torch.no_grad():
             for key, parameter in between.named_parameters():
                 parameter.copy_(torch.lerp(first[key], second[key], t))
-        loss, accuracy = evaluate(between, data)
+        loss, accuracy = evaluate(b if t == 1 else between, data)
         LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
         losses.append(loss)
         accuracies.append(accuracy)

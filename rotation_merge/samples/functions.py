@@ -19,7 +19,7 @@ from rotation_merge.errors import CheckpointError, DataError, short
 Batch = dict[str, Tensor]
 
 COMPARED = ("logits", "prediction_logits", "image_embeds", "text_embeds", "start_logits", "end_logits")
-"""Outputs that are a model's answer; where it has none of them, its last hidden state is looked at."""
+"""Outputs that are a model's answer, beside what is named logits."""
 
 HIDDEN = ("last_hidden_state", "pooler_output")
 
@@ -174,8 +174,7 @@ def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
     given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items() if k != "labels"}
     result = model(**given)
     items = {k: v for k, v in result.items() if isinstance(v, Tensor) and v.is_floating_point()}
-    chosen = {k: v for k, v in items.items() if k in COMPARED or "logits" in k}
-    chosen = chosen or {k: v for k, v in items.items() if k in HIDDEN}
+    chosen = {k: v for k, v in items.items() if k in COMPARED or k in HIDDEN or "logits" in k}
     if not chosen:
         raise CheckpointError(f"{type(model).__name__} gives no logits or hidden state to compare")
     return chosen
