@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import yaml
 from mergekit.config import ConfigReader, MergeConfiguration
+from mergekit.options import MergeOptions
 
+from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import CHOICES, NOTHING, MatchOptions
 from rotation_merge.planning.donors import Donors
+from rotation_merge.planning.presets import settle_presets
 from rotation_merge.recipe.document import documents
-from rotation_merge.recipe.names import METHOD, OF_MODEL, OPTIONS
+from rotation_merge.recipe.names import METHOD, OF_MODEL, OPTIONS, PRESETS
 from rotation_merge.recipe.reading import Recipe
 
 KEPT = ("exclude", "unsupported", "untie")
@@ -53,6 +56,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
     """
     config, recipe = _recipe_of(path)
     result = []
+    settle_presets(recipe, Models(MergeOptions(), recipe.unsupported), [m.model for m in config.models or []])
     for donor in config.models or []:
         if donor.model == recipe.base:
             continue
@@ -72,9 +76,11 @@ def carried_recipe(path: str, donor: RecipeDonor, scale: float, aligned: bool = 
     Args:
         aligned: False: added as it is.
     """
-    config, _ = _recipe_of(path)
+    config, recipe = _recipe_of(path)
+    settle_presets(recipe, Models(MergeOptions(), recipe.unsupported), [m.model for m in config.models or []])
     own = next(m.parameters or {} for m in config.models or [] if str(m.model) == donor.name)
-    values = {**(config.parameters or {}), **own}
+    preset = next((PRESETS[found] for model, found in recipe.relations.items() if str(model) == donor.name), {})
+    values = {**preset, **(config.parameters or {}), **own}
     still = {name: getattr(NOTHING, name) for name in CHOICES}
     options = {name: values[name] for name in OPTIONS if name in values} if aligned else still
     chosen = [name for name in OF_MODEL if name in values and (aligned or name != "alignment")]

@@ -23,6 +23,7 @@ from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import Renamed, Rows
 from rotation_merge.matching.state import TensorSource
+from rotation_merge.planning.presets import settle_presets
 from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, Pick
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
@@ -85,6 +86,7 @@ class Donors:
                         readers.setdefault(source.model, reader)
                         meeting = zip(range(*anchor.layer_range), range(*source.layer_range), strict=False)
                         self.layers.setdefault(source.model, {}).setdefault(name, []).extend(meeting)
+        settle_presets(recipe, models, readers, run)
         if recipe.mean:
             self._settle_mean(readers)
         else:

@@ -148,9 +148,16 @@ KEYS = (
     Key(
         "save_alignment", RECIPE, (False, True, NEW_FILE), "keep the transforms used, in this file or beside the model"
     ),
+    Key("preset", RECIPE, ("near", "far", "auto"), "options for near or far models; auto: as the weights say"),
     Key("report", RECIPE, (False, True), "true: also write the report as an HTML page", False),
 )
 """Every parameter. To add one, add a line; `Recipe.value` and `Recipe.of_model` read it."""
+
+PRESETS = {
+    "near": {"heads": "none", "residual": "none"},
+    "far": {"heads": "permutation", "residual": "largest"},
+}
+"""What `preset` sets where a recipe does not say otherwise."""
 
 BY_NAME = {key.name: key for key in KEYS}
 

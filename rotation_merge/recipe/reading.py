@@ -14,7 +14,7 @@ from rotation_merge.matching.options import MatchOptions, VaryingOptions
 from rotation_merge.recipe import delegates
 from rotation_merge.recipe.contract import plain
 from rotation_merge.recipe.document import Document
-from rotation_merge.recipe.names import BY_NAME, EACH, OPTIONS, RECIPE, names
+from rotation_merge.recipe.names import BY_NAME, EACH, OPTIONS, PRESETS, RECIPE, names
 from rotation_merge.recipe.places import at
 from rotation_merge.recipe.settings import MULTI_KEYS, check_settings, normal
 
@@ -50,6 +50,7 @@ class Recipe:
         exclude: parts of names of tensors that are copied from the anchor.
         values: the parameters of the whole merge, by name (see `value`).
         own_heads: names of tensors that every model keeps of its own (`heads_of: each`), known once models are opened.
+        relations: `near` or `far` by donor where a `preset` is set, known once models are opened.
     """
 
     config: MergeConfiguration
@@ -60,6 +61,7 @@ class Recipe:
     exclude: tuple[str, ...]
     values: Mapping[str, Any]
     own_heads: set[str] = field(default_factory=set, repr=False)
+    relations: dict[ModelReference, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def read(cls, config: MergeConfiguration) -> Recipe:
@@ -97,7 +99,7 @@ class Recipe:
 
     def options(self, reader: ConfigReader, block: str, donor: ModelReference) -> MatchOptions:
         """The options for one donor in one block; filters see the block's module path."""
-        values = {}
+        values: dict[str, Any] = dict(PRESETS.get(self.relations.get(donor, ""), {}))
         for name in OPTIONS:
             value = _setting(name, reader.parameter_sources(donor), block, reader.t)
             if value is not None:
