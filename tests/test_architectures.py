@@ -4,7 +4,6 @@ declares everything."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from tiny_models import ALL, Case, Planted, difference, further, inputs, make, o
 
 from rotation_merge.architectures import Architecture, families, registry, resolve
 from rotation_merge.architectures.schema import OUTSIDE, ArchitectureSpec
+from rotation_merge.checking.proof import LOCAL, changed, matters, wrong_heads, wrong_rotary, wrong_split
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment, aligned_tensors
@@ -21,10 +21,6 @@ from rotation_merge.matching.state import transform_state
 
 by_case = pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
 
-LOCAL = {
-    "heads, neurons and experts": MatchOptions(heads="permutation"),
-    "invertible maps": MatchOptions(attention="invertible", rescale=False),
-}
 RESIDUAL = ("permutation", "signed_permutation")
 
 
@@ -128,58 +124,13 @@ def test_names_of_a_loaded_module_work_too(case: Case) -> None:
     assert difference(outputs(model, given), expected) <= 1e-9
 
 
-def wrong_heads(entry: Any) -> Any:
-    """Half as many heads, twice as wide."""
-    if entry.get("kind") != "attention":
-        return entry
-    halves = {key: f"({entry[key]}) // 2" for key in ("heads", "kv_heads") if entry[key] is not None}
-    return {**entry, **halves, "head_dim": f"({entry['head_dim']}) * 2"}
-
-
-def wrong_rotary(entry: Any) -> Any:
-    """The other layout of RoPE pairs."""
-    if "layout" not in entry:
-        return entry
-    layout = entry["layout"]
-    other = {"half": "interleaved", "interleaved": "half"}
-    return {**entry, "layout": other.get(layout, f"'half' if ({layout}) == 'interleaved' else 'interleaved'")}
-
-
-def wrong_split(entry: Any) -> Any:
-    """The parts of fused tensors the other way round."""
-    return {key: value[::-1] if key in ("split", "interleave") and value else value for key, value in entry.items()}
-
-
-def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return change({key: changed(item, change) for key, item in value.items()})
-    return [changed(item, change) for item in value] if isinstance(value, list) else value
-
-
-def matters(case: Case, change: Callable[[Any], Any], architecture: Any) -> bool:
-    """Whether this mistake can show: in some models there is nothing to get wrong."""
-    if change is wrong_heads:
-        return True
-    if change is wrong_rotary:
-        spaces = [s for block in architecture.blocks for s in block.spaces.values() if s.kind == "attention"]
-        return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head") for s in spaces)
-    fused = [[*map(_acts, axis.parts)] for info in architecture.tensors() for axis in info.axes if len(axis.pieces) > 1]
-    return any(parts != parts[::-1] for parts in fused)
-
-
-def _acts(part: Any) -> tuple[str, str]:
-    """What moves a part: both halves of gated neurons move alike where neither is rescaled."""
-    alike = part.role in ("in", "gate") and part.space.degree == 0
-    return part.space.name, "in" if alike else part.role
-
-
 @by_case
 def test_a_wrong_file_is_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """(b): the same test fails for a wrong head count, and where there are such, a wrong rotary layout or split."""
     model = planted(case)
     right = families()[case.family].model_dump()
     for change in (wrong_heads, wrong_rotary, wrong_split):
-        if not matters(case, change, model.architecture):
+        if not matters(change, model.architecture):
             continue
         monkeypatch.setitem(registry._extra, case.family, ArchitectureSpec.model_validate(changed(right, change)))
         with contextlib.suppress(RotationMergeError):

@@ -8,12 +8,10 @@ from nearly equal ones.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -28,6 +26,7 @@ from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.architectures.registry import shipped
+from rotation_merge.checking.proof import exactly
 
 CONFIGS = Path(__file__).parent / "architectures"
 SINCE = {
@@ -277,43 +276,3 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest difference of two models' outputs; a NaN counts as infinitely far."""
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().nan_to_num(torch.inf).max()) for name in a)
-
-
-@contextlib.contextmanager
-def exactly() -> Iterator[None]:
-    """Keep float64 where transformers computes norms, softmax and routers in float32 on purpose."""
-    functional, tensor = torch.nn.functional.softmax, torch.Tensor
-    kept = {name: getattr(tensor, name) for name in ("to", "float", "type", "softmax")}
-
-    def whole(self: Tensor, *args: Any, **kwargs: Any) -> bool:
-        return self.dtype == torch.float64 and (torch.float32 in args or kwargs.get("dtype") == torch.float32)
-
-    def cast(name: str) -> Any:
-        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self if whole(self, *args, **kwargs) else kept[name](self, *args, **kwargs)
-
-        return method
-
-    def softmax(plain: Any) -> Any:
-        def method(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if x.dtype == torch.float64:
-                kwargs.pop("dtype", None)
-            return plain(x, *args, **kwargs)
-
-        return method
-
-    changed = {
-        "to": cast("to"),
-        "type": cast("type"),
-        "float": lambda self: self if self.dtype == torch.float64 else kept["float"](self),
-        "softmax": softmax(kept["softmax"]),
-    }
-    for name, method in changed.items():
-        setattr(tensor, name, method)
-    torch.nn.functional.softmax = softmax(functional)
-    try:
-        yield
-    finally:
-        for name, method in kept.items():
-            setattr(tensor, name, method)
-        torch.nn.functional.softmax = functional

@@ -1,0 +1,165 @@
+"""A first architecture file for a model that nobody has described yet, from its tensors' names and shapes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from mergekit.common import ModelReference
+from mergekit.options import MergeOptions
+
+from rotation_merge.checkpoints.models import Models
+from rotation_merge.errors import ArchitectureError
+
+_LAYER = re.compile(r"^(?P<path>(?:[^.]+\.)*?)(?P<index>\d+)\.(?P<rest>.+)$")
+
+RULES: tuple[tuple[str, list[str]], ...] = (
+    (r"(^|[._])(q_proj|query|q_lin|wq|to_q)$", ["attn.q", "residual.read"]),
+    (r"(^|[._])(k_proj|key|k_lin|wk|to_k)$", ["attn.k", "residual.read"]),
+    (r"(^|[._])(v_proj|value|v_lin|wv|to_v)$", ["attn.v", "residual.read"]),
+    (r"(attn|attention)[^.]*\..*(o_proj|out_proj|dense|wo|proj|out_lin)$", ["residual.write", "attn.o"]),
+    (r"(^|[._])(gate_proj|w1)$", ["ffn.gate", "residual.read"]),
+    (r"(^|[._])(up_proj|w3|fc1|c_fc|fc_in|lin1|dense_h_to_4h)$", ["ffn.in", "residual.read"]),
+    (r"(^|[._])(down_proj|w2|fc2|fc_out|lin2|dense_4h_to_h)$", ["residual.write", "ffn.out"]),
+)
+"""What linear maps of layers are usually called, and their axes, [out, in]."""
+
+FUSED = {
+    r"(qkv|query_key_value|Wqkv|c_attn)[^.]*$": [{"split": ["attn.q", "attn.k", "attn.v"]}, "residual.read"],
+    r"gate_up_proj$": [{"split": ["ffn.gate", "ffn.in"]}, "residual.read"],
+}
+
+
+def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
+    """An architecture file as a dictionary, and what has to be checked in it.
+
+    Raises:
+        RotationMergeError: the checkpoint cannot be read, or has no layers.
+    """
+    opened = Models(MergeOptions())[ModelReference.parse(model)]
+    opened.check_files()
+    return drafted(opened.config, opened.shapes, model)
+
+
+def drafted(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], model: str
+) -> tuple[dict[str, Any], list[str]]:
+    """See `draft_of`.
+
+    Args:
+        shapes: of all tensors, by name.
+        model: what to call it in errors.
+    """
+    layers = [match for match in map(_LAYER.match, shapes) if match]
+    if not layers:
+        raise ArchitectureError("has no numbered layers", where=model, remedy="see docs/add-architecture.md")
+    stack = Counter(match["path"] for match in layers).most_common(1)[0][0]
+    inner = {match["rest"]: shapes[match[0]] for match in layers if match["path"] == stack}
+    outer = {name: shape for name, shape in shapes.items() if not name.startswith(stack)}
+    width = int(config.get("hidden_size") or Counter(s[-1] for s in inner.values() if len(s) > 1).most_common(1)[0][0])
+    doubts: list[str] = []
+    layer = _layer(inner, width, doubts)
+    gated = "mlp" in str(layer) and any(axes[0] == "ffn.gate" or _fuses_gate(axes) for axes in layer["linear"].values())
+    before, after = _outside(outer, width, int(config.get("vocab_size") or 0), doubts)
+    kind = str(config.get("model_type") or "mine")
+    name = (config.get("architectures") or ["MyModel"])[0]
+    return {
+        "family": kind,
+        "title": name,
+        "classes": [name],
+        "model_types": [kind],
+        "variables": {"dim": "head_dim or hidden_size // num_attention_heads"},
+        "streams": {"residual": {"size": "hidden_size"}},
+        "modules": {
+            "default": {
+                "layers": "num_hidden_layers",
+                "layers_key": "num_hidden_layers",
+                "before": before,
+                "layer": {"path": stack + "{i}.", "spaces": _spaces(config, gated), **layer},
+                "after": after,
+            }
+        },
+    }, [*doubts, *_ALWAYS]
+
+
+_ALWAYS = (
+    "check: rotary embedding ('half' or 'interleaved'), and norms of queries and keys ('norm')",
+    "check: 'reads' of each norm; leave it out where the norm's output goes back into the stream; LayerNorm: 'kind'",
+    "then: rotation-merge architectures --prove FILE",
+)
+
+
+def _spaces(config: Mapping[str, Any], gated: bool) -> dict[str, Any]:
+    heads: dict[str, Any] = {"kind": "attention", "heads": "num_attention_heads", "head_dim": "dim"}
+    if config.get("num_key_value_heads"):
+        heads["kv_heads"] = "num_key_value_heads"
+    if config.get("rope_parameters") or config.get("rope_theta"):
+        heads["rotary"] = {"layout": "half"}
+    neurons = {"gated": True} if gated else {"activation": "hidden_act"}
+    return {"attn": heads, "ffn": {"kind": "ffn", "size": "intermediate_size", **neurons}}
+
+
+def _layer(inner: Mapping[str, tuple[int, ...]], width: int, doubts: list[str]) -> dict[str, Any]:
+    """Norms, linear maps and other tensors of one layer."""
+    linear: dict[str, Any] = {}
+    norms: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for name, shape in sorted(inner.items()):
+        stem = name.removesuffix(".weight")
+        if name.endswith(".bias"):
+            continue
+        axes = _axes(stem) if len(shape) == 2 and stem != name else None
+        if axes is not None:
+            linear[stem] = axes
+        elif shape == (width,) and stem != name:
+            norms[stem] = {"stream": "residual", "reads": []}
+        else:
+            tensors[name] = ["fixed"] * len(shape)
+            doubts.append(f"check: '{name}' {list(shape)} is taken to keep its coordinates")
+    for stem, reader in zip(norms, _readers(linear), strict=False):
+        norms[stem]["reads"] = reader
+    return {"norms": norms, "linear": linear, "tensors": tensors}
+
+
+def _axes(stem: str) -> list[Any] | None:
+    fused = next((axes for rule, axes in FUSED.items() if re.search(rule, stem)), None)
+    return fused or next((list(axes) for rule, axes in RULES if re.search(rule, stem)), None)
+
+
+def _fuses_gate(axes: list[Any]) -> bool:
+    return isinstance(axes[0], dict) and "ffn.gate" in axes[0]["split"]
+
+
+def _readers(linear: Mapping[str, list[Any]]) -> list[list[str]]:
+    """Maps that read the stream: those of attention, then those of the FFN."""
+    read = [stem for stem, axes in linear.items() if axes[-1] == "residual.read"]
+    attention = [stem for stem in read if "attn." in str(linear[stem][0])]
+    return [attention, [stem for stem in read if stem not in attention]]
+
+
+def _outside(
+    outer: Mapping[str, tuple[int, ...]], width: int, vocabulary: int, doubts: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What stands before and after the layers."""
+    before: dict[str, Any] = {}
+    norms: dict[str, Any] = {}
+    linear: dict[str, Any] = {}
+    embedding = next((n for n, shape in outer.items() if shape == (vocabulary, width) and "embed" in n), None)
+    for name, shape in sorted(outer.items()):
+        stem = name.removesuffix(".weight")
+        if name == embedding or (len(shape) == 2 and shape[-1] == width and "embed" in name):
+            before[name] = ["vocabulary" if shape[0] == vocabulary else "positions", "residual.write"]
+        elif shape == (vocabulary, width):
+            linear[stem] = {"axes": ["vocabulary", "residual.read"], "optional": True, "tied": [embedding]}
+        elif shape == (width,) and not name.endswith(".bias"):
+            norms[stem] = {"stream": "residual", "reads": []}
+        elif not name.endswith(".bias"):
+            linear[stem] = {"axes": ["classes", "residual.read"], "optional": True}
+            doubts.append(f"check: '{name}' {list(shape)} is taken for a head that reads the stream")
+    if embedding is not None and not any(entry.get("tied") for entry in linear.values()):
+        linear["lm_head"] = {"axes": ["vocabulary", "residual.read"], "optional": True, "tied": [embedding]}
+    for norm in list(norms)[-1:]:
+        norms[norm]["reads"] = list(linear)
+    return {"tensors": before}, {"norms": norms, "linear": linear}

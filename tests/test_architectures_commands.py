@@ -1,0 +1,91 @@
+"""`rotation-merge architectures --draft` and `--prove`: a file for a model that is not there, and the proof of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import run
+from plugin_support import make
+
+from rotation_merge.architectures import registry
+from rotation_merge.architectures.registry import DATA, shipped
+from rotation_merge.checking.draft import drafted
+from rotation_merge.checking.proof import prove
+from rotation_merge.errors import ArchitectureError
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_extra", {})
+
+
+def test_a_draft_of_a_llama_is_proven_as_it_stands(tmp_path: Path) -> None:
+    """Names and shapes alone give the file of a plain decoder; what is left to check goes to stderr."""
+    made = run("architectures", "--draft", str(make("llama", tmp_path / "model")))
+    assert made.exit_code == 0
+    assert "check: rotary embedding" in made.stderr
+    content = json.loads(made.stdout)
+    layer = content["modules"]["default"]["layer"]
+    known = shipped()["llama"].modules["default"].layer
+    assert layer["linear"] == {name: axes for name, axes in known.linear.items() if isinstance(axes, list)}
+    assert {n: set(norm["reads"]) for n, norm in layer["norms"].items()} == {
+        n: set(norm.reads) for n, norm in known.norms.items() if not isinstance(norm, list)
+    }
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(content))
+    proven = run("architectures", "--prove", str(path), "--json")
+    findings = {entry["what"]: entry for entry in json.loads(proven.stdout)}
+    assert proven.exit_code == 0
+    assert all(entry["holds"] for entry in findings.values())
+    assert findings["residual: rotation"]["difference"] <= 1e-9
+    assert findings["wrong rotary layout"]["difference"] > 1e-6
+
+
+def test_a_wrong_file_fails(tmp_path: Path) -> None:
+    content = json.loads((DATA / "llama.json").read_text())
+    content["modules"]["default"]["layer"]["spaces"]["attn"]["rotary"]["layout"] = "interleaved"
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(content))
+    found = run("architectures", "--prove", str(path))
+    assert found.exit_code == 1
+    assert "WRONG" in found.stdout
+
+
+def test_latents_mixers_and_gates_are_proven_too() -> None:
+    for family in ("deepseek",):
+        assert all(finding.holds for finding in prove(DATA / f"{family}.json")), family
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"classes": ["NoSuchForCausalLM"]}, "has no class 'NoSuchForCausalLM'"),
+        ({"example": {"num_attention_heads": "four"}}, "no small LlamaForCausalLM can be made"),
+    ],
+)
+def test_what_cannot_be_tried_is_one_line(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**json.loads((DATA / "llama.json").read_text()), **changes}))
+    with pytest.raises(ArchitectureError, match=words):
+        prove(path)
+
+
+def test_a_draft_names_what_it_does_not_know() -> None:
+    shapes = {
+        "embed.weight": (9, 8),
+        "h.0.attn.qkv.weight": (24, 8),
+        "h.0.odd": (3,),
+        "h.0.ln.weight": (8,),
+        "out.weight": (5, 8),
+    }
+    content, doubts = drafted({"hidden_size": 8, "vocab_size": 9}, shapes, "mine")
+    layer = content["modules"]["default"]["layer"]
+    assert layer["linear"]["attn.qkv"] == [{"split": ["attn.q", "attn.k", "attn.v"]}, "residual.read"]
+    assert layer["tensors"] == {"odd": ["fixed"]}
+    assert [doubt for doubt in doubts if "'odd' [3]" in doubt]
+    assert [doubt for doubt in doubts if "'out.weight' [5, 8]" in doubt]
+    with pytest.raises(ArchitectureError, match="no numbered layers"):
+        drafted({}, {"a.weight": (3, 3)}, "mine")
