@@ -1,0 +1,63 @@
+"""Refit of donors that are no plain checkpoint: adapters, shards, merges of merges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from mergekit.io.tasks import LoaderCache
+from plugin_support import EVERYTHING, make, merged, state
+from transformers import AutoModelForCausalLM
+
+
+def recipe(*models: str, **more: object) -> dict[str, object]:
+    return {
+        "merge_method": "rotation_merge",
+        "base_model": models[0],
+        "models": [{"model": model, "parameters": {"weight": 1 / len(models)}} for model in models],
+        "parameters": {"delegate": "refit", "samples": 4, **EVERYTHING},
+        "dtype": "float32",
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def anchor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama", tmp_path_factory.mktemp("sources") / "anchor")
+
+
+def test_adapters_and_shards(anchor: Path, tmp_path: Path) -> None:
+    """A donor given as BASE+ADAPTER is refitted to as the same model written out, in shards."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(anchor),
+        LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
+    adapted = merged(recipe(str(anchor), f"{anchor}+{tmp_path / 'adapter'}"), tmp_path / "one")
+    whole = merged(recipe(str(anchor), str(tmp_path / "whole")), tmp_path / "other")
+    assert max(float((adapted[name] - whole[name]).abs().max()) for name in whole) <= 1e-4
+    assert not torch.equal(whole["lm_head.weight"], state(anchor)["lm_head.weight"])
+
+
+def test_merges_of_merges(anchor: Path, tmp_path: Path) -> None:
+    from mergekit.scripts.multimerge import main
+
+    other = make("llama", tmp_path / "other", seed=3)
+    documents = [
+        {"name": "first", **recipe(str(anchor), str(other))},
+        {**recipe("first", str(anchor)), "merge_method": "rotation_merge"},
+    ]
+    (tmp_path / "multi.yml").write_text(yaml.safe_dump_all(documents, sort_keys=False))
+    LoaderCache.loaders.clear()
+    flags = ["--intermediate-dir", str(tmp_path / "between"), "--out-path", str(tmp_path / "out"), "--quiet"]
+    done = CliRunner().invoke(main, [str(tmp_path / "multi.yml"), *flags])
+    assert done.exit_code == 0, done.output
+    assert state(tmp_path / "out").keys() == state(anchor).keys()
