@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_support import parsed, run
-from plugin_support import make, one_error, state
+from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state
 from torch import Tensor
 
 from rotation_merge.checkpoints import aligned
+from rotation_merge.samples.proof import Proof
+from rotation_merge.seam import merge
 
 FAMILIES = ("llama", "qwen2", "mistral", "bert", "roberta", "vit")
 
@@ -65,3 +68,21 @@ def test_what_cannot_be_run_is_said(
     done = run("align", *models["llama"], tmp_path / "out")
     assert done.exit_code == 0
     assert "not checked" in done.output
+
+
+@pytest.mark.parametrize("residual", ["none", "rotation"])
+def test_a_merge_proves_donors_moved_by_files(
+    residual: str, models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchor, donor = models["llama"]
+    assert run("align", anchor, donor, "--alignment", tmp_path / "map", "--residual", residual).exit_code == 0
+    recipe = recipe_for("linear", anchor, donor, prove=True)
+    recipe["models"][-1]["parameters"]["alignment"] = str(tmp_path / "map")
+    merged(recipe, tmp_path / "out")
+    notes = " ".join(json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["notes"])
+    assert "random batches" in notes
+    monkeypatch.setattr(merge, "prove", lambda *_: Proof(1.0, 0.1))
+    done = mergekit_yaml(recipe, tmp_path / "second")
+    assert done.exit_code == 2
+    assert f"changes what {donor} computes" in one_error(done.output)
+    assert not (tmp_path / "second").exists()

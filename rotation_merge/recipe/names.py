@@ -149,6 +149,13 @@ KEYS = (
         "save_alignment", RECIPE, (False, True, NEW_FILE), "keep the transforms used, in this file or beside the model"
     ),
     Key("preset", RECIPE, ("near", "far", "auto"), "options for near or far models; auto: as the weights say"),
+    Key(
+        "prove",
+        RECIPE,
+        (False, True),
+        "true: compare outputs of donors moved by alignment files with the donors'",
+        False,
+    ),
     Key("report", RECIPE, (False, True), "true: also write the report as an HTML page", False),
 )
 """Every parameter. To add one, add a line; `Recipe.value` and `Recipe.of_model` read it."""

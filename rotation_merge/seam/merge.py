@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,9 +18,12 @@ from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from torch import Tensor
 
+from rotation_merge.checkpoints.aligned import Storage, empty_report, write_aligned
 from rotation_merge.checkpoints.heads import write_heads
 from rotation_merge.checkpoints.output import check_place, staged
-from rotation_merge.errors import RotationMergeError
+from rotation_merge.checkpoints.pair import open_pair, read_alignment
+from rotation_merge.errors import AlignmentError, RotationMergeError
+from rotation_merge.matching.options import NOTHING
 from rotation_merge.planning.keeping import keep_alignments
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.reading import Recipe
@@ -27,6 +31,7 @@ from rotation_merge.report.card import add_section
 from rotation_merge.report.closing import closing
 from rotation_merge.report.html import write_page
 from rotation_merge.report.record import MergeReport
+from rotation_merge.samples.proof import prove
 from rotation_merge.seam.replaced import replaced
 
 log = logging.getLogger(__name__)
@@ -53,6 +58,8 @@ def run(
     try:
         with staged(out_path) as staging, _as_it_is_here():
             stock(SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source)
+            if recipe.value("prove"):
+                prove_files(session)
             marks = fingerprints(session)
             keep_alignments(session, staging)
             report = MergeReport.of(
@@ -79,6 +86,26 @@ def _say(lines: list[str], options: MergeOptions) -> None:
             click.echo(line, err=True)
         else:
             log.info(line)
+
+
+def prove_files(session: Session) -> None:
+    """Every donor that an alignment file moved computes the same after it.
+
+    Raises:
+        AlignmentError: one does not.
+    """
+    recipe, done = session.recipe, session.run
+    for donor, file in done.files.items():
+        pair = open_pair(str(recipe.base), donor, NOTHING, recipe.untie)
+        alignment = read_alignment(pair, file)
+        with tempfile.TemporaryDirectory() as folder:
+            moved = os.path.join(folder, "moved")
+            write_aligned(pair, alignment, empty_report(pair), moved, Storage(untie=recipe.untie))
+            proof = prove(donor, moved)
+        if proof.failed:
+            what = f"changes what {donor} computes ({proof.words})"
+            raise AlignmentError(what, where=file, remedy="write it anew with 'rotation-merge align'")
+        done.note(f"`{donor}`, moved by {file}: {proof.words}.")
 
 
 def fingerprints(session: Session) -> dict[str, str]:
