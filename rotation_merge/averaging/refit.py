@@ -139,6 +139,7 @@ class Refit:
         write: given each solved tensor by its name in the checkpoint; gives back what it has become in storage.
         skip: says which tensors keep what they are.
         watch: told about every block: what, how many are done, of how many.
+        shape: what a solved change (out, in [+ 1 for a bias]) is brought to, given the Gram of the inputs and a one.
     """
 
     merge: Runner
@@ -149,6 +150,7 @@ class Refit:
     write: Callable[[str, Tensor], Tensor]
     skip: Callable[[str], bool] = lambda _: False
     watch: Callable[[str, int, int], None] = lambda *_: None
+    shape: Callable[[Tensor, Tensor], Tensor] = lambda change, _: change
 
     def run(self) -> Refitted:
         """Solve every map, in the order of the forward."""
@@ -213,6 +215,7 @@ class Refit:
         turned = isinstance(module, Conv1D)
         biased = getattr(module, "bias", None) is not None
         change = sums.change(key, self.ridge, biased, places[0].name)
+        change = self.shape(change, sums.gram)
         fitted = Fitted(places[0].name, *sums.errors(key, change))
         weight, bias = module.weight.double(), module.bias.double() if biased else None
         width = sums.width

@@ -70,16 +70,13 @@ def carry_all(
     whole = {out: path for out, path in works.items() if out not in adapters}
     bases = open_bases(new, old, settings.device, untie=settings.storage.untie or not whole or bool(settings.lora))
     tuned = {out: bases.tuned(path) for out, path in whole.items()}
-    if settings.alignment is not None:
-        alignment, report = bases.given(settings.alignment)
-    else:
-        alignment, report = bases.match(settings.match, progress)
+    alignment, report = aligned(bases, settings, progress)
     if whole and not settings.lora:
         _check_head(bases, alignment, settings)
-    carrying = _Work(bases, Carrier(bases.architecture, *bases.sources[::-1], alignment, bases.rows), report, settings)
-    ready = {out: carrying.adapter(works[out], adapter) for out, adapter in adapters.items()}
+    carrying = Work(bases, bases.carrier(alignment), report, settings)
+    ready = {out: carrying.adapter(adapter) for out, adapter in adapters.items()}
     if settings.lora:
-        ready |= {out: carrying.as_lora(works[out], source) for out, source in tuned.items()}
+        ready |= {out: carrying.as_lora(source) for out, source in tuned.items()}
         tuned = {}
     return [
         *(carrying.write(works[out], out, *result) for out, result in ready.items()),
@@ -87,8 +84,15 @@ def carry_all(
     ]
 
 
+def aligned(bases: Bases, settings: Settings, progress: Progress | None) -> tuple[Alignment, MergeReport]:
+    """What brings the old base to the new one, matched or from a file, and the report on it."""
+    if settings.alignment is not None:
+        return bases.given(settings.alignment)
+    return bases.match(settings.match, progress)
+
+
 @dataclass
-class _Work:
+class Work:
     """Carrying one thing after the other between the same two bases."""
 
     bases: Bases
@@ -96,12 +100,12 @@ class _Work:
     report: MergeReport
     settings: Settings
 
-    def adapter(self, work: str, adapter: Adapter) -> tuple[Written, list[str]]:
+    def adapter(self, adapter: Adapter) -> tuple[Written, list[str]]:
         new = str(self.bases.new.reference)
         carried = carry_adapter(adapter, self.carrier, self.bases.old.config, new, self.settings.scale)
         return carried.adapter, _notes(carried, self.bases, adapter.config)
 
-    def as_lora(self, work: str, source: TensorSource) -> tuple[Written, list[str]]:
+    def as_lora(self, source: TensorSource) -> tuple[Written, list[str]]:
         """A whole fine-tune's change as an adapter."""
         tuned, rank = Tuned(self.carrier, source, self.settings.scale), self.settings.lora
         written, kept = lora_of_tuned(tuned, rank, self.bases.new.config, str(self.bases.new.reference))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,9 @@ from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.architectures.registry import every_name
 from rotation_merge.checkpoints.lora import Written
 from rotation_merge.errors import CheckpointError, short
-from rotation_merge.matching.carry import is_bias, weight_key
+from rotation_merge.matching.carry import Carrier, Change, is_bias, weight_key
 from rotation_merge.matching.factors import LowRank, dense, stacks, transposed
 from rotation_merge.matching.state import read_tensor
-from rotation_merge.matching.tuned import Tuned
 
 PREFIX = "base_model.model."
 
@@ -24,7 +23,16 @@ Kept = dict[str, tuple[float, float]]
 """By tensor: the squared norm of its change, and what is left of it at that rank."""
 
 
-def lora_of_tuned(tuned: Tuned, rank: int, config: Mapping[str, Any], name: str) -> tuple[Written, Kept]:
+class Changes(Protocol):
+    """Whatever gives a new base's changes block by block, matrices by factors, and what each keeps of its change."""
+
+    @property
+    def carrier(self) -> Carrier: ...
+
+    def factors(self, block: Block, rank: int) -> tuple[dict[str, Change], Kept]: ...
+
+
+def lora_of_tuned(tuned: Changes, rank: int, config: Mapping[str, Any], name: str) -> tuple[Written, Kept]:
     """The carried change of a fine-tune as an adapter of the new base.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms of streams that are not turned into
@@ -72,7 +80,7 @@ class _Writing:
         change: LowRank | Tensor,
         beside: Mapping[str, LowRank | Tensor],
         place: str | None,
-        tuned: Tuned,
+        tuned: Changes,
     ) -> bool:
         """Put one change in; False where an adapter has no place for it."""
         if place is None or stacks(info):

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from rotation_merge.cli.align import check_out
 from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
+from rotation_merge.errors import RotationMergeError
 
 
 @click.command(
@@ -22,7 +23,18 @@ from rotation_merge.cli.show import Progress, json_option, print_json, say, show
 @click.option("--from", "old", required=True, metavar="OLD_BASE", help="The base that it was trained on.")
 @click.option("--to", "new", required=True, metavar="NEW_BASE", help="The base that it is to work on.")
 @click.option("--alignment", "alignment_file", metavar="FILE", help="Apply this file's maps instead of matching.")
-@click.option("--scale", default=1.0, show_default=True, help="What the change is multiplied by.")
+@click.option(
+    "--carry",
+    "way",
+    type=click.Choice(["weights", "refit"]),
+    default="weights",
+    show_default=True,
+    help="weights: move the change; refit: solve the new base's maps to make it, from samples.",
+)
+@click.option("--data", default="self", show_default=True, help="Samples for refit; self: text that WORK writes.")
+@click.option("--samples", default=64, show_default=True, type=click.IntRange(min=32), help="How many.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--scale", default="", help="Of the change: a number; auto (for refit): the best on samples held out.")
 @click.option("--lora", default=0, metavar="RANK", help="Write a whole fine-tune's change as an adapter.")
 @click.option("--shard-size", default="5B", show_default=True, help="Largest weight file of a model, e.g. 500M.")
 @click.option("--dtype", help="Storage of a carried model; the new base's if not given.")
@@ -39,7 +51,11 @@ def command(
     old: str,
     new: str,
     alignment_file: str | None,
-    scale: float,
+    way: str,
+    data: str,
+    samples: int,
+    seed: int,
+    scale: str,
     lora: int,
     shard_size: str,
     dtype: str | None,
@@ -65,11 +81,18 @@ def command(
     device = usable_device(device)
     options = match_options(values)
     options = options if named else replace(options, residual="largest")
-    settings = Settings(options, alignment_file, scale, device, lora, storage)
+    factor = _factor(scale, way)
+    settings = Settings(options, alignment_file, 1.0 if factor is None else factor, device, lora, storage)
     progress = Progress()
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     check_places(work, places)
-    done = carry_all(dict(zip(places, work, strict=True)), old, new, settings, progress)
+    jobs = dict(zip(places, work, strict=True))
+    if way == "refit":
+        from rotation_merge.averaging.carrying import Samples, carry_by_refit
+
+        done = carry_by_refit(jobs, old, new, settings, Samples(data, samples, seed=seed, scale=factor), progress)
+    else:
+        done = carry_all(jobs, old, new, settings, progress)
     progress.close()
     if as_json:
         print_json({"from": old, "to": new, "written": [asdict(item) for item in done]})
@@ -79,3 +102,19 @@ def command(
             say(line)
         say(f"Written to {item.out}.", "green")
     return 0
+
+
+def _factor(text: str, way: str) -> float | None:
+    """What the change is multiplied by; None: what samples say.
+
+    Raises:
+        RotationMergeError: it is no number, or there are no samples to ask.
+    """
+    if text in ("", "auto"):
+        if text == "auto" and way == "weights":
+            raise RotationMergeError("--scale auto asks samples", remedy="add --carry refit, or write a number")
+        return None if way == "refit" else 1.0
+    try:
+        return float(text)
+    except ValueError as error:
+        raise RotationMergeError(f"--scale is '{text}'", remedy="write a number, or auto") from error

@@ -71,7 +71,7 @@ class Tuned:
             whole = self.scale * self.carrier.stored(block, info, change.double(), beside)
             if not bool(whole.any()):
                 continue
-            result[info.key] = cut = _cut(whole, info, rank) if len(info.axes) > 1 else whole
+            result[info.key] = cut = of_low_rank(whole, info, rank) if len(info.axes) > 1 else whole
             norm = float(whole.square().sum())
             kept[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
         return result, kept
@@ -94,7 +94,7 @@ class Tuned:
         return tuned.to(old.dtype) - old, float(old.square().sum())
 
 
-def _cut(change: Tensor, info: TensorInfo, rank: int) -> Change:
+def of_low_rank(change: Tensor, info: TensorInfo, rank: int) -> Change:
     """The nearest change of this rank (Eckart and Young), its factors equally large."""
     matrix = change.mT if transposed(info) else change
     shape = matrix.shape

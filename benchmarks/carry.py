@@ -1,0 +1,93 @@
+"""What arrives of fine-tunes and a LoRA carried to another base: the shipped Llamas, on texts that training never saw.
+
+    python benchmarks/carry.py
+
+Llama 0's fine-tunes for English and C, and its LoRA for English, go to Llama 1 (another seed): added as they are, moved
+by the alignment of weights, and refitted on 64 sequences that the fine-tune wrote itself. Losses in nats a byte on the
+first 160 windows of the shipped texts; `own` is the new base's loss on Python, its own domain. Writes
+`benchmarks/results/carry.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotation_merge.averaging.carrying import Samples, carry_by_refit
+from rotation_merge.checkpoints.carried import Settings, carry_all
+from rotation_merge.matching.options import NOTHING, MatchOptions
+from rotation_merge.report.record import versions
+from rotation_merge.samples import demo
+from rotation_merge.samples.data import Data
+from rotation_merge.samples.evaluate import evaluate
+from rotation_merge.samples.functions import load
+
+RESULT = Path(__file__).parent / "results" / "carry.json"
+WHOLE = MatchOptions(heads="permutation", residual="rotation")
+OLD, NEW = (str(demo.CHECKPOINTS / name) for name in ("llama-0", "llama-1"))
+
+
+def loss(model: str, text: str) -> float:
+    parts = demo.windows(text)[:160].split(32)
+    return evaluate(load(model), Data([{"input_ids": p, "labels": p} for p in parts], "next token", 160))[0]
+
+
+def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
+    """Ways to carry, as functions that write to `out`."""
+
+    def weights(match: MatchOptions, scale: float) -> Any:
+        return lambda: carry_all({out: work}, OLD, NEW, Settings(match, scale=scale))
+
+    def refit(lora: int, scale: float | None) -> Any:
+        settings = Settings(WHOLE, lora=lora)
+        return lambda: carry_by_refit({out: work}, OLD, NEW, settings, Samples(scale=scale))
+
+    scale = 0.5 if adapter else 0.75
+    found = {
+        f"added as it is, scale {scale}": weights(NOTHING, scale),
+        f"weights, scale {scale}": weights(WHOLE, scale),
+        "refit, scale 1": refit(0, 1.0),
+        "refit, scale by held-out samples": refit(0, None),
+    }
+    return found if adapter else {**found, "refit as an adapter of rank 16, scale 1": refit(16, 1.0)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows = []
+    for name, text in (("llama-0-english", "english"), ("llama-0-c", "c"), ("llama-0-lora-english", "english")):
+        work = str(demo.CHECKPOINTS / name)
+        adapter = "lora" in name
+        old, new, own = loss(OLD, text), loss(NEW, text), loss(NEW, "python")
+        tuned = loss(f"{OLD}+{work}" if adapter else work, text)
+        print(f"{name}: old base {old:.3f}, tuned {tuned:.3f}, new base {new:.3f}, its own domain {own:.3f}")
+        with tempfile.TemporaryDirectory() as scratch:
+            for number, (way, carry) in enumerate(ways(work, f"{scratch}/out", adapter).items()):
+                began = time.perf_counter()
+                carry()
+                seconds = time.perf_counter() - began
+                out = os.path.join(scratch, str(number))
+                os.rename(f"{scratch}/out", out)
+                model = f"{NEW}+{out}" if os.path.exists(f"{out}/adapter_config.json") else out
+                found = {"loss": loss(model, text), "own": loss(model, "python")}
+                share = (new - found["loss"]) / (old - tuned)
+                rows.append({"work": name, "way": way, **found, "share": share, "seconds": seconds})
+                print(f"  {way}: {found['loss']:.3f} ({share:.0%}), own {found['own']:.3f}, {seconds:.1f} s")
+        rows.append({"work": name, "way": "bases", "old": old, "tuned": tuned, "new": new, "own": own})
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    machine = {"machine": platform.machine(), "processor": platform.processor(), "cores used": 1}
+    RESULT.parent.mkdir(exist_ok=True)
+    content = {"commit": commit, **machine, "versions": versions(), "rows": rows}
+    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

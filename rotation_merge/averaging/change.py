@@ -1,0 +1,113 @@
+r"""The refit of a change: a new base's maps are solved to give their own output and what fine-tuning changed elsewhere.
+
+Layer after layer, from the carried model's own inputs, a linear map aims at ``new + scale * (tuned - old) M``: what the
+new base gives by itself, and the change of the old pair's output on the same samples, mapped by the least-squares map M
+from the old base's values to the new one's (which takes up what alignment leaves). Writers aim at the stream; the
+outputs of the head, tokens, are not mapped.
+
+Source: this project's study (benchmarks/carry.md); the layer-wise fit is that of RegMean++ (Nguyen and others, 2025),
+maps between activations as in Theseus (2026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architectures.model import Block
+from rotation_merge.averaging.refit import Answer, same_place
+from rotation_merge.averaging.taps import Taps, rows
+from rotation_merge.linalg.ridge import ridge_change
+from rotation_merge.samples.runner import Runner
+from rotation_merge.samples.store import Store
+
+
+@dataclass
+class ChangedAnswers:
+    """What the new base gives, plus the mapped change of the old pair.
+
+    Attributes:
+        new, old, tuned: the models on the same batches; the last two in the new one's coordinates.
+        weights: how much each batch counts in finding the maps.
+        scale: what the change is multiplied by.
+        ridge: of the maps.
+    """
+
+    new: Runner
+    old: Runner
+    tuned: Runner
+    store: Store
+    weights: list[float]
+    scale: float = 1.0
+    ridge: float = 0.01
+    _keys: list[str] = field(default_factory=list)
+
+    def learn(self, block: Block, wanted: frozenset[str]) -> bool:
+        """Run all three through the block, find the maps, and keep the answers to every batch."""
+        runners = (self.new, self.old, self.tuned)
+        opened = [runner.advance() for runner in runners]
+        there = [one for one in opened if one is not None and same_place(one, block)]
+        if len(there) < len(opened):
+            return False
+        taps = [Taps(runner, own) for runner, own in zip(runners, there, strict=True)]
+        maps = _Maps(self.ridge)
+        for batch, weight in enumerate(self.weights):
+            values = [_seen(runner, tap, batch, wanted) for runner, tap in zip(runners, taps, strict=True)]
+            self._keys = [key for key in sorted(wanted) if all(key in found for found in values)]
+            new, old, tuned = ([found[key] for key in self._keys] for found in values)
+            if weight:
+                maps.add(dict(zip(self._keys, zip(old, new, strict=True), strict=True)))
+            self.store.put(f"own:{batch}", new)
+            self.store.put(f"change:{batch}", [t - o for t, o in zip(tuned, old, strict=True)])
+        found = maps.solve({key for key in self._keys if self._is_mapped(taps[0], key)})
+        for batch in range(len(self.weights)):
+            own, change = (self.store.get(f"{what}:{batch}", self.new.device) for what in ("own", "change"))
+            moved = [c if key not in found else c @ found[key].to(c) for key, c in zip(self._keys, change, strict=True)]
+            self.store.put(f"answer:{batch}", [o + self.scale * m for o, m in zip(own, moved, strict=True)])
+            self.store.drop(f"own:{batch}")
+            self.store.drop(f"change:{batch}")
+        return True
+
+    def __call__(self, batch: int) -> Answer:
+        return dict(zip(self._keys, self.store.get(f"answer:{batch}", self.new.device), strict=True))
+
+    @staticmethod
+    def _is_mapped(taps: Taps, key: str) -> bool:
+        """Tokens and classes mean the same in both models."""
+        one = taps.maps.get(key)
+        return one is None or bool(one.outputs.parts)
+
+
+def _seen(runner: Runner, taps: Taps, batch: int, wanted: frozenset[str]) -> dict[str, Tensor]:
+    with runner.recording():
+        seen = taps.see(batch)
+    return {key: value for key, value in {**seen.outputs, **seen.stream}.items() if key in wanted}
+
+
+class _Maps:
+    """Least-squares maps M, ``new ~ old M``, near the identity where the samples say nothing."""
+
+    def __init__(self, ridge: float) -> None:
+        self.ridge = ridge
+        self.grams: dict[str, Tensor] = {}
+        self.crosses: dict[str, Tensor] = {}
+
+    def add(self, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        for key, (old, new) in values.items():
+            x, y = rows(old).double(), rows(new).double()
+            gram, cross = x.mT @ x, x.mT @ (y - x)
+            self.grams[key] = self.grams[key] + gram if key in self.grams else gram
+            self.crosses[key] = self.crosses[key] + cross if key in self.crosses else cross
+
+    def solve(self, keys: set[str]) -> dict[str, Tensor]:
+        found = {}
+        for key in keys & self.grams.keys():
+            gram = self.grams[key]
+            penalty = torch.full((len(gram),), self.ridge * float(gram.diagonal().mean())).to(gram)
+            change = ridge_change(gram, self.crosses[key], penalty)
+            if change is not None:
+                found[key] = torch.eye(len(gram)).to(gram) + change.mT
+        return found
