@@ -31,6 +31,7 @@ def targets(architecture: Architecture, state: dict[str, Tensor]) -> list[Tensor
         if info.name in state
         and len(info.axes) >= 2
         and "norm" not in info.name.lower()
+        and not (len(info.axes) == 3 and state[info.name].ndim == 3 and state[info.name].shape[1] == 1)  # depthwise
         and info.name not in tied
         and (info.name.endswith(".weight") or stacks(info))
     ]
@@ -62,8 +63,9 @@ def make_adapter(
                 while f"{parent}{'.base_layer' * depth}.lora_A.weight" in tensors:
                     depth += 1
                 module = parent + ".base_layer" * depth
-                tensors[f"{module}.lora_A.weight"] = random(RANK * shape[0], shape[2])
-                tensors[f"{module}.lora_B.weight"] = random(shape[1], RANK * shape[0])
+                gives, reads = (shape[2], shape[1]) if transposed(info) else (shape[1], shape[2])
+                tensors[f"{module}.lora_A.weight"] = random(RANK * shape[0], reads)
+                tensors[f"{module}.lora_B.weight"] = random(gives, RANK * shape[0])
             elif embeds(info):
                 tensors[f"{module}.lora_embedding_A"] = random(RANK, shape[0])
                 tensors[f"{module}.lora_embedding_B"] = random(shape[1], RANK)
@@ -93,7 +95,8 @@ def merged(
         for name in info.names:
             module = PREFIX + name.removesuffix(".weight")
             if stacks(info) and not info.stacked:
-                count, gives, reads = state[name].shape
+                count, *sizes = state[name].shape
+                gives, reads = sizes[::-1] if transposed(info) else sizes
                 parent = PREFIX + name.rpartition(".")[0]
                 for depth in range(3):
                     a = adapter.tensors.get(f"{parent}{'.base_layer' * depth}.lora_A.weight")
@@ -101,7 +104,8 @@ def merged(
                     if a is not None and b is not None and (b.shape[0], a.shape[1]) == (gives, reads):
                         used |= {f"{parent}{'.base_layer' * depth}.lora_{x}.weight" for x in "AB"}
                         a, b = a.reshape(count, -1, reads), b.reshape(gives, -1, count)
-                        result[name] = result[name] + scale * torch.einsum("ore,eri->eoi", b, a)
+                        change = scale * torch.einsum("ore,eri->eoi", b, a)
+                        result[name] = result[name] + (change.mT if transposed(info) else change)
                 continue
             bias = take(f"{module}.lora_B.bias")
             if bias is not None:
@@ -132,11 +136,8 @@ def other_coordinates(
     Where the stream is turned, the norms of the new base get gains and shifts of their own.
     """
     generator = torch.Generator().manual_seed(seed)
-    folded = (
-        tuple(name for name, groups in architecture.stream_groups.items() if "rotation" in groups)
-        if options.residual == "rotation"
-        else ()
-    )
+    turned = {n: "rotation" for n, groups in architecture.stream_groups.items() if "rotation" in groups}
+    folded = architecture.folds(turned) if options.residual == "rotation" else ()
     gauge = random_gauge(architecture, options, generator)
     own = dict(state)
     if folded:

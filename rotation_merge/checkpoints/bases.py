@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -13,7 +11,6 @@ from rotation_merge.architectures import Architecture
 from rotation_merge.checkpoints.models import Model
 from rotation_merge.checkpoints.pair import Pair, WithTied, open_pair, read_alignment
 from rotation_merge.checkpoints.vocabulary import shared_rows
-from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.carry import Carrier, Rows
 from rotation_merge.matching.model import Alignment, Progress, match_model
 from rotation_merge.matching.options import NOTHING, MatchOptions
@@ -102,25 +99,4 @@ def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True) -> B
     Raises:
         RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
     """
-    for path in (new, old):
-        _check_precision(path)
     return Bases(open_pair(new, old, NOTHING, untie, device, words=False))
-
-
-def _check_precision(path: str) -> None:
-    config = os.path.join(path, "config.json")
-    if not os.path.isfile(config):
-        return
-    with open(config, encoding="utf-8") as file:
-        try:
-            content = json.load(file)
-        except ValueError:
-            return
-    settings = content.get("quantization_config") if isinstance(content, dict) else None
-    if settings:
-        kind = settings.get("quant_method", "some way") if isinstance(settings, dict) else "some way"
-        raise CheckpointError(
-            f"its weights are quantised ({kind})",
-            where=path,
-            remedy="name the base in full precision; the carried adapter then works on the quantised one, too",
-        )

@@ -14,7 +14,7 @@ from torch import Tensor
 from rotation_merge.architectures.registry import Spot, every_name
 from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter, Change
 from rotation_merge.errors import CheckpointError
-from rotation_merge.matching.factors import stacks
+from rotation_merge.matching.factors import stacks, transposed
 
 WHOLE = "merge the adapter into its base and carry the whole model"
 WRONG_BASE = "name the base that it was trained on by --from"
@@ -117,11 +117,12 @@ def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str
     """The stacked tensor that peft's `target_parameters` name inside a module, told by its sizes."""
     sizes = [adapter.shapes[str(change.b)][0], adapter.shapes[str(change.a)][1]]
     wanted = [str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or []]
-    found = [
-        spot
-        for parameter in dict.fromkeys(wanted)
-        if (spot := names.get(f"{module}.{parameter}")) and [axis.size for axis in spot.info.axes[1:]] == sizes
-    ]
+    known = [spot for parameter in dict.fromkeys(wanted) if (spot := names.get(f"{module}.{parameter}")) is not None]
+    found = []
+    for spot in known:
+        own = [axis.size for axis in spot.info.axes[1:]]
+        if (own[::-1] if transposed(spot.info) else own) == sizes:
+            found.append(spot)
     if len(found) != 1:
         raise _unknown(adapter, module)
     return found[0]
