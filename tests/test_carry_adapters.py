@@ -16,7 +16,7 @@ from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.tuned import Tuned
 
-FAMILIES = list({case.family: case for case in sorted(ALL[::-1], key=lambda case: "untied" in case.name)}.values())
+FAMILIES = list({case.family: case for case in sorted(ALL, key=lambda case: "untied" in case.name)}.values())
 """A case of each family, one with a head of its own if there is one."""
 GROUPS = {
     "local": MatchOptions(heads="permutation"),
