@@ -5,7 +5,7 @@ new base gives by itself, and the change of the old pair's output on the same sa
 from the old base's values to the new one's (which takes up what alignment leaves). Writers aim at the stream; the
 outputs of the head, tokens, are not mapped.
 
-Source: this project's study (benchmarks/carry.md); the layer-wise fit is that of RegMean++ (Nguyen and others, 2025),
+Source: this project's study (benchmarks/carry.py); the layer-wise fit is that of RegMean++ (Nguyen and others, 2025),
 maps between activations as in Theseus (2026).
 """
 
