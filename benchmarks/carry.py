@@ -10,27 +10,27 @@ first 160 windows of the shipped texts; `own` is the new base's loss on Python, 
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import subprocess
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from record import Table
 
 from rotation_merge.averaging.carrying import Samples, carry_by_refit
 from rotation_merge.checkpoints.carried import Settings, carry_all
 from rotation_merge.matching.options import NOTHING, MatchOptions
-from rotation_merge.report.record import versions
 from rotation_merge.samples import demo
 from rotation_merge.samples.data import Data
 from rotation_merge.samples.evaluate import evaluate
 from rotation_merge.samples.functions import load
 
-RESULT = Path(__file__).parent / "results" / "carry.json"
+NAMES = {
+    "llama-0-english": "fine-tune for English",
+    "llama-0-c": "fine-tune for C",
+    "llama-0-lora-english": "LoRA for English",
+}
 WHOLE = MatchOptions(heads="permutation", residual="rotation")
 OLD, NEW = (str(demo.CHECKPOINTS / name) for name in ("llama-0", "llama-1"))
 
@@ -62,13 +62,14 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    rows = []
+    table = Table("carry")
     for name, text in (("llama-0-english", "english"), ("llama-0-c", "c"), ("llama-0-lora-english", "english")):
         work = str(demo.CHECKPOINTS / name)
         adapter = "lora" in name
+        title = NAMES[name]
         old, new, own = loss(OLD, text), loss(NEW, text), loss(NEW, "python")
         tuned = loss(f"{OLD}+{work}" if adapter else work, text)
-        print(f"{name}: old base {old:.3f}, tuned {tuned:.3f}, new base {new:.3f}, its own domain {own:.3f}")
+        table.add(row(title, "the new base alone", new, "", own, ""))
         with tempfile.TemporaryDirectory() as scratch:
             for number, (way, carry) in enumerate(ways(work, f"{scratch}/out", adapter).items()):
                 began = time.perf_counter()
@@ -77,16 +78,20 @@ def main() -> None:
                 out = os.path.join(scratch, str(number))
                 os.rename(f"{scratch}/out", out)
                 model = f"{NEW}+{out}" if os.path.exists(f"{out}/adapter_config.json") else out
-                found = {"loss": loss(model, text), "own": loss(model, "python")}
-                share = (new - found["loss"]) / (old - tuned)
-                rows.append({"work": name, "way": way, **found, "share": share, "seconds": seconds})
-                print(f"  {way}: {found['loss']:.3f} ({share:.0%}), own {found['own']:.3f}, {seconds:.1f} s")
-        rows.append({"work": name, "way": "bases", "old": old, "tuned": tuned, "new": new, "own": own})
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    machine = {"machine": platform.machine(), "processor": platform.processor(), "cores used": 1}
-    RESULT.parent.mkdir(exist_ok=True)
-    content = {"commit": commit, **machine, "versions": versions(), "rows": rows}
-    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                found = loss(model, text)
+                share = f"{(new - found) / (old - tuned):.0%}"
+                table.add(row(title, way, found, share, loss(model, "python"), f"{seconds:.0f}"))
+
+
+def row(carried: str, how: str, found: float, share: str, own: float, seconds: str) -> dict[str, str]:
+    return {
+        "carried": carried,
+        "how": how,
+        "loss": f"{found:.3f}",
+        "share of the gain at home": share,
+        "own domain": f"{own:.3f}",
+        "seconds": seconds,
+    }
 
 
 if __name__ == "__main__":
