@@ -96,7 +96,7 @@ class TestCheck:
         anchor = make("bert", tmp_path / "bert")
         done = run("check", recipe(tmp_path, str(anchor), str(anchor), "residual: rotation"))
         assert done.exit_code == 1
-        assert "the largest group they admit is 'permutation'" in done.output
+        assert "the largest it admits is 'residual: permutation'" in done.output
 
     def test_vocabularies_need_a_tokenizer_setting(self, tmp_path: Path):
         anchor, donor = make("llama", tmp_path / "a"), make("llama", tmp_path / "b", vocab_size=50)
