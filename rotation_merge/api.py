@@ -11,9 +11,10 @@ from torch import Tensor
 from rotation_merge.architectures import resolve
 from rotation_merge.architectures.registry import tied_head
 from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.member import Member
 from rotation_merge.matching.model import aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.pair import Member, check_pair
+from rotation_merge.matching.pair import check_pair
 from rotation_merge.report.record import MergeReport
 from rotation_merge.report.run import Run
 

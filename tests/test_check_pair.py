@@ -22,8 +22,9 @@ import rotation_merge
 from rotation_merge.architectures import resolve
 from rotation_merge.architectures.registry import tied_head
 from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.matching.member import Member
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.pair import Checked, Member, check_pair
+from rotation_merge.matching.pair import Checked, check_pair
 from rotation_merge.seam.merging import merge_recipe
 
 SOME = [case for case in ALL if case in FIRST or "tie_word_embeddings" in case.config]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import yaml
 from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.options import MergeOptions
 
+from rotation_merge.checkpoints.heads import head_names
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import CHOICES, NOTHING, MatchOptions
@@ -29,6 +31,7 @@ class RecipeDonor:
         options: of matching; they may differ from block to block.
         origin: the model it was fine-tuned from, if its task vector is carried over; that one is matched then.
         file: of an alignment, which is applied instead of matching.
+        excluded: says of a tensor that it is copied from the anchor, or kept by each model.
     """
 
     anchor: str
@@ -37,6 +40,7 @@ class RecipeDonor:
     untie: bool = False
     origin: str | None = None
     file: str | None = None
+    excluded: Callable[[str], bool] = lambda _: False
 
     @property
     def matched(self) -> str:
@@ -56,7 +60,13 @@ def donors_of(path: str) -> list[RecipeDonor]:
     """
     config, recipe = _recipe_of(path)
     result = []
-    settle_presets(recipe, Models(MergeOptions(), recipe.unsupported), [m.model for m in config.models or []])
+    models = Models(MergeOptions(), recipe.unsupported)
+    settle_presets(recipe, models, [m.model for m in config.models or []])
+    own = head_names(models[recipe.base].architecture) if recipe.value("heads_of") == "each" else set()
+
+    def excluded(tensor: str) -> bool:
+        return tensor in own or recipe.excluded(tensor)
+
     for donor in config.models or []:
         if donor.model == recipe.base:
             continue
@@ -64,7 +74,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
         reader = ConfigReader(config=config.model_copy(update={"parameters": values}), t=0)
         origin, file = (recipe.of_model(name, reader, donor.model) for name in ("finetuned_from", "alignment"))
         options = recipe.varying(reader, donor.model)
-        result.append(RecipeDonor(str(recipe.base), str(donor.model), options, recipe.untie, origin, file))
+        result.append(RecipeDonor(str(recipe.base), str(donor.model), options, recipe.untie, origin, file, excluded))
     if not result:
         raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
     return result

@@ -16,6 +16,7 @@ from rotation_merge.checkpoints.hub import is_absent
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.file import load_alignment
+from rotation_merge.matching.labels import check_labels
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.document import Document, Path
@@ -125,12 +126,14 @@ def _compare(
     for path, model in opened.values():
         if model is anchor:
             continue
+        each = recipe is not None and recipe.value("heads_of") == "each"
         try:
             models.check(anchor.reference, [model.reference])
+            if recipe is not None and not each:
+                check_labels(anchor.member, model.member, recipe.excluded)
         except RotationMergeError as error:
             document.raised(path, error)
             continue
-        each = recipe is not None and recipe.value("heads_of") == "each"
         heads = head_names(anchor.architecture) if each else set()
         for info in (info for info in anchor.architecture.tensors() if info.name not in heads):
             _shapes(document, path, info, anchor, model, bool(resizes) or _carried(document, path), recipe)

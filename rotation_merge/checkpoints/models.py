@@ -22,8 +22,9 @@ from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter
 from rotation_merge.checkpoints.headers import Shapes, check_local, file_dtypes, file_shapes, read_json, single_file
 from rotation_merge.checkpoints.hub import downloaded, is_hub_name
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
+from rotation_merge.matching.member import Member
 from rotation_merge.matching.options import NOTHING
-from rotation_merge.matching.pair import Member, check_pair
+from rotation_merge.matching.pair import check_pair
 from rotation_merge.matching.state import check_shape
 
 LOG = logging.getLogger(__name__)
@@ -284,6 +285,8 @@ class Models:
     def check(self, anchor: ModelReference, others: Iterable[ModelReference]) -> None:
         """All models exist, are whole, and are of the anchor's architecture and sizes.
 
+        What their heads mean is left to a check that knows which heads are merged.
+
         Raises:
             CheckpointError, ArchitectureError: name the model and what differs.
         """
@@ -293,4 +296,4 @@ class Models:
         for reference in references:
             self[reference].config  # noqa: B018  (loads and checks)
         for reference in references[1:]:
-            check_pair(self[anchor].member, self[reference].member, NOTHING, layers={})
+            check_pair(self[anchor].member, self[reference].member, NOTHING, layers={}, excluded=lambda _: True)

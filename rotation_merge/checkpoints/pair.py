@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,8 +117,17 @@ def open_pair(
     return Pair(a, d, architecture, checked, device)
 
 
-def check_models(anchor: str, donor: str, options: MatchOptions, untie: bool = False) -> Checked | None:
+def check_models(
+    anchor: str,
+    donor: str,
+    options: MatchOptions,
+    untie: bool = False,
+    excluded: Callable[[str], bool] = lambda _: False,
+) -> Checked | None:
     """Both are there, whole, and fit together; their vocabularies may differ.
+
+    Args:
+        excluded: says of a tensor that it is copied from the anchor.
 
     Returns:
         What may be done to the donor; None where one is a model of the hub that has not been downloaded.
@@ -131,7 +140,7 @@ def check_models(anchor: str, donor: str, options: MatchOptions, untie: bool = F
         return None
     models = Models(MergeOptions())
     models.check(first, [second])
-    return check_pair(models[first].member, models[second].member, options, untie=untie)
+    return check_pair(models[first].member, models[second].member, options, untie=untie, excluded=excluded)
 
 
 def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:

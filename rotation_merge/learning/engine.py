@@ -19,8 +19,8 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.fold import Fold
+from rotation_merge.matching.member import Member
 from rotation_merge.matching.model import Transforms
-from rotation_merge.matching.pair import Member
 from rotation_merge.matching.state import TensorSource, read_block, unstack
 from rotation_merge.samples.functions import architecture_of
 

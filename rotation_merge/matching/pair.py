@@ -17,31 +17,13 @@ from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeErro
 from rotation_merge.groups import SpaceTransform, StreamTransform
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.fold import Fold
+from rotation_merge.matching.labels import check_labels
+from rotation_merge.matching.member import Member
 from rotation_merge.matching.options import MatchOptions, by_stream
 from rotation_merge.matching.stream import residual_groups
 
 Layers = Mapping[str, Sequence[tuple[int, int]]]
 """By module, which layer of the anchor meets which layer of the donor."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One model of a pair, before its weights are read.
-
-    Attributes:
-        name: what to call it in messages.
-        config: as in config.json, defaults filled in; empty where nothing is known of it.
-        architecture: resolved for its own tensor names.
-        shapes: of every tensor that it stores, by name.
-        tied: a head that shares an embedding's tensor, and the stream it reads (`registry.tied_head`).
-    """
-
-    name: str
-    config: Mapping[str, Any]
-    architecture: Architecture
-    shapes: Mapping[str, tuple[int, ...]]
-
-    tied: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +79,7 @@ def check_pair(
             remedy="only models of one architecture can be aligned",
         )
     _check_sizes(anchor, donor)
+    check_labels(anchor, donor, excluded)
     options.check_layers(anchor.architecture)
     streams = _streams(anchor, donor, options.residual, untie)
     if streams or layers is None:

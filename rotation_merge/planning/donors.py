@@ -19,6 +19,7 @@ from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.file import check_fingerprints, load_alignment
 from rotation_merge.matching.fingerprint import fingerprint
 from rotation_merge.matching.fold import Fold
+from rotation_merge.matching.labels import check_labels
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import Renamed, Rows
@@ -245,6 +246,7 @@ class Donors:
             layers=None if whole else self.layers.get(model, {}),
             excluded=self.recipe.excluded,
         )
+        check_labels(self._base.member, self.models[model].member, self.recipe.excluded)
         if not (self.recipe.config.tokenizer or self.recipe.config.tokenizer_source):
             checked = replace(checked, warnings=(*checked.warnings, *other_order(self._base, self.models[matched])))
         for note in (*checked.warnings, *checked.notes()):
