@@ -60,3 +60,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(words)}" if words else "none is known here"
+
+
+SHOWN = 8
+
+
+def named(words: Iterable[str]) -> str:
+    """Names in one line; of many, the first and how many more there are."""
+    found = list(words)
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return ", ".join(found[:SHOWN]) + more

@@ -176,7 +176,8 @@ class Model:
 
     @cached_property
     def ignored(self) -> list[str]:
-        """Stored tensors that are no weights and are not written again (position ids, rotary tables)."""
+        """Stored tensors that the model does not read and that are not written again: position ids, rotary tables,
+        layers that predict tokens further ahead (MTP)."""
         known = self.architecture.named()
         tied = {name for info in self.architecture.tensors() for name in info.tied}
         return [name for name in self.names if name not in known and name not in tied]

@@ -20,7 +20,7 @@ from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.averaging.methods import Averaging
 from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.transport import OtFusion
-from rotation_merge.errors import RecipeError
+from rotation_merge.errors import RecipeError, named
 from rotation_merge.planning.averages import Averages
 from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donors
@@ -72,7 +72,7 @@ class RotationMergePlanner(MergePlanner):
             )
         self.run.folded = self.donors.folded
         if left_out := self.models[self.recipe.base].ignored:
-            self.run.note(f"Not written, as they hold no weights: {', '.join(left_out)}.")
+            self.run.note(f"Not written, as the model does not read them: {named(left_out)}.")
 
     def plan_module(self, module_name: str, definition: OutputModuleDefinition) -> None:
         reader = ConfigReader(config=self.config, t=0, module=definition)
