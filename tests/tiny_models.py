@@ -12,6 +12,7 @@ import functools
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -176,12 +177,19 @@ def _words_and_images(case: Case, config: Any, generator: torch.Generator) -> di
 
 
 def outputs(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every tensor that the model gives back for its caller; what it says of a part inside it is not that."""
+    """Every floating tensor that the model gives back by default, those of its parts too; caches are for itself."""
     with torch.no_grad(), exactly():
-        found = model(**given)
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    inner = {name for name in tensors if "hidden_state" in name and name != "last_hidden_state"}
-    return {name: value for name, value in tensors.items() if name not in inner}
+        return dict(_floating("", model(**given)))
+
+
+def _floating(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(found, Tensor):
+        if found.is_floating_point():
+            yield name, found
+    elif isinstance(found, Mapping | list | tuple):
+        inside = found.items() if isinstance(found, Mapping) else enumerate(found)
+        for key, value in inside:
+            yield from _floating(f"{name}.{key}" if name else str(key), value)
 
 
 @dataclass(frozen=True)
