@@ -119,6 +119,8 @@ def linear_modules(model: Any) -> list[str]:
     named = {name for name, module in model.named_modules() if isinstance(module, kinds)}
     if any("experts" in name for name, _ in model.named_parameters()):
         named = {name for name in named if "mlp" not in name}  # peft turns these into parameters of all experts
+    if getattr(model.config, "model_type", "") in ("falcon_h1", "nemotron_h"):
+        named = {name for name in named if not name.endswith("out_proj")}  # peft refuses these
     return sorted(name for name in named if "layer" in name or ".h." in name or ".block." in name)
 
 

@@ -92,7 +92,10 @@ def what_one_lacks_may_not_stay_behind(case: Case) -> None:
     }
     for name in list(local)[:3]:
         state = {key: tensor for key, tensor in model.state.items() if key not in local[name].names}
-        other = member(model.config, state)
+        try:
+            other = member(model.config, state)
+        except RotationMergeError:
+            continue  # incomplete by itself
         for first, second in ((one, other), (other, one)):
             with pytest.raises(RotationMergeError, match="is missing, model has it"):
                 check_pair(first, second, options)

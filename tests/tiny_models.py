@@ -242,7 +242,7 @@ class Planted:
         state = self.state | {
             t.name: self.state[t.tied[0]].clone() for t in architecture.tensors() if t.tied and t.name not in self.state
         }
-        if len(state) == len(self.state):
+        if len(state) == len(self.state) and not self.config.get("tie_word_embeddings"):
             return self
         folder = Path(tempfile.mkdtemp(dir=_folder()))
         config = {**json.loads((self.folder / "config.json").read_text()), "tie_word_embeddings": False}

@@ -260,16 +260,23 @@ def _dropped(spec: ArchitectureSpec, config: Mapping[str, Any], names: Collectio
     return {name for name in names if name.startswith(begins)} if begins else set()
 
 
-def tied_head(config: Mapping[str, Any], names: Collection[str], model: str) -> tuple[str, str] | None:
+def tied_head(
+    config: Mapping[str, Any], names: Collection[str], model: str, known: Architecture | None = None
+) -> tuple[str, str] | None:
     """A head that shares an embedding's tensor once the model is loaded, and the stream it reads; None where none does.
 
     The config decides where it says so, whatever is stored beside it; else a head that is not stored is tied.
+
+    Args:
+        known: the architecture as it was resolved for these names, which may spare resolving it again.
     """
     if find(config) is None:
         return None
     text = config.get("text_config")
     nested = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
     says = bool(config.get("tie_word_embeddings", nested))
+    if not says and known is not None and any(info.tied and info.name in names for info in known.tensors()):
+        return None
     for info in resolve(config, names, model, keep_unknown=True, untie=True).tensors():
         reads = [part.space.name for axis in info.axes for part in axis.parts if part.role == "read"]
         if info.tied and reads and (says or info.name not in names):

@@ -191,7 +191,7 @@ class Model:
     @cached_property
     def tied(self) -> tuple[str, str] | None:
         """A head that shares an embedding's tensor once the model is loaded, and the stream it reads."""
-        return tied_head(self.config, self.names, str(self.reference))
+        return tied_head(self.config, self.names, str(self.reference), None if self.untie else self._layout)
 
     @property
     def tied_head(self) -> str | None:

@@ -94,7 +94,8 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
 
 def model_config(donors: Donors, model: ModelReference) -> Any:
     """A model's config as transformers has it."""
-    return donors.models[model].reference.config(trust_remote_code=donors.options.trust_remote_code)
+    options = donors.options
+    return donors.models[model].reference.config(trust_remote_code=options.trust_remote_code)
 
 
 def _readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
