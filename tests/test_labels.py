@@ -68,7 +68,7 @@ def test_every_classifier_is_asked() -> None:
 
 
 def test_names_of_no_ones_making_are_none() -> None:
-    assert labels({"id2label": {0: "LABEL_0", 1: "LABEL_1"}}) == () == labels({})
+    assert labels({"id2label": {0: "LABEL_0", 1: "LABEL_1"}}) == () == labels({}) == labels({"id2label": ["a", "b"]})
     assert labels({"id2label": {"10": "c", "9": "b", 0: "a"}}) == ("a", "b", "c")
 
 

@@ -14,7 +14,9 @@ _NAMELESS = re.compile(r"LABEL_\d+")
 
 def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of a classifier's outputs, in the order of its head's rows; none where nobody chose them."""
-    given = config.get("id2label") or {}
+    given = config.get("id2label")
+    if not isinstance(given, Mapping) or not all(str(key).isdigit() for key in given):
+        return ()  # transformers loads no such model
     names = tuple(str(given[key]) for key in sorted(given, key=int))
     return () if all(_NAMELESS.fullmatch(name) for name in names) else names
 
