@@ -41,6 +41,7 @@ PARSED_ONLY = ("demo", "polish")
 SHORTER = {
     "fit": {"--steps": "2", "--limit": "8", "--batch-size": "2"},
     "barrier": {"--points": "3", "--limit": "4"},
+    "merge": {"--budget": "1s"},
     "evaluate": {"--limit": "4"},
     "measure": {"--samples": "4", "--length": "16"},
 }
