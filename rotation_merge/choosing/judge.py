@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rotation_merge.durable import replacing
 from rotation_merge.errors import DataError
 from rotation_merge.samples.data import Data
 from rotation_merge.samples.functions import Batch
@@ -79,7 +80,8 @@ def write_data(data: Data, path: Path) -> Path:
         rows = [_padded(batch[name], longest[name], fill) for batch in data.batches]
         arrays[name] = torch.cat(rows).contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(arrays, path)
+    with replacing(path) as temporary:
+        save_file(arrays, temporary)
     return path
 
 

@@ -19,6 +19,7 @@ from rotation_merge.averaging.record import checkpoint_of, record
 from rotation_merge.checkpoints.pair import open_pair
 from rotation_merge.choosing.candidates import Candidate, candidates, soup
 from rotation_merge.choosing.judge import Figures, Judge, Sets, answers, fits, split, write_data
+from rotation_merge.durable import write_text
 from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.recipe.delegates import OWN
@@ -239,7 +240,7 @@ class Choice:
         merge_recipe(text, str(place))
         figures = self.deciding.measure(load(str(place)))
         found = Tried(candidate.name, figures, time.perf_counter() - begin, text)
-        (place / "figures.json").write_text(json.dumps({"key": self._key(text), **asdict(found)}), encoding="utf-8")
+        write_text(place / "figures.json", json.dumps({"key": self._key(text), **asdict(found)}))
         return found
 
     def _kept(self, candidate: Candidate, text: str) -> Tried | None:
@@ -309,7 +310,7 @@ class Choice:
     def write(self) -> None:
         """The best merge by its recipe, as stock mergekit-yaml makes it, and the recipe beside it."""
         merge_recipe(self.text, self.wish.out, tokenizer=True)
-        (Path(self.wish.out) / RECIPE).write_text(self.text, encoding="utf-8")
+        write_text(Path(self.wish.out) / RECIPE, self.text)
 
     def clean(self, written: bool) -> None:
         """Remove what an interrupted search would have gone on from, and samples that the recipe does not name."""

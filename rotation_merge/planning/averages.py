@@ -33,7 +33,7 @@ from rotation_merge.matching.fingerprint import fingerprint
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.model import Alignment
 from rotation_merge.planning.moves import Moves
-from rotation_merge.planning.tasks import KeyedTask, Loads, load_arguments, loaded
+from rotation_merge.planning.tasks import KeyedTask, Loads, load_arguments, loaded, map_arguments
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
 
@@ -215,11 +215,7 @@ class CarryStatistics(KeyedTask):
     device: str = "cpu"
 
     def arguments(self) -> dict[str, Task]:
-        tasks = load_arguments(feeds=self.feeds)
-        for name, task in (("transforms", self.transforms), ("whole", self.whole)):
-            if task is not None:
-                tasks[name] = task
-        return tasks
+        return {**load_arguments(feeds=self.feeds), **map_arguments(self.transforms, self.whole)}
 
     def execute(
         self,

@@ -77,6 +77,11 @@ def load_arguments(**sides: Loads) -> dict[str, Task]:
     }
 
 
+def map_arguments(transforms: Task | None, whole: Task | None) -> dict[str, Task]:
+    """The tasks that find a donor's maps, of a block and of the whole model, as arguments of a task that uses them."""
+    return {name: task for name, task in (("transforms", transforms), ("whole", whole)) if task is not None}
+
+
 def loaded(side: str, loads: Loads, block: Block, values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """One model's tensors by key, stacked where they are stored in pieces; absent ones left out."""
     result = {}
@@ -145,11 +150,8 @@ class MoveTensor(KeyedTask):
     dtype: torch.dtype | None = None
 
     def arguments(self) -> dict[str, Task]:
-        tasks = load_arguments(donor=self.loads, anchor=self.anchor, origin=self.origin)
-        for name, task in (("transforms", self.transforms), ("whole", self.whole)):
-            if task is not None:
-                tasks[name] = task
-        return tasks
+        sides = load_arguments(donor=self.loads, anchor=self.anchor, origin=self.origin)
+        return {**sides, **map_arguments(self.transforms, self.whole)}
 
     def execute(
         self,
