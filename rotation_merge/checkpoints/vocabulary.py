@@ -57,17 +57,23 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
 
 def other_order(anchor: Model, donor: Model) -> list[str]:
     """A line where tokens of two models that lie here stand at other ids; for models of one vocabulary size."""
-    models = (anchor, donor)
-    if anchor is donor or _size(anchor) != _size(donor) or not all(_has_tokenizer(m.reference) for m in models):
-        return []
-    ours, theirs = (_tokens(m.reference, m.options.trust_remote_code) or {} for m in models)
-    moved = sum(theirs.get(token, number) != number for token, number in ours.items())
+    moved, whole = moved_tokens(anchor, donor)
     if not moved:
         return []
     return [
-        f"{donor.reference}: {moved} of {len(ours)} tokens stand at other ids than in {anchor.reference}; "
+        f"{donor.reference}: {moved} of {whole} tokens stand at other ids than in {anchor.reference}; "
         "a merge needs 'tokenizer: {source: base}'."
     ]
+
+
+def moved_tokens(anchor: Model, donor: Model) -> tuple[int, int]:
+    """How many of the anchor's tokens stand at other ids in the donor, and how many there are; 0 of 0 where
+    vocabularies have other sizes or no tokenizer lies here."""
+    models = (anchor, donor)
+    if anchor is donor or _size(anchor) != _size(donor) or not all(_has_tokenizer(m.reference) for m in models):
+        return 0, 0
+    ours, theirs = (_tokens(m.reference, m.options.trust_remote_code) or {} for m in models)
+    return sum(theirs.get(token, number) != number for token, number in ours.items()), len(ours)
 
 
 def _has_tokenizer(reference: ModelReference) -> bool:
