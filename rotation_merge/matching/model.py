@@ -5,18 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import TypeVar
 
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.block import SpaceMatch, check_finite, match_block, squared_distances, wanted_spaces
+from rotation_merge.matching.block import (
+    BlockMatch,
+    SpaceMatch,
+    check_finite,
+    match_block,
+    squared_distances,
+    wanted_spaces,
+)
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors
 from rotation_merge.matching.state import TensorSource, read_block, read_tensor, unstack
 from rotation_merge.matching.stream import FLOOR, Statistics, residual_groups
+from rotation_merge.matching.workers import in_order, workers_for
+
+Found = TypeVar("Found")
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done, and how many there are."""
@@ -102,27 +115,51 @@ class _Walk:
     progress: Progress
     streams: dict[str, str]
 
-    def blocks(self, what: str, layers: int | None = None) -> Iterator[tuple[Block, Tensors, Tensors]]:
-        """The blocks, one at a time: what stands before and after the layers, and all layers or some, evenly spread."""
+    def each(
+        self, what: str, work: Callable[[Block, Tensors, Tensors], Found], layers: int | None = None
+    ) -> Iterator[Found]:
+        """`work` of every block, side by side, in order: of what stands before and after the layers, and of all layers
+        or some, evenly spread."""
         blocks = list(self.architecture.blocks)
         inner = [block for block in blocks if block.index is not None]
         if layers is not None and len(inner) > 2 * layers:
             kept = {id(inner[len(inner) * (2 * i + 1) // (2 * layers)]) for i in range(layers)}
             blocks = [block for block in blocks if block.index is None or id(block) in kept]
-        for done, block in enumerate(blocks):
-            self.progress(what, done, len(blocks))
-            anchor, donor = read_block(block, self.anchor), read_block(block, self.donor)
+        reading = Lock()
+
+        def one(block: Block) -> Found:
+            with reading:
+                anchor, donor = read_block(block, self.anchor), read_block(block, self.donor)
             check_finite(block, anchor, "anchor")
             check_finite(block, donor, "donor")
-            yield block, anchor, donor
-        self.progress(what, len(blocks), len(blocks))
+            return work(block, anchor, donor)
+
+        self.progress(what, 0, len(blocks))
+        for done, found in enumerate(in_order(one, blocks, self.workers), 1):
+            yield found
+            self.progress(what, done, len(blocks))
+
+    @cached_property
+    def workers(self) -> int:
+        """How many blocks are matched at once; 0 on an accelerator, which one block keeps busy."""
+        sizes = []
+        for block in (b for b in self.architecture.blocks if b.index is not None):
+            tensors = read_block(block, self.anchor).values()
+            if any(tensor.device.type != "cpu" for tensor in tensors):
+                return 0
+            sizes.append(sum(tensor.numel() for tensor in tensors))
+            break
+        return workers_for(max(sizes, default=1))
 
     def ends(self, transforms: Transforms) -> Statistics:
         """What embeddings and heads alone say about the streams."""
-        statistics = Statistics(self.architecture, equal=True)
-        for block, anchor, donor in self.blocks("embeddings and heads", layers=0):
-            statistics.add(block, anchor, donor, transforms)
-        return statistics
+
+        def of(block: Block, anchor: Tensors, donor: Tensors) -> Statistics:
+            own = Statistics(self.architecture, equal=True)
+            own.add(block, anchor, donor, transforms)
+            return own
+
+        return Statistics.of(self.architecture, self.each("embeddings and heads", of, layers=0))
 
     def pass_over(
         self,
@@ -141,16 +178,19 @@ class _Walk:
             precise: for models that nearly agree already.
             layers: look at so many of them only.
         """
-        statistics = Statistics(self.architecture, precise=precise)
-        for block, anchor, donor in self.blocks(what, layers):
+
+        def of(block: Block, anchor: Tensors, donor: Tensors) -> Statistics:
             local: Transforms = {}
             options = self.options.at(self.architecture, block)
             if wanted_spaces(block, options):
                 a, b = _weighted(block, anchor, donor, weights)
                 local = match_block(block, a, b, options, transforms).transforms
                 del a, b
-            statistics.add(block, anchor, donor, {**transforms, **local})
-        return statistics
+            own = Statistics(self.architecture, precise=precise)
+            own.add(block, anchor, donor, {**transforms, **local})
+            return own
+
+        return Statistics.of(self.architecture, self.each(what, of, layers))
 
     def final(self, transforms: Transforms) -> list[tuple[Block, list[SpaceMatch]]]:
         """Match the local spaces once more, unweighted, into `transforms`; record every space, streams included."""
@@ -158,17 +198,29 @@ class _Walk:
         before = after = norm = 0.0
         streams = dict(transforms)
         began = time.perf_counter()
-        for block, anchor, donor in self.blocks("matching"):
+
+        def of(block: Block, anchor: Tensors, donor: Tensors) -> tuple[Block, BlockMatch, float, float, float] | None:
             options = self.options.at(self.architecture, block)
             if not streams and not wanted_spaces(block, options):
-                continue
+                return None
             match = match_block(block, anchor, donor, options, streams)
+            if not streams:
+                return block, match, 0.0, 0.0, 0.0
+            maps = {**streams, **match.transforms}
+            return (
+                block,
+                match,
+                *squared_distances(block, None, anchor, donor, {}),
+                squared_distances(block, None, anchor, donor, maps)[0],
+            )
+
+        for found in self.each("matching", of):
+            if found is None:
+                continue
+            block, match, apart, own, left = found
             transforms.update(match.transforms)
             records.append((block, match.records))
-            if streams:
-                apart, own = squared_distances(block, None, anchor, donor, {})
-                before, norm = before + apart, norm + own
-                after += squared_distances(block, None, anchor, donor, {**streams, **match.transforms})[0]
+            before, norm, after = before + apart, norm + own, after + left
         for name, transform in streams.items():
             record = SpaceMatch(
                 space=name,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -71,6 +71,24 @@ class Statistics:
     def excess(self) -> float:
         """What remains of the objective above `FLOOR`: zero for models that agree."""
         return max(self.objective - FLOOR, 0.0)
+
+    @classmethod
+    def of(cls, architecture: Architecture, blocks: Iterable[Statistics]) -> Statistics:
+        """The sum of what was gathered block by block."""
+        total = cls(architecture)
+        for other in blocks:
+            for mine, theirs in ((total.products, other.products), (total.gains, other.gains)):
+                for stream, product in theirs.items():
+                    if stream in mine:
+                        mine[stream] += product
+                    else:
+                        mine[stream] = product
+            total.weights.update(other.weights)
+            total.blocks += other.blocks
+            total._apart += other._apart
+            total._logs += other._logs
+            total._entries += other._entries
+        return total
 
     def add(self, block: Block, anchor: Tensors, donor: Tensors, transforms: Mapping[str, SpaceTransform]) -> None:
         """Add one block, the donor's axes moved by `transforms`, which name the streams that are matched."""

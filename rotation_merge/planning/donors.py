@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 
+import torch
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.graph import Task
@@ -24,6 +25,7 @@ from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import Renamed, Rows
 from rotation_merge.matching.state import TensorSource
+from rotation_merge.planning.ahead import Ahead
 from rotation_merge.planning.presets import settle_presets
 from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, Pick
 from rotation_merge.recipe.reading import Recipe
@@ -57,6 +59,7 @@ class Donors:
         found: by model; the base is not among them.
         folded: streams that are folded in every model of the merge, because some donor's rotation needs it.
         layers: of each donor, by module, which of the anchor's layers meets which of its own.
+        ahead: matches blocks before they are asked for, on a CPU.
     """
 
     recipe: Recipe
@@ -66,6 +69,7 @@ class Donors:
     found: dict[ModelReference, Donor] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
     layers: dict[ModelReference, dict[str, list[tuple[int, int]]]] = field(default_factory=dict)
+    ahead: Ahead | None = None
 
     @classmethod
     def read(
@@ -77,6 +81,8 @@ class Donors:
             RotationMergeError: a model or an alignment file does not fit, a group is not admitted.
         """
         self = cls(recipe, models, options, run)
+        if torch.device(options.device or "cpu").type == "cpu":
+            self.ahead = Ahead(one=options.low_cpu_memory)
         readers: dict[ModelReference, ConfigReader] = {}
         for name, module in (config.modules or {}).items():
             for piece in module.slices or []:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -73,7 +74,12 @@ class Moves:
             run=self.donors.run,
             fold=self.fold,
             whole=donor.whole,
+            ahead=self.donors.ahead,
         )
+        if self.donors.ahead is not None:
+            shapes = self.donors.models[anchor.model].shapes
+            names = (name for info in anchor.block.tensors for name in info.names)
+            self.donors.ahead.add(task, sum(math.prod(shapes.get(name, (0,))) for name in names))
         return Move(source, anchor.block, task, donor.whole, origin, donor.rows)
 
     def tasks(self, source: Source, info: TensorInfo) -> tuple[Task, ...]:

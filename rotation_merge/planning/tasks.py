@@ -16,10 +16,11 @@ from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.block import match_block, named
+from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.planning.ahead import Ahead
 from rotation_merge.report.run import Run
 
 
@@ -97,8 +98,9 @@ def loaded(side: str, loads: Loads, block: Block, values: Mapping[str, Tensor | 
 class MatchBlock(KeyedTask):
     """Matches one donor's block to the anchor's: returns the transforms of its local spaces.
 
-    The loads of both are those that the merge itself uses, so nothing is read twice. With `whole` (a residual
-    alignment of the same donor), local spaces are matched in the streams it gives.
+    On a CPU workers do it ahead of mergekit, and read for themselves. On an accelerator the loads of both models are
+    those that the merge itself uses, so nothing is read twice. With `whole` (a residual alignment of the same donor),
+    local spaces are matched in the streams it gives.
     """
 
     block: Block
@@ -110,20 +112,29 @@ class MatchBlock(KeyedTask):
     run: Run = Field(repr=False)
     fold: Fold | None = Field(default=None, repr=False)
     whole: Task | None = None
+    ahead: Ahead | None = Field(default=None, repr=False)
 
     def arguments(self) -> dict[str, Task]:
         whole = {} if self.whole is None else {"whole": self.whole}
-        return {**load_arguments(anchor=self.anchor, donor=self.donor), **whole}
+        return whole if self.ahead else {**load_arguments(anchor=self.anchor, donor=self.donor), **whole}
 
     def execute(self, whole: Alignment | None = None, **values: Tensor | None) -> dict[str, SpaceTransform]:
+        match = self.ahead.result(self, whole) if self.ahead else self._match(whole, values)
+        self.run.record(self.donor_name, self.block, match.records)
+        self.run.keep(self.donor_name, match.transforms)
+        return match.transforms
+
+    def match(self, whole: Alignment | None) -> BlockMatch:
+        """Reads both blocks, and matches them."""
+        loads = load_arguments(anchor=self.anchor, donor=self.donor)
+        return self._match(whole, {name: LoadTensor.execute(load) for name, load in loads.items()})
+
+    def _match(self, whole: Alignment | None, values: Mapping[str, Tensor | None]) -> BlockMatch:
         anchor, donor = (loaded(s, d, self.block, values) for s, d in (("anchor", self.anchor), ("donor", self.donor)))
         if self.fold is not None:
             anchor, donor = self.fold.block(self.block, anchor), self.fold.block(self.block, donor)
         with named(self.anchor_name, self.donor_name):
-            match = match_block(self.block, anchor, donor, self.options, whole.transforms if whole else None)
-        self.run.record(self.donor_name, self.block, match.records)
-        self.run.keep(self.donor_name, match.transforms)
-        return match.transforms
+            return match_block(self.block, anchor, donor, self.options, whole.transforms if whole else None)
 
     def priority(self) -> int:
         return -5

@@ -1,0 +1,85 @@
+"""Blocks side by side: each on a thread of its own, with results in the order in which they were asked for.
+
+Every worker computes with one thread, so that results are the same bytes however many there are; many small parallel
+regions, which on a busy machine wait for each other, become few large ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+BYTES_A_WEIGHT = 16
+"""What matching a block takes at its peak for each weight of it: both models as they are stored, float32 copies,
+tables."""
+SHARE = 0.5
+"""Of the free memory that workers may take together."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Workers:
+    """A pool of `count` threads; `close` lets threads made later have as many torch threads as before."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._threads = count, torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(count, "match", initializer=torch.set_num_threads, initargs=(1,))
+
+    def submit(self, work: Callable[[Item], Result], item: Item) -> Future[Result]:
+        """Like an executor's; gradients are recorded there as here."""
+        return self._pool.submit(_as_here, torch.is_grad_enabled(), work, item)
+
+    def close(self) -> None:
+        """Wait for what runs; what has not begun never will."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(self._threads)
+
+
+def _as_here(gradients: bool, work: Callable[[Item], Result], item: Item) -> Result:
+    with torch.set_grad_enabled(gradients):
+        return work(item)
+
+
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], count: int) -> Iterator[Result]:
+    """`work` of every item, in order; at most `count` run at once, and at most one finished result waits for each.
+
+    With `count` 0 nothing runs ahead, and everything on the thread that asks.
+    """
+    if not count:
+        yield from map(work, items)
+        return
+    workers = Workers(count)
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(workers.submit(work, item))
+            if len(waiting) > count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        workers.close()
+
+
+def workers_for(weights: int) -> int:
+    """How many blocks of so many weights may be matched at once: as many as torch uses threads, and memory allows."""
+    allowed = int(SHARE * free_memory() / (BYTES_A_WEIGHT * max(weights, 1)))
+    return max(1, min(torch.get_num_threads(), allowed))
+
+
+def free_memory() -> int:
+    """Bytes that are free on this machine, or in the control group that this process is in."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        most, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if most == "max" else min(free, max(int(most) - int(used), 0))
+    except (OSError, ValueError):
+        return free

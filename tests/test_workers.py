@@ -1,0 +1,96 @@
+"""Blocks matched side by side: the same bytes however many workers, errors in order, nothing far ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
+
+from rotation_merge.errors import AlignmentError
+from rotation_merge.matching import model as matching_model
+from rotation_merge.matching import workers
+from rotation_merge.matching.workers import BYTES_A_WEIGHT, SHARE, in_order, workers_for
+from rotation_merge.planning import ahead
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_results_come_in_order(count: int) -> None:
+    assert list(in_order(lambda n: n * n, range(20), count)) == [n * n for n in range(20)]
+
+
+def test_as_many_run_at_once_as_there_are_workers() -> None:
+    """All three wait for each other: with fewer at once none would ever come."""
+    meet = threading.Barrier(3, timeout=20)
+    assert list(in_order(lambda n: (meet.wait(), n)[1], range(6), 3)) == list(range(6))
+
+
+def test_items_are_taken_a_few_ahead_only() -> None:
+    taken = []
+
+    def items() -> Iterator[int]:
+        for n in range(100):
+            taken.append(n)
+            yield n
+
+    results = in_order(lambda n: n, items(), 2)
+    next(results)
+    assert len(taken) <= 4
+    results.close()
+
+
+def test_the_first_error_in_order_ends_it_and_workers_compute_with_one_thread() -> None:
+    before = torch.get_num_threads()
+
+    def work(n: int) -> int:
+        if n >= 2:
+            raise AlignmentError(f"block {n}")
+        return torch.get_num_threads()
+
+    results = in_order(work, range(9), 3)
+    assert [next(results), next(results)] == [1, 1]
+    with pytest.raises(AlignmentError, match="block 2"):
+        next(results)
+    assert torch.get_num_threads() == before
+    with torch.no_grad():
+        assert list(in_order(lambda _: torch.is_grad_enabled(), [0], 1)) == [False]
+
+
+def test_workers_are_as_many_as_memory_and_threads_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "free_memory", lambda: int(10e9))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    weights = int(10e9 * SHARE / BYTES_A_WEIGHT / 3)
+    assert workers_for(weights) == 3
+    assert workers_for(1) == 8
+    assert workers_for(10**12) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"residual": "permutation"}], ids=["local", "residual"])
+def test_merges_are_the_same_bytes_however_many_workers(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchor = make("llama", tmp_path / "anchor")
+    donor = make("llama", tmp_path / "donor", seed=1)
+    found = []
+    for count in (1, 3):
+        for part in (ahead, matching_model):
+            monkeypatch.setattr(part, "workers_for", lambda _, count=count: count)
+        merged(recipe_for("linear", anchor, donor, **options), tmp_path / str(count))
+        found.append((tmp_path / str(count) / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
+def test_a_donor_with_nan_ends_a_merge_that_matches_ahead(tmp_path: Path) -> None:
+    """The worker's error comes to the executor, with the donor's name, whichever block it is in."""
+    anchor = make("llama", tmp_path / "anchor")
+    tensors = state(anchor)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    donor = write_state(tensors, anchor, tmp_path / "donor")
+    result = mergekit_yaml(recipe_for("linear", anchor, donor), tmp_path / "out")
+    line = one_error(result.output)
+    assert "model.layers.1.mlp.up_proj.weight" in line
+    assert str(donor) in line
+    assert not (tmp_path / "out").exists()
