@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,12 +43,29 @@ def test_of_what_nothing_moves(recipe: Path) -> None:
 
 
 def test_in_words_and_of_a_merged_model(pair: Pair, recipe: Path, tmp_path: Path) -> None:
-    merged(recipe.read_text(), tmp_path / "out")
+    donor = tmp_path / "donor"
+    shutil.copytree(pair[1], donor)
+    merged(recipe.read_text().replace(str(pair[1]), str(donor)), tmp_path / "out")
     for source in (recipe, tmp_path / "out"):
         done = run("trace", source, UP)
         assert done.exit_code == 0, done.output
         assert "layers.1.ffn" in done.output
         assert "permutation" in done.output
+    planned, found = parsed("trace", recipe, UP), parsed("trace", tmp_path / "out", UP)
+    assert [given["after"] for given in found["given"]] == [given["after"] for given in planned["given"]]
+    assert found["note"] == ""
+
+    written = tmp_path / "out" / "rotation_merge.json"
+    report = json.loads(written.read_text())
+    report["rows"] = [{**row, "distance_before": 1.1 * row["distance_before"]} for row in report["rows"]]
+    written.write_text(json.dumps(report))
+    assert "have changed since" in parsed("trace", tmp_path / "out", UP)["note"]
+
+    donor.rename(tmp_path / "elsewhere")
+    found = parsed("trace", tmp_path / "out", UP)
+    assert found["given"] == []
+    assert f"not here: {donor}" in found["note"]
+    assert "Its own distances are not known" in run("trace", tmp_path / "out", UP).output
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up.weight", "model.layers.7.mlp.up_proj.weight"])

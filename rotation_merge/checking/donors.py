@@ -15,7 +15,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import CHOICES, NOTHING, MatchOptions
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.presets import settle_presets
-from rotation_merge.recipe.document import documents
+from rotation_merge.recipe.document import Document, documents
 from rotation_merge.recipe.names import METHOD, OF_MODEL, OPTIONS, PRESETS
 from rotation_merge.recipe.reading import Recipe
 
@@ -58,7 +58,8 @@ def donors_of(path: str) -> list[RecipeDonor]:
     Raises:
         RecipeError: the recipe is at fault, or names none.
     """
-    config, recipe = _recipe_of(path)
+    recipe = Recipe.of(last_recipe(path, "give two models instead"))
+    config = recipe.config
     result = []
     models = Models(MergeOptions(), recipe.unsupported)
     settle_presets(recipe, models, [m.model for m in config.models or []])
@@ -86,7 +87,8 @@ def carried_recipe(path: str, donor: RecipeDonor, scale: float, aligned: bool = 
     Args:
         aligned: False: added as it is.
     """
-    config, recipe = _recipe_of(path)
+    recipe = Recipe.of(last_recipe(path, "give two models instead"))
+    config = recipe.config
     settle_presets(recipe, Models(MergeOptions(), recipe.unsupported), [m.model for m in config.models or []])
     own = next(m.parameters or {} for m in config.models or [] if str(m.model) == donor.name)
     preset = next((PRESETS[found] for model, found in recipe.relations.items() if str(model) == donor.name), {})
@@ -109,10 +111,14 @@ def carried_recipe(path: str, donor: RecipeDonor, scale: float, aligned: bool = 
     return yaml.safe_dump(document.model_dump(mode="json", exclude_none=True), sort_keys=False)
 
 
-def _recipe_of(path: str) -> tuple[MergeConfiguration, Recipe]:
+def last_recipe(path: str, remedy: str) -> Document:
+    """The last document of a recipe file, which is ours.
+
+    Raises:
+        RecipeError: it is not; `remedy` says what to give instead.
+    """
     with open(path, encoding="utf-8") as file:
-        content = documents(file.read())[-1].value
-    if not isinstance(content, dict) or content.get("merge_method") != METHOD:
-        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy="give two models instead")
-    config = MergeConfiguration.model_validate({key: value for key, value in content.items() if key != "name"})
-    return config, Recipe.read(config)
+        document = documents(file.read())[-1]
+    if not isinstance(document.value, dict) or document.value.get("merge_method") != METHOD:
+        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy=remedy)
+    return document

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,14 +13,16 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, TensorInfo
+from rotation_merge.checking.donors import last_recipe
+from rotation_merge.checking.sources import files, references
+from rotation_merge.checkpoints.hub import is_absent, is_hub_name
 from rotation_merge.checkpoints.models import Model, Models
-from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.errors import RecipeError, RotationMergeError, nearest
 from rotation_merge.planning.planner import RotationMergePlanner
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.planning.tasks import AlignedGather
-from rotation_merge.recipe.document import documents
-from rotation_merge.recipe.names import METHOD
-from rotation_merge.recipe.reading import read
+from rotation_merge.recipe.document import Document, documents
+from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.html import REPORT_FILE, read_report
 from rotation_merge.report.record import MergeReport, SpaceRow
 from rotation_merge.seam.definitions import architecture_info
@@ -49,7 +51,8 @@ class Trace:
     Attributes:
         axes: for each axis, outermost first, the spaces that it lives in and the roles it plays there, in words.
         rows: what matching did to these spaces, by donor.
-        given: by model; empty where only the report of a finished merge is known.
+        given: by model; empty where a finished merge cannot be done again.
+        note: why it cannot, or that it comes out otherwise by now.
     """
 
     tensor: str
@@ -58,10 +61,14 @@ class Trace:
     delegate: str
     parameters: dict[str, Any] = field(default_factory=dict)
     given: list[Given] = field(default_factory=list)
+    note: str = ""
 
 
 def trace(path: str, tensor: str) -> Trace:
-    """Trace one tensor through a recipe, which is planned and run for that tensor alone, or in a merged model's report.
+    """Trace one tensor through a recipe, which is planned and run for that tensor alone.
+
+    Of a merged model's directory, its report tells what was done; the recipe that it holds is run for the tensor where
+    all that it reads is still at hand.
 
     Raises:
         RotationMergeError: the recipe is at fault, there is no report, or no such tensor.
@@ -72,21 +79,52 @@ def trace(path: str, tensor: str) -> Trace:
 def _of_report(folder: str, tensor: str) -> Trace:
     report = read_report(os.path.join(folder, REPORT_FILE))
     info = _info(Models(MergeOptions())[ModelReference.parse(folder)].architecture, tensor)
-    return Trace(tensor, _axes(info), _rows(report, info), report.delegate)
+    known = Trace(tensor, _axes(info), _rows(report, info), report.delegate)
+    try:
+        again = _again(report, tensor)
+    except RotationMergeError as error:
+        return replace(known, note=f"Its own distances are not known: {error}.")
+    same = [_figures(row) for row in again.rows] == [_figures(row) for row in known.rows]
+    note = "" if same else "The models, or what computes, have changed since: the merge comes out otherwise now."
+    return replace(known, parameters=again.parameters, given=again.given, note=note)
+
+
+def _again(report: MergeReport, tensor: str) -> Trace:
+    """The merge of a report, run for one tensor.
+
+    Raises:
+        RotationMergeError: what it reads is not at hand any more.
+    """
+    if not report.recipe.strip():
+        raise RecipeError("the report holds no recipe", remedy="trace a recipe of the two models")
+    document = documents(report.recipe)[-1]
+    gone = [name for _, name in references(document.value) if not _here(ModelReference.parse(name))]
+    gone += [name for _, name in files(document.value) if not os.path.exists(name)]
+    if gone:
+        raise RecipeError(f"not here: {', '.join(dict.fromkeys(gone))}", remedy="trace where the merge was made")
+    return _of_document(document, tensor, REPORT_FILE)
+
+
+def _here(reference: ModelReference) -> bool:
+    parts = [part.path for part in (reference.model, reference.lora) if part is not None]
+    return not is_absent(reference) and all(os.path.exists(path) or is_hub_name(path) for path in parts)
+
+
+def _figures(row: SpaceRow) -> tuple[object, ...]:
+    """What a second run of the same merge finds again, to the digits that are shown."""
+    return row.donor, row.space, row.group, *(f"{x:.3g}" for x in (row.distance_before, row.distance_after))
 
 
 def _of_recipe(path: str, tensor: str) -> Trace:
+    return _of_document(last_recipe(path, "give a recipe of rotation_merge"), tensor, path)
+
+
+def _of_document(document: Document, tensor: str, path: str) -> Trace:
+    """Trace a tensor through a recipe; `path` names it in errors."""
     from mergekit.merge import _model_out_config
 
-    with open(path, encoding="utf-8") as file:
-        document = documents(file.read())[-1]
-    method = document.value.get("merge_method") if isinstance(document.value, dict) else None
-    if method != METHOD:
-        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy="give a recipe of rotation_merge")
-    recipe = read(document)
-    document.raise_first()
-    assert recipe is not None
-    session, options = Session.of(recipe, MergeOptions(), watched=False), MergeOptions()
+    recipe, options = Recipe.of(document), MergeOptions()
+    session = Session.of(recipe, options, watched=False)
     config = SessionConfiguration.of(session)
     info = architecture_info(config, options)
     planner = RotationMergePlanner(config, info, options, _model_out_config(config, info))

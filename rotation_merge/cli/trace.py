@@ -18,7 +18,7 @@ def command(source: str, tensor: str, as_json: bool) -> int:
     """What happens to TENSOR in a merge: its spaces, its transforms, its distances, what the delegate is given.
 
     A recipe is planned, and run as far as this tensor needs it; nothing is written. Of a merged model's directory, its
-    report tells what was done to the tensor's spaces.
+    report tells what was done to the tensor's spaces, and its recipe is run where the models are still at hand.
     """
     from rotation_merge.checking.trace import trace
 
@@ -50,6 +50,8 @@ def command(source: str, tensor: str, as_json: bool) -> int:
         table("", ("given to the delegate", "distance", "aligned", "parameters"), shown_rows, numbers=(1, 2))
     parameters = _words(found.parameters)
     say(f"Delegate: {found.delegate}" + (f" ({parameters})" if parameters else "") + ".")
+    if found.note:
+        say(found.note)
     return 0
 
 

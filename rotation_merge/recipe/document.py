@@ -41,12 +41,17 @@ class Fault:
 
 @dataclass
 class Document:
-    """One recipe: its value, and of a text a mark for each key and item."""
+    """One recipe: its value, and of a text a mark for each key and item.
+
+    Attributes:
+        config: what mergekit's validation makes of the value, once that has been checked.
+    """
 
     value: Any
     number: int = 1
     marks: dict[Path, tuple[int, int]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    config: Any = field(default=None, repr=False)
 
     def fault(self, path: Path, what: str, remedy: str = "", error: bool = True) -> None:
         """Note a fault at a path, or at the nearest part of it that the text has."""

@@ -16,7 +16,7 @@ from rotation_merge.recipe.contract import plain
 from rotation_merge.recipe.document import Document
 from rotation_merge.recipe.names import BY_NAME, EACH, OPTIONS, PRESETS, RECIPE, names
 from rotation_merge.recipe.places import at
-from rotation_merge.recipe.settings import MULTI_KEYS, check_settings, normal
+from rotation_merge.recipe.settings import check_settings, normal
 
 
 def restore_paths(document: Any) -> Any:
@@ -70,7 +70,15 @@ class Recipe:
         Raises:
             RecipeError: the first fault, its place and the remedy.
         """
-        document = Document(config.model_dump(exclude_none=True))
+        return cls.of(Document(config.model_dump(exclude_none=True)), config)
+
+    @classmethod
+    def of(cls, document: Document, config: MergeConfiguration | None = None) -> Recipe:
+        """Read a document, or a configuration and the document it amounts to.
+
+        Raises:
+            RecipeError: the first fault, its place and the remedy.
+        """
         recipe = read(document, config)
         document.raise_first()
         assert recipe is not None
@@ -127,14 +135,13 @@ def read(document: Document, config: MergeConfiguration | None = None) -> Recipe
     """Read a document of ours, collecting its faults there; None where it has any.
 
     Args:
-        config: what mergekit made of the document, if it did.
+        config: what mergekit made of the document before, if it did.
     """
     check_settings(document)
     if document.first is not None:
         return None
-    value = document.value
-    if config is None:
-        config = MergeConfiguration.model_validate({k: v for k, v in value.items() if k not in MULTI_KEYS})
+    value, config = document.value, config or document.config
+    assert config is not None
     assert config.base_model is not None
     given = at(value, ("parameters",)) or {}
     values = {name: BY_NAME[name].check(given[name]) for name in names(RECIPE, EACH) if name in given}

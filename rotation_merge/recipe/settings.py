@@ -83,7 +83,7 @@ def _types(document: Document) -> None:
     """mergekit's own validation, every error at its place."""
     content = {key: value for key, value in document.value.items() if key not in MULTI_KEYS}
     try:
-        MergeConfiguration.__pydantic_validator__.validate_python(content)
+        document.config = MergeConfiguration.__pydantic_validator__.validate_python(content)
     except ValidationError as error:
         seen: set[Path] = set()
         for found in error.errors():
