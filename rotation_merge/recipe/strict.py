@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from rotation_merge.errors import RecipeError
@@ -9,20 +12,25 @@ from rotation_merge.recipe.document import Document, Fault, documents
 from rotation_merge.recipe.ours import is_ours
 from rotation_merge.recipe.settings import check_settings
 
+_of_a_checked_file: ContextVar[bool] = ContextVar("_of_a_checked_file", default=False)
+
 
 def check_document(content: dict[str, Any]) -> None:
-    """Check what can be seen without a model.
+    """Check what can be seen without a model, unless the file that this is read from has been checked.
 
     Raises:
         RecipeError: the first fault.
     """
+    if _of_a_checked_file.get():
+        return
     document = Document(content)
     check_settings(document)
     document.raise_first()
 
 
-def check_file(path: str) -> None:
-    """Check every document of ours in a recipe file.
+@contextmanager
+def checked_file(path: str) -> Iterator[None]:
+    """Check every document of ours in a recipe file, once for all that is read from it meanwhile.
 
     Raises:
         RecipeError: the first fault, with line and column, and how many more there are.
@@ -40,6 +48,11 @@ def check_file(path: str) -> None:
     first = next((document.first for document in ours if document.first), None)
     if first is not None:
         raise RecipeError(first.what, where=_place(path, first), remedy=_remedy(path, first, more))
+    token = _of_a_checked_file.set(True)
+    try:
+        yield
+    finally:
+        _of_a_checked_file.reset(token)
 
 
 def _place(path: str, fault: Fault) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from rotation_merge.errors import RecipeError
@@ -130,15 +131,15 @@ def extend_command(module: Any) -> None:
         path = str(kwargs.get("config_file") or kwargs.get("config_path"))
         if kwargs.get("verbosity", 0) > 1 or not (ours := _ours_in(path)):
             return stock(*args, **kwargs)
-        with one_line():
-            check_host()
-            if module.__name__ != "mergekit.scripts.merge_raw_pytorch":
-                from rotation_merge.recipe import strict
+        with ExitStack() as checked:
+            with one_line():
+                check_host()
+                if module.__name__ != "mergekit.scripts.merge_raw_pytorch":
+                    from rotation_merge.recipe.strict import checked_file
 
-                strict.check_file(path)
-            if all(ours):
+                    checked.enter_context(checked_file(path))
+            with one_line() if all(ours) else nullcontext():
                 return stock(*args, **kwargs)
-        return stock(*args, **kwargs)
 
     command.callback = callback
 
