@@ -11,6 +11,7 @@ from torch import Tensor
 from rotation_merge.architectures import resolve
 from rotation_merge.architectures.registry import tied_head
 from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.member import Member
 from rotation_merge.matching.model import aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
@@ -31,7 +32,8 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
         **options: as in a recipe: attention, heads, ffn, rescale, residual, layers, untie.
 
     Returns:
-        The aligned donor's state dict (names and dtypes as the donor's), and the report.
+        The aligned donor's state dict (names and dtypes as the donor's; a classifier's classes in the anchor's order,
+        where the configs give them the same names), and the report.
 
     Raises:
         RotationMergeError: unknown options, an unsupported architecture, tensors that do not fit.
@@ -48,6 +50,7 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     checked = check_pair(first, second, chosen, untie=untie)
     if odd := sorted(set(mine) ^ set(theirs)):
         raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="align models of one class")
+    mine = {name: in_order(tensor, checked.rows.get(name)) for name, tensor in mine.items()}
     alignment = match_model(first.architecture, theirs, mine, checked.options)
     run = Run()
     run.aligned("donor", alignment)

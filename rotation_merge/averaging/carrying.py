@@ -173,7 +173,7 @@ def _samples(tuned: str, new: str, samples: Samples) -> tuple[Data, Data, Data]:
     Raises:
         DataError: the model writes no text and no data are given, or too few.
     """
-    model = load(tuned)
+    model = load(tuned, like=new)
     if samples.data == SELF and not writes_text(model):
         raise DataError(f"{type(model).__name__} writes no text of its own", where=tuned, remedy="give --data FILE")
     read = {"limit": samples.count, "batch_size": AT_ONCE, "length": samples.length, "seed": samples.seed}
@@ -199,7 +199,7 @@ def _losses(
     old: str, tuned: str, new: str, solved: Mapping[str, Tensor], held_out: Data, own: Data, scale: float | None
 ) -> Losses:
     """Losses of all models, and of the new base with the solved change at every scale."""
-    home, taught = (evaluate(load(name), held_out)[0] for name in (old, tuned))
+    home, taught = (evaluate(load(name, like=new), held_out)[0] for name in (old, tuned))
     model = load(new)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in solved}
     carried = {}

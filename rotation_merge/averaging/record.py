@@ -19,7 +19,6 @@ from rotation_merge.averaging.measure import Batch, Measurement, MeasureOptions
 from rotation_merge.averaging.naming import Named, as_stored
 from rotation_merge.averaging.passes import Progress, Unfinished
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
-from rotation_merge.matching.fingerprint import fingerprint
 from rotation_merge.report.record import versions
 from rotation_merge.samples.data import Data, unpadded
 from rotation_merge.samples.functions import architecture_of
@@ -74,7 +73,7 @@ def record(
     batches = unpadded(data.batches, source)
     made: dict[str, Any] = {
         "model": str(checkpoint.reference),
-        "fingerprint": fingerprint(checkpoint.architecture, checkpoint, checkpoint.config),
+        "fingerprint": checkpoint.fingerprint,
         "family": checkpoint.architecture.family,
         "data": source,
         "data_hash": data_hash(batches),

@@ -16,7 +16,7 @@ from rotation_merge.checkpoints.hub import is_absent
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.file import load_alignment
-from rotation_merge.matching.labels import check_labels
+from rotation_merge.matching.labels import label_rows
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.document import Document, Path
@@ -130,7 +130,7 @@ def _compare(
         try:
             models.check(anchor.reference, [model.reference])
             if recipe is not None and not each:
-                check_labels(anchor.member, model.member, recipe.excluded)
+                label_rows(anchor.member, model.member, recipe.excluded)
         except RotationMergeError as error:
             document.raised(path, error)
             continue
@@ -199,8 +199,8 @@ def _warn(document: Document, planner: Any) -> None:
     """What makes a merge of the donors questionable."""
     for model, donor in planner.donors.found.items():
         path = next((path for path, name in references(document.value) if name == str(model)), ())
-        for warning in donor.checked.warnings if donor.checked else ():
-            document.fault(path, warning, error=False)
+        for note in (*donor.checked.warnings, *donor.checked.notes()) if donor.checked else ():
+            document.fault(path, note, error=False)
 
 
 def _place(document: Document, error: RotationMergeError) -> Path:

@@ -12,6 +12,7 @@ from rotation_merge.checkpoints.models import Model
 from rotation_merge.checkpoints.pair import Pair, WithTied, open_pair, read_alignment
 from rotation_merge.checkpoints.vocabulary import shared_rows
 from rotation_merge.matching.carry import Carrier, Rows
+from rotation_merge.matching.labels import label_rows
 from rotation_merge.matching.model import Alignment, Progress, match_model
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import check_pair
@@ -65,6 +66,7 @@ class Bases:
             RotationMergeError: it is missing, damaged, or no fine-tune of that base.
         """
         pair = open_pair(str(self.old.reference), path, NOTHING, True, self.pair.device)
+        pair.donor.rows = label_rows(self.new.member, pair.donor.member)
         return self._named(pair.sources[1], pair.donor)
 
     def match(self, options: MatchOptions, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:

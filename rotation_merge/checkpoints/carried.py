@@ -102,7 +102,8 @@ class Work:
 
     def adapter(self, adapter: Adapter) -> tuple[Written, list[str]]:
         new = str(self.bases.new.reference)
-        carried = carry_adapter(adapter, self.carrier, self.bases.old.config, new, self.settings.scale)
+        old = self.bases.old
+        carried = carry_adapter(adapter, self.carrier, old.config, new, self.settings.scale, old.rows)
         return carried.adapter, _notes(carried, self.bases, adapter.config)
 
     def as_lora(self, source: TensorSource) -> tuple[Written, list[str]]:

@@ -16,6 +16,7 @@ from rotation_merge.checkpoints.lora import WHOLE, WRONG_BASE, Entry, Written, p
 from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.matching.carry import Carrier, Change, Changes
 from rotation_merge.matching.factors import LowRank, dense, factor_infos, output_axis, stacks
+from rotation_merge.matching.labels import Rows, in_order
 from rotation_merge.matching.state import TensorSource, check_shape, read_tensor
 
 SMALLER = f"use 'residual: permutation', or {WHOLE}"
@@ -41,7 +42,12 @@ class Carried:
 
 
 def carry_adapter(
-    adapter: Adapter, carrier: Carrier, config: Mapping[str, Any], new_name: str, scale: float = 1.0
+    adapter: Adapter,
+    carrier: Carrier,
+    config: Mapping[str, Any],
+    new_name: str,
+    scale: float = 1.0,
+    rows: Rows | None = None,
 ) -> Carried:
     """The adapter that changes the new base as `adapter` changes the old one.
 
@@ -53,6 +59,7 @@ def carry_adapter(
         config: the old base's.
         new_name: the new base, for adapter_config.json.
         scale: what every change is multiplied by.
+        rows: what puts the old base's classes into the new one's order (see `matching/labels.py`).
 
     Raises:
         CheckpointError: the adapter does not belong to the old base, or what it changes is not there in the new one.
@@ -66,7 +73,7 @@ def carry_adapter(
         entries = [entry for entry in parsed.entries if entry.spot.in_block(block)]
         saved = {key: spot.info.key for key, spot in parsed.saved.items() if spot.in_block(block)}
         if entries or saved:
-            _BlockOfAdapter(adapter, carrier, block, result, scale).carry(entries, saved)
+            _BlockOfAdapter(adapter, carrier, block, result, scale, rows or {}).carry(entries, saved)
     if result.constants:
         _give_biases(adapter, parsed.entries, result)
     return result
@@ -93,6 +100,7 @@ class _BlockOfAdapter:
     block: Block
     result: Carried
     scale: float = 1.0
+    rows: Rows = field(default_factory=dict)
 
     def carry(self, entries: list[Entry], saved: Mapping[str, str]) -> None:
         """
@@ -168,7 +176,11 @@ class _BlockOfAdapter:
             bias = self.adapter.tensor(entry.bias).double()
             a = torch.cat([a, a.new_zeros(1, *a.shape[1:])])
             b = torch.cat([b, bias.reshape(-1, *[1] * (b.ndim - 1))], 1)
-        return a, self.scale * b
+        return a, in_order(self.scale * b, self._order(info))
+
+    def _order(self, info: TensorInfo) -> tuple[int, tuple[int, ...]] | None:
+        """What puts what is given out by a tensor, the first dimension, into the new base's order of classes."""
+        return (0, self.rows[info.name][1]) if info.name in self.rows else None
 
     def _check(self, info: TensorInfo, *factors: Tensor) -> None:
         """The factors have the sizes of the base's tensor."""
@@ -229,7 +241,7 @@ class _BlockOfAdapter:
             why = "a norm's shift leaves a constant over" if constant is not None else why
             why = "its change is no sum that could be scaled" if self.scale != 1 else why
             raise self._refused(f"the DoRA of '{entry.module}' cannot be carried exactly: {why}", WHOLE)
-        stored = self.adapter.tensor(str(entry.change.magnitude))
+        stored = in_order(self.adapter.tensor(str(entry.change.magnitude)), self._order(info))
         lengths = []
         for source, change in ((self.carrier.old, before), (self.carrier.new, moved)):
             weight = read_tensor(info, source)
@@ -251,6 +263,7 @@ class _BlockOfAdapter:
         tensor, info = self.adapter.tensor(name).double(), self._info(key)
         if info.stacked:
             raise self._refused(f"'{info.key}' is held whole, expert by expert", WHOLE)
+        tensor = in_order(tensor, self.rows.get(info.name))
         check_shape(info, tuple(tensor.shape), self.adapter.path)
         old = read_tensor(info, self.carrier.old)
         if old is not None and old.shape != tensor.shape:

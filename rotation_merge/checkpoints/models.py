@@ -22,22 +22,45 @@ from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter
 from rotation_merge.checkpoints.headers import Shapes, check_local, file_dtypes, file_shapes, read_json, single_file
 from rotation_merge.checkpoints.hub import downloaded, is_hub_name
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
+from rotation_merge.matching.fingerprint import Fingerprint, Watched, fingerprint
+from rotation_merge.matching.labels import Rows, in_order, labels, named_rows
 from rotation_merge.matching.member import Member
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import check_pair
-from rotation_merge.matching.state import check_shape
+from rotation_merge.matching.sources import Relabelled
+from rotation_merge.matching.state import TensorSource, check_shape
 
 LOG = logging.getLogger(__name__)
 
 
+class Stored:
+    """The tensors of a checkpoint as its files (and an adapter) have them, read when asked for by name."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.model.loader.index.tensor_paths
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        tensor: Tensor = self.model.loader.get_tensor(name)
+        return tensor
+
+
 class Model:
-    """One checkpoint, read lazily: config, tensor names and shapes now, tensors when asked for by name."""
+    """One checkpoint, read lazily: config, tensor names and shapes now, tensors when asked for by name.
+
+    Attributes:
+        rows: what puts its classes into the order of the anchor that it is read for (`matching/labels.py`); its config,
+            fingerprint and `stored` tensors stay those of its files.
+    """
 
     def __init__(
         self, reference: ModelReference, options: MergeOptions, unsupported: str = "error", untie: bool = False
     ) -> None:
         self.reference, self.options, self.unsupported, self.untie = reference, options, unsupported, untie
         self._heads: dict[str, Shapes] = {}
+        self.rows: Rows = {}
 
     def _head(self, path: str) -> Shapes:
         """Shapes of the tensors in one of its files; each file's head is read once."""
@@ -228,11 +251,32 @@ class Model:
                         else "only equal shapes can be merged; name it under 'exclude' to copy it from base_model",
                     )
 
+    @property
+    def relabelled(self) -> dict[str, Any]:
+        """The entries of its config that are others for its classes standing in the anchor's order."""
+        if not self.rows:
+            return {}
+        own, (_, order) = labels(self.config), next(iter(self.rows.values()))
+        return named_rows(tuple(own[i] for i in order))
+
+    @property
+    def stored(self) -> Stored:
+        """Its tensors as they are stored, whatever order its classes are wanted in."""
+        return Stored(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.architecture, self.stored, self.config)
+
+    def watched(self, mark: Fingerprint) -> TensorSource:
+        """Its tensors, which leave their marks as they are stored."""
+        return Relabelled(Watched(self.stored, mark), self.rows)
+
     def __contains__(self, name: object) -> bool:
-        return name in self.loader.index.tensor_paths
+        return name in self.stored
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.loader.get_tensor(name)
+        return in_order(self.stored[name], self.rows.get(name))
 
 
 def parse_reference(path: str) -> ModelReference:

@@ -17,7 +17,7 @@ from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.checkpoints.vocabulary import other_order
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.file import check_fingerprints, load_alignment, save_alignment
-from rotation_merge.matching.fingerprint import Fingerprint, Watched
+from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair, residual_of
@@ -68,13 +68,13 @@ class Pair:
         return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
 
     def _source(self, model: Model, mark: Fingerprint) -> TensorSource:
-        source = WithTied(Watched(model, mark), self.architecture)
+        source = WithTied(model.watched(mark), self.architecture)
         return source if self.device == "cpu" else OnDevice(source, torch.device(self.device))
 
     def fingerprints(self) -> tuple[str, str]:
         """Of anchor and donor; only what has not been read yet is read."""
         for model, mark in zip((self.anchor, self.donor), self.marks, strict=True):
-            mark.complete(model.architecture.named(), model)
+            mark.complete(model.architecture.named(), model.stored)
         return self.marks[0].hexdigest(self.anchor.config), self.marks[1].hexdigest(self.donor.config)
 
     def report(self, run: Run, recipe: str = "") -> MergeReport:
@@ -104,6 +104,7 @@ def open_pair(
     architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)
     checked = check_pair(replace(a.member, architecture=architecture), d.member, options, untie=untie)
     checked = replace(checked, warnings=(*checked.warnings, *other_order(a, d)))
+    d.rows = checked.rows
     for info in architecture.tensors():
         ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)
         if ours is None or theirs is None or (not words and info.vocabulary_axis is not None):

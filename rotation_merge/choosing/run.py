@@ -120,7 +120,7 @@ class Choice:
         anchor = checkpoint_of(wish.models[0])
         self.architecture, self.tied = anchor.architecture, anchor.tied_head is not None
         self.written = wish.data[0] in SOURCES
-        loaded = [load(model) for model in wish.models]
+        loaded = [self._load(model) for model in wish.models]
         sets = self._written(loaded) if self.written else self._given(loaded[0])
         self.labelled = not self.written and all(data.task != "none" for data in sets.deciding)
         self.training = sets.training
@@ -133,6 +133,10 @@ class Choice:
         self.parents = {n: self.reporting.measure(m) for n, m in zip(wish.models, loaded, strict=True)}
         self.ensemble = self.reporting.ensemble([self.reporting.everywhere(m) for m in loaded])
         self.order = sorted(wish.models, key=lambda n: self.parents[n].score)
+
+    def _load(self, model: str | Path) -> Any:
+        """A model, its classes in the order that the samples are read in."""
+        return load(str(model), like=self.wish.models[0])
 
     def _own(self, model: Any, part: Sequence[Data], k: int) -> Any:
         data = part[k % len(part)]
@@ -200,8 +204,8 @@ class Choice:
             sorted((t for _, t in tried), key=lambda t: t.figures.score),
             self.parents,
             self.ensemble,
-            self.reporting.measure(load(str(self._place(best)))),
-            None if plain is None else self.reporting.measure(load(str(self._place(plain)))),
+            self.reporting.measure(self._load(self._place(best))),
+            None if plain is None else self.reporting.measure(self._load(self._place(plain))),
             self.left_out,
         )
         self.best, self.text = best, figures.recipe
@@ -238,7 +242,7 @@ class Choice:
     def _made(self, candidate: Candidate, text: str, begin: float) -> Tried:
         place = self._place(candidate)
         merge_recipe(text, str(place))
-        figures = self.deciding.measure(load(str(place)))
+        figures = self.deciding.measure(self._load(place))
         found = Tried(candidate.name, figures, time.perf_counter() - begin, text)
         write_text(place / "figures.json", json.dumps({"key": self._key(text), **asdict(found)}))
         return found
@@ -295,7 +299,7 @@ class Choice:
         if all(os.path.exists(file) for file in files.values()):
             return files
         minutes = max((self.wish.budget - (time.perf_counter() - self.began)) / 2, 1.0) / 60
-        loaded = [load(model) for model in candidate.models]
+        loaded = [self._load(model) for model in candidate.models]
         batches = [batch for data in self.training for batch in data.batches]
         result = fit(loaded[0], loaded[1:], batches, None, FitOptions(steps=400, minutes=minutes, seed=self.wish.seed))
         for (model, file), alignment in zip(files.items(), result.alignments, strict=True):

@@ -102,6 +102,8 @@ def command(
         return 0
     for warning in pair.checked.warnings:
         say(f"Warning: {warning}", "yellow")
+    for note in pair.checked.notes():
+        say(note)
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:
         seen = proof.words if proof is not None else f"'rotation-merge verify {donor} {out}' checks its outputs"

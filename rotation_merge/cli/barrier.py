@@ -105,7 +105,7 @@ def measure(donor: RecipeDonor, source: str, points: int, progress: Progress, re
 
     anchor, untie = donor.anchor, donor.untie
     pair = open_pair(anchor, donor.name, donor.options if donor.file is None else NOTHING, untie)
-    a, b = load(anchor), load(donor.name)
+    a, b = load(anchor), load(donor.name, like=anchor)
     data: Data = read_batches(source, anchor, a, **reading)
     curves = [path(a, b, data, points, "plain", progress)]
     if donor.file is None:

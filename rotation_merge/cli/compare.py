@@ -57,6 +57,8 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     table("", headers, rows, numbers=(2, 3, 4, 5))
     for warning in pair.checked.warnings:
         say(f"Warning: {warning}", "yellow")
+    for note in pair.checked.notes():
+        say(note)
     summary = parted(found)
     say(f"{summary[:1].upper()}{summary[1:]}.")
     return 0

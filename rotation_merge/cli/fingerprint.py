@@ -25,10 +25,9 @@ def command(what: str, as_json: bool) -> int:
         found = described(what)["fingerprints"]
     else:
         from rotation_merge.averaging.record import checkpoint_of
-        from rotation_merge.matching.fingerprint import fingerprint
 
         model = checkpoint_of(what)
-        found = {str(model.reference): fingerprint(model.architecture, model, model.config)}
+        found = {str(model.reference): model.fingerprint}
     if as_json:
         print_json(found)
         return 0

@@ -99,7 +99,7 @@ def command(
     progress = Progress()
     made = _made(work)
     try:
-        answered = _ask(work, teachers, sources, samples, length, seed, device)
+        answered = _ask(work, merged, teachers, sources, samples, length, seed, device)
         model = load(merged).to(device).requires_grad_(True)
         student = _with_lora(model, lora, seed) if lora else model
         rates = () if learning_rate is None else (learning_rate,)
@@ -132,7 +132,14 @@ def _made(work: Path) -> bool:
 
 
 def _ask(
-    work: Path, teachers: tuple[str, ...], sources: list[str], samples: int, length: int, seed: int, device: str
+    work: Path,
+    merged: str,
+    teachers: tuple[str, ...],
+    sources: list[str],
+    samples: int,
+    length: int,
+    seed: int,
+    device: str,
 ) -> list[Answered]:
     """Every teacher's answers, those that are there already taken as they are."""
     from rotation_merge.learning.answers import Answered, write_answers
@@ -142,7 +149,7 @@ def _ask(
     for number, (teacher, source) in enumerate(zip(teachers, sources, strict=True)):
         path, mark = work / f"answers-{number}.safetensors", f"{teacher} {source} {samples} {length} {seed}"
         if not path.exists() or Answered(path).mark != mark:
-            model = load(teacher).to(device)
+            model = load(teacher, like=merged).to(device)
             size = max(1, min(TOGETHER // len(teachers), samples // 4))
             found = read_batches(source, teacher, model, samples, size, length, seed + number)
             batches = [{k: v.to(device) for k, v in b.items()} for b in unpadded(found.batches, source)]

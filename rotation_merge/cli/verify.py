@@ -41,7 +41,7 @@ def command(
     transformers computes parts of every model. Exit code 0: the same; 1: not.
     """
     compute = torch.float64 if double else torch.float32
-    a, b = load(model_a, compute), load(model_b, compute)
+    a, b = load(model_a, compute), load(model_b, compute, like=model_a)
     if type(a) is not type(b):
         raise CheckpointError(
             f"is a {type(b).__name__}, {model_a} a {type(a).__name__}",

@@ -35,7 +35,7 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.pair import check_pair
-from rotation_merge.samples.functions import architecture_of
+from rotation_merge.samples.functions import architecture_of, take_rows
 
 LOG = logging.getLogger(__name__)
 
@@ -112,8 +112,12 @@ class _Fit:
         self.parents = [parent.eval() for parent in parents]
         self.architecture = architecture_of(self.parents[0], untie=True)
         members = [member_of(parent) for parent in self.parents]
-        checked = [check_pair(members[0], donor, match, untie=True) for donor in members[1:]][-1]
-        self.match, self.folded = checked.options, checked.folded
+        pairs = [check_pair(members[0], donor, match, untie=True) for donor in members[1:]]
+        self.match, self.folded = pairs[-1].options, pairs[-1].folded
+        for number, checked in enumerate(pairs, start=1):
+            if checked.rows:
+                self.parents[number] = copy.deepcopy(self.parents[number])
+                take_rows(self.parents[number], checked.rows)
         if self.folded and any(info.tied for info in self.architecture.tensors()):
             self.parents = [copy.deepcopy(parent) for parent in self.parents]
             for parent in self.parents:

@@ -7,7 +7,7 @@ recipes. What would change a function without a word is refused; what only makes
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rotation_merge.architectures.fields import differences
@@ -17,7 +17,7 @@ from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeErro
 from rotation_merge.groups import SpaceTransform, StreamTransform
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.fold import Fold
-from rotation_merge.matching.labels import check_labels
+from rotation_merge.matching.labels import Rows, label_rows, rows_note
 from rotation_merge.matching.member import Member
 from rotation_merge.matching.options import MatchOptions, by_stream
 from rotation_merge.matching.stream import residual_groups
@@ -35,6 +35,7 @@ class Checked:
         folded: the streams among them whose norm gains are folded into their readers first.
         warnings: what makes a merge of the two questionable, one line each.
         unaligned: tensors that stay as they are, because nothing is known of them.
+        rows: what puts the donor's classes into the anchor's order; whoever reads the donor has to apply it.
     """
 
     anchor: Member
@@ -44,13 +45,16 @@ class Checked:
     folded: tuple[str, ...]
     warnings: tuple[str, ...]
     unaligned: tuple[str, ...]
+    rows: Rows = field(default_factory=dict)
 
     def notes(self) -> list[str]:
         """What the reader of a report should know beside the warnings."""
-        if not self.unaligned:
-            return []
-        names = ", ".join(self.unaligned[:6]) + (", ..." if len(self.unaligned) > 6 else "")
-        return [f"Not aligned, as the architecture does not know them: {len(self.unaligned)} tensors ({names})."]
+        found = rows_note(self.anchor.name, self.donor.name, self.rows)
+        if self.unaligned:
+            names = ", ".join(self.unaligned[:6]) + (", ..." if len(self.unaligned) > 6 else "")
+            unknown = f"{len(self.unaligned)} tensors ({names})"
+            found.append(f"Not aligned, as the architecture does not know them: {unknown}.")
+        return found
 
 
 def check_pair(
@@ -79,7 +83,7 @@ def check_pair(
             remedy="only models of one architecture can be aligned",
         )
     _check_sizes(anchor, donor)
-    check_labels(anchor, donor, excluded)
+    rows = label_rows(anchor, donor, excluded)
     options.check_layers(anchor.architecture)
     streams = _streams(anchor, donor, options.residual, untie)
     if streams or layers is None:
@@ -101,6 +105,7 @@ def check_pair(
         folded,
         tuple(_config_warnings(anchor, donor)),
         tuple(dict.fromkeys(_unaligned(anchor, donor, streams, excluded))),
+        rows,
     )
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.labels import Rows as LabelRows
+from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 
 
@@ -113,6 +115,19 @@ class Rows:
     def __getitem__(self, name: str, /) -> Tensor:
         tensor, axis = self.source[name], self.axes.get(name)
         return tensor if axis is None else tensor.index_select(axis, self.rows.to(tensor.device))
+
+
+class Relabelled:
+    """A source whose classes are in another order."""
+
+    def __init__(self, source: TensorSource, rows: LabelRows) -> None:
+        self.source, self.rows = source, rows
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return in_order(self.source[name], self.rows.get(name))
 
 
 class OnDevice:

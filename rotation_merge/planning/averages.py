@@ -29,8 +29,8 @@ from rotation_merge.averaging.methods import Averaging, Source, averaged
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.fingerprint import fingerprint
 from rotation_merge.matching.fold import Fold
+from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.model import Alignment
 from rotation_merge.planning.moves import Moves
 from rotation_merge.planning.tasks import KeyedTask, Loads, load_arguments, loaded, map_arguments
@@ -73,7 +73,7 @@ class Books:
                 where=where,
                 remedy=command,
             )
-        if found.made.get("fingerprint") != fingerprint(model.architecture, model, model.config):
+        if found.made.get("fingerprint") != model.fingerprint:
             raise StatisticsError(
                 f"'{path}' was measured on other weights than these ('{found.made.get('model')}')",
                 where=where,
@@ -191,6 +191,7 @@ class Averages:
             transforms=move.transforms,
             whole=move.whole,
             device=self.device,
+            rows=self.models[model].rows.get(names[0]),
         )
 
 
@@ -200,6 +201,7 @@ class CarryStatistics(KeyedTask):
     Attributes:
         names: of the tensor in the model's own checkpoint, one for each stored piece.
         feeds: loads of the norm's gain and shift, and of the layer scale, that stand around the map.
+        rows: what puts the model's classes into the anchor's order (see `matching/labels.py`).
     """
 
     block: Block = Field(repr=False)
@@ -213,6 +215,7 @@ class CarryStatistics(KeyedTask):
     transforms: Task | None = None
     whole: Task | None = None
     device: str = "cpu"
+    rows: tuple[int, tuple[int, ...]] | None = Field(default=None, repr=False)
 
     def arguments(self) -> dict[str, Task]:
         return {**load_arguments(feeds=self.feeds), **map_arguments(self.transforms, self.whole)}
@@ -244,7 +247,7 @@ class CarryStatistics(KeyedTask):
         if len(pieces) < len(self.names):
             raise StatisticsError(f"hold nothing of tensor '{self.names[0]}'", where=self.statistics.path)
         tensor = torch.stack(pieces) if self.info.stacked else pieces[0]
-        return carried_fisher(self.info, tensor.to(self.device), maps)
+        return carried_fisher(self.info, in_order(tensor, self.rows).to(self.device), maps)
 
     def _of_map(self, one: LinearMap, maps: Mapping[str, SpaceTransform], feeding: Feeding) -> dict[str, Tensor]:
         gram = self.statistics.gram(self.names[0])
@@ -254,7 +257,10 @@ class CarryStatistics(KeyedTask):
         key = f"{self.names[0]}.gradient"
         if self.kind == "kfac" and key in self.statistics:
             behind = self.names[0] in self.statistics.behind
-            found["gradient"] = carried_gradient(one, self.statistics[key].to(self.device), behind, maps, feeding)
+            gradient = self.statistics[key]
+            for dim in (0, 1):
+                gradient = in_order(gradient, self.rows and (dim, self.rows[1]))
+            found["gradient"] = carried_gradient(one, gradient.to(self.device), behind, maps, feeding)
         return found
 
     def _feeding(self, one: LinearMap, values: Mapping[str, Tensor | None]) -> Feeding:

@@ -18,9 +18,8 @@ from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.checkpoints.vocabulary import other_order, shared_rows
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.file import check_fingerprints, load_alignment
-from rotation_merge.matching.fingerprint import fingerprint
 from rotation_merge.matching.fold import Fold
-from rotation_merge.matching.labels import check_labels
+from rotation_merge.matching.labels import label_rows, rows_note
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import Renamed, Rows
@@ -231,8 +230,8 @@ class Donors:
 
     def _given(self, path: str, donor: ModelReference, name: str) -> Given:
         file = load_alignment(path, self._architecture)
-        marks = [fingerprint(model.architecture, model, model.config) for model in (self._base, self.models[donor])]
-        check_fingerprints(file, path, marks[0], marks[1], (str(self.recipe.base), str(donor)))
+        marks = self._base.fingerprint, self.models[donor].fingerprint
+        check_fingerprints(file, path, *marks, (str(self.recipe.base), str(donor)))
         asked = residual_of(file.alignment.transforms, file.alignment.folded)
         self._check(donor, donor, NOTHING.with_residual(asked), whole=asked != "none")
         self._fold(file.alignment.folded)
@@ -252,10 +251,11 @@ class Donors:
             layers=None if whole else self.layers.get(model, {}),
             excluded=self.recipe.excluded,
         )
-        check_labels(self._base.member, self.models[model].member, self.recipe.excluded)
+        rows = label_rows(self._base.member, self.models[model].member, self.recipe.excluded)
+        self.models[matched].rows, self.models[model].rows = checked.rows, rows
         if not (self.recipe.config.tokenizer or self.recipe.config.tokenizer_source):
             checked = replace(checked, warnings=(*checked.warnings, *other_order(self._base, self.models[matched])))
-        for note in (*checked.warnings, *checked.notes()):
+        for note in (*checked.warnings, *checked.notes(), *rows_note(str(self.recipe.base), str(model), rows)):
             self.run.note(note)
         return checked
 

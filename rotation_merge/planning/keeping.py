@@ -77,5 +77,5 @@ def _mark(session: Session, reference: ModelReference) -> str:
     """A model's fingerprint; what the merge did not read is read now."""
     model = session.models[reference]
     mark = session.run.marks.setdefault(str(reference), Fingerprint())
-    mark.complete(model.architecture.named(), model)
+    mark.complete(model.architecture.named(), model.stored)
     return mark.hexdigest(model.config)

@@ -128,6 +128,7 @@ class Moves:
         options = self.donors.options
         device = options.device if options.read_to_gpu else None
         run = self.donors.run if self.donors.run.watched else None
+        rows = self.donors.models[source.model].rows
         result: Loads = {}
         for key in keys:
             info = self.out.anchor.block.tensor(key) or source.block.tensor(key)
@@ -136,7 +137,13 @@ class Moves:
                 continue
             result[key] = tuple(
                 LabelledLoad(
-                    model=source.model, tensor=name, device=device, tied_names=own.tied or None, label=label, run=run
+                    model=source.model,
+                    tensor=name,
+                    device=device,
+                    tied_names=own.tied or None,
+                    label=label,
+                    run=run,
+                    rows=rows.get(name),
                 )
                 for name, label in zip(own.names, self.out.names(info), strict=True)
             )

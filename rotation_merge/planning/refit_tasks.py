@@ -19,7 +19,7 @@ from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.averaging.maps import linear_map
 from rotation_merge.averaging.refit import Refit, Refitted, Teachers
 from rotation_merge.checkpoints.pair import WithTied
-from rotation_merge.matching.fingerprint import Fingerprint, Watched
+from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.model import Alignment, Progress
 from rotation_merge.matching.sources import Average, Moved
@@ -132,7 +132,7 @@ class _Work:
         """A model in the anchor's coordinates, by the anchor's names."""
         model, own = self.donors.models[teacher.model], self.base.architecture
         mark = self.donors.run.marks.setdefault(str(teacher.model), Fingerprint())
-        source: TensorSource = WithTied(self.donors.source(teacher.model, Watched(model, mark)), own)
+        source: TensorSource = WithTied(self.donors.source(teacher.model, model.watched(mark)), own)
         if self.donors.folded:
             source = Folded(own, source, self.donors.folded)
         return source if alignment is None else Moved(own, source, alignment.transforms)

@@ -18,6 +18,7 @@ from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.fold import Fold
+from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.planning.ahead import Ahead
@@ -25,12 +26,17 @@ from rotation_merge.report.run import Run
 
 
 class LabelledLoad(LoadTensor):
-    """Loads a tensor with the others of its output block, whatever layer it comes from, and takes its fingerprint."""
+    """Loads a tensor with the others of its output block, whatever layer it comes from, and takes its fingerprint.
+
+    Attributes:
+        rows: what puts its classes into the anchor's order (see `matching/labels.py`).
+    """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True)
 
     label: str
     run: Run | None = Field(default=None, repr=False)
+    rows: tuple[int, tuple[int, ...]] | None = Field(default=None, repr=False)
 
     def group_label(self) -> str | None:
         return self.label
@@ -40,7 +46,7 @@ class LabelledLoad(LoadTensor):
         if self.run is not None and tensor is not None:
             name = self._resolve_name(LoaderCache().get(self.model)) or self.tensor
             self.run.saw(str(self.model), name, tensor)
-        return tensor
+        return None if tensor is None else in_order(tensor, self.rows)
 
 
 Loads = dict[str, tuple[LabelledLoad, ...]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,8 @@ from rotation_merge.checkpoints.headers import read_json
 from rotation_merge.checkpoints.hub import downloaded
 from rotation_merge.checkpoints.models import adapted_state, parse_reference
 from rotation_merge.errors import CheckpointError, DataError, short
+from rotation_merge.matching.labels import Rows, in_order, label_rows, labels
+from rotation_merge.matching.member import Member
 
 Batch = dict[str, Tensor]
 
@@ -46,8 +49,11 @@ def local_path(path: str) -> str:
     return downloaded(part.path, part.revision, None, FILES)
 
 
-def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
+def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None) -> Any:
     """The model at a path, in evaluation mode; every weight must be there.
+
+    Args:
+        like: a model in whose order its classes are to stand, where they have the same names.
 
     Raises:
         CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
@@ -74,7 +80,31 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> Any:
                 remedy="the checkpoint is incomplete, or its config.json belongs to another model",
             )
     model.config._experts_implementation = "eager"  # grouped products know no double precision
+    if like is not None:
+        _relabel(model, read_config(local_path(like)), like)
     return model.eval()
+
+
+def _relabel(model: nn.Module, config: dict[str, Any], where: str) -> None:
+    """Put a loaded model's classes into the order that another's config gives them, where it names the same ones."""
+    own = cast(Any, model).config.to_dict()
+    ours, theirs = labels(config), labels(own)
+    if ours != theirs and sorted(ours) == sorted(theirs):
+        shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        member = Member(type(model).__name__, own, architecture_of(model), shapes)
+        take_rows(model, label_rows(replace(member, name=where, config=config), member))
+
+
+@torch.no_grad()
+def take_rows(model: nn.Module, rows: Rows) -> None:
+    """Put a loaded model's classes into another order, in place, its config with them (see `matching/labels.py`)."""
+    for name, (dim, order) in rows.items():
+        parameter = model.get_parameter(name)
+        parameter.copy_(in_order(parameter, (dim, order)))
+    if rows:
+        config, (_, order) = cast(Any, model).config, next(iter(rows.values()))
+        names = [config.id2label[i] for i in order]
+        config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
 
 
 def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:

@@ -46,7 +46,7 @@ class Proof:
 
 
 def prove(donor: str, result: str) -> Proof:
-    """Compare the outputs of a donor and of what was made of it, both from their files.
+    """Compare the outputs of a donor and of what was made of it, both from their files, class by class.
 
     Raises:
         CheckpointError: what was made cannot be loaded.
@@ -63,7 +63,7 @@ def prove(donor: str, result: str) -> Proof:
         return Proof(reason=str(error))
     except Exception as error:  # whatever a model's class raises on inputs that it does not take
         return Proof(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    second = load(result)
+    second = load(result, like=donor)
     worst = largest_difference(first, second, inputs, (donor, result))["relative"]
     coarsest = coarser(stored_dtype(donor), stored_dtype(result))
     return Proof(float(worst), ROUNDINGS * own_rounding(first, inputs, coarsest))
