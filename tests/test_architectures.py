@@ -30,9 +30,10 @@ def moved(architecture: Architecture, state: dict[str, torch.Tensor], options: M
     )
 
 
-def must_move(architecture: Architecture, residual: str) -> set[str]:
-    """Tensors that a random gauge cannot leave alone: values, outputs, neurons, and what touches a moved stream."""
-    roles = {"v", "o", "in", "out"}
+def must_move(architecture: Architecture, residual: str, rescale: bool = True) -> set[str]:
+    """Tensors that a random gauge cannot leave alone: values, outputs, neurons, gains of queries and keys, and what
+    touches a moved stream."""
+    roles = {"v", "o", "in", "out"} | ({"q_norm", "k_norm", "q_gain", "k_gain"} if rescale else set())
     streams = {name for name, groups in architecture.stream_groups.items() if residual != "none" and residual in groups}
     return {
         info.name
@@ -55,7 +56,9 @@ def test_declared_groups_are_symmetries(case: Case) -> None:
     options = LOCAL | {group: MatchOptions(residual=group) for group in RESIDUAL if group in groups}
     for what, option in options.items():
         after = moved(model.architecture, model.state, option)
-        assert not must_move(model.architecture, option.residual).intersection(unmoved(model.state, after)), what
+        assert not must_move(model.architecture, option.residual, bool(option.rescale)).intersection(
+            unmoved(model.state, after)
+        ), what
         assert model.differs(after) <= 1e-9, what
     if model.rotatable:
         _rotations_of_folded_streams_are_symmetries(model.untied())
@@ -117,7 +120,7 @@ def test_names_of_a_loaded_module_work_too(case: Case) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     architecture = resolve(config, list(before), case.name)
     after = moved(architecture, before, MatchOptions(heads="permutation", rescale=False))
-    assert not must_move(architecture, "none").intersection(unmoved(before, after))
+    assert not must_move(architecture, "none", False).intersection(unmoved(before, after))
     model.load_state_dict(after)
     assert difference(outputs(model, given), expected) <= 1e-9
     model.load_state_dict(moved(architecture, before, MatchOptions(attention="none")))

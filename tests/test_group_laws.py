@@ -18,6 +18,7 @@ from rotation_merge.groups.admitted import QUERIES, VALUES, Wanted, admitted, he
 from rotation_merge.groups.base import proven_maps
 from rotation_merge.groups.direct_sum import Split
 from rotation_merge.groups.experts import ExpertGroup
+from rotation_merge.groups.gains import CoordinateExchange, PairExchange
 from rotation_merge.groups.group import GROUPS, Group
 from rotation_merge.groups.invertible import InvertibleGroup
 from rotation_merge.groups.monomial import CoordinateOrder, GatedOrder
@@ -45,6 +46,9 @@ ALL: dict[str, Group] = {
     "pair signs, neighbours": PairSigns(interleaved=True),
     "coordinate signs": CoordinateSigns(),
     "head sign": HeadSign(),
+    "gains, by pairs": PairExchange(),
+    "gains, by neighbours": PairExchange(interleaved=True),
+    "gains, by coordinates": CoordinateExchange(),
     "coordinate order": CoordinateOrder(),
     "gated order": GatedOrder(),
     "gated order, scaled": GatedOrder(True),

@@ -12,6 +12,7 @@ from rotation_merge.groups import (
     KINDS,
     TRANSFORMS,
     DirectSum,
+    Exchange,
     ExpertTransform,
     GroupElement,
     HeadTransform,
@@ -197,12 +198,13 @@ SPACES = {
 }
 
 
-def random_transform(kind: str, seed: int) -> SpaceTransform:
+def random_transform(kind: str, seed: int, gains: int = 1) -> SpaceTransform:
     g = generator(seed)
     if kind == "attention":
         queries = torch.stack([torch.randperm(2, generator=g) for _ in range(3)])
         qk = DirectSum((Planar.random(3, 2, g), Orthogonal.random(3, 2, g)))
-        return HeadTransform(torch.randperm(3, generator=g), queries, qk, Scaled.random(3, 5, g))
+        order, vo = torch.randperm(3, generator=g), Scaled.random(3, 5, g)
+        return HeadTransform(order, queries, qk, vo, Exchange.random(gains, 4, g))
     if kind == "ffn":
         return NeuronTransform(Monomial(Permutation.random(1, 7, g), signed(1, 7, seed)))
     if kind == "experts":
@@ -299,11 +301,30 @@ def test_attention_function_is_kept():
     close(after, outputs[g.head_order()])
 
 
-@pytest.mark.parametrize("role", ["q_gain", "head", "k_gain", "kv_head"])
+@pytest.mark.parametrize("role", ["q_gain", "k_gain"])
+def test_gains_of_norms_over_all_heads_follow_their_group(role):
+    """Each KV group exchanges its own: laws of an order of heads and the factors inside it."""
+    g, h, (x, dim) = random_transform("attention", 1, 3), random_transform("attention", 2, 3), axis("attention", role)
+    close(g.inverse().act(g.act(x, role, dim), role, dim), x)
+    close(g.compose(h).act(x, role, dim), g.act(h.act(x, role, dim), role, dim))
+    assert g.gains.batch == 3
+
+
+def test_gains_keep_their_products():
+    """What the keys' gains win, the queries' lose, also where a norm spans all heads, these in another order."""
+    shared, own = random_transform("attention", 3), random_transform("attention", 3, 3)
+    q, k = tensor(4, seed=1), tensor(4, seed=2)
+    close(shared.act(q, "q_norm", 0) * shared.act(k, "k_norm", 0), q * k)
+    q, k = tensor(3, 2, 4, seed=1), tensor(3, 4, seed=2)
+    products = own.act(q, "q_gain", 0) * own.act(k, "k_gain", 0)[:, None]
+    close(products.flatten(0, 1), (q * k[:, None]).flatten(0, 1)[own.head_order()])
+
+
+@pytest.mark.parametrize("role", ["head", "kv_head"])
 def test_what_no_map_may_touch_follows_its_head(role):
     g = random_transform("attention", 5)
     x = tensor(*ATTENTION.factors(role), 8)
-    if role in ("q_gain", "head"):
+    if role == "head":
         close(g.act(x, role, 0).flatten(0, 1), x.flatten(0, 1)[g.head_order()])
     else:
         close(g.act(x, role, 0), x[g.groups])

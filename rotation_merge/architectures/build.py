@@ -203,7 +203,7 @@ def _tensor(scope: Scope, path: str, spec: TensorSpec | None) -> list[TensorInfo
     other = (scope.prefix + spec.unless).replace("{i}", str(scope.config.get("i", ""))) if spec.unless else None
     if "{e}" in real and not axes[0].size:
         return []
-    return [TensorInfo(key, (real,), axes, spec.optional, "{e}" in real, tuple(spec.tied), other)]
+    return [TensorInfo(key, (real,), axes, spec.optional, "{e}" in real, tuple(spec.tied), other, spec.offset)]
 
 
 def _axis(scope: Scope, path: str, label: AxisLabel) -> Axis:

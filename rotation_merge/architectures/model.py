@@ -52,6 +52,8 @@ _FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "q_gain": (*_HEADS, "head_dim"),
         "k": ("groups", "head_dim"),
         "k_gain": ("groups", "head_dim"),
+        "q_norm": ("head_dim",),
+        "k_norm": ("head_dim",),
         "v": ("groups", "value_dim"),
         "o": (*_HEADS, "value_dim"),
         "gate": (*_HEADS, "value_dim"),
@@ -136,6 +138,7 @@ class TensorInfo:
         axes: outermost first.
         tied: names it may be stored under instead.
         unless: name of a tensor that holds the same weights in another form.
+        offset: what is stored falls short of what it stands for by so much (gains stored as 1 + weight).
     """
 
     key: str
@@ -145,6 +148,7 @@ class TensorInfo:
     stacked: bool = False
     tied: tuple[str, ...] = ()
     unless: str | None = None
+    offset: float = 0.0
 
     @property
     def name(self) -> str:

@@ -78,6 +78,7 @@ class TensorSpec(Strict):
         when: whether a model of this config has it (null: always).
         unless: a tensor that holds the same weights in another form; where the checkpoint has that, this is left out.
         tied: tensors whose weights it shares when it is not stored itself.
+        offset: 1 where it holds gains that are 1 + weight.
     """
 
     axes: list[AxisLabel]
@@ -85,6 +86,7 @@ class TensorSpec(Strict):
     when: Expression = None
     unless: str | None = None
     tied: list[str] = Field(default_factory=list)
+    offset: float = 0.0
 
 
 class NormSpec(Strict):
@@ -141,9 +143,9 @@ class AttentionSpec(Strict):
     """Heads of one attention layer.
 
     Attributes:
-        norm: what stands between projection and product: null, rms_head (RMSNorm a head), layer_head (LayerNorm a
-            head), affine_head (LayerNorm with a shift a head), rms_all (RMSNorm over all heads), l2_head (unit
-            length, no gain).
+        norm: what stands between projection and product: null, rms_head (RMSNorm a head), rms_turned (the same, after
+            rotary embedding), layer_head (LayerNorm a head), affine_head (LayerNorm with a shift a head), rms_all
+            (RMSNorm over all heads), rms_clipped (the same, its outputs clamped), l2_head (unit length, no gain).
         order: `fixed` where heads cannot change places (ALiBi, biases shared between layers).
         visible_bias: whether keys meet more than the queries of their own head's softmax (positions of their own), so
             that a key's bias changes the outputs.

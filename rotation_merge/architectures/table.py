@@ -24,7 +24,8 @@ say so. A model without a head (`...Model`) gives out its residual stream itself
 Task heads go through the delegate like any other tensor.
 
 Words: *planar* is a rotation and a rescaling of each RoPE pair; *O(d)* an orthogonal map with one rescaling, or with
-`attention: invertible` any invertible map; *sign* stands for plus or minus one; *scaled* is a positive rescaling of
+`attention: invertible` any invertible map; *sign* stands for plus or minus one; *gain exchange*: what the norm of
+queries gains, that of keys loses; *scaled* is a positive rescaling of
 each neuron, or one of either sign where the FFN is gated; *free* heads may change places (query heads within their KV
 group, and KV groups), *fixed* ones may not.
 
@@ -80,12 +81,17 @@ def _row(spec: ArchitectureSpec) -> str:
     ordered = attention | {name: space for name, space in spaces.items() if space.kind == "mixer"}
     cells = [
         _joined({name: STREAM_GROUPS[groups[-1]] for name, groups in architecture.stream_groups.items()}),
-        _joined({name: heads(space).qk.symbol for name, space in attention.items()}),
+        _joined({name: _queries(space) for name, space in attention.items()}),
         _joined({name: heads(space).vo.symbol for name, space in attention.items()}),
         _joined({name: "free" if space.free_order else "fixed" for name, space in ordered.items()}),
         _joined({name: _neurons(space) for name, space in neurons.items()}),
     ]
     return f"| {spec.title} | {' | '.join(cells)} |\n"
+
+
+def _queries(space: Space) -> str:
+    group = heads(space)
+    return group.qk.symbol if group.gains is None else f"{group.qk.symbol}, {group.gains.symbol}"
 
 
 def _neurons(space: Space) -> str:

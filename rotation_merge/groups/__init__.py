@@ -3,6 +3,7 @@
 from rotation_merge.groups.base import KINDS, GroupElement
 from rotation_merge.groups.direct_sum import DirectSum
 from rotation_merge.groups.experts import ExpertTransform
+from rotation_merge.groups.gains import Exchange
 from rotation_merge.groups.heads import HeadTransform
 from rotation_merge.groups.invertible import Invertible
 from rotation_merge.groups.latent import LatentTransform
@@ -21,6 +22,7 @@ __all__ = [
     "KINDS",
     "TRANSFORMS",
     "DirectSum",
+    "Exchange",
     "ExpertTransform",
     "GroupElement",
     "HeadTransform",

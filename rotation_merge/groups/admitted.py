@@ -15,6 +15,7 @@ from typing import Protocol
 from rotation_merge.errors import ArchitectureError, nearest
 from rotation_merge.groups.direct_sum import Split
 from rotation_merge.groups.experts import ExpertGroup
+from rotation_merge.groups.gains import CoordinateExchange, PairExchange
 from rotation_merge.groups.group import Group
 from rotation_merge.groups.heads import HeadGroup
 from rotation_merge.groups.invertible import InvertibleGroup
@@ -115,11 +116,28 @@ QUERIES: dict[str | None, Choose] = {
     None: _turns,
     "rms_head": _signs,
     "rms_all": _signs,
+    "rms_turned": _signs,
+    "rms_clipped": _signs,
     "l2_head": _turns_alone,
     "layer_head": lambda space, wanted: HeadSign(),
     "affine_head": lambda space, wanted: Fixed(),
 }
 """The group of query and key coordinates, by the norm between their projection and their product."""
+
+
+def _exchanged(space: Facts, wanted: Wanted) -> Group:
+    """What the gains of norms before rotary embedding may exchange."""
+    return _beside_rotary(space, PairExchange(space.interleaved), CoordinateExchange())
+
+
+GAINS: dict[str | None, Choose] = {
+    "rms_head": _exchanged,
+    "rms_all": _exchanged,
+    "rms_turned": lambda space, wanted: CoordinateExchange(),
+    "affine_head": _exchanged,
+}
+"""The group of the gains of that norm; none where it has no gains, or others for each head. Of a norm over all heads,
+each KV group exchanges its own."""
 
 VALUES: dict[str, Choose] = {
     "free": _maps,
@@ -147,13 +165,14 @@ def heads(space: Facts, wanted: Wanted = LARGEST) -> HeadGroup:
         if given not in known:
             raise _unknown(space, what, given, [word for word in known if word])
     qk, vo = QUERIES[space.norm](space, wanted), VALUES[space.values](space, wanted)
+    gains = GAINS[space.norm](space, wanted) if space.norm in GAINS and wanted.rescale else None
     if wanted.attention == "none":
-        qk, vo = Fixed(), Fixed()
+        qk, vo, gains = Fixed(), Fixed(), None
     if wanted.attention == "permutation" or wanted.heads == "spectral":
-        qk, vo = _orders(qk), _orders(vo)
+        qk, vo, gains = _orders(qk), _orders(vo), None
     sizes = {name: space.sizes[name] for name in ("groups", "per_group", "head_dim", "value_dim")}
     order = wanted.heads if wanted.heads == "none" or space.free_order else "fixed"
-    return HeadGroup(**sizes, order=order, qk=qk, vo=vo)
+    return HeadGroup(**sizes, order=order, qk=qk, vo=vo, gains=gains, shared=space.norm != "rms_all")
 
 
 def _orders(group: Group) -> Group:

@@ -96,11 +96,11 @@ class Split(Group):
 
     @property
     def words(self) -> str:
-        return f"{self.first.words}, {self.second.words} on the rest"
+        return _both(self.first.words, self.second.words, "on the rest")
 
     @property
     def symbol(self) -> str:
-        return f"{self.first.symbol}, {self.second.symbol} on what rotary leaves alone"
+        return _both(self.first.symbol, self.second.symbol, "on what rotary leaves alone")
 
     def parts(self, size: int) -> list[tuple[Group, slice]]:
         return [(self.first, slice(0, self.at)), (self.second, slice(self.at, size))]
@@ -122,3 +122,7 @@ class Split(Group):
 
     def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
         raise TypeError("a split group is solved part by part")
+
+
+def _both(first: str, second: str, where: str) -> str:
+    return first if first == second else f"{first}, {second} {where}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,9 @@ from rotation_merge.groups.space import SpaceGroup, SpaceTransform, Work
 QUERY_ROLES = ("q", "o", "gate", "q_gain", "head")
 """Roles whose axis has one entry for each query head: dimensions (G, r, ...)."""
 
+SHARED_GAINS = ("q_norm", "k_norm")
+"""Roles of gains that all heads of a layer share."""
+
 
 @dataclass(frozen=True, eq=False)
 class HeadTransform(SpaceTransform):
@@ -26,16 +29,19 @@ class HeadTransform(SpaceTransform):
         queries: int64 (G, r), the query heads inside each group, ``queries[i]`` indexing donor group groups[i].
         qk: element (batch G) acting on keys, and dually on the queries of the group.
         vo: element (batch G) acting on values, and dually on the outputs of the group's heads.
+        gains: element (batch G, or 1 for all heads) acting on the gains of the keys' norm, and dually on those of the
+            queries'; None where they are not exchanged.
 
-    Roles and their dimensions: q (G, r, d), k (G, d), v (G, d_v), o (G, r, d_v); norm gains that no map inside a
-    head may touch: q_gain (G, r, d), k_gain (G, d); one number a head: head (G, r), kv_head (G); a gate of the outputs,
-    which follows the order of values: gate (G, r, d_v).
+    Roles and their dimensions: q (G, r, d), k (G, d), v (G, d_v), o (G, r, d_v); gains of norms of all heads together:
+    q_gain (G, r, d), k_gain (G, d), and of a norm that all heads share: q_norm (d), k_norm (d); one number a head:
+    head (G, r), kv_head (G); a gate of the outputs, which follows the order of values: gate (G, r, d_v).
     """
 
     groups: Tensor
     queries: Tensor
     qk: GroupElement
     vo: GroupElement
+    gains: GroupElement | None = None
 
     space_kind = "attention"
 
@@ -45,7 +51,11 @@ class HeadTransform(SpaceTransform):
         return torch.arange(groups), torch.arange(per_group).repeat(groups, 1)
 
     def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
+        if role in SHARED_GAINS:
+            return self._exchange(x.unsqueeze(dim), dim, dim + 1, dual != (role == "q_norm")).squeeze(dim)
         x = self._reorder(x, role, dim)
+        if role in ("q_gain", "k_gain"):
+            return self._exchange(x, dim, dim + 1 + (role == "q_gain"), dual != (role == "q_gain"))
         if role in ("q", "k") and not self.qk.is_identity():
             return self.qk.act(x, dim, dim + 1 + (role == "q"), dual=(role == "q") != dual)
         if role in ("v", "o") and not self.vo.is_identity():
@@ -53,6 +63,14 @@ class HeadTransform(SpaceTransform):
         if role == "gate" and isinstance(self.vo, Monomial):
             return self.vo.permutation.act(x, dim, dim + 2)
         return x
+
+    def _exchange(self, x: Tensor, batch_dim: int, dim: int, dual: bool) -> Tensor:
+        moves = self.gains is not None and not self.gains.is_identity()
+        return self.gains.act(x, batch_dim, dim, dual) if moves and self.gains is not None else x
+
+    def _gains_of(self, index: Tensor) -> GroupElement | None:
+        """The gains' elements in another order of the groups; one for all heads has none."""
+        return self.gains if self.gains is None or self.gains.batch == 1 else self.gains.select(index)
 
     def mixes(self, role: str) -> bool:
         return (role in ("q", "k") and mixes(self.qk)) or (role in ("v", "o") and mixes(self.vo))
@@ -70,33 +88,41 @@ class HeadTransform(SpaceTransform):
 
     def inverse(self) -> HeadTransform:
         back = self.groups.argsort()
+        gains = self._gains_of(back)
         return HeadTransform(
             back,
             self.queries.argsort(dim=1)[back],
             self.qk.inverse().select(back),
             self.vo.inverse().select(back),
+            None if gains is None else gains.inverse(),
         )
 
     def compose(self, first: HeadTransform) -> HeadTransform:
+        gains = first._gains_of(self.groups)
+        if self.gains is not None:
+            gains = self.gains if gains is None else self.gains.compose(gains)
         return HeadTransform(
             first.groups[self.groups],
             first.queries[self.groups].gather(1, self.queries),
             self.qk.compose(first.qk.select(self.groups)),
             self.vo.compose(first.vo.select(self.groups)),
+            gains,
         )
 
     def still(self) -> HeadTransform:
-        return HeadTransform(*self.identity_order(*self.queries.shape), self.qk.still(), self.vo.still())
+        gains = None if self.gains is None else self.gains.still()
+        return HeadTransform(*self.identity_order(*self.queries.shape), self.qk.still(), self.vo.still(), gains)
 
     def elements(self) -> dict[str, GroupElement]:
-        return {"qk": self.qk, "vo": self.vo}
+        own = {"qk": self.qk, "vo": self.vo}
+        return own if self.gains is None else {**own, "gains": self.gains}
 
     def with_elements(self, elements: Mapping[str, GroupElement]) -> HeadTransform:
-        return HeadTransform(self.groups, self.queries, elements["qk"], elements["vo"])
+        return HeadTransform(self.groups, self.queries, elements["qk"], elements["vo"], elements.get("gains"))
 
     def is_identity(self) -> bool:
         in_order = self._ordered(self.groups[None]) and self._ordered(self.queries)
-        return in_order and self.qk.is_identity() and self.vo.is_identity()
+        return in_order and all(element.is_identity() for element in self.elements().values())
 
     def head_order(self) -> Tensor:
         """The order of all query heads, int64 (G r,): ``aligned head i = donor head order[i]``."""
@@ -105,26 +131,25 @@ class HeadTransform(SpaceTransform):
     def distances(self) -> dict[str, float]:
         order = self.head_order()
         moved = (order != torch.arange(len(order), device=order.device)).double().mean()
-        return {
-            "heads": float(moved),
-            "qk": float(self.qk.distance().mean()),
-            "vo": float(self.vo.distance().mean()),
-        }
+        inside = {name: float(element.distance().mean()) for name, element in self.elements().items()}
+        return {"heads": float(moved), **inside}
 
     def group(self) -> str:
         order = "" if self.distances()["heads"] == 0 else "head order, "
-        return f"{order}qk {self.qk.kind}, vo {self.vo.kind}"
+        gains = ", gains exchanged" if self.gains is not None and not self.gains.is_identity() else ""
+        return f"{order}qk {self.qk.kind}, vo {self.vo.kind}{gains}"
 
     def tensors(self) -> dict[str, Tensor]:
         result = {"groups": self.groups, "queries": self.queries}
-        for name, element in (("qk", self.qk), ("vo", self.vo)):
+        for name, element in self.elements().items():
             result |= {f"{name}.{key}": tensor for key, tensor in dump(element).items()}
         return result
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> HeadTransform:
         maps = nested({key: tensor for key, tensor in tensors.items() if "." in key})
-        return cls(tensors["groups"].long(), tensors["queries"].long(), load(maps["qk"]), load(maps["vo"]))
+        gains = load(maps["gains"]) if "gains" in maps else None
+        return cls(tensors["groups"].long(), tensors["queries"].long(), load(maps["qk"]), load(maps["vo"]), gains)
 
 
 ORDERS = ("none", "permutation", "spectral", "fixed")
@@ -136,7 +161,11 @@ _PAIR_FLOPS = 600.0
 
 @dataclass(frozen=True)
 class HeadGroup(SpaceGroup):
-    """The order of the heads of one layer (one of `ORDERS`), and the groups inside them."""
+    """The order of the heads of one layer (one of `ORDERS`), and the groups inside them.
+
+    Attributes:
+        gains, shared: the group of the gains of norms of queries and keys, if any, and whether all heads share them.
+    """
 
     groups: int
     per_group: int
@@ -145,6 +174,8 @@ class HeadGroup(SpaceGroup):
     order: str
     qk: Group
     vo: Group
+    gains: Group | None = None
+    shared: bool = True
 
     @property
     def own_order(self) -> tuple[Tensor, Tensor]:
@@ -153,7 +184,10 @@ class HeadGroup(SpaceGroup):
 
     def identity(self) -> HeadTransform:
         qk, vo = self.qk.identity(self.groups, self.head_dim), self.vo.identity(self.groups, self.value_dim)
-        return HeadTransform(*self.own_order, qk, vo)
+        return HeadTransform(*self.own_order, qk, vo, self._gains(lambda group, *sizes: group.identity(*sizes)))
+
+    def _gains(self, make: Callable[[Group, int, int], GroupElement]) -> GroupElement | None:
+        return None if self.gains is None else make(self.gains, 1 if self.shared else self.groups, self.head_dim)
 
     def refuses(self, transform: SpaceTransform) -> str | None:
         if not isinstance(transform, HeadTransform):
@@ -166,16 +200,18 @@ class HeadGroup(SpaceGroup):
             transform.head_order(), torch.arange(self.groups * self.per_group)
         ):
             return "heads have to keep their places"
-        sides = (
-            ("query/key", transform.qk, self.qk, self.head_dim),
-            ("value/output", transform.vo, self.vo, self.value_dim),
-        )
-        for side, element, group, size in sides:
-            if (element.batch, element.size) != (self.groups, size):
-                return f"{side}: it has not {self.groups} maps of size {size}"
+        sides: list[tuple[str, GroupElement, Group | None, int, int]] = [
+            ("query/key", transform.qk, self.qk, self.groups, self.head_dim),
+            ("value/output", transform.vo, self.vo, self.groups, self.value_dim),
+        ]
+        if transform.gains is not None:
+            sides.append(("gains", transform.gains, self.gains, 1 if self.shared else self.groups, self.head_dim))
+        for side, element, group, batch, size in sides:
+            if (element.batch, element.size) != (batch, size):
+                return f"{side}: it has not {batch} maps of size {size}"
             maps = proven_maps(element)
-            if maps is None or not group.admits(maps):
-                return f"{side}: it is not one of: {group.words}"
+            if group is None or maps is None or not group.admits(maps):
+                return f"{side}: it is not one of: {group.words if group else 'none'}"
         return None
 
     def random(self, generator: torch.Generator) -> HeadTransform:
@@ -184,12 +220,15 @@ class HeadGroup(SpaceGroup):
             order = torch.randperm(self.groups, generator=generator)
             queries = torch.stack([torch.randperm(self.per_group, generator=generator) for _ in range(self.groups)])
         qk = self.qk.random(self.groups, self.head_dim, generator)
-        return HeadTransform(order, queries, qk, self.vo.random(self.groups, self.value_dim, generator))
+        vo = self.vo.random(self.groups, self.value_dim, generator)
+        gains = self._gains(lambda group, *sizes: group.random(*sizes, generator))
+        return HeadTransform(order, queries, qk, vo, gains)
 
     @property
     def words(self) -> str:
         order = "" if self.order == "none" else f"head order: {self.order}; "
-        return f"{order}query/key: {self.qk.words}; value/output: {self.vo.words}"
+        gains = f"; {self.gains.words}" if self.gains is not None else ""
+        return f"{order}query/key: {self.qk.words}; value/output: {self.vo.words}{gains}"
 
     def work(self) -> Work:
         if self.order == "none":

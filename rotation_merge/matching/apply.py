@@ -12,13 +12,16 @@ from rotation_merge.architectures.model import Axis, Part, Piece, TensorInfo, fa
 from rotation_merge.groups import SpaceTransform
 
 
-def transform_tensor(tensor: Tensor, info: TensorInfo, transforms: Mapping[str, SpaceTransform]) -> Tensor:
+def transform_tensor(
+    tensor: Tensor, info: TensorInfo, transforms: Mapping[str, SpaceTransform], change: bool = False
+) -> Tensor:
     """The tensor in the new coordinates.
 
     Args:
         tensor: the donor's tensor (stacked, if `info.stacked`), any floating dtype.
         info: its labelled axes.
         transforms: by space name; spaces not named keep their coordinates.
+        change: the tensor is the difference of two donors' tensors: what is added to every such tensor falls away.
 
     Returns:
         The very same tensor if nothing moves, else a new one in float32 at least (rounding is the caller's, once).
@@ -28,6 +31,10 @@ def transform_tensor(tensor: Tensor, info: TensorInfo, transforms: Mapping[str, 
     if not moving:
         return tensor
     result = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    if info.offset and not change:
+        return (transform_tensor(result.double() + info.offset, info, moving, change=True) - info.offset).to(
+            result.dtype
+        )
     for dim, axis in enumerate(info.axes):
         if any(part.space.name in moving for part in axis.parts):
             result = transform_axis(result, dim, axis, moving)

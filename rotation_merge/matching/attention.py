@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from rotation_merge.groups.admitted import heads
 from rotation_merge.groups.heads import HeadGroup
 from rotation_merge.matching.head_order import head_order
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.pairing import Pairing, assembled, pairings_of
+from rotation_merge.matching.pairing import Pairing, assembled, pairings_of, shared_gains
 from rotation_merge.matching.products import Order
 from rotation_merge.matching.sides import Side
 from rotation_merge.matching.spectral import spectral_order
@@ -43,23 +43,25 @@ def match_attention(space: Space, found: list[Side], options: MatchOptions) -> A
     group = heads(space, options)
     donor, queries = group.own_order
     own = Order(torch.arange(group.groups), donor, queries)
-    pairings = pairings_of(space, found, options)
-    distances = [pairing.distance() for pairing in pairings]
+    pairings, shared = pairings_of(space, found, options), shared_gains(space, found, options)
+    distances = [pairing.distance() for pairing in (*pairings, *shared)]
     before = float(sum(distance.sum().cpu() for distance in distances))
-    anchor = float(sum(pairing.anchor_norm().sum().cpu() for pairing in pairings))
+    anchor = float(sum(pairing.anchor_norm().sum().cpu() for pairing in (*pairings, *shared)))
     if before == 0:
         return AttentionMatch(group.identity(), [], 0.0, 0.0, anchor)
     order, notes = _order(group, pairings, own)
     if order is not None:
-        distances = [pairing.distance(order) for pairing in pairings]
+        distances[: len(pairings)] = [pairing.distance(order) for pairing in pairings]
     elements, after = [], 0.0
-    for pairing, distance in zip(pairings, distances, strict=True):
-        element, gained = _solve(pairing, order, distance)
+    orders = [order] * len(pairings) + [None] * len(shared)
+    for pairing, its, distance in zip((*pairings, *shared), orders, distances, strict=True):
+        element, gained = _solve(pairing, its, distance)
         elements.append(element)
         after += float((distance - gained).clamp_min(0).sum())
-    order = order or own
-    maps = [assembled(pairings, elements, side) for side in ("qk", "vo")]
-    return AttentionMatch(HeadTransform(order.donor, order.queries, *maps), notes, before, after, anchor)
+    order, still = order or own, group.identity()
+    maps = {side: assembled([*pairings, *shared], elements, side) or one for side, one in still.elements().items()}
+    transform = replace(still.with_elements(maps), groups=order.donor, queries=order.queries)
+    return AttentionMatch(transform, notes, before, after, anchor)
 
 
 def _order(group: HeadGroup, pairings: list[Pairing], own: Order) -> tuple[Order | None, list[str]]:

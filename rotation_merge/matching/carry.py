@@ -102,7 +102,7 @@ class Carrier:
 
     def moved(self, info: TensorInfo, change: Tensor) -> Tensor:
         """A change of the folded old base in the new one's coordinates."""
-        return transform_tensor(change, info, self.alignment.transforms)
+        return transform_tensor(change, info, self.alignment.transforms, change=True)
 
     def stored(self, block: Block, info: TensorInfo, change: Tensor, weight: Tensor | None = None) -> Tensor:
         """A change of the folded old base as one of the new base as it is stored, in the new vocabulary.

@@ -11,7 +11,7 @@ from rotation_merge.architectures.model import Space
 from rotation_merge.groups import DirectSum, GroupElement
 from rotation_merge.groups.admitted import heads
 from rotation_merge.groups.group import Group
-from rotation_merge.groups.heads import QUERY_ROLES
+from rotation_merge.groups.heads import QUERY_ROLES, SHARED_GAINS
 from rotation_merge.groups.monomial import GatedOrder
 from rotation_merge.groups.planar import pair_dims
 from rotation_merge.groups.signs import Fixed
@@ -26,7 +26,7 @@ class Pairing:
     """Coordinates of heads that one group acts on.
 
     Attributes:
-        side: qk, vo, or rest (numbers that only follow the order of the heads).
+        side: qk, vo, gains, or rest (numbers that only follow the order of the heads).
         group: not a split one.
         primal: keys or values, one head a group.
         dual: queries or outputs, r heads a group.
@@ -115,7 +115,9 @@ def pairings_of(space: Space, found: list[Side], options: MatchOptions) -> list[
     group = heads(space, options)
     result = _parts("qk", group.qk, space, found, ("k", "q"), sizes["head_dim"])
     values = _parts("vo", group.vo, space, found, ("v", "o"), sizes["value_dim"])
-    rest = [(("k_gain", "q_gain"), sizes["head_dim"]), (("kv_head", "head"), 1)]
+    rest = [(("kv_head", "head"), 1)]
+    if any(side.role in ("q_gain", "k_gain") for side in found):
+        result += _parts("gains", group.gains or Fixed(), space, found, ("k_gain", "q_gain"), sizes["head_dim"])
     if isinstance(group.vo, GatedOrder):
         values = [replace(values[0], follow=_half(space, found, "gate", sizes["value_dim"]))]
     else:
@@ -127,9 +129,19 @@ def pairings_of(space: Space, found: list[Side], options: MatchOptions) -> list[
     return result
 
 
-def assembled(pairings: list[Pairing], elements: list[GroupElement], side: str) -> GroupElement:
-    """The elements of one side as one."""
+def shared_gains(space: Space, found: list[Side], options: MatchOptions) -> list[Pairing]:
+    """The gains of norms that all heads of a layer share, if it has such, as one group of one head."""
+    if not any(side.role in SHARED_GAINS for side in found):
+        return []
+    group = heads(space, options).gains or Fixed()
+    return _parts("gains", group, space, found, ("k_norm", "q_norm"), space.sizes["head_dim"])
+
+
+def assembled(pairings: list[Pairing], elements: list[GroupElement], side: str) -> GroupElement | None:
+    """The elements of one side as one; None where it has none."""
     parts = [element for pairing, element in zip(pairings, elements, strict=True) if pairing.side == side]
+    if not parts:
+        return None
     return parts[0] if len(parts) == 1 else DirectSum(tuple(parts))
 
 
@@ -145,8 +157,7 @@ def _parts(
 
 def _half(space: Space, found: list[Side], role: str, size: int) -> Half:
     groups, per_group = space.sizes["groups"], space.sizes["per_group"]
-    heads = per_group if role in QUERY_ROLES else 1
-    shape = (groups, heads, size)
+    shape = (1, 1, size) if role in SHARED_GAINS else (groups, per_group if role in QUERY_ROLES else 1, size)
     pairs = [(_shaped(s.anchor, shape), _shaped(s.donor, shape)) for s in found if s.role == role]
     return Half(pairs, shape, "full", space.interleaved, found[0].anchor.device)
 

@@ -92,10 +92,12 @@ def views(
             continue
         if any(other.name in without for other in info.spaces()):
             continue
-        moved = transform_tensor(donor[info.key], info, rest)
+        moved, own = transform_tensor(donor[info.key], info, rest), anchor[info.key]
+        if info.offset:
+            moved, own = moved + info.offset, own + info.offset
         for dim, axis in enumerate(info.axes):
             if any(part.space == space for part in axis.parts):
-                for part, start, a, b in axis_views(anchor[info.key], moved, dim, axis):
+                for part, start, a, b in axis_views(own, moved, dim, axis):
                     if part.space == space and not (len(info.axes) == 1 and part.role in unseen):
                         yield info, part, start, a, b
 

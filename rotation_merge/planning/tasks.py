@@ -207,7 +207,7 @@ class MoveTensor(KeyedTask):
         change = donor.float() - origin.float()
         if self.run is not None:
             self.run.transport(self.donor_name, float(change.square().sum()), float(origin.float().square().sum()))
-        moved, axis = transform_tensor(change, self.info, maps), self.info.vocabulary_axis
+        moved, axis = transform_tensor(change, self.info, maps, change=True), self.info.vocabulary_axis
         if self.rows is None or axis is None:
             return anchor.float() + moved
         mine, theirs = (rows.to(moved.device) for rows in self.rows)
