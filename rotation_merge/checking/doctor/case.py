@@ -118,7 +118,9 @@ def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
         what, remedy = explain(error.errors()[0])
         raise RecipeError(what, where=path, remedy=remedy) from error
     base = [config.base_model] if config.base_model is not None else []
-    names = [str(model) for model in dict.fromkeys([*base, *config.referenced_models()])]
+    text = str(value)  # mergekit names them in no order
+    named = sorted(config.referenced_models(), key=lambda model: text.find(model.model.path))
+    names = [str(model) for model in dict.fromkeys([*base, *named])]
     donors = {}
     if value["merge_method"] == METHOD and config.models and not _any_absent(names):
         try:
