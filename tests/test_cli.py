@@ -104,10 +104,14 @@ class TestCheck:
         assert done.exit_code == 1
         assert "tokenizer: {source: base}" in done.output
 
-    def test_no_weight_is_read(self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_faults_are_found_without_weights(self, pair: tuple[str, str], tmp_path: Path, monkeypatch):
+        """Only what says which preset fits looks at some, where there are no faults."""
+        from rotation_merge.checking import suggest
         from rotation_merge.checkpoints.models import Model
 
         monkeypatch.setattr(Model, "__getitem__", lambda *_: pytest.fail("a weight was read"))
+        assert run("check", recipe(tmp_path, *pair, "colour: red")).exit_code == 1
+        monkeypatch.setattr(suggest, "likeness", lambda *_: 1.0)
         assert run("check", recipe(tmp_path, *pair)).exit_code == 0
 
 

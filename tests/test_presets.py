@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_support import parsed, run
 from plugin_support import make, merged, recipe_for, state, twin, write_recipe, write_state
 
 from rotation_merge.checking import donors_of
@@ -48,3 +49,16 @@ def test_what_a_recipe_says_itself_holds(models, tmp_path: Path):
     (seen,) = donors_of(str(write_recipe(recipe(models, "twin", preset="far", heads="none"), tmp_path / "r.yml")))
     assert seen.options.heads == "none"
     assert seen.options.residual == "largest"
+
+
+@pytest.mark.parametrize(("donor", "suggested"), [("tuned", "near"), ("twin", "far")])
+def test_check_says_which_fits(models, donor: str, suggested: str, tmp_path: Path):
+    path = write_recipe(recipe(models, donor), tmp_path / "r.yml")
+    (found,) = parsed("check", path)["presets"]
+    assert (found["donor"], found["suggested"], found["preset"]) == (str(models[donor]), suggested, None)
+    assert (found["cosine"] > 0.9) == (suggested == "near")
+    assert f"'preset: {suggested}' is made for that" in run("check", path).output
+    assert "'preset: auto' fits" in run("check", write_recipe(recipe(models, donor, preset="auto"), path)).output
+    other = {"near": "far", "far": "near"}[suggested]
+    said = run("check", write_recipe(recipe(models, donor, preset=other), path)).output
+    assert f"'preset: {suggested}' fits better than '{other}'" in said

@@ -10,7 +10,7 @@ import click
 from rotation_merge import __version__
 
 COMMANDS = {
-    "check": "Check a recipe without reading weights: all faults at once.",
+    "check": "Check a recipe before it is run: all faults at once, and which preset fits.",
     "inspect": "Spaces, groups, sizes and expected cost of a model or a recipe.",
     "align": "Write a donor in an anchor's coordinates, as a normal checkpoint.",
     "carry": "Carry a LoRA to a new base, without training.",
