@@ -23,7 +23,8 @@ TOLERANCE = 2e-4
 
 def data_for(path: Path, where: Path, rows: int = 24) -> str:
     """A file of random inputs of a tiny checkpoint's kind, with labels where it has classes."""
-    from rotation_merge.samples.functions import load, random_batch
+    from rotation_merge.samples.functions import load
+    from rotation_merge.samples.inputs import random_batch
 
     model, draw = load(str(path)), torch.Generator().manual_seed(0)
     batches = [random_batch(model, draw) for _ in range(rows // 2)]

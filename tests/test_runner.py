@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny_models import ALL, Case, difference, exactly, inputs, make, outputs, save
+from tiny_models import ALL, Case, difference, exactly, make, outputs, save
 
 from rotation_merge.architectures import resolve
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.samples import functions
+from rotation_merge.samples.inputs import random_batch
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.store import Store
 
@@ -19,9 +21,10 @@ HARD = [case for case in ALL if case.name in ("classifier, all layers", "t5-mt5"
 
 
 def runner(case: Case, folder: Path, store: Store | None = None) -> tuple[Runner, dict[str, torch.Tensor]]:
-    """A tiny model about to run on two batches of the same examples, and what it answers."""
+    """A tiny model about to run on two batches of the same random examples, and what it answers."""
     model = make(case)
-    given = inputs(case, model)
+    draw = random_batch(model, torch.Generator().manual_seed(0))
+    given = {name: x.double() if x.is_floating_point() else x for name, x in draw.items()}
     config, state = save(model, folder)
     architecture = resolve(config, list(state), case.name)
     own = transformers.AutoConfig.from_pretrained(folder)
@@ -42,6 +45,7 @@ def test_block_by_block_is_the_whole_model(case: Case, tmp_path: Path) -> None:
             filled.append(sum(all(p.device.type != "meta" for p in m.parameters()) for m in layers if m is not None))
             assert run.whole or filled[-1] <= 1, block.name
         assert difference(outputs(run.model, run.batches[1]), expected) <= 1e-9
+        assert functions.outputs(run.model, run.batches[1]).keys() == expected.keys()
     assert max(filled) >= 1
 
 

@@ -291,13 +291,22 @@ def parse_reference(path: str) -> ModelReference:
         raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
 
 
+def open_model(path: str) -> Model:
+    """One checkpoint, with its adapter where it names one (`model+adapter`), as its files are now: what mergekit keeps
+    open under its name is forgotten."""
+    reference = parse_reference(path)
+    for name in (reference, reference.model_copy(update={"lora": None})):
+        LoaderCache.loaders.pop(name, None)
+    return Model(reference, MergeOptions())
+
+
 def weights_of(path: str) -> int:
     """How many weights a model stores, from its files' headers.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    return sum(math.prod(shape) for shape in Model(parse_reference(path), MergeOptions()).shapes.values())
+    return sum(math.prod(shape) for shape in open_model(path).shapes.values())
 
 
 def adapted_state(path: str) -> dict[str, Tensor] | None:

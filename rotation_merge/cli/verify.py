@@ -7,7 +7,9 @@ import torch
 
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
-from rotation_merge.samples.functions import load, random_batch, stored_dtype
+from rotation_merge.samples.answers import answering
+from rotation_merge.samples.functions import stored_dtype
+from rotation_merge.samples.inputs import random_batch
 from rotation_merge.samples.proof import ROUNDINGS, coarser, largest_difference, own_rounding
 
 
@@ -35,28 +37,30 @@ def command(
 ) -> int:
     """Do MODEL_A and MODEL_B compute the same function?
 
-    Both are run on random inputs of the right kind (token ids, pixels, audio features) and on --data where given. The
-    largest difference is relative to the root mean square of MODEL_A's outputs. What is allowed is a multiple of what
-    rounding MODEL_A's own weights changes: in the coarser of the two models' storage types, or in float32, in which
-    transformers computes parts of every model. Exit code 0: the same; 1: not.
+    Both are run on random inputs of the right kind (token ids, pixels, audio features) and on --data where given, and
+    everything that they give back by default is compared. The largest difference is relative to the root mean square of
+    MODEL_A's output. What is allowed is a multiple of what rounding MODEL_A's own weights changes: in the coarser of
+    the two models' storage types, or in float32, in which transformers computes parts of every model. Models beyond 500
+    million weights are run one layer at a time. Exit code 0: the same; 1: not.
     """
     compute = torch.float64 if double else torch.float32
-    a, b = load(model_a, compute), load(model_b, compute, like=model_a)
-    if type(a) is not type(b):
+    a, b = answering(model_a, compute), answering(model_b, compute, like=model_a)
+    if a.kind is not b.kind:
         raise CheckpointError(
-            f"is a {type(b).__name__}, {model_a} a {type(a).__name__}",
+            f"is a {b.kind.__name__}, {model_a} a {a.kind.__name__}",
             where=model_b,
             remedy="only models of one class and size can be compared",
         )
     generator = torch.Generator().manual_seed(seed)
-    inputs = [random_batch(a, generator) for _ in range(batches)]
+    inputs = [random_batch(a.model, generator) for _ in range(batches)]
     if data is not None:
         from rotation_merge.samples.data import read_batches
 
-        inputs += read_batches(data, model_a, a, limit=32).batches
-    worst = largest_difference(a, b, inputs, (model_a, model_b))
+        inputs += read_batches(data, model_a, a.model, limit=32).batches
+    expected, found = a.on(inputs), b.on(inputs)
+    worst = largest_difference(expected, found, (model_a, model_b))
     coarsest = coarser(stored_dtype(model_a), stored_dtype(model_b))
-    allowed = tolerance if tolerance is not None else ROUNDINGS * own_rounding(a, inputs, coarsest, seed)
+    allowed = tolerance if tolerance is not None else ROUNDINGS * own_rounding(a, inputs, expected, coarsest, seed)
     same = worst["relative"] <= allowed
     if as_json:
         print_json({"same": same, "tolerance": allowed, "batches": len(inputs), **worst})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,10 +21,8 @@ from rotation_merge.matching.member import Member
 
 Batch = dict[str, Tensor]
 
-COMPARED = ("logits", "prediction_logits", "image_embeds", "text_embeds", "start_logits", "end_logits")
-"""Outputs that are a model's answer, beside what is named logits."""
-
-HIDDEN = ("last_hidden_state", "pooler_output")
+BESIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""Switches of a config that hand out more than what is computed: coordinates of inner spaces."""
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -61,7 +59,7 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
     import transformers
 
     directory = local_path(path)
-    kind = model_class(read_config(directory).get("architectures"), path)
+    kind = kind_at(path)
     options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
     state = adapted_state(path)
     try:
@@ -82,7 +80,16 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
     model.config._experts_implementation = "eager"  # grouped products know no double precision
     if like is not None:
         _relabel(model, read_config(local_path(like)), like)
+    hand_out_answers(model.config)
     return model.eval()
+
+
+def hand_out_answers(config: Any) -> None:
+    """Switch off what a config has a model hand out besides what it computes."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for key in BESIDE:
+            if getattr(part, key, False):
+                setattr(part, key, False)
 
 
 def _relabel(model: nn.Module, config: dict[str, Any], where: str) -> None:
@@ -129,6 +136,15 @@ def model_class(names: Sequence[str] | None, where: str | None = None) -> Any:
     return kind
 
 
+def kind_at(path: str) -> Any:
+    """transformers' class of the model at a path.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return model_class(read_config(local_path(path)).get("architectures"), path)
+
+
 def stored_dtype(path: str) -> torch.dtype:
     """What a checkpoint's weights were rounded to, as its config says."""
     config = read_config(local_path(path))
@@ -153,58 +169,20 @@ def check_kind(model: Any, batch: Mapping[str, Tensor], source: str) -> None:
         )
 
 
-SIZE, LENGTH = 2, 24
-"""Examples in a random batch, and tokens in each."""
-
-
-def random_batch(model: Any, generator: torch.Generator) -> Batch:
-    """Random inputs of the kind the model takes: token ids, pixels or audio features."""
-    config = model.config
-    takes = set(inspect.signature(model.forward).parameters)
-    batch: Batch = {}
-    if "input_ids" in takes:
-        batch["input_ids"] = _ids(config, generator)
-    if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
-        batch["decoder_input_ids"] = _ids(config, generator)
-    if "pixel_values" in takes:
-        vision = getattr(config, "vision_config", config)
-        side = getattr(vision, "image_size", 224)
-        height, width = side if isinstance(side, list | tuple) else (side, side)
-        channels = getattr(vision, "num_channels", 3)
-        batch["pixel_values"] = torch.randn(SIZE, channels, height, width, generator=generator)
-    if "input_features" in takes:
-        bins, frames = getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)
-        batch["input_features"] = torch.randn(SIZE, bins, frames, generator=generator)
-    if "input_values" in takes:
-        shape = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else (8000,)
-        batch["input_values"] = torch.randn(SIZE, *shape, generator=generator)
-    if not batch:
-        raise CheckpointError(
-            f"{type(model).__name__} takes {', '.join(sorted(takes))}: no random input is known for that",
-            remedy="give inputs with --data",
-        )
-    return batch
-
-
-def _ids(config: Any, generator: torch.Generator) -> Tensor:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = getattr(text, "max_position_embeddings", None) or LENGTH + 4
-    length = max(2, min(LENGTH, longest - 4))
-    ids = torch.randint(text.vocab_size, (SIZE, length), generator=generator)
-    pad = getattr(text, "pad_token_id", None)
-    if isinstance(pad, int) and text.vocab_size > 2:
-        ids = torch.where(ids == pad, torch.full_like(ids, (pad + 1) % text.vocab_size), ids)
-    return ids
-
-
 @torch.no_grad()
 def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
-    """What a model answers to a batch: its logits or embeddings, else its last hidden state."""
-    dtype = next(model.parameters()).dtype
-    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items() if k != "labels"}
-    result = model(**given)
-    items = {k: v for k, v in result.items() if isinstance(v, Tensor) and v.is_floating_point()}
-    chosen = {k: v for k, v in items.items() if k in COMPARED or k in HIDDEN or "logits" in k}
-    if not chosen:
-        raise CheckpointError(f"{type(model).__name__} gives no logits or hidden state to compare")
-    return chosen
+    """What a model gives back by default: every floating tensor, those of its parts too (`text_model_output.NAME`), but
+    for caches, which are its own affair."""
+    found = dict(_floating("", model(**{k: v for k, v in batch.items() if k != "labels"})))
+    if not found:
+        raise CheckpointError(f"{type(model).__name__} gives nothing to compare")
+    return found
+
+
+def _floating(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(found, Tensor):
+        if found.is_floating_point():
+            yield name, found
+    elif name != "past_key_values" and isinstance(found, Mapping | list | tuple):
+        for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
+            yield from _floating(f"{name}.{key}" if name else str(key), value)

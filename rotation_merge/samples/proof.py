@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rotation_merge.checkpoints.models import weights_of
 from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.samples.functions import Batch, load, outputs, random_batch, stored_dtype
+from rotation_merge.samples.answers import Layered, Whole, answering
+from rotation_merge.samples.functions import Batch, stored_dtype
+from rotation_merge.samples.inputs import random_batch
 
 ROUNDINGS = 16.0
 """So many times what rounding the first model's own weights does to its outputs may the two differ."""
 
 BATCHES = 2
 """Random batches of a proof."""
-
-LARGEST = 500_000_000
-"""Weights of the largest model that is loaded whole for a proof."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +49,17 @@ def prove(donor: str, result: str) -> Proof:
         CheckpointError: what was made cannot be loaded.
     """
     try:
-        size = weights_of(donor)
-        if size > LARGEST:
-            return Proof(reason=f"{size:,} weights are more than {LARGEST:,}; 'rotation-merge verify' compares them")
-        first = load(donor)
-        inputs = [random_batch(first, torch.Generator().manual_seed(i)) for i in range(BATCHES)]
-        for batch in inputs:
-            outputs(first, batch)
+        first = answering(donor)
+        inputs = [random_batch(first.model, torch.Generator().manual_seed(i)) for i in range(BATCHES)]
+        expected = first.on(inputs)
     except RotationMergeError as error:
         return Proof(reason=str(error))
     except Exception as error:  # whatever a model's class raises on inputs that it does not take
         return Proof(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    second = load(result, like=donor)
-    worst = largest_difference(first, second, inputs, (donor, result))["relative"]
-    coarsest = coarser(stored_dtype(donor), stored_dtype(result))
-    return Proof(float(worst), ROUNDINGS * own_rounding(first, inputs, coarsest))
+    allowed = ROUNDINGS * own_rounding(first, inputs, expected, coarser(stored_dtype(donor), stored_dtype(result)))
+    del first
+    worst = largest_difference(expected, answering(result, like=donor).on(inputs), (donor, result))["relative"]
+    return Proof(float(worst), allowed)
 
 
 def coarser(*dtypes: torch.dtype) -> torch.dtype:
@@ -74,40 +67,40 @@ def coarser(*dtypes: torch.dtype) -> torch.dtype:
     return max((d for d in dtypes if d.is_floating_point), key=lambda d: torch.finfo(d).eps, default=torch.float32)
 
 
-@torch.no_grad()
-def own_rounding(model: Any, inputs: list[Batch], dtype: torch.dtype, seed: int = 0) -> float:
+def own_rounding(
+    model: Whole | Layered, inputs: list[Batch], expected: list[Batch], dtype: torch.dtype, seed: int = 0
+) -> float:
     """The largest relative difference that rounding a model's weights makes: each is off by up to half a unit in the
-    last place of `dtype`, or of float32 where that is coarser."""
+    last place of `dtype`, or of float32 where that is coarser.
+
+    Args:
+        expected: what it answers to the inputs; a model in memory is spent.
+    """
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    rounded = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in rounded.parameters():
-        noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64).to(parameter) - 0.5
-        parameter.mul_(1 + unit * noise)
-    return float(largest_difference(model, rounded, inputs, ("the model", "the model, rounded"))["relative"])
+    rounded = model.rounded(inputs, unit, seed)
+    return float(largest_difference(expected, rounded, ("the model", "the model, rounded"))["relative"])
 
 
-def largest_difference(a: Any, b: Any, inputs: list[Batch], names: tuple[str, str]) -> dict[str, Any]:
-    """The largest difference between two models' outputs.
+def largest_difference(a: list[Batch], b: list[Batch], names: tuple[str, str]) -> dict[str, Any]:
+    """The largest difference between what two models answer, relative to the size of each output.
 
     Raises:
         CheckpointError: their outputs have other names or shapes.
     """
     worst: dict[str, Any] = {"absolute": 0.0, "relative": 0.0, "output": "all outputs"}
-    for batch in inputs:
-        first, second = outputs(a, batch), outputs(b, batch)
-        for name, x in first.items():
-            y = second.get(name)
-            if y is None or y.shape != x.shape:
-                given = "nothing" if y is None else str(list(y.shape))
+    for first, second in zip(a, b, strict=True):
+        for name in dict.fromkeys([*first, *second]):
+            x, y = first.get(name), second.get(name)
+            if x is None or y is None or y.shape != x.shape:
+                seen = ["nothing" if z is None else str(list(z.shape)) for z in (y, x)]
                 raise CheckpointError(
-                    f"output '{name}' is {given}, that of {names[0]} is {list(x.shape)}",
+                    f"output '{name}' is {seen[0]}, that of {names[0]} is {seen[1]}",
                     where=names[1],
                     remedy="only models of one class and size can be compared",
                 )
             difference = float((x - y).abs().max())
             relative = difference / (float(x.square().mean().sqrt()) or 1.0)
-            if not difference <= worst["absolute"]:
+            if not relative <= worst["relative"]:
                 worst = {"absolute": difference, "relative": relative, "output": name}
             if difference != difference:
                 return {"absolute": float("inf"), "relative": float("inf"), "output": f"{name} (NaN)"}

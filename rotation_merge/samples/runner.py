@@ -23,7 +23,7 @@ from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.sources import Renamed
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
-from rotation_merge.samples.functions import Batch, architecture_of, model_class
+from rotation_merge.samples.functions import Batch, architecture_of, hand_out_answers, model_class
 from rotation_merge.samples.store import Store
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
@@ -61,6 +61,10 @@ class Runner:
         prefix: of this model's keys in the store.
         fill: see `Fill`.
         untie: give a tied head its own tensor.
+        layered: refuse a model that would be held whole, which is called so; None: hold it.
+
+    Raises:
+        CheckpointError: it would be held whole.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Runner:
         device: str = "cpu",
         fill: Fill = lambda _, tensor: tensor,
         untie: bool = False,
+        layered: str | None = None,
     ) -> None:
         self.dtype, self.device, self.fill, self.prefix = dtype, torch.device(device), fill, prefix
         self.store = Store() if store is None else store
@@ -82,6 +87,9 @@ class Runner:
         self.architecture = architecture_of(self.model, untie)
         self.source = Renamed(source, own, self.architecture)
         self.whole = not self._covers()
+        if self.whole and layered is not None:
+            what = f"transformers holds the weights of {type(self.model).__name__} in another form than its files"
+            raise CheckpointError(f"{what}, so it cannot be run one layer at a time", where=layered)
         if self.whole:
             self.model = _whole_model(self.model, source, own, dtype)
         self.model.to(self.device) if self.whole else self._buffers()
@@ -312,6 +320,7 @@ def empty_model(config: Any, untie: bool = False) -> Any:
     from accelerate import init_empty_weights
 
     own = copy.deepcopy(config)
+    hand_out_answers(own)
     for part in (own, own.get_text_config()):
         part.use_cache = False
         part._attn_implementation = part._experts_implementation = "eager"

@@ -59,7 +59,7 @@ def run(
         with staged(out_path) as staging, _as_it_is_here():
             stock(SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source)
             if recipe.value("prove"):
-                prove_files(session)
+                prove_files(session, staging)
             marks = fingerprints(session)
             keep_alignments(session, staging)
             report = MergeReport.of(
@@ -88,8 +88,11 @@ def _say(lines: list[str], options: MergeOptions) -> None:
             log.info(line)
 
 
-def prove_files(session: Session) -> None:
+def prove_files(session: Session, place: str) -> None:
     """Every donor that an alignment file moved computes the same after it.
+
+    Args:
+        place: a folder with room for one of them.
 
     Raises:
         AlignmentError: one does not.
@@ -98,7 +101,7 @@ def prove_files(session: Session) -> None:
     for donor, file in done.files.items():
         pair = open_pair(str(recipe.base), donor, NOTHING, recipe.untie)
         alignment = read_alignment(pair, file)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=place) as folder:
             moved = os.path.join(folder, "moved")
             write_aligned(pair, alignment, empty_report(pair), moved, Storage(untie=recipe.untie))
             proof = prove(donor, moved)

@@ -12,8 +12,9 @@ from rotation_merge.checking.doctor.case import Case
 from rotation_merge.checking.doctor.cause import Cause
 from rotation_merge.checkpoints.models import weights_of
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.samples.functions import architecture_of, load, random_batch
-from rotation_merge.samples.proof import LARGEST
+from rotation_merge.samples.answers import LARGEST
+from rotation_merge.samples.functions import architecture_of, load
+from rotation_merge.samples.inputs import random_batch
 
 FADED, SWOLLEN = 0.6, 2.0
 """A layer's output over the parents' mean, from which on it counts as faded, and as swollen."""
