@@ -9,6 +9,10 @@ A page shows a file between two comments, all columns or those named, all rows o
     <!-- end -->
 
 A name that ends in `=title` gives a column another title; `--check` says what is out of date, and changes nothing.
+
+A sentence shows one cell, or with `#1`, `#2`, ... one of the numbers in it, of the row with these values:
+
+    <!-- figure: demo | plain | merge=two Llamas, seeds 0 and 1 -->3.290<!-- /figure -->
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 VERSIONS = ("torch", "transformers", "mergekit", "scipy", "lapx")
 MARK = re.compile(r"<!-- figures: (?P<what>[^>]*?) -->\n(?:(?!<!-- )[\s\S])*<!-- end -->")
+INLINE = re.compile(r"<!-- figure: (?P<what>[^>]*?) -->(?P<value>[^<]*)<!-- /figure -->")
 
 Row = Mapping[str, Any]
 
@@ -103,12 +108,26 @@ def table(what: str, origin: bool) -> str:
     return "\n".join(map(_line, lines)) + whence
 
 
+def cell(what: str) -> str:
+    """The figure that a sentence's comment asks for."""
+    name, column, *conditions = (part.strip() for part in what.split("|"))
+    column, _, number = column.partition(" #")
+    rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    wanted = dict(condition.split("=", 1) for condition in conditions)
+    (found,) = (
+        row[column] for row in rows if wanted.items() <= {key: str(value) for key, value in row.items()}.items()
+    )
+    text = str(found).replace("*", "")
+    return re.findall(r"-?\d[\d.]*%?", text)[int(number) - 1] if number else text
+
+
 def _line(cells: Iterable[object]) -> str:
     return "".join(f"| {cell} " if str(cell) else "| " for cell in cells) + "|"
 
 
 def filled(page: str, origin: bool) -> str:
-    """A page with all its tables as the results have them."""
+    """A page with all its tables, and the figures of its sentences, as the results have them."""
+    page = INLINE.sub(lambda m: f"<!-- figure: {m['what']} -->{cell(m['what'])}<!-- /figure -->", page)
     return MARK.sub(lambda m: f"<!-- figures: {m['what']} -->\n{table(m['what'], origin)}\n<!-- end -->", page)
 
 

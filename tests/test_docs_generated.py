@@ -31,7 +31,7 @@ def test_pictures_are_what_the_script_draws() -> None:
 
 
 def test_figures_are_those_of_the_results() -> None:
-    """No table of figures without the file that a benchmark wrote; `python benchmarks/record.py` mends it."""
+    """No figure, in a table or a sentence, without the file of its benchmark; `benchmarks/record.py` mends it."""
     record = runpy.run_path(str(DOCS.parent / "benchmarks" / "record.py"))
     shown = set()
     for page in record["PAGES"]:
@@ -39,13 +39,28 @@ def test_figures_are_those_of_the_results() -> None:
         assert record["filled"](text, page.parent.name == "benchmarks") == text, (
             f"{page.name}: run benchmarks/record.py"
         )
-        shown |= {match["what"].split("|")[0].strip() for match in record["MARK"].finditer(text)}
+        marks = [*record["MARK"].finditer(text), *record["INLINE"].finditer(text)]
+        shown |= {match["what"].split("|")[0].strip() for match in marks}
         if page.parent.name == "benchmarks":
             assert "\n|" not in record["MARK"].sub("", text), f"{page.name}: a table without its results"
     drawn = {"path"}
     assert {path.stem for path in record["RESULTS"].glob("*.json")} <= shown | drawn
     for path in record["RESULTS"].glob("*.json"):
         assert {"command", "commit", "date", "machine", "versions", "rows"} <= set(json.loads(path.read_text("utf-8")))
+
+
+MEASURED = re.compile(r"(?<![\d.])\d\.\d{3}(?!\d)|\d\.\d+ ?%|\d nats")
+"""How losses, accuracies and barriers are written."""
+
+
+def test_no_figure_stands_in_a_sentence_without_its_result() -> None:
+    record = runpy.run_path(str(DOCS.parent / "benchmarks" / "record.py"))
+    known = ("0.001 ", "0.001)", "0.07 nats")  # settings, a goal
+    for page in record["PAGES"]:
+        text = record["INLINE"].sub("", record["MARK"].sub("", page.read_text(encoding="utf-8")))
+        text = re.sub(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.MULTILINE | re.DOTALL)
+        found = [text[m.start() : m.end() + 1] for m in MEASURED.finditer(text) if m[0] not in " ".join(known)]
+        assert found == [], f"{page.name}: write <!-- figure: NAME | column | key=value --><!-- /figure -->"
 
 
 def anchors(page: Path) -> set[str]:
