@@ -29,7 +29,8 @@ MEANINGS = {
     "`rotation`: the largest compact group that the layer admits; "
     "`invertible`: any invertible map, where the layer admits it.",
     "heads": "Order of attention heads. `permutation`: the joint optimum of the order and the maps inside heads; "
-    "`spectral`: TransFusion's pairing, for comparison.",
+    "`spectral`: by singular values, after TransFusion (theirs are of queries, keys and values without biases, ours of "
+    "all four with biases), for comparison.",
     "ffn": "Order of FFN neurons, and of experts.",
     "rescale": "Rescaling, of either sign where the layer allows it. `sequential`: after the rotation, as the ICML "
     "2025 paper does, instead of solving for both.",
