@@ -5,17 +5,19 @@
 
 A mutant exchanges one operator, comparison, constant or argument, negates a condition, or drops a statement (see
 `changed`). It is judged by the tests that `TESTS` names for its file, in a process forked from one that has imported
-PyTorch already, so that it costs what its tests cost. Each verdict is a line of `tests/mutants.jsonl`, keyed by the
-text of the mutated line, so that mutants of lines that have not changed are not run again. `--report` lists the
-survivors; `tests/mutants.md` judges them.
+already what these tests import of other packages, so that it costs what its tests cost. Each verdict is a line of
+`tests/mutants.jsonl`, keyed by the text of the mutated line, so that mutants of lines that have not changed are not
+run again. `--report` lists the survivors; `tests/mutants.md` judges them.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import json
 import math
@@ -24,7 +26,9 @@ import random
 import resource
 import signal
 import sys
+import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +36,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "tests" / "mutants.jsonl"
+OWN = ("rotation_merge", "conftest", "pytest", "_pytest", "py", "__main__")
+"""What every forked process imports by itself."""
 
 TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/groups": ("test_group_laws.py", "test_groups.py", "test_laws_of_matching.py", "test_add_group.py"),
@@ -188,8 +194,12 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_loader(name, self.loader) if name == self.name else None
 
 
-def run(mutant: Mutant | None, tests: list[str], limit: float) -> str:
-    """killed, survived or timeout, by the tests in a forked process (no mutant: are the tests green?)."""
+def run(mutant: Mutant | None, tests: list[str], limit: float, imported: Path | None = None) -> str:
+    """killed, survived or timeout, by the tests in a forked process (no mutant: are the tests green?).
+
+    Args:
+        imported: file that takes the names of all modules that the tests have imported.
+    """
     child = os.fork()
     if child == 0:
         code = 3
@@ -202,11 +212,45 @@ def run(mutant: Mutant | None, tests: list[str], limit: float) -> str:
                 sys.meta_path.insert(0, _Finder(mutant))
             import pytest
 
+            import rotation_merge  # noqa: F401  (extends mergekit's modules)
+
             code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]))
+            if imported is not None:
+                imported.write_text("\n".join(sys.modules))
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return "survived" if code == 0 else "timeout" if code == -signal.SIGXCPU else "killed"
+
+
+def forget() -> None:
+    """Leave the package to the forked processes: it may have been imported at the start of this one."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rotation_merge"]:
+        del sys.modules[name]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "MergekitFinder"]
+
+
+def warm(tests: list[str], limit: float) -> None:
+    """See that tests pass as things are, and import what they do of other packages, once for all their mutants."""
+    began = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "imported")
+        assert run(None, tests, 10 * limit, file) == "survived", f"these tests fail without a mutant: {tests}"
+        names = file.read_text().splitlines()
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{ended.ru_utime - began.ru_utime:.0f} s of CPU: {' '.join(Path(test).name for test in tests)}", flush=True)
+    for name in names:
+        spec = None if name in sys.modules or name.partition(".")[0] in OWN else _spec(name)
+        if spec is not None and not str(spec.origin).startswith(str(ROOT / "tests")):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
+def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
 
 
 def known() -> dict[str, dict[str, object]]:
@@ -238,9 +282,8 @@ def main() -> None:
     if args.report:
         return report()
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
-    for heavy in ("torch", "transformers", "scipy.optimize", "lap", "pydantic", "hypothesis", "pytest"):
-        importlib.import_module(heavy)  # once, for all the processes that are forked
-
+    forget()
+    warnings.simplefilter("ignore")
     names = args.files or list(TESTS)
     paths = sorted(
         {p for name in names for p in ([ROOT / name] if name.endswith(".py") else (ROOT / name).glob("*.py"))}
@@ -255,7 +298,7 @@ def main() -> None:
             break
         tests = tests_of(mutant.file)
         if tuple(tests) not in green:
-            assert run(None, tests, 10 * args.limit) == "survived", f"these tests fail without a mutant: {tests}"
+            warm(tests, args.limit)
             green.add(tuple(tests))
         verdict = run(mutant, tests, args.limit)
         entry = {"key": mutant.key, **vars(mutant), "verdict": verdict}
