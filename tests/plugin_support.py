@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -35,6 +36,7 @@ from rotation_merge.architectures import resolve
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import transform_state
+from rotation_merge.recipe.names import OPTIONS
 
 DECODER = {
     "vocab_size": 40,
@@ -128,6 +130,14 @@ def recipe_for(delegate: str, anchor: Path, *donors: Path, **parameters: Any) ->
         "parameters": {"delegate": delegate, **EVERYTHING, **parameters},
         "dtype": "float32",
     }
+
+
+def from_file(recipe: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The recipe with a file in place of matching its last model; options of matching would do nothing beside it."""
+    again: dict[str, Any] = copy.deepcopy(recipe)
+    again["models"][-1].setdefault("parameters", {})["alignment"] = str(file)
+    again["parameters"] = {n: v for n, v in recipe["parameters"].items() if n not in (*OPTIONS, "save_alignment")}
+    return again
 
 
 def write_recipe(recipe: Any, where: Path) -> Path:

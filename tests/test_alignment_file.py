@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from plugin_support import merged, mergekit_yaml, one_error
+from plugin_support import from_file, merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -38,18 +38,13 @@ def align(anchor: Checkpoint, donor: Checkpoint, file: Path, residual: str, *fla
     assert result.exit_code == 0, result.output
 
 
-def with_file(document: dict[str, Any], file: Path) -> dict[str, Any]:
-    document["models"][-1]["parameters"]["alignment"] = str(file)
-    return document
-
-
 @pytest.mark.parametrize(("family", "name", "residual"), CASES, ids=lambda x: x.replace(" ", "_"))
 @pytest.mark.parametrize("flags", [(), ("--half",)], ids=["float32", "float16"])
 def test_file_stands_in_for_matching(family: str, name: str, residual: str, flags: Any, tmp_path: Path) -> None:
     anchor = checkpoint(family, name, tmp_path / "anchor")
     donor = twin(anchor, tmp_path / "donor", residual)
     align(anchor, donor, tmp_path / "map.safetensors", residual, *flags)
-    merged(with_file(recipe(anchor, donor, residual="none"), tmp_path / "map.safetensors"), tmp_path / "out")
+    merged(from_file(recipe(anchor, donor, residual="none"), tmp_path / "map.safetensors"), tmp_path / "out")
     assert anchor.differs(tmp_path / "out") <= (1e-4 if not flags else 0.1)
     assert "nothing was matched" in " ".join(report(tmp_path / "out")["notes"])
 
@@ -87,7 +82,7 @@ def test_untied_anchor_and_donor(tmp_path: Path) -> None:
     anchor = checkpoint("llama", "qwen2", tmp_path / "anchor", untied=True)
     donor = checkpoint("llama", "qwen2", tmp_path / "donor", seed=1, untied=True)
     align(anchor, donor, tmp_path / "map.safetensors", "rotation", "--untie")
-    document = with_file(recipe(anchor, donor, residual="none", untie=True), tmp_path / "map.safetensors")
+    document = from_file(recipe(anchor, donor, residual="none", untie=True), tmp_path / "map.safetensors")
     document["models"][0]["parameters"]["weight"], document["models"][1]["parameters"]["weight"] = 0.0, 1.0
     merged(document, tmp_path / "out")
     assert donor.differs(tmp_path / "out") <= 1e-3
@@ -102,7 +97,7 @@ def test_carries_task_vectors(tmp_path: Path) -> None:
     align(anchor, old, tmp_path / "map.safetensors", "rotation")
     tuned = old.write({name: x + 0.01 * torch.randn_like(x) for name, x in old.state.items()}, tmp_path / "tuned")
     matched = merged(transport(anchor, (tuned, old), residual="rotation"), tmp_path / "matched")
-    given = merged(with_file(transport(anchor, (tuned, old)), tmp_path / "map.safetensors"), tmp_path / "given")
+    given = merged(from_file(transport(anchor, (tuned, old)), tmp_path / "map.safetensors"), tmp_path / "given")
     for name, tensor in matched.items():
         torch.testing.assert_close(given[name], tensor, atol=1e-5, rtol=1e-4)
     assert tuned.differs(tmp_path / "given") <= 1e-3
@@ -116,7 +111,7 @@ def test_other_weights_are_refused(other: str, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     state[name][0, 0] = state[name][0, 0].nextafter(torch.tensor(9.0))
     models[other] = models[other].write(state, tmp_path / "changed")
-    document = with_file(recipe(models["anchor"], models["donor"], residual="none"), tmp_path / "map.safetensors")
+    document = from_file(recipe(models["anchor"], models["donor"], residual="none"), tmp_path / "map.safetensors")
     result = mergekit_yaml(document, tmp_path / "out")
     assert result.exit_code != 0
     message = one_error(result.output)

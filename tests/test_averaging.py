@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from cli_support import parsed, run
-from plugin_support import build, make, merged, mergekit_yaml, one_error, recipe_for, save, twin
+from plugin_support import build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin
 from residual_support import Checkpoint, checkpoint, recipe
 from residual_support import twin as residual_twin
 from safetensors.torch import load_file
@@ -319,9 +319,7 @@ def test_adapters_alignment_files_and_several_stages(tmp_path: Path):
     assert worst(merged(_weighted("regmean", base, adapted), tmp_path / "lora"), wanted) < 1e-4
     file = tmp_path / "alignment.safetensors"
     assert run("align", base, whole, "--alignment", file, "--heads", "permutation").exit_code == 0
-    made = _weighted("regmean", base, whole)
-    made["models"][1]["parameters"]["alignment"] = str(file)
-    assert worst(merged(made, tmp_path / "file"), wanted) < 1e-4
+    assert worst(merged(from_file(_weighted("regmean", base, whole), file), tmp_path / "file"), wanted) < 1e-4
     first = _weighted("linear", base, base) | {"name": "first"}
     second = _weighted("regmean", base, whole)
     second["models"].append({"model": "first", "parameters": {"weight": 0.0}})

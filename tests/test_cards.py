@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import run
-from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
+from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
 
 from rotation_merge.groups.admitted import asks
 from rotation_merge.report.html import write_page
@@ -159,9 +159,7 @@ def test_a_card_of_nothing_claims_nothing(models: tuple[Path, Path], tmp_path: P
 
 def test_a_card_of_an_alignment_file(models: tuple[Path, Path], tmp_path: Path) -> None:
     assert run("align", *models, "--alignment", tmp_path / "map").exit_code == 0
-    recipe = recipe_for("linear", *models)
-    recipe["models"][-1]["parameters"]["alignment"] = str(tmp_path / "map")
-    merged(recipe, tmp_path / "out")
+    merged(from_file(recipe_for("linear", *models), tmp_path / "map"), tmp_path / "out")
     assert f"moved by the transforms in {tmp_path / 'map'}" in card(tmp_path / "out")
     assert report(tmp_path / "out")["files"] == {str(models[1]): str(tmp_path / "map")}
     write_page(str(tmp_path / "out"))

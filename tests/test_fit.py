@@ -262,7 +262,7 @@ models:
     parameters: {{weight: 0.5}}
   - model: {donor}
     parameters: {{weight: 0.5{alignment}}}
-parameters: {{delegate: linear, heads: permutation, residual: rotation}}
+parameters: {{delegate: linear{options}}}
 dtype: float32
 """
 
@@ -275,7 +275,9 @@ def test_from_recipe_to_merged_model_through_the_commands(tmp_path: Path):
     anchor, donor = CHECKPOINTS / "vit-0", CHECKPOINTS / "vit-1"
     file = tmp_path / "learned.safetensors"
     recipe = tmp_path / "recipe.yml"
-    recipe.write_text(RECIPE.format(anchor=anchor, donor=donor, alignment=""))
+    recipe.write_text(
+        RECIPE.format(anchor=anchor, donor=donor, alignment="", options=", heads: permutation, residual: rotation")
+    )
     runner = CliRunner()
     fitted = runner.invoke(
         command,
@@ -283,7 +285,7 @@ def test_from_recipe_to_merged_model_through_the_commands(tmp_path: Path):
     )
     assert fitted.exit_code == 0, fitted.output
     assert file.exists()
-    recipe.write_text(RECIPE.format(anchor=anchor, donor=donor, alignment=f", alignment: {file}"))
+    recipe.write_text(RECIPE.format(anchor=anchor, donor=donor, alignment=f", alignment: {file}", options=""))
     merged = runner.invoke(main, [str(recipe), str(tmp_path / "out"), "--quiet"])
     assert merged.exit_code == 0, merged.output
     _, _, pixels, classes = digits()

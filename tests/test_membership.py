@@ -13,7 +13,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from cli_support import run
-from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin
+from plugin_support import from_file, make, mergekit_yaml, one_error, recipe_for, twin
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -221,8 +221,8 @@ FAULTS: dict[str, tuple[Callable[[Content], None], str]] = {
     "a shorter index": (tensor(lambda x: x[:, :-1]), "neurons"),
     "a factor of zero": (tensor(torch.zeros_like, "layers.0.ffn|factor"), "a factor is zero"),
     "a factor that is none": (tensor(lambda x: x * torch.nan, "layers.0.ffn|factor"), "a factor is zero"),
-    "a map of ones": (tensor(torch.ones_like, "residual|orthogonal:matrix"), "not orthogonal"),
-    "a map of nothing": (tensor(lambda x: x * torch.nan, "residual|orthogonal:matrix"), "damaged"),
+    "a map of ones": (tensor(torch.ones_like, "residual|orthogonal:matrix"), "not one of: rotation"),
+    "a map of nothing": (tensor(lambda x: x * torch.nan, "residual|orthogonal:matrix"), "not one of: rotation"),
     "a smaller map": (tensor(lambda x: torch.eye(31)[None], "residual|orthogonal:matrix"), "stream of 32"),
     "nothing folded": (put("folded", []), "folded"),
     "a stream that is none folded": (put("folded", ["residual", "other"]), "folded"),
@@ -252,8 +252,7 @@ def test_one_line(fault: str, models: tuple[Path, Path, Path], tmp_path: Path) -
     change, words = FAULTS[fault]
     change(content)
     save_file({name: x.contiguous() for name, x in content[0].items()}, tmp_path / "map", content[1])
-    recipe = recipe_for("linear", anchor, donor)
-    recipe["models"][-1]["parameters"]["alignment"] = str(tmp_path / "map")
+    recipe = from_file(recipe_for("linear", anchor, donor), tmp_path / "map")
     done = mergekit_yaml(recipe, tmp_path / "out")
     assert done.exit_code == 2
     line = one_error(done.output)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cli_support import parsed, run
-from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
+from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
 from tiny_models import ALL, save
 from tiny_models import make as tiny
 from torch import Tensor
@@ -142,8 +142,7 @@ def test_a_merge_proves_donors_moved_by_files(
 ) -> None:
     anchor, donor = models["llama"]
     assert run("align", anchor, donor, "--alignment", tmp_path / "map", "--residual", residual).exit_code == 0
-    recipe = recipe_for("linear", anchor, donor, prove=True)
-    recipe["models"][-1]["parameters"]["alignment"] = str(tmp_path / "map")
+    recipe = from_file(recipe_for("linear", anchor, donor, prove=True), tmp_path / "map")
     if residual == "rotation":  # one layer at a time
         monkeypatch.setattr(answers, "LARGEST", 10)
         monkeypatch.setattr(answers, "load", never)

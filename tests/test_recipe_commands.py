@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cli_support import parsed, run
-from plugin_support import make, merged, twin, write_recipe
+from plugin_support import from_file, make, merged, twin, write_recipe
 from plugin_support import recipe_for as local_recipe
 from residual_support import Checkpoint, checkpoint, recipe, report, transport
 from residual_support import twin as moved
@@ -86,8 +86,7 @@ class TestCarriedOver:
         file = tmp_path / "map.safetensors"
         options = ("--heads", "permutation", "--residual", "rotation", "--alignment", file)
         assert run("align", anchor.path, old.path, *options).exit_code == 0
-        document = transport(anchor, (fine, old))
-        document["models"][0]["parameters"]["alignment"] = str(file)
+        document = from_file(transport(anchor, (fine, old)), file)
         path = write_recipe(document, tmp_path / "r.yml")
         (found,) = parsed("barrier", path, "--data", data, "--points", 3)
         assert found["curves"][1]["loss"][2] == pytest.approx(loss(fine.path, data), abs=1e-3)

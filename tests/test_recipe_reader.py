@@ -14,9 +14,10 @@ from plugin_support import mergekit_yaml, one_error, recipe_for, write_recipe
 
 from rotation_merge.cli.app import app
 from rotation_merge.errors import RecipeError
-from rotation_merge.recipe.document import documents
+from rotation_merge.recipe.document import Document, documents
 from rotation_merge.recipe.names import BY_NAME, COUNT, EACH, FILE, KEYS, NUMBER, Key
 from rotation_merge.recipe.reading import Recipe, read
+from rotation_merge.recipe.settings import check_settings
 
 LAYERS = "slices: [{sources: [{model: A, layer_range: [0, 2]}, {model: B, layer_range: [0, 1]}]}]"
 
@@ -120,6 +121,40 @@ def test_check_gives_every_fault_its_line(tmp_path: Path) -> None:
     faults = json.loads(CliRunner().invoke(app, ["check", str(path), "--json"]).stdout)["faults"]
     assert {5, 9, 10, 11} <= {fault["line"] for fault in faults if fault["error"]}
     assert 1 not in {fault["line"] for fault in faults}
+
+
+ONE = {"model": "B", "parameters": {"weight": 0.5, "alignment": "file"}}
+TWO = {"model": "C", "parameters": {"weight": 0.5}}
+BASE = {"model": "A", "parameters": {"weight": 1}}
+UNMOVED = {"model": "B", "parameters": {"weight": 1, "alignment": False}}
+FFN = {"parameters": {"ffn": "none"}}
+MEETING = [{**BASE, "layer_range": [0, 1]}, {**ONE, "layer_range": [1, 2]}]
+FIRST, SECOND = ({"sources": [{**entry, "layer_range": [i, i + 1]}]} for i, entry in enumerate((ONE, TWO)))
+
+IDLE: dict[str, tuple[dict[str, Any], str]] = {
+    "beside the file": (
+        {"models": [{"model": "B", "parameters": {**ONE["parameters"], "ffn": "none"}}]},
+        "models[0].parameters.ffn",
+    ),
+    "for the only donor": ({"models": [ONE], "parameters": {"heads": "none", "untie": True}}, "parameters.heads"),
+    "a preset": ({"models": [ONE], "parameters": {"preset": "near"}}, "parameters.preset"),
+    "for another donor too": ({"models": [ONE, TWO], **FFN}, ""),
+    "for the base": ({"models": [BASE, ONE], "parameters": {"layers": "0"}}, "parameters.layers"),
+    "no file": ({"models": [UNMOVED], **FFN}, ""),
+    "of the delegate": ({"models": [ONE], "parameters": {"delegate": "dare_linear", "rescale": True}}, ""),
+    "a slice": ({"slices": [{**FIRST, **FFN}]}, "slices[0].parameters.ffn"),
+    "other layers, which are matched": ({"slices": [{"sources": MEETING}], **FFN}, ""),
+    "one of two slices": ({"slices": [FIRST, SECOND], **FFN}, ""),
+}
+
+
+@pytest.mark.parametrize("case", IDLE)
+def test_options_that_do_nothing_beside_alignment_files(case: str) -> None:
+    parts, place = IDLE[case]
+    document = Document({"merge_method": "rotation_merge", "base_model": "A", **parts})
+    check_settings(document)
+    found = [fault for fault in document.faults if "does nothing" in fault.what]
+    assert [fault.where for fault in found] == ([place] if place else [])
 
 
 def test_a_recipe_of_another_method_ends_as_without_us(tmp_path: Path) -> None:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_support import run
-from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
+from cli_support import parsed, run
+from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
 from safetensors.torch import load_file
+from test_devices import weights
+
+from rotation_merge.architectures import families
+from rotation_merge.architectures.registry import shipped
+from rotation_merge.architectures.table import sample
+from rotation_merge.groups import StreamTransform
+from rotation_merge.matching.file import load_alignment, save_alignment
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import transform_state
+from rotation_merge.report.html import write_page
 
 Pair = tuple[Path, Path]
 
@@ -19,23 +32,65 @@ def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("residual", ["none", "signed_permutation", "rotation"])
-def test_the_file_is_that_of_align_and_gives_the_same_merge(pair: Pair, residual: str, tmp_path: Path) -> None:
-    recipe = recipe_for("linear", *pair, residual=residual)
-    kept = tmp_path / "kept" / "file.safetensors"
-    first = merged({**recipe, "parameters": {**recipe["parameters"], "save_alignment": str(kept)}}, tmp_path / "out")
-    options = [word for name in ("heads", "residual") for word in (f"--{name}", recipe["parameters"][name])]
+def table(out: Path) -> str:
+    """What the card says of the alignment, the sentence on files left out."""
+    text = (out / "README.md").read_text().partition("### Alignment")[2].partition("### Configuration")[0]
+    text = re.sub(r"moved by the transforms in \S+: |`\S+` was aligned by the file .*", "", text)
+    return re.sub(r"\n+", "\n", text)
+
+
+@pytest.mark.parametrize(
+    ("residual", "dtype"), [("none", "float32"), ("signed_permutation", "bfloat16"), ("rotation", "bfloat16")]
+)
+def test_a_merge_from_a_file_is_the_one_that_wrote_it(pair: Pair, residual: str, dtype: str, tmp_path: Path) -> None:
+    """The same bytes, and the same figures in report, card and page."""
+    donor = make("llama", tmp_path / "independent", seed=8)
+    recipe = {**recipe_for("linear", pair[0], donor, residual=residual), "dtype": dtype}
+    kept, out, again = tmp_path / "kept" / "file.safetensors", tmp_path / "out", tmp_path / "again"
+    first = merged({**recipe, "parameters": {**recipe["parameters"], "save_alignment": str(kept)}}, out)
+    assert equal(merged(from_file(recipe, kept), again), first)
+    made, found = (json.loads((folder / "rotation_merge.json").read_text()) for folder in (out, again))
+    assert any("nothing was matched" in note for note in found["notes"])
+    assert found["rows"] == made["rows"]
+    assert found["whole"] == made["whole"]
+    assert table(again) == table(out)
+    pages = [Path(write_page(str(folder))).read_text().partition("<h2>")[2] for folder in (out, again)]
+    assert pages[0].partition("How it was made")[0] == pages[1].partition("How it was made")[0]
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_transform_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
+    """Whatever the layout in memory that a transform had when it was kept, and whatever it is applied to."""
+    architecture = sample(shipped()[family])
+    tensors = weights(architecture, 3)
+    for attention in ("rotation", "invertible"):
+        options = MatchOptions(attention=attention, heads="permutation", residual=architecture.residual_groups[-1])
+        gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
+        gauge = {name: transform.inverse() for name, transform in gauge.items()}
+        folded = tuple(n for n, t in gauge.items() if isinstance(t, StreamTransform) and not t.moves_gains)
+        save_alignment(tmp_path / "map", Alignment(gauge, folded), architecture, "a", "b")
+        loaded = load_alignment(tmp_path / "map", architecture).alignment.transforms
+        for dtype in (torch.float32, torch.bfloat16):
+            state = {name: x.to(dtype) for name, x in tensors.items()}
+            assert equal(*(transform_state(architecture, state, maps) for maps in (gauge, loaded)))
+
+
+def test_the_file_is_that_of_align(pair: Pair, tmp_path: Path) -> None:
+    recipe = recipe_for("linear", *pair, residual="rotation", save_alignment=str(tmp_path / "kept"))
+    merged(recipe, tmp_path / "out")
+    options = ["--heads", "permutation", "--residual", "rotation"]
     assert run("align", *pair, "--alignment", tmp_path / "a.safetensors", *options).exit_code == 0
-    ours, theirs = load_file(kept), load_file(tmp_path / "a.safetensors")
+    ours, theirs = load_file(tmp_path / "kept"), load_file(tmp_path / "a.safetensors")
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
-    recipe["models"][1]["parameters"]["alignment"] = str(kept)
-    again = merged(recipe, tmp_path / "again")
-    for name, tensor in first.items():
-        torch.testing.assert_close(again[name], tensor, rtol=1e-5, atol=1e-5)
-    report = json.loads((tmp_path / "again" / "rotation_merge.json").read_text())
-    assert any("nothing was matched" in note for note in report["notes"])
+    shown = [parsed("show", tmp_path / name) for name in ("kept", "a.safetensors")]
+    for one in shown:
+        assert one["made"]["versions"]["torch"] == torch.__version__
+        assert one["made"]["options"]["residual"] == "rotation"
+        assert set(one["fingerprints"]) == {str(path) for path in pair}
+        assert one["made"]["models"] == {str(p): {"hub": None, "revision": None, "license": None} for p in pair}
+    assert shown[0]["figures"] == pytest.approx(shown[1]["figures"])
 
 
 def test_two_donors_beside_the_model(pair: Pair, tmp_path: Path) -> None:
@@ -45,20 +100,17 @@ def test_two_donors_beside_the_model(pair: Pair, tmp_path: Path) -> None:
     assert not equal(one, two)
     found = tmp_path / "out" / "alignment-2.safetensors"
     assert run("align", pair[0], other, tmp_path / "x").exit_code == 0
-    recipe = recipe_for("linear", pair[0], other)
-    recipe["models"][1]["parameters"]["alignment"] = str(found)
-    merged(recipe, tmp_path / "again")
+    merged(from_file(recipe_for("linear", pair[0], other), found), tmp_path / "again")
 
 
 def test_a_fine_tune_keeps_the_map_of_its_origin(pair: Pair, tmp_path: Path) -> None:
     tuned = write_state({n: t + 0.01 * torch.randn_like(t) for n, t in state(pair[1]).items()}, pair[0], tmp_path / "t")
-    recipe = recipe_for("task_arithmetic", pair[0], tuned, save_alignment=True)
+    recipe = recipe_for("task_arithmetic", pair[0], tuned, save_alignment=str(tmp_path / "kept"))
     recipe["models"][1]["parameters"]["finetuned_from"] = str(pair[1])
     first = merged(recipe, tmp_path / "out")
-    recipe["models"][1]["parameters"]["alignment"] = str(tmp_path / "out" / "alignment.safetensors")
-    del recipe["parameters"]["save_alignment"]
-    for name, tensor in merged(recipe, tmp_path / "again").items():
-        torch.testing.assert_close(tensor, first[name], rtol=1e-5, atol=1e-5)
+    again = merged(from_file(recipe, tmp_path / "kept"), tmp_path / "again")
+    assert equal(again, first)
+    assert table(tmp_path / "again") == table(tmp_path / "out")
 
 
 def test_layers_that_change_places_cannot_be_kept(pair: Pair, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 
 from rotation_merge.architectures import resolve
 from rotation_merge.averaging.file import NAME, Stored, write_statistics
-from rotation_merge.averaging.measure import Batch, Measurement, MeasureOptions
+from rotation_merge.averaging.measure import Measurement, MeasureOptions
 from rotation_merge.averaging.naming import Named, as_stored
 from rotation_merge.averaging.passes import Progress, Unfinished
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
+from rotation_merge.checkpoints.origin import origins
 from rotation_merge.report.record import versions
-from rotation_merge.samples.data import Data, unpadded
+from rotation_merge.samples.data import Data, described, unpadded
 from rotation_merge.samples.functions import architecture_of
 
 
@@ -33,22 +33,6 @@ def checkpoint_of(name: str) -> Model:
     found = Models(MergeOptions())[parse_reference(name)]
     found.check_files()
     return found
-
-
-def data_hash(batches: Sequence[Batch]) -> str:
-    """Of every tensor of every batch, 40 characters."""
-    digest = hashlib.blake2b(digest_size=20)
-    for batch in batches:
-        for name in sorted(batch):
-            tensor = batch[name].contiguous()
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def tokens(batches: Sequence[Batch]) -> int:
-    """Real tokens, or examples of what has none."""
-    return sum(int((b["input_ids"] if "input_ids" in b else next(iter(b.values()))[:, :1]).numel()) for b in batches)
 
 
 def place_beside(reference: ModelReference) -> Path:
@@ -75,11 +59,8 @@ def record(
         "model": str(checkpoint.reference),
         "fingerprint": checkpoint.fingerprint,
         "family": checkpoint.architecture.family,
-        "data": source,
-        "data_hash": data_hash(batches),
-        "samples": data.examples,
-        "tokens": tokens(batches),
-        "task": data.task,
+        "models": origins([checkpoint.reference]),
+        **described(data, source, batches),
         "kinds": sorted(options.kinds),
         "rank": options.rank,
         "labels": options.labels,

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.checkpoints.hub import is_absent
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
+from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.vocabulary import other_order
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.file import check_fingerprints, load_alignment, save_alignment
 from rotation_merge.matching.fingerprint import Fingerprint
-from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.model import Alignment, recorded
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import OnDevice
 from rotation_merge.matching.state import TensorSource
-from rotation_merge.report.record import MergeReport, versions
+from rotation_merge.report.record import MergeReport, figures, rows_of, versions
 from rotation_merge.report.run import Run
 
 
@@ -77,13 +79,14 @@ class Pair:
             mark.complete(model.architecture.named(), model.stored)
         return self.marks[0].hexdigest(self.anchor.config), self.marks[1].hexdigest(self.donor.config)
 
-    def report(self, run: Run, recipe: str = "") -> MergeReport:
-        """The report on what was done to the donor."""
+    def report(self, run: Run, recipe: str = "", relation: str = "finetune") -> MergeReport:
+        """The report on what was done to the donor, which leaves a fine-tune of it (or an adapter), not a merge."""
         names = str(self.anchor.reference), str(self.donor.reference)
         marks = dict(zip(names, self.fingerprints(), strict=True))
         for note in (*self.checked.warnings, *self.checked.notes()):
             run.note(note)
-        return MergeReport.of(run, self.anchor.reference, "none", recipe, marks)
+        models = origins((self.anchor.reference, self.donor.reference))
+        return MergeReport.of(run, self.anchor.reference, "none", recipe, marks, models, relation)
 
 
 def open_pair(
@@ -158,10 +161,37 @@ def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:
     return file.alignment
 
 
-def write_alignment(pair: Pair, alignment: Alignment, path: str, made: Mapping[str, Any], half: bool = False) -> None:
-    """All transforms in one file, with the fingerprints of both models."""
+def write_alignment(
+    pair: Pair,
+    alignment: Alignment,
+    path: str,
+    options: MatchOptions,
+    half: bool = False,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """All transforms in one file, with the fingerprints of both models, how it was made and what it does.
+
+    Args:
+        facts: what else is to be kept at its head.
+    """
     anchor, donor = pair.fingerprints()
-    parent = os.path.dirname(os.path.abspath(path))
-    os.makedirs(parent, exist_ok=True)
-    dtype = torch.float16 if half else torch.float32
-    save_alignment(path, alignment, pair.architecture, anchor, donor, {**made, **versions()}, dtype)
+    name = str(pair.donor.reference)
+    found = alignment if alignment.records else recorded(pair.architecture, *pair.sources, alignment)
+    run = Run()
+    run.aligned(name, found)
+    made = head(pair.anchor.reference, pair.donor.reference, asdict(options))
+    made |= {"figures": figures(rows_of(run), run.whole.get(name)), **(facts or {})}
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    dtype = torch.float16 if half else torch.float64
+    save_alignment(path, alignment, pair.architecture, anchor, donor, made, dtype)
+
+
+def head(anchor: ModelReference, donor: ModelReference, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands at the head of an alignment file beside its figures: both models, the options, the versions."""
+    return {
+        "anchor": str(anchor),
+        "donor": str(donor),
+        "models": origins([anchor, donor]),
+        "options": dict(options),
+        "versions": versions(),
+    }

@@ -305,8 +305,8 @@ class Choice:
         for (model, file), alignment in zip(files.items(), result.alignments, strict=True):
             pair = open_pair(candidate.anchor, model, result.match, self.tied)
             transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
-            facts = {"anchor": candidate.anchor, "donor": model, "learned": result.report.to_dict()}
-            write_alignment(pair, replace(alignment, transforms=transforms), file, facts)
+            facts = {"learned": result.report.to_dict()}
+            write_alignment(pair, replace(alignment, transforms=transforms), file, result.match, facts=facts)
         return files
 
     # --- the end -----------------------------------------------------------------------------------------------

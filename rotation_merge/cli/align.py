@@ -84,7 +84,7 @@ def command(
 
             write_page(out)
     if alignment_file is not None:
-        write_alignment(pair, alignment, alignment_file, {"anchor": anchor, "donor": donor, **asdict(options)}, half)
+        write_alignment(pair, alignment, alignment_file, options, half)
     progress.close()
     name = str(pair.donor.reference)
     before, after = report.relative_distances(name)

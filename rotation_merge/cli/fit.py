@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError
 from rotation_merge.learning.objective import OBJECTIVES
 from rotation_merge.matching.options import MatchOptions, VaryingOptions
-from rotation_merge.samples.data import KINDS, read_batches
+from rotation_merge.samples.data import KINDS, described, read_batches
 from rotation_merge.samples.functions import load
 
 
@@ -94,7 +94,7 @@ def command(
             bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
 
         result = fit(loaded[0], loaded[1:], found.batches, match, options, watch)
-    files = write(names, result, out, {"data": data, **asdict(match), "seed": options.seed}, untie)
+    files = write(names, result, out, {**described(found, data), "seed": options.seed}, untie)
     if as_json:
         print_json({"files": files, **result.report.to_dict()})
         return 0
@@ -140,7 +140,7 @@ def write(names: list[str], result: Any, out: str, made: dict[str, Any], untie: 
         file = out if len(names) == 2 else f"{stem}-{i}{ending}"
         pair = open_pair(names[0], donor, result.match, untie)
         transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
-        facts = {**made, "anchor": names[0], "donor": donor, "learned": result.report.to_dict()}
-        write_alignment(pair, replace(alignment, transforms=transforms), file, facts)
+        facts = {**made, "learned": result.report.to_dict()}
+        write_alignment(pair, replace(alignment, transforms=transforms), file, result.match, facts=facts)
         files.append(file)
     return files

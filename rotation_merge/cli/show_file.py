@@ -27,9 +27,20 @@ def command(file: str, as_json: bool) -> int:
     say(f"{found['is']} ({found['format']})")
     rows = [(f"fingerprint of {name}", mark) for name, mark in found["fingerprints"].items()]
     rows += [(name, _text(value)) for name, value in found["holds"].items()]
-    rows += [(name, _text(value)) for name, value in found["made"].items()]
+    made = dict(found["made"])
+    rows += [(name, _origin(facts)) for name, facts in made.pop("models", {}).items()]
+    rows += [("learned", made.pop("learned").get("verdict", ""))] if isinstance(made.get("learned"), dict) else []
+    rows += [(name, _text(value)) for name, value in made.items()]
+    rows += [("figures", found["verdict"])] if found.get("verdict") else []
     table("", ("", ""), rows)
     return 0
+
+
+def _origin(facts: dict[str, Any]) -> str:
+    """Where a model came from, in words."""
+    hub = facts.get("hub")
+    words = f"{hub} at {facts.get('revision') or 'no known revision'}" if hub else "not on the hub, as far as is known"
+    return words + (f", licence {facts['license']}" if facts.get("license") else "")
 
 
 def described(path: str) -> dict[str, Any]:
@@ -44,6 +55,8 @@ def described(path: str) -> dict[str, Any]:
 def _tensors(path: str) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
+    from rotation_merge.report.record import gained, relative, rows_in
+
     try:
         with safe_open(path, framework="pt") as file:
             meta, names = file.metadata() or {}, list(file.keys())
@@ -53,8 +66,11 @@ def _tensors(path: str) -> dict[str, Any]:
             marks = {made.get("anchor", "anchor"): meta["anchor"], made.get("donor", "donor"): meta["donor"]}
             spaces = Counter(json.loads(meta["kinds"]).values())
             holds = {"architecture": meta["family"], "folded": json.loads(meta["folded"]), "spaces": dict(spaces)}
-            left = {name: value for name, value in made.items() if name not in ("anchor", "donor")}
-            return {"is": "Alignment", "format": kind, "fingerprints": marks, "holds": holds, "made": left}
+            rows = rows_in(made, path)
+            left = {name: value for name, value in made.items() if name not in ("anchor", "donor", "figures")}
+            found = dict(zip(("relative_before", "relative_after"), relative(rows), strict=True)) if rows else {}
+            return {"is": "Alignment", "format": kind, "fingerprints": marks, "holds": holds, "made": left,
+                    "figures": found, "verdict": gained(*relative(rows)) if rows else None}  # fmt: skip
         if kind.startswith(STATISTICS):
             marks = {made.get("model", "model"): made["fingerprint"]}
             kinds = Counter(name.rsplit(".", 1)[-1] for name in names)

@@ -187,11 +187,14 @@ def proven_maps(element: GroupElement) -> Tensor | None:
 
 
 def act_by_matrices(matrices: Tensor, x: Tensor, batch_dim: int, dim: int) -> Tensor:
-    """Multiply dimension `dim` of x by matrices (G, d, d), at least in float32; shape and dtype of x kept."""
+    """Multiply dimension `dim` of x by matrices (G, d, d), at least in float32; shape and dtype of x kept.
+
+    The matrices are laid out anew: products of a transposed view and of what a file holds differ in the last bit.
+    """
     work = torch.promote_types(x.dtype, torch.float32)
     moved = x.movedim((batch_dim, dim), (0, 1))
     flat = moved.reshape(moved.shape[0], moved.shape[1], -1).to(work)
-    result = torch.bmm(matrices.to(device=x.device, dtype=work), flat)
+    result = torch.bmm(matrices.to(device=x.device, dtype=work).contiguous(), flat)
     return result.reshape(moved.shape).movedim((0, 1), (batch_dim, dim)).to(x.dtype)
 
 

@@ -69,9 +69,10 @@ class Planar(GroupElement):
 
     def act(self, x: Tensor, batch_dim: int, dim: int, dual: bool = False) -> Tensor:
         scale = 1 / self.scale if dual else self.scale
+        angle = self.angle.contiguous()  # the cosine of a view may differ in the last bit from that of its copy
         first, second = (_along(x, dim, part) for part in pair_dims(self.size, self.interleaved))
-        cos = broadcast(self.angle.cos() * scale, first, batch_dim, dim)
-        sin = broadcast(self.angle.sin() * scale, first, batch_dim, dim)
+        cos = broadcast(angle.cos() * scale, first, batch_dim, dim)
+        sin = broadcast(angle.sin() * scale, first, batch_dim, dim)
         turned = (cos * first - sin * second).to(x.dtype), (sin * first + cos * second).to(x.dtype)
         if self.interleaved:
             return torch.stack(turned, dim=dim % x.ndim + 1).flatten(dim % x.ndim, dim % x.ndim + 1)

@@ -41,14 +41,15 @@ def save_alignment(
     anchor: str,
     donor: str,
     made: Mapping[str, Any] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float64,
 ) -> None:
     """Write an alignment.
 
     Args:
         anchor, donor: their fingerprints.
         made: anything worth keeping with it (models, options, versions), as JSON.
-        dtype: storage of the maps; what is orthogonal is rebuilt orthogonal from any of them.
+        dtype: storage of the maps. In float64 they come back bit for bit, so that a merge from the file has the bytes
+            of the merge that wrote it; from a smaller one what is orthogonal is rebuilt orthogonal.
     """
     tensors: dict[str, Tensor] = {}
     kinds = {}
@@ -148,7 +149,8 @@ def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Ar
     found: Transforms = {}
     for space, parts in spaces.items():
         transform = TRANSFORMS[header.kinds[space]].from_tensors(parts)
-        if isinstance(transform, StreamTransform) and space in architecture.streams:
+        rounded = any(part.is_floating_point() and part.dtype != torch.float64 for part in parts.values())
+        if rounded and isinstance(transform, StreamTransform) and space in architecture.streams:
             transform = architecture.stream_group(space, "rotation").restored(transform)
         found[space] = transform
     return found

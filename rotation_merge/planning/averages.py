@@ -160,7 +160,9 @@ class Averages:
         )
 
     def _book(self, model: ModelReference, reader: ConfigReader) -> Statistics:
-        return self.books.of(model, self.recipe.of_model("statistics", reader, model))
+        book = self.books.of(model, self.recipe.of_model("statistics", reader, model))
+        self.run.used(f"statistics of {model}", str(book.made.get("data")), int(book.made.get("samples") or 0))
+        return book
 
     def _uncalled(self, book: Statistics | None, info: TensorInfo, moves: Moves, model: ModelReference) -> bool:
         """Whether a map never ran on the samples that a model was measured on."""

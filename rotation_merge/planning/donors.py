@@ -28,7 +28,8 @@ from rotation_merge.planning.ahead import Ahead
 from rotation_merge.planning.presets import settle_presets
 from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, Pick
 from rotation_merge.recipe.reading import Recipe
-from rotation_merge.report.run import Run
+from rotation_merge.report.record import rows_in
+from rotation_merge.report.run import GivenFile, Run
 
 LOG = logging.getLogger(__name__)
 
@@ -235,8 +236,13 @@ class Donors:
         asked = residual_of(file.alignment.transforms, file.alignment.folded)
         self._check(donor, donor, NOTHING.with_residual(asked), whole=asked != "none")
         self._fold(file.alignment.folded)
-        self.run.given(str(donor), path)
-        self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.")
+        self.run.moved_by(name, GivenFile(path, str(donor), file.made))
+        rows_in(file.made, path)
+        if isinstance(file.made.get("data"), str):
+            self.run.used(f"learning how {donor} is aligned", file.made["data"], int(file.made.get("samples") or 0))
+        learned = file.made.get("learned")
+        words = f" It was learned: {learned['verdict']}." if isinstance(learned, dict) and "verdict" in learned else ""
+        self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.{words}")
         return Given(key=f"given:{path}:{name}", label="", alignment=file.alignment, donor_name=name, run=self.run)
 
     def _check(

@@ -252,6 +252,8 @@ class Fusion:
                 remedy="write 'data' once, under the recipe's parameters",
             )
         self.data = None if None in found else str(found.pop())
+        if self.data is not None:
+            self.run.used("matching of activations", self.data, SAMPLES)
 
     def _plans(
         self, model: ModelReference, info: TensorInfo, moves: Moves, parameters: Mapping[str, Any]

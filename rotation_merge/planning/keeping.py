@@ -9,13 +9,14 @@ from dataclasses import asdict
 from mergekit.common import ModelReference
 
 from rotation_merge.architectures import resolve
+from rotation_merge.checkpoints.pair import head
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.file import needed_folds, save_alignment
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.model import Alignment
 from rotation_merge.planning.blocks import Source
 from rotation_merge.planning.session import Session
-from rotation_merge.report.record import versions
+from rotation_merge.report.record import figures, rows_of
 
 LOG = logging.getLogger(__name__)
 
@@ -65,8 +66,11 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
         files.append(f"{stem}{number}{ending}")
         matched = donor.origin or model
         folded = needed_folds(kept[name], architecture, donors.folded)
+        given = session.run.given.get(name)
         options = asdict(donor.checked.options) if donor.checked is not None else {}
-        made = {"anchor": str(base.reference), "donor": str(matched), **options, **versions()}
+        rows = [row for row in rows_of(session.run) if row.donor == name]
+        found = {"figures": figures(rows, session.run.whole.get(name))}
+        made = given.made if given else {**head(base.reference, matched, options), **found}
         mine, its = _mark(session, base.reference), _mark(session, matched)
         save_alignment(files[-1], Alignment(kept[name], folded), architecture, mine, its, made)
         LOG.info("transforms of %s kept in %s", name, files[-1])

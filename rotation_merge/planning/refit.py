@@ -86,6 +86,7 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
             data = recipe.of_model("data", reader, model) or _usual(donors, model)
             samples = recipe.of_model("samples", reader, model)
             teachers.append(Teacher(model, weights[model] / total, data, samples))
+            donors.run.used(f"refit to {model}", str(data), int(samples))
     seed, pooled = options.random_seed or 0, _pooled(recipe, teachers)
     read = _read_once if pooled else _read_each
     start, spill = recipe.value("start"), recipe.value("spill")

@@ -113,6 +113,7 @@ class Group:
         path: its place in the recipe.
         entries: the place of each model.
         models: in the order of the recipe, without the base that mergekit adds.
+        sources: what stands at their places.
         settings: of each model, its own parameters.
         shared: parameters that hold for all of them.
         adds_base: whether mergekit adds a base that is not listed.
@@ -121,6 +122,7 @@ class Group:
     path: Path
     entries: list[Path]
     models: list[ModelReference]
+    sources: list[Any]
     settings: list[Mapping[str, Any]]
     shared: list[Mapping[str, Any]]
     adds_base: bool
@@ -149,7 +151,8 @@ def _group(
     models = [reference(at(value, (*entry, "model"))) for entry in entries]
     known = [model for model in models if model is not None]
     if len(known) == len(models):
-        yield Group(path, entries, known, [_settings(at(value, entry)) for entry in entries], shared, adds_base)
+        sources = [at(value, entry) for entry in entries]
+        yield Group(path, entries, known, sources, list(map(_settings, sources)), shared, adds_base)
 
 
 def _settings(part: Any) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from rotation_merge.matching.options import CHOICES, MatchOptions
 from rotation_merge.recipe import delegates
 from rotation_merge.recipe.contract import check_contract, wanted
 from rotation_merge.recipe.document import Document, Path
+from rotation_merge.recipe.idle import check_idle
 from rotation_merge.recipe.names import BLOCK, BY_NAME, DONOR_ONLY, LEGACY, METHOD, OPTIONS, RECIPE
 from rotation_merge.recipe.places import (
     at,
@@ -68,6 +69,7 @@ def check_settings(document: Document) -> None:
     _slices(document)
     if delegate is not None:
         check_contract(document, delegate)
+        check_idle(document, [parameter.name for parameter in delegate.spec.parameters])
 
 
 def _keys(document: Document, path: Path, value: Any, known: tuple[str, ...]) -> None:

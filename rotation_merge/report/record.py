@@ -6,11 +6,12 @@ import json
 import math
 import platform
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from rotation_merge.errors import AlignmentError, short
 from rotation_merge.report.run import Run
 
 FORMAT = 1
@@ -42,6 +43,78 @@ class SpaceRow:
     notes: list[str]
 
 
+def rows_of(run: Run) -> list[SpaceRow]:
+    """What was done to each space of each donor: as it was matched, or as the file says that moved the donor."""
+    rows = [
+        SpaceRow(
+            *(donor, block, layer, match.space, match.kind, match.group),
+            distance_before=math.sqrt(max(match.before, 0.0)),
+            distance_after=math.sqrt(max(match.after, 0.0)),
+            anchor_norm=math.sqrt(max(match.anchor, 0.0)),
+            from_identity=match.distances,
+            seconds=match.seconds,
+            gap=match.gap,
+            head_order=match.head_order,
+            notes=match.notes,
+        )
+        for donor, block, layer, match in sorted(run.records, key=lambda r: (r[0], r[2] is None, r[2] or 0, r[1]))
+    ]
+    for donor, given in sorted(run.given.items()):
+        rows += [replace(row, donor=donor) for row in rows_in(given.made, given.file)]
+    return rows
+
+
+def figures(rows: Sequence[SpaceRow], whole: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """What matching or a fit found of one donor, for the head of its alignment file; `rows_in` reads it."""
+    return {"rows": [asdict(row) for row in rows], "whole": dict(whole or {})}
+
+
+def rows_in(made: Mapping[str, Any], path: str) -> list[SpaceRow]:
+    """The rows in the head of an alignment file; none where it was written without.
+
+    Raises:
+        AlignmentError: they are damaged.
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    try:
+        kept = made.get("figures", {}).get("rows", [])
+        return TypeAdapter(list[SpaceRow], config=ConfigDict(allow_inf_nan=False)).validate_python(kept, strict=False)
+    except (ValidationError, AttributeError) as error:
+        remedy = "write it anew with 'rotation-merge align'"
+        raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error
+
+
+def whole_in(made: Mapping[str, Any]) -> dict[str, object]:
+    """What matching the whole model found, as the head of an alignment file says it; see `rows_in`."""
+    kept = made.get("figures", {}).get("whole", {})
+    return dict(kept) if isinstance(kept, Mapping) else {}
+
+
+def relative(rows: Sequence[SpaceRow]) -> tuple[float, float]:
+    """Relative distance of a donor before and after: of the whole model where its stream was matched (the stream's row
+    says it), else over its matched spaces."""
+    rows = [row for row in rows if row.kind == "stream"][:1] or rows
+    norm = math.sqrt(sum(row.anchor_norm**2 for row in rows)) or 1.0
+    before = math.sqrt(sum(row.distance_before**2 for row in rows))
+    after = math.sqrt(sum(row.distance_after**2 for row in rows))
+    return before / norm, after / norm
+
+
+def gained(before: float, after: float) -> str:
+    """One honest sentence on what alignment did, from the relative distances."""
+    if before == 0:
+        return "the donor equals the anchor in every matched tensor: alignment had nothing to do"
+    gain = 1 - after / before
+    if gain < SMALL_GAIN:
+        why = "the models share their coordinates" if before < RELATED else "no map brings the models nearer"
+        return (
+            f"alignment had next to nothing to do (relative distance {before:.4g} before, {after:.4g} after): "
+            f"{why}, the merge is practically the plain one"
+        )
+    return f"relative distance {before:.4g} before, {after:.4g} after alignment ({gain:.0%} less)"
+
+
 @dataclass(frozen=True)
 class MergeReport:
     """Everything a merge did.
@@ -49,6 +122,11 @@ class MergeReport:
     Distances are Frobenius norms of donor - anchor over the tensors that have an axis in the space. `files` are the
     alignment files by which donors were moved, nothing being matched. Fingerprints, by
     model, are those of alignment files; where not all tensors were read, the words after it say of how many.
+
+    Attributes:
+        models: where each model came from, by its name here: `hub`, `revision`, `license`, and `adapter` with the same.
+        relation: what the result is to its models, in the hub's words: `merge`, `finetune` or `adapter`.
+        data: the samples that were used, each with `of` (what for), `source` and `samples`.
     """
 
     anchor: str
@@ -61,68 +139,50 @@ class MergeReport:
     versions: dict[str, str] = field(default_factory=dict)
     fingerprints: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    relation: str = "merge"
+    data: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, run: Run, anchor: object, delegate: str, recipe: str, fingerprints: Mapping[str, str] | None = None
+        cls,
+        run: Run,
+        anchor: object,
+        delegate: str,
+        recipe: str,
+        fingerprints: Mapping[str, str] | None = None,
+        models: Mapping[str, dict[str, Any]] | None = None,
+        relation: str = "merge",
     ) -> MergeReport:
-        rows = [
-            SpaceRow(
-                *(donor, block, layer, match.space, match.kind, match.group),
-                distance_before=math.sqrt(max(match.before, 0.0)),
-                distance_after=math.sqrt(max(match.after, 0.0)),
-                anchor_norm=math.sqrt(max(match.anchor, 0.0)),
-                from_identity=match.distances,
-                seconds=match.seconds,
-                gap=match.gap,
-                head_order=match.head_order,
-                notes=match.notes,
-            )
-            for donor, block, layer, match in sorted(run.records, key=lambda r: (r[0], r[2] is None, r[2] or 0, r[1]))
-        ]
         return cls(
             str(anchor),
             delegate,
             recipe,
-            rows,
-            dict(run.whole),
+            rows_of(run),
+            {**run.whole, **{name: found for name, given in run.given.items() if (found := whole_in(given.made))}},
             [*run.notes, *run.transport_notes()],
             time.perf_counter() - run.began,
             versions(),
             dict(fingerprints or {}),
-            dict(run.files),
+            {name: given.file for name, given in run.given.items()},
+            dict(models or {}),
+            relation,
+            list(run.data),
         )
 
     def donors(self) -> list[str]:
         return list(dict.fromkeys([*(row.donor for row in self.rows), *self.whole, *self.files]))
 
     def relative_distances(self, donor: str) -> tuple[float, float]:
-        """Relative distance of a donor before and after: of the whole model where its stream was matched (the stream's
-        row says it), else over its matched spaces."""
-        rows = [row for row in self.rows if row.donor == donor]
-        rows = [row for row in rows if row.kind == "stream"][:1] or rows
-        norm = math.sqrt(sum(row.anchor_norm**2 for row in rows)) or 1.0
-        before = math.sqrt(sum(row.distance_before**2 for row in rows))
-        after = math.sqrt(sum(row.distance_after**2 for row in rows))
-        return before / norm, after / norm
+        """See `relative`."""
+        return relative([row for row in self.rows if row.donor == donor])
 
     def verdict(self, donor: str) -> str:
         """One honest sentence on what alignment did for a donor."""
-        before, after = self.relative_distances(donor)
-        if donor in self.files:
-            return f"moved by the transforms in {self.files[donor]}, nothing was matched"
+        words = gained(*self.relative_distances(donor))
         if not any(row.donor == donor for row in self.rows):
-            return "nothing was matched"
-        if before == 0:
-            return "the donor equals the anchor in every matched tensor: alignment had nothing to do"
-        gain = 1 - after / before
-        if gain < SMALL_GAIN:
-            why = "the models share their coordinates" if before < RELATED else "no map brings the models nearer"
-            return (
-                f"alignment had next to nothing to do (relative distance {before:.4g} before, {after:.4g} after): "
-                f"{why}, the merge is practically the plain one"
-            )
-        return f"relative distance {before:.4g} before, {after:.4g} after alignment ({gain:.0%} less)"
+            words = "nothing was matched"
+        return f"moved by the transforms in {self.files[donor]}: {words}" if donor in self.files else words
 
     def to_dict(self) -> dict[str, Any]:
         summary = {
@@ -136,7 +196,8 @@ class MergeReport:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> MergeReport:
-        fields = {"fingerprints": {}, "files": {}, **data}
+        later = {"fingerprints": {}, "files": {}, "models": {}, "relation": "merge", "data": []}
+        fields = {**later, **data}
         fields = {name: fields[name] for name in cls.__dataclass_fields__}
         fields["rows"] = [SpaceRow(**row) for row in fields["rows"]]
         return cls(**fields)

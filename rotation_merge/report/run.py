@@ -24,23 +24,35 @@ FAR = 0.2
 """Squared change over squared norm before it, above which a task vector hardly travels (docs/residual.md)."""
 
 
+@dataclass(frozen=True)
+class GivenFile:
+    """An alignment file that moves a donor: its name in the recipe, the model that it was made for, its head."""
+
+    file: str
+    matched: str
+    made: Mapping[str, Any]
+
+
 @dataclass(eq=False)
 class Run:
     """Records of one merge; tasks add to it from any thread.
 
     Attributes:
         watched: whether somebody will read the report; if not, models' fingerprints are not taken.
+        given: by donor, the alignment files that are applied instead of matching.
         kept: by donor, the transforms that were used, where the recipe wants them kept (else None).
+        data: samples that were used, each with `of` (what for), `source` and `samples`.
     """
 
     records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
+    given: dict[str, GivenFile] = field(default_factory=dict)
     transforms: dict[str, Transforms] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
     marks: dict[str, Fingerprint] = field(default_factory=dict)
+    data: list[dict[str, Any]] = field(default_factory=list)
     watched: bool = True
     kept: dict[str, dict[str, SpaceTransform]] | None = None
     began: float = field(default_factory=time.perf_counter)
@@ -69,10 +81,17 @@ class Run:
             with self._lock:
                 self.kept.setdefault(donor, {}).update(transforms)
 
-    def given(self, donor: str, file: str) -> None:
-        """A donor is moved by the transforms of an alignment file."""
+    def moved_by(self, donor: str, given: GivenFile) -> None:
+        """A donor is moved by the transforms of an alignment file, whose head has the figures of the match."""
         with self._lock:
-            self.files[donor] = file
+            self.given[donor] = given
+
+    def used(self, of: str, source: str, samples: int) -> None:
+        """Samples that something was computed from; the same ones once."""
+        with self._lock:
+            facts = {"of": of, "source": source, "samples": samples}
+            if facts not in self.data:
+                self.data.append(facts)
 
     def transforms_of(self, model: str) -> Transforms:
         """What moved a model as a whole (or, where its task vector was carried, what it was tuned from)."""

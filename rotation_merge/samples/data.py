@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,35 @@ def read_batches(
     elif task == "next token" and "labels" not in batches[0]:
         batches = [{**b, "labels": _labels(b)} for b in batches]
     return Data(batches, task, len(rows))
+
+
+def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -> dict[str, Any]:
+    """Samples in words and numbers, for the head of a file that was made from them.
+
+    Args:
+        source: what they are called.
+        batches: as they were used, where that is not how they were read.
+    """
+    used = data.batches if batches is None else batches
+    real = sum(int((b["input_ids"] if "input_ids" in b else next(iter(b.values()))[:, :1]).numel()) for b in used)
+    return {
+        "data": source,
+        "data_hash": data_hash(used),
+        "samples": data.examples,
+        "tokens": real,
+        "task": data.task,
+    }
+
+
+def data_hash(batches: Sequence[Batch]) -> str:
+    """Of every tensor of every batch, 40 characters."""
+    digest = hashlib.blake2b(digest_size=20)
+    for batch in batches:
+        for name in sorted(batch):
+            tensor = batch[name].contiguous()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _check_inputs(examples: Mapping[str, Tensor], model: Any, source: str) -> None:

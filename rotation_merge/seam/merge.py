@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rotation_merge.checkpoints.aligned import Storage, empty_report, write_aligned
 from rotation_merge.checkpoints.heads import write_heads
+from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.output import check_place, staged
 from rotation_merge.checkpoints.pair import open_pair, read_alignment
 from rotation_merge.errors import AlignmentError, RotationMergeError
@@ -63,7 +64,12 @@ def run(
             marks = fingerprints(session)
             keep_alignments(session, staging)
             report = MergeReport.of(
-                done, recipe.base, recipe.delegate.spec.name, config_source or config.to_yaml(), marks
+                done,
+                recipe.base,
+                recipe.delegate.spec.name,
+                config_source or config.to_yaml(),
+                marks,
+                origins(map(ModelReference.model_validate, marks), options.transformers_cache),
             )
             report.write(os.path.join(staging, "rotation_merge.json"))
             if recipe.value("heads_of") == "each":
@@ -98,7 +104,8 @@ def prove_files(session: Session, place: str) -> None:
         AlignmentError: one does not.
     """
     recipe, done = session.recipe, session.run
-    for donor, file in done.files.items():
+    for given in done.given.values():
+        donor, file = given.matched, given.file
         pair = open_pair(str(recipe.base), donor, NOTHING, recipe.untie)
         alignment = read_alignment(pair, file)
         with tempfile.TemporaryDirectory(dir=place) as folder:
