@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from cli_support import parsed, run
-from plugin_support import build, make, merged, recipe_for, save, twin, write_state
+from plugin_support import build, from_file, make, merged, recipe_for, save, twin, write_state
 from test_averaging import data_for, measure, state, worst
 from tiny_models import ALL, Case, load_file, planted
 from torch import Tensor
@@ -131,9 +131,7 @@ def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Pat
     assert plain["loss"][0] == pytest.approx(plain["loss"][2], rel=1e-3)
     assert max(aligned["loss"]) == pytest.approx(min(aligned["loss"]), rel=1e-3)
     assert "another order" in run("compare", anchor, donor, *HEADS_MOVE).output
-    made = recipe_for("linear", anchor, donor)
-    made["models"][1]["parameters"]["alignment"] = str(file)
-    made["parameters"]["prove"] = True
+    made = from_file(recipe_for("linear", anchor, donor, prove=True), file)
     assert worst(merged(made, tmp_path / "replayed"), state(anchor)) < TOLERANCE
     assert "not checked" not in (tmp_path / "replayed" / "README.md").read_text()
 
@@ -201,8 +199,7 @@ def test_learned_maps_and_answers_are_in_the_anchors_order(models: tuple[Path, P
         "fit", anchor, donor, "--data", data, "--alignment", file, "--steps", "1", "--batch-size", "4", *HEADS_MOVE
     )
     assert found["before"] == pytest.approx(found["after"], rel=0.05)
-    made = recipe_for("linear", anchor, donor)
-    made["models"][1]["parameters"]["alignment"] = str(file)
+    made = from_file(recipe_for("linear", anchor, donor), file)
     assert worst(merged(made, tmp_path / "out"), state(anchor)) < 0.05
     few = ("--data", data, "--samples", "8", "--steps", "1")
     polished = run("polish", anchor, tmp_path / "polished", "--teachers", donor, *few, "--json")
