@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.checkpoints.heads import head_names
-from rotation_merge.checkpoints.hub import is_absent
+from rotation_merge.checkpoints.hub import HubFile, is_absent
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.file import load_alignment
@@ -50,7 +50,15 @@ def check_sources(document: Document, recipe: Recipe | None, made_earlier: set[s
             opened[name] = (path, model)
     base = opened.get(str(document.value.get("base_model")))
     for path, name in files(document.value):
-        if not os.path.exists(name):
+        kept = HubFile.of(name)
+        if kept is not None and (held := kept.cached(options.transformers_cache)) is not None:
+            if base is not None and path[-1] == "alignment":
+                _read(document, path, held, base[1])
+        elif kept is not None:
+            absent = True
+            remedy = "the merge downloads it; check again afterwards"
+            document.fault(path, f"{name}: {HUB_NOTE.replace('its files are', 'it is')}", remedy, error=False)
+        elif not os.path.exists(name):
             made = "write it with 'rotation-merge align --alignment FILE'"
             document.fault(path, f"{name}: no such file", made if path[-1] == "alignment" else "check the path")
         elif base is not None and path[-1] == "alignment":

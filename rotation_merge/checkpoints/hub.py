@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import dataclass
 
 from mergekit.common import ModelReference
 
@@ -50,3 +52,53 @@ def downloaded(path: str, revision: str | None, cache: str | None, patterns: lis
         return snapshot_download(path, revision=revision, cache_dir=cache, allow_patterns=patterns)
     except (OSError, HFValidationError, HfHubHTTPError) as error:
         raise CheckpointError(f"cannot be downloaded ({short(error)})", where=path, remedy="check the name") from error
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file in a repository of the hub, as recipes write it: `org/repo/path/file@revision`, of a dataset with
+    `datasets/` in front."""
+
+    kind: str
+    repo: str
+    name: str
+    revision: str | None
+
+    @classmethod
+    def of(cls, text: str) -> HubFile | None:
+        """None where the words name none, a file that is here, or one in a folder that is here."""
+        part = r"[A-Za-z0-9_][\w.-]*"
+        found = re.fullmatch(rf"(datasets/)?({part}/{part})/((?:{part}/)*{part})(?:@([\w./-]+))?", text)
+        if found is None or os.path.exists(text) or (not found[4] and os.path.isdir(text.partition("/")[0])):
+            return None
+        return cls("dataset" if found[1] else "model", found[2], found[3], found[4])
+
+    def cached(self, cache: str | None = None) -> str | None:
+        """Where it lies, if it has been downloaded."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(
+            self.repo, self.name, cache_dir=cache, revision=self.revision, repo_type=self.kind
+        )
+        return found if isinstance(found, str) else None
+
+
+def local_file(path: str, cache: str | None = None) -> str:
+    """A file as it is; of a repository of the hub, the downloaded one, fetched where it is not there yet.
+
+    Raises:
+        CheckpointError: it is not here, and cannot be downloaded.
+    """
+    wanted = HubFile.of(path)
+    if wanted is None:
+        return path
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return hf_hub_download(
+            wanted.repo, wanted.name, repo_type=wanted.kind, revision=wanted.revision, cache_dir=cache
+        )
+    except (OSError, HFValidationError, HfHubHTTPError) as error:
+        what = f"is no file here, and cannot be downloaded ({short(error)})"
+        raise CheckpointError(what, where=path, remedy="check the path; of the hub: org/repo/file@revision") from error

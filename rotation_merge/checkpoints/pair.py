@@ -13,7 +13,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.checkpoints.hub import is_absent
+from rotation_merge.checkpoints.hub import is_absent, local_file
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.vocabulary import other_order
@@ -153,7 +153,7 @@ def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:
     Raises:
         AlignmentError: it cannot be read, or was made for other weights.
     """
-    file = load_alignment(path, pair.architecture)
+    file = load_alignment(local_file(path), pair.architecture)
     anchor, donor = pair.fingerprints()
     check_fingerprints(file, path, anchor, donor, (str(pair.anchor.reference), str(pair.donor.reference)))
     asked = NOTHING.with_residual(residual_of(file.alignment.transforms, file.alignment.folded))

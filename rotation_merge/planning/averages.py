@@ -26,6 +26,7 @@ from rotation_merge.averaging.carry import (
 from rotation_merge.averaging.file import NAME, Statistics
 from rotation_merge.averaging.maps import LinearMap, linear_map
 from rotation_merge.averaging.methods import Averaging, Source, averaged
+from rotation_merge.checkpoints.hub import HubFile, local_file
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.groups import SpaceTransform
@@ -87,6 +88,8 @@ class Books:
         folder = reference.lora.path if reference.lora is not None else reference.model.path
         beside = folder if os.path.isdir(folder) else str(model.loader.index.base_path)
         places = [os.path.join(beside, NAME)] if given is None else [given, os.path.join(beside, given)]
+        if given is not None and HubFile.of(given) is not None and not os.path.isfile(places[1]):
+            return local_file(given, model.options.transformers_cache)
         return next((place for place in places if os.path.isfile(place)), None)
 
     def command(self, model: Model) -> str:

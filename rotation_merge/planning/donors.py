@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.averaging.refit_method import RefitMethod
+from rotation_merge.checkpoints.hub import local_file
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.checkpoints.vocabulary import other_order, shared_rows
 from rotation_merge.errors import CheckpointError, RecipeError
@@ -230,7 +231,7 @@ class Donors:
         return origin
 
     def _given(self, path: str, donor: ModelReference, name: str) -> Given:
-        file = load_alignment(path, self._architecture)
+        file = load_alignment(local_file(path, self.options.transformers_cache), self._architecture)
         marks = self._base.fingerprint, self.models[donor].fingerprint
         check_fingerprints(file, path, *marks, (str(self.recipe.base), str(donor)))
         asked = residual_of(file.alignment.transforms, file.alignment.folded)

@@ -120,7 +120,12 @@ KEYS = (
     Key("residual", WHOLE, (*CHOICES["residual"], STREAMS), "group of the residual stream", "none"),
     Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
     Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
-    Key("alignment", DONOR_ONLY, (FILE,), "file of transforms to apply instead of matching"),
+    Key(
+        "alignment",
+        DONOR_ONLY,
+        (FILE,),
+        "file of transforms to apply instead of matching",
+    ),
     Key(
         "statistics",
         EACH,

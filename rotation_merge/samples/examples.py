@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotation_merge.checkpoints.hub import local_file
 from rotation_merge.checkpoints.vocabulary import is_hollow
 from rotation_merge.errors import DataError, short
 from rotation_merge.samples.dataset import is_dataset, read_dataset
@@ -31,7 +32,7 @@ def read_examples(source: str, model_path: str, model: Any, length: int) -> dict
     """
     if source.startswith("demo:"):
         return _demo(source, length)
-    path = Path(source)
+    path = Path(local_file(source))
     if not path.exists():
         raise DataError("no such file", where=source, remedy=f"give {KINDS}")
     try:
