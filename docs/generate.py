@@ -39,8 +39,8 @@ MEANINGS = {
     "finetuned_from": "The donor is a fine-tune of this model. The map from it to the anchor is found, and the "
     "delegate sees anchor + map(donor - this model).",
     "alignment": "File of transforms, written by `rotation-merge align --alignment` or `rotation-merge fit`, that is "
-    "applied instead of matching: a path, or `org/repo/file@revision` of the hub. Options of matching beside it, or for "
-    "donors that files move one and all, are a fault: they would do nothing.",
+    "applied instead of matching: a path, or `org/repo/file@revision` of the hub. Options of matching beside it, or "
+    "for donors that files move one and all, are a fault: they would do nothing.",
     "delegate": "The merge method that averages. See [Delegates](delegates.md).",
     "unsupported": "`merge`: what cannot be aligned is merged as it stands, and the report says so.",
     "exclude": "Comma-separated parts of tensor names; such tensors are copied from `base_model`.",
