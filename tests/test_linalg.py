@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rotation_merge.linalg.polar import complement_of_ones, nuclear_norm, procrustes, random_orthogonal
-from rotation_merge.linalg.scaling import LARGEST_LOG_SCALE, best_scale, cost, joint_scale
+from rotation_merge.linalg.scaling import LARGEST_LOG_SCALE, best_scale, cost, joint_scale, least_cost, scale_ceiling
 
 torch.set_num_threads(1)
 
@@ -172,3 +172,40 @@ def test_joint_scale_keeps_one():
     assert torch.equal(joint(gram, gram, norm, norm, one), one)
     zero = torch.zeros_like(norm)
     assert torch.equal(joint(gram * 0, gram * 0, zero, zero, one), one)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("size", [0.03, 1.0, 100.0, 1e8])
+def test_least_cost_is_the_cost_of_the_best_scale(size: float, degree: int, signed: bool) -> None:
+    """Whatever way it takes: quick, or by the scale where that might have to be limited or a side is empty."""
+    signed = signed and degree == 1
+    primal, dual = randn(1, 40, seed=1).exp(), randn(1, 40, seed=2).exp()
+    p, q = size * randn(30, 40, seed=3), size * randn(30, 40, seed=4)
+    for norms in ((primal, dual), (primal * (primal > 1), dual)):
+        wanted = cost(best_scale(*norms, p, q, signed, degree), *norms, p, q, degree)
+        found = least_cost(*norms, p, q, signed, degree)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5, 0.95])
+def test_a_ceiling_of_the_joint_problem_is_never_below_what_a_grid_finds(shared: float) -> None:
+    """Above every scale's value, and hardly so where it is the best one's."""
+    heads, d, m = 40, 6, 20
+    primal, dual = (
+        (a := randn(heads, d, m, seed=s), shared * a + (1 - shared) * randn(heads, d, m, seed=s + 1)) for s in (1, 3)
+    )
+    stretch = randn(heads, 1, 1, seed=9).exp()
+    m_p, m_d = primal[0] @ primal[1].mT * stretch, dual[0] @ dual[1].mT / stretch
+    squares = (primal[1] * stretch).square().sum((1, 2)), (dual[1] / stretch).square().sum((1, 2))
+
+    def h(a: Tensor) -> Tensor:
+        return nuclear_norm(a[:, None, None] * m_p + m_d / a[:, None, None])
+
+    reach = tuple(d**0.5 * torch.linalg.matrix_norm(x) for x in (m_p, m_d))
+    ceiling = scale_ceiling(h, *squares, reach)
+    grid = torch.linspace(-6, 6, 601, dtype=torch.float64).exp()
+    gains = torch.stack([2 * h(a.expand(heads)) - a**2 * squares[0] - squares[1] / a**2 for a in grid])
+    size = 2 * h(torch.ones(heads))
+    assert bool((gains <= ceiling).all())
+    assert float(((ceiling - gains.amax(0)) / size).median()) < 2e-3

@@ -94,6 +94,10 @@ class Group(ABC):
         primal, dual = (x.sum(-1) if x.ndim > 1 else x for x in (primal, dual))
         return self._bounded(primal, dual, (grams.donor_primal.sum(-1), grams.donor_dual.sum(-1)))
 
+    def ceiling(self, grams: Grams) -> Tensor:
+        """An upper bound on the gain that is nearly attained, shape (N,): of most groups, what `solve` gains."""
+        return self.solve(grams)[1]
+
     def _bounded(self, primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor]) -> Tensor:
         scale = best_scale(*norms, primal, dual) if self.rescale else torch.ones_like(primal)
         return -cost(scale, *norms, primal, dual)

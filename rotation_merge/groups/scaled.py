@@ -14,7 +14,7 @@ from rotation_merge.groups.orthogonal import Orthogonal
 from rotation_merge.groups.statistics import Grams
 from rotation_merge.groups.tangent import Freedom, Steps, scaled
 from rotation_merge.linalg.polar import nuclear_norm, procrustes, random_orthogonal
-from rotation_merge.linalg.scaling import best_scale, cost, joint_scale
+from rotation_merge.linalg.scaling import best_scale, cost, joint_scale, scale_ceiling
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +103,16 @@ class OrthogonalGroup(Group):
         inner = _inner(rotation, grams.primal), _inner(rotation, grams.dual)
         return Scaled(rotation, scale), -cost(scale, primal, dual, *inner)
 
+    def ceiling(self, grams: Grams) -> Tensor:
+        """With `rescale`, from singular values at a few scales (`scale_ceiling`)."""
+        if not self.rescale:
+            return 2 * nuclear_norm(grams.primal + grams.dual) - grams.norms()
+        if self.rescale == "sequential":
+            return super().ceiling(grams)
+        primal, dual = grams.donor_primal.sum(-1), grams.donor_dual.sum(-1)
+        bounds = _nuclear_bound(grams.primal), _nuclear_bound(grams.dual)
+        return scale_ceiling(lambda a: nuclear_norm(_mix(grams, a)), primal, dual, bounds)
+
     def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
         return agreement_by_matrices(element, products)
 
@@ -114,6 +124,11 @@ def _joint_scale(grams: Grams, primal: Tensor, dual: Tensor) -> Tensor:
 
     bounds = nuclear_norm(grams.primal), nuclear_norm(grams.dual)
     return joint_scale(lambda a: nuclear_norm(_mix(grams, a)), inner, primal, dual, grams.guess(), bounds)
+
+
+def _nuclear_bound(products: Tensor) -> Tensor:
+    """|M|_* <= sqrt(d) |M|_F."""
+    return products.shape[-1] ** 0.5 * torch.linalg.matrix_norm(products)
 
 
 def _mix(grams: Grams, scale: Tensor) -> Tensor:

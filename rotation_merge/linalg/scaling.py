@@ -30,6 +30,7 @@ LARGEST_LOG_SCALE = math.log(1e6)
 _NEWTON = {torch.float32: 8, torch.float64: 14}
 _TIE = 1e-12  # gains below this share of the norms give way to the scale 1
 _ROUNDS = 60
+_LOOKUPS = 2
 _GRID = 16
 _SETTLED = 1e-8  # change of a log scale; the cost's error is its square
 _WIDE = 0.3  # log scales further apart than this from the best start are searched on a grid
@@ -83,17 +84,45 @@ def best_scale(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool 
     return torch.where(gains, a, one)
 
 
-def _largest_root(u: Tensor, v: Tensor) -> Tensor:
-    """The root x >= 1 of x^4 - u x^3 + v x - 1 for u >= v, elementwise: Newton from the right, where it is convex."""
+def least_cost(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool = False, degree: int = 1) -> Tensor:
+    """`cost` at `best_scale`, to the dtype's rounding.
+
+    At an optimum the cost is flat: half the digits of the scale give all of the cost's, and none is looked for that
+    would have to be limited. Several times faster than the two, for tables of pairs.
+
+    Args: as `best_scale`; of what broadcasts, as little as possible is spread out.
+    """
+    if degree == 1 and p.numel() and bool((primal > 0).all()) and bool((dual > 0).all()):
+        root, middle = (dual / primal) ** 0.25, (primal * dual).sqrt()
+        u, v = p * (root / middle), q / (root * middle)
+        if signed:
+            sign = torch.where(u + v < 0, -1.0, 1.0).to(u)
+            u, v = u.mul_(sign), v.mul_(sign)
+        high, low = torch.maximum(u, v), torch.minimum(u, v)
+        x = _largest_root(high, low, rough=True)
+        reach = math.log(max(float(x.max()), 1.0)) + float(root.log().abs().max())
+        if reach < LARGEST_LOG_SCALE and bool(x.isfinite().all()):
+            inverse = 1 / x
+            return (x * (x - 2 * high)).add_(inverse * (inverse - 2 * low)).mul_(middle)
+    return cost(best_scale(primal, dual, p, q, signed, degree), primal, dual, p, q, degree)
+
+
+def _largest_root(u: Tensor, v: Tensor, rough: bool = False) -> Tensor:
+    """The root x >= 1 of x^4 - u x^3 + v x - 1 for u >= v, elementwise: Newton from the right, where it is convex.
+
+    With `rough`, to half the digits.
+    """
     start = u / 2 + (u * u / 4 + 1).sqrt()
-    safe = u.clamp_min(0) + ((-v).clamp_min(0) + 1) ** (1 / 3)
-    x = torch.where(u + v >= 0, start, safe)
+    below = (-v).clamp_min(0)
+    cube_root = 1 + below / 3 if bool((below < 1).all()) else (below + 1) ** (1 / 3)  # the first is never the smaller
+    x = torch.where(u + v >= 0, start, u.clamp_min(0) + cube_root)
     eps = torch.finfo(x.dtype).eps
+    settled = 0.1 * eps**0.25 if rough else eps  # the step that follows is of its square
     for _ in range(_NEWTON.get(x.dtype, 14)):
         value = ((x - u) * x * x + v) * x - 1
         slope = (4 * x - 3 * u) * x * x + v
         before, x = x, torch.where(slope > 0, x - value / slope, x).clamp_min_(1.0)
-        if bool((before - x <= eps * x).all()):
+        if bool((before - x <= settled * x).all()):
             break
     return x
 
@@ -179,6 +208,44 @@ def joint_scale(
     refined = _alternate(inner, primal, dual, best)
     gains = usable & (at_one - objective(refined) > _TIE * (primal + dual))
     return torch.where(gains, refined, zero).exp()
+
+
+def scale_ceiling(
+    value: Callable[[Tensor], Tensor], primal: Tensor, dual: Tensor, bounds: tuple[Tensor, Tensor]
+) -> Tensor:
+    """An upper bound on what the joint problem gains, max_a 2 h(a) - a^2 P - D / a^2, nearly attained, shape (N,).
+
+    h is a norm of a M_P + M_D / a, hence a h(a) convex in a^2: between two scales that were looked up it lies below its
+    chord p a^2 + q, and for h = a p + q / a the best scale is known. Where the bound would be attained h is looked up,
+    which lowers it, a few times over.
+
+    Args: as `joint_scale`, of shape (N,); `bounds` may lie above what any element attains.
+    """
+    scale = torch.where((primal > 0) & (dual > 0), dual / primal, 1.0).to(primal) ** 0.25
+    squares, heights = scale[:, None] ** 2, (scale * value(scale))[:, None]
+    for _ in range(_LOOKUPS):
+        scale, _ = _under_chords(squares, heights, primal, dual, bounds)
+        squares, order = torch.cat([squares, scale[:, None] ** 2], 1).sort(1)
+        heights = torch.cat([heights, (scale * value(scale))[:, None]], 1).gather(1, order)
+    return _under_chords(squares, heights, primal, dual, bounds)[1] + _TIE * (primal + dual)
+
+
+def _under_chords(
+    squares: Tensor, heights: Tensor, primal: Tensor, dual: Tensor, bounds: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The scale that gains most if a h(a) were its chords between known (a^2, a h(a)), and that gain."""
+    run, rise = squares.diff(dim=1), heights.diff(dim=1)
+    slope = torch.where(run > 0, rise / run, 0.0)
+    start = heights[:, :-1] - slope * squares[:, :-1]
+    ahead, behind = (bound[:, None] for bound in bounds)
+    p = torch.cat([(heights[:, :1] - behind) / squares[:, :1], slope, ahead], 1)
+    q = torch.cat([behind, start, heights[:, -1:] - ahead * squares[:, -1:]], 1)
+    norms = primal[:, None].expand_as(p), dual[:, None].expand_as(p)
+    scales = best_scale(*norms, p, q)
+    costs = cost(scales, *norms, p, q)
+    costs[:, 1:-1] = torch.where(run > 0, costs[:, 1:-1], torch.inf)
+    least, where = costs.min(1)
+    return scales.gather(1, where[:, None])[:, 0], -least
 
 
 def _open_scales(

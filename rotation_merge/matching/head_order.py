@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,9 +26,11 @@ MOST_ENUMERATED = 4096
 """Orders of query heads are enumerated up to this many (pairs of KV groups) x (orders); beyond, they alternate."""
 
 _ALTERNATIONS = 20
-_AT_ONCE = 32  # orders of one pair of groups whose gains are computed together
+_AT_ONCE = 32  # orders whose gains or ceilings are computed together
 _TIE = 1e-12  # relative difference of gains that counts as a tie
 _TIE_FLOAT32 = 1e-7  # the same where products are summed in float32
+
+_TABLE_BYTES = 1 << 30  # of the products of all heads with all, at most
 
 EXACT_NOTE = "query heads inside KV groups: the best of all orders"
 ALTERNATED_NOTE = "query heads inside KV groups: alternated from two starts (shared keys and values couple them)"
@@ -56,8 +59,9 @@ def head_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
         know(candidate)
         candidate = assign(values).permutation
         rounds += 1
-        if rounds == 1 and per_group == 1 and not bool(exact[rows, candidate].all()):
-            values = torch.where(exact, values, torch.minimum(values, search.sharper_bounds()))
+        if rounds in search.sharpened and not bool(exact[rows, candidate].all()):
+            sharper = search.sharpened[rounds]()
+            values = torch.where(exact, values, torch.minimum(values, sharper))
             candidate = assign(values).permutation
     if not torch.equal(candidate, rows):
         total = know(candidate)
@@ -75,12 +79,17 @@ class _Search:
     Attributes:
         pairings: of one layer; those whose statistics are small are tabulated for all pairs of heads.
         groups, per_group: G and r.
+        tables: by pairing, the products of all heads with all, where these are small.
+        products: the same for pairings whose statistics are large, once all pairs are looked at, if they fit.
+        ceilings: by pair of groups and order inside, upper bounds on the gain that are nearly attained, once known.
     """
 
     pairings: list[Pairing]
     groups: int
     per_group: int
     tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    ceilings: Tensor | None = None
+    products: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         double = all(half.exact for pairing in self.pairings for half in pairing.halves)
@@ -109,8 +118,44 @@ class _Search:
                 total += pairing.anchor_norm().cpu()[i]
         return total
 
-    def sharper_bounds(self) -> Tensor:
-        """As `bounds`, shape (G, G), for one query head a group, from |M|_* <= sqrt(d) |M|_F."""
+    @property
+    def sharpened(self) -> dict[int, Callable[[], Tensor]]:
+        """Sharper bounds than `bounds`, (G, G), by the round of assignments before which each is worth its price."""
+        if not self.enumerated:
+            return {}
+        return {1: self._by_ceilings} if self.per_group > 1 else {1: self._by_norms, 2: self._by_ceilings}
+
+    def _by_ceilings(self) -> Tensor:
+        """Bounds that exceed gains by rounding and the last digits of scales only."""
+        i, j = (x.flatten() for x in torch.meshgrid(*[torch.arange(self.groups)] * 2, indexing="ij"))
+        return self._ceilings(i, j).amax(1).reshape(self.groups, self.groups)
+
+    def _ceilings(self, i: Tensor, j: Tensor) -> Tensor:
+        """Upper bounds on the gain of N pairs of groups under each order inside, nearly attained, (N, T)."""
+        count, pairs = len(self.orders), i * self.groups + j
+        if self.ceilings is None:
+            self.ceilings = torch.full((self.groups**2, count), torch.nan, dtype=torch.float64)
+            self._tabulate()
+        missing = self.ceilings[pairs, 0].isnan().nonzero()[:, 0]
+        for part in missing.split(max(1, _AT_ONCE // count)) if len(missing) else ():
+            first, second = i[part].repeat_interleave(count), j[part].repeat_interleave(count)
+            order = Order(first, second, self.orders.repeat(len(part), 1))
+            found = (pairing.group.ceiling(self.grams(k, order)).cpu() for k, pairing in enumerate(self.pairings))
+            total = sum(found, torch.zeros(len(first), dtype=torch.float64))
+            self.ceilings[pairs[part]] = total.reshape(len(part), count)
+        return self.ceilings[pairs]
+
+    def _tabulate(self) -> None:
+        """All products of heads with heads, where they fit: many orders are made of them."""
+        i, j = (x.flatten() for x in torch.meshgrid(*[torch.arange(self.groups)] * 2, indexing="ij"))
+        for k, pairing in enumerate(self.pairings):
+            if k not in self.tables and pairing.follow is None and pairing.dual.table_bytes() <= _TABLE_BYTES:
+                primal, dual = pairing.primal.head_products(i, j)[:, 0, 0], pairing.dual.head_products(i, j)
+                shape = self.groups, self.groups
+                self.products[k] = primal.unflatten(0, shape), dual.unflatten(0, shape)
+
+    def _by_norms(self) -> Tensor:
+        """For one query head a group, from |M|_* <= sqrt(d) |M|_F."""
         i, j = (x.flatten() for x in torch.meshgrid(*[torch.arange(self.groups)] * 2, indexing="ij"))
         total = torch.zeros(self.groups**2, dtype=torch.float64)
         for k, pairing in enumerate(self.pairings):
@@ -139,15 +184,18 @@ class _Search:
         return total.reshape(len(i), count)
 
     def _tabulated(self, k: int, order: Order) -> Grams:
-        primal, dual = self.tables[k]
+        primal, dual = self.tables[k] if k in self.tables else self.products[k]
         rows = torch.arange(self.per_group)
-        summed = dual[order.anchor[:, None], order.donor[:, None], rows, order.queries].sum(1)
-        norms = [x.cpu() for x in self.pairings[k].norms(order)]
-        return Grams(primal[order.anchor, order.donor], summed, *norms)
+        anchor, donor, queries = (x.to(dual.device) for x in (order.anchor, order.donor, order.queries))
+        summed = dual[anchor[:, None], donor[:, None], rows.to(dual.device), queries].sum(1)
+        norms = [x.to(dual.device) for x in self.pairings[k].norms(order)]
+        exact = all(half.exact for half in self.pairings[k].halves)
+        return Grams(primal[anchor, donor], summed, *norms, rank_tolerance=Grams.rounding(exact))
 
     def grams(self, k: int, order: Order) -> Grams:
         """Statistics of one pairing under an order."""
-        return self._tabulated(k, order) if k in self.tables else self.pairings[k].grams(order)
+        known = k in self.tables or k in self.products
+        return self._tabulated(k, order) if known else self.pairings[k].grams(order)
 
     def gain(self, order: Order) -> Tensor:
         """Exact gains of N pairs of groups under an order, (N,), on the CPU."""
@@ -161,14 +209,14 @@ class _Search:
         return _alternated(self, i, j)
 
     def _best_of_all(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        values = self._order_bounds(i, j)
+        values = self._order_bounds(i, j) if self.ceilings is None else self._ceilings(i, j)
         exact = torch.zeros_like(values, dtype=torch.bool)
-        for count in itertools.chain((1, 8), itertools.repeat(_AT_ONCE)):
+        for count in itertools.chain((1, 1, 2, 4, 8), itertools.repeat(_AT_ONCE)):
             left = (~exact.gather(1, values.argmax(1)[:, None])[:, 0]).nonzero()[:, 0]
             if not len(left):
                 break
-            if count == 8:
-                values[left] = torch.where(exact[left], values[left], self._tighter(i[left], j[left]))
+            if self.ceilings is None and bool(exact.any()):
+                values[left] = torch.where(exact[left], values[left], self._ceilings(i[left], j[left]))
             wanted = torch.where(exact, -torch.inf, values)[left].topk(min(count, values.shape[1]), 1).indices
             pairs, which = left.repeat_interleave(wanted.shape[1]), wanted.flatten()
             fresh = ~exact[pairs, which]
@@ -179,24 +227,6 @@ class _Search:
         own = exact[:, 0] & (values[:, 0] >= values.amax(1) - _TIE * values.amax(1).abs())
         best = torch.where(own, 0, values.argmax(1))
         return values[rows, best], self.orders[best]
-
-    def _tighter(self, i: Tensor, j: Tensor) -> Tensor:
-        """As `_order_bounds`, with nuclear norms of the single heads for what is not tabulated."""
-        count = len(self.orders)
-        total = torch.zeros(len(i), count, dtype=torch.float64)
-        for k, pairing in enumerate(self.pairings):
-            if k in self.tables:
-                part = _Search([pairing], self.groups, self.per_group, {0: self.tables[k]})
-                total += part._order_bounds(i, j)
-                continue
-            shared = nuclear_norm(pairing.primal.head_products(i, j)[:, 0, 0]).cpu()
-            single = nuclear_norm(pairing.dual.head_products(i, j)).cpu()
-            summed = single[:, torch.arange(self.per_group), self.orders].sum(-1)
-            norms = (x.cpu().repeat_interleave(count, 0) for x in pairing.norms(Order(i, j, self.orders[:1])))
-            shared = shared.repeat_interleave(count)
-            grams = Grams(shared, summed.flatten(), *norms)
-            total += pairing.group.bound(shared, summed.flatten(), grams).reshape(len(i), count)
-        return total
 
 
 def _bound(pairing: Pairing, i: Tensor, j: Tensor, primal: Tensor, dual: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rotation_merge.linalg.scaling import best_scale, cost
+from rotation_merge.linalg.scaling import best_scale, least_cost
 
 Pairs = list[tuple[Tensor, Tensor]]
 """(anchor, donor) matrices, (n, m) each, of any strides."""
@@ -152,8 +152,7 @@ class Neurons:
                 for s in range(0, n, _BLOCK // step + 1):
                     c = slice(s, s + _BLOCK // step + 1)
                     known = norms[0][:, c], norms[1][:, c], p[:, c], q[:, c]
-                    scale = best_scale(*known, self.signed, self.degree)
-                    result[part, c] = gate[:, c] - cost(scale, *known, self.degree) / 2
+                    result[part, c] = gate[:, c] - least_cost(*known, self.signed, self.degree) / 2
             else:
                 result[part] = p + gate + q
         return result

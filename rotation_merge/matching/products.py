@@ -7,6 +7,7 @@ tensor is made. What is summed depends on the group that acts inside the heads: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,6 +155,10 @@ class Half:
             return flat
         first, second = pair_dims(flat.shape[0], self.interleaved)
         return torch.cat([flat[first], flat[second]], dim=1)
+
+    def table_bytes(self) -> int:
+        """What `head_products` of all pairs of groups take."""
+        return 8 * math.prod(self.shape) ** 2
 
     def head_products(self, anchor: Tensor, donor: Tensor) -> Tensor:
         """For N pairs of groups the `full` products of every pair of their heads, (N, r, r, d, d)."""
