@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, Refitted, Teachers
-from rotation_merge.averaging.taps import Taps, stages
+from rotation_merge.averaging.stages import Taps, stages
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Block
 from rotation_merge.averaging.refit import Answer, same_place
-from rotation_merge.averaging.taps import Taps, rows
+from rotation_merge.averaging.stages import Taps, rows
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.store import Store

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rotation_merge.architectures.model import Architecture, Block
 from rotation_merge.averaging.maps import linear_map, same_map
-from rotation_merge.averaging.taps import Seen, Stage, Taps, rows, stages
+from rotation_merge.averaging.stages import Seen, Stage, Taps, rows, stages
 from rotation_merge.errors import DataError
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.samples.runner import Runner

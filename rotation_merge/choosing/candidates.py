@@ -63,13 +63,13 @@ def candidates(
         data: for each model the samples that a refit uses.
         learned: whether an alignment can be learned on the samples.
     """
-    anchor, group = models[0], architecture.residual_groups[-1]
-    whole = {**LOCAL, "residual": group, **({"untie": True} if tied and group == "rotation" else {})}
+    anchor, turned = models[0], architecture.admitting("rotation")
+    whole = {**LOCAL, "residual": "largest", **({"untie": True} if tied and turned else {})}
     found = [
         Candidate("plain", anchor, tuple(models), PLAIN),
         Candidate("heads, neurons", anchor, tuple(models), LOCAL),
     ]
-    if group != "none":
+    if any(groups[-1] != "none" for groups in architecture.stream_groups.values()):
         found.append(Candidate("whole model", anchor, tuple(models), whole))
     own = {model: {"data": data[model]} for model in models}
     if refit is not None:

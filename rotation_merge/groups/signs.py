@@ -59,26 +59,46 @@ class Fixed(FactorGroup):
 
 
 @dataclass(frozen=True)
-class CoordinateSigns(FactorGroup):
+class SignGroup(FactorGroup):
+    """Signs that some coordinates share; by default each has its own."""
+
+    def _together(self, agreement: Tensor) -> Tensor:
+        """Statistics of coordinates, (N, d), summed over those that share a sign: (N, k)."""
+        return agreement
+
+    def _spread(self, signs: Tensor, size: int) -> Tensor:
+        """One sign for each that is shared, (N, k), as one for each coordinate, (N, d)."""
+        return signs
+
+    def _own(self, factor: Tensor) -> Tensor:
+        """The inverse of `_spread`."""
+        return factor
+
+    def random(self, batch: int, size: int, generator: torch.Generator) -> Scaling:
+        own = self._own(torch.ones(batch, size, dtype=torch.float64)).shape[1]
+        return Scaling(self._spread(Scaling.random_signs(batch, own, generator).factor, size))
+
+    def solve(self, grams: Grams) -> tuple[Scaling, Tensor]:
+        agreement = self._together((grams.primal + grams.dual).real)
+        signs = torch.where(agreement < 0, -torch.ones_like(agreement), torch.ones_like(agreement))
+        return Scaling(self._spread(signs, grams.donor_primal.shape[-1])), 2 * agreement.abs().sum(-1) - grams.norms()
+
+    def _admits_factors(self, factor: Tensor) -> bool:
+        signs = bool((factor.abs() == 1).all())
+        return signs and torch.equal(factor, self._spread(self._own(factor), factor.shape[1]))
+
+
+@dataclass(frozen=True)
+class CoordinateSigns(SignGroup):
     """A sign for each coordinate: what an RMSNorm of queries and keys leaves where no rotary embedding follows."""
 
     kind = "coordinate_signs"
     words = "a sign for each coordinate"
     symbol = "sign of each coordinate"
 
-    def random(self, batch: int, size: int, generator: torch.Generator) -> Scaling:
-        return Scaling.random_signs(batch, size, generator)
-
-    def solve(self, grams: Grams) -> tuple[Scaling, Tensor]:
-        agreement = grams.primal + grams.dual
-        return Scaling(_sign(agreement)), 2 * agreement.abs().sum(-1) - grams.norms()
-
-    def _admits_factors(self, factor: Tensor) -> bool:
-        return bool((factor.abs() == 1).all())
-
 
 @dataclass(frozen=True)
-class PairSigns(FactorGroup):
+class PairSigns(SignGroup):
     """A sign for each RoPE pair: what commutes with a gained RMSNorm and rotary embedding."""
 
     interleaved: bool = False
@@ -88,49 +108,33 @@ class PairSigns(FactorGroup):
     words = "a sign for each RoPE pair"
     symbol = "sign of each RoPE pair"
 
-    def _spread(self, signs: Tensor) -> Scaling:
-        """One factor a pair, (N, d/2), as one a coordinate."""
-        factor = signs.new_ones(len(signs), 2 * signs.shape[1])
-        for where in pair_dims(factor.shape[1], self.interleaved):
+    def _spread(self, signs: Tensor, size: int) -> Tensor:
+        factor = signs.new_ones(len(signs), size)
+        for where in pair_dims(size, self.interleaved):
             factor[:, where] = signs
-        return Scaling(factor)
+        return factor
 
-    def random(self, batch: int, size: int, generator: torch.Generator) -> Scaling:
-        return self._spread(Scaling.random_signs(batch, size // 2, generator).factor)
-
-    def solve(self, grams: Grams) -> tuple[Scaling, Tensor]:
-        agreement = (grams.primal + grams.dual).real
-        return self._spread(_sign(agreement)), 2 * agreement.abs().sum(-1) - grams.norms()
+    def _own(self, factor: Tensor) -> Tensor:
+        return factor[:, pair_dims(factor.shape[1], self.interleaved)[0]]
 
     def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
         assert isinstance(element, Scaling)
-        pairs = Scaling(element.factor[:, pair_dims(element.size, self.interleaved)[0]])
-        return super().agreement(pairs, products.real)
-
-    def _admits_factors(self, factor: Tensor) -> bool:
-        first, second = pair_dims(factor.shape[1], self.interleaved)
-        return bool((factor.abs() == 1).all()) and torch.equal(factor[:, first], factor[:, second])
+        return super().agreement(Scaling(self._own(element.factor)), products.real)
 
 
 @dataclass(frozen=True)
-class HeadSign(FactorGroup):
+class HeadSign(SignGroup):
     """One sign for all of a head: what commutes with a LayerNorm of queries and keys."""
 
     kind = "head_sign"
     words = "a sign for each head"
     symbol = "sign of a KV group"
 
-    def random(self, batch: int, size: int, generator: torch.Generator) -> Scaling:
-        return Scaling(Scaling.random_signs(batch, 1, generator).factor.repeat(1, size))
+    def _together(self, agreement: Tensor) -> Tensor:
+        return agreement.sum(-1, keepdim=True)
 
-    def solve(self, grams: Grams) -> tuple[Scaling, Tensor]:
-        agreement = (grams.primal + grams.dual).sum(-1)
-        factor = _sign(agreement)[:, None].repeat(1, grams.primal.shape[-1])
-        return Scaling(factor), 2 * agreement.abs() - grams.norms()
+    def _spread(self, signs: Tensor, size: int) -> Tensor:
+        return signs.repeat(1, size)
 
-    def _admits_factors(self, factor: Tensor) -> bool:
-        return bool((factor.abs() == 1).all() and (factor == factor[:, :1]).all())
-
-
-def _sign(x: Tensor) -> Tensor:
-    return torch.where(x < 0, -torch.ones_like(x), torch.ones_like(x))
+    def _own(self, factor: Tensor) -> Tensor:
+        return factor[:, :1]

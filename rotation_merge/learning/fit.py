@@ -59,6 +59,10 @@ class FitResult:
     match: MatchOptions
 
 
+WIDEST = MatchOptions(heads="permutation", residual="largest")
+"""The largest groups a model admits."""
+
+
 def fit(
     anchor: nn.Module,
     donors: nn.Module | Sequence[nn.Module],
@@ -92,13 +96,7 @@ def fit(
     devices = {parameter.device for parameter in anchor.parameters() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):  # the caller's random numbers stay the caller's
         torch.manual_seed(options.seed)
-        return _Fit(parents, list(batches), match or widest(anchor), options, watch or (lambda *_: None)).run()
-
-
-def widest(model: nn.Module) -> MatchOptions:
-    """The largest groups a model admits: head order, and the residual group that moves most."""
-    architecture = architecture_of(model)
-    return MatchOptions(heads="permutation", residual=architecture.residual_groups[-1])
+        return _Fit(parents, list(batches), match or WIDEST, options, watch or (lambda *_: None)).run()
 
 
 class _Fit:

@@ -35,6 +35,7 @@ from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.model import Alignment
 from rotation_merge.planning.moves import Moves
 from rotation_merge.planning.tasks import KeyedTask, Loads, load_arguments, loaded, map_arguments
+from rotation_merge.planning.wanted import Wanted
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
 
@@ -118,48 +119,29 @@ class Averages:
             head = ", and the head, which is tied to the embedding ('untie: true' would free it)," if tied else ""
             self.run.note(f"{note}{head} keep the average.")
 
-    def task(
-        self,
-        info: TensorInfo,
-        piece: int,
-        gather: Task,
-        label: str,
-        moves: Moves,
-        reader: ConfigReader,
-        shares: Mapping[ModelReference, float],
-        parameters: Mapping[str, Any],
-    ) -> AverageTensor:
-        """One output tensor.
-
-        Args:
-            gather: gives each model's tensor, vocabularies brought together.
-            label: the tensor's name in the output.
-            shares: weights of the models.
-
+    def task(self, wanted: Wanted) -> AverageTensor:
+        """
         Raises:
             RotationMergeError: statistics are missing or of other weights, a parameter means nothing.
         """
-        self.method.check(parameters)
-        counting = [model for model, share in shares.items() if share != 0]
-        if not counting:
-            raise StatisticsError(f"all weights of tensor '{label}' are zero", remedy="give one model a weight")
-        order = sorted(counting, key=lambda model: model != self.recipe.base)
+        self.method.check(wanted.parameters)
+        order, info, moves = wanted.models(self.recipe.base), wanted.info, wanted.moves
         one = linear_map(moves.out.anchor.block, info)
         by_statistics = not self.method.maps_only or one is not None
-        books = {model: self._book(model, reader) for model in order} if by_statistics else {}
+        books = {model: self._book(model, wanted.reader) for model in order} if by_statistics else {}
         called = [model for model in order if not self._uncalled(books.get(model), info, moves, model)]
         carried = [self._carry(info, moves, model, books[model]) for model in called] if by_statistics else []
         return AverageTensor(
-            key=f"{moves.out.number}:{label}",
-            label=label,
-            gather=gather,
+            key=wanted.key,
+            label=wanted.label,
+            gather=wanted.gather,
             method=self.method,
             order=tuple(called if carried else order),
-            shares=tuple(shares[model] for model in (called if carried else order)),
-            parameters=dict(parameters),
+            shares=tuple(wanted.shares[model] for model in (called if carried else order)),
+            parameters=dict(wanted.parameters),
             carried=tuple(carried),
             flipped=bool(carried) and self.method.maps_only and one is not None and one.reads < one.gives,
-            piece=piece if info.stacked else None,
+            piece=wanted.piece if info.stacked else None,
         )
 
     def _book(self, model: ModelReference, reader: ConfigReader) -> Statistics:

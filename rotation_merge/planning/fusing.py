@@ -28,7 +28,7 @@ from rotation_merge.averaging.transport import (
     weight_points,
 )
 from rotation_merge.checkpoints.models import Models
-from rotation_merge.errors import RecipeError, StatisticsError
+from rotation_merge.errors import RecipeError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.fold import Fold, Folded
 from rotation_merge.matching.model import Alignment
@@ -37,6 +37,7 @@ from rotation_merge.matching.state import TensorSource, read_tensor
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.moves import Moves
 from rotation_merge.planning.tasks import KeyedTask, Loads, load_arguments, loaded
+from rotation_merge.planning.wanted import Wanted
 from rotation_merge.planning.whole import WholeTask
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
@@ -209,33 +210,24 @@ class Fusion:
     blocks: dict[tuple[int, ModelReference], PlanBlock] = field(default_factory=dict)
     data: str | None = None
 
-    def task(
-        self,
-        info: TensorInfo,
-        piece: int,
-        gather: Task,
-        label: str,
-        moves: Moves,
-        reader: ConfigReader,
-        shares: Mapping[ModelReference, float],
-        parameters: Mapping[str, Any],
-    ) -> FuseTensor:
-        """One output tensor; see `Averages.task`."""
-        self.method.check(parameters)
-        self._settle_data(reader, shares)
-        order = sorted((m for m, share in shares.items() if share != 0), key=lambda model: model != self.recipe.base)
-        if not order:
-            raise StatisticsError(f"all weights of tensor '{label}' are zero", remedy="give one model a weight")
-        plans = [() if m == self.recipe.base else self._plans(m, info, moves, parameters) for m in order]
+    def task(self, wanted: Wanted) -> FuseTensor:
+        """
+        Raises:
+            RotationMergeError: a parameter means nothing, models have samples of their own.
+        """
+        self.method.check(wanted.parameters)
+        self._settle_data(wanted.reader, wanted.shares)
+        order, info, moves = wanted.models(self.recipe.base), wanted.info, wanted.moves
+        plans = [() if m == self.recipe.base else self._plans(m, info, moves, wanted.parameters) for m in order]
         return FuseTensor(
-            key=f"{moves.out.number}:{label}",
-            label=label,
+            key=wanted.key,
+            label=wanted.label,
             info=moves.out.anchor.block.tensor(info.key) or info,
-            gather=gather,
+            gather=wanted.gather,
             order=tuple(order),
-            shares=tuple(shares[model] for model in order),
+            shares=tuple(wanted.shares[model] for model in order),
             plans=tuple(plans),
-            piece=piece if info.stacked else None,
+            piece=wanted.piece if info.stacked else None,
         )
 
     def _settle_data(self, reader: ConfigReader, models: Iterable[ModelReference]) -> None:

@@ -31,6 +31,7 @@ from rotation_merge.planning.refit import read_lesson
 from rotation_merge.planning.refit_tasks import RefitModels, RefittedTensor
 from rotation_merge.planning.session import session_of, settle_heads
 from rotation_merge.planning.tasks import AlignedGather
+from rotation_merge.planning.wanted import Wanted
 from rotation_merge.recipe.delegates import registered_name
 
 
@@ -177,11 +178,8 @@ class RotationMergePlanner(MergePlanner):
         )
         shares = {model: float(values["weight"]) for model, values in per_input.items()}
         found = self._with_vocabulary(weight, gather, reader)
-        if isinstance(self._method, Averaging):
-            task: Task = self.averages.task(info, piece, found, name, moves, reader, shares, shared)
-        else:
-            task = self.fusion.task(info, piece, found, name, moves, reader, shares, shared)
-        self._tensors.append((weight, task))
+        owner = self.averages if isinstance(self._method, Averaging) else self.fusion
+        self._tensors.append((weight, owner.task(Wanted(info, piece, found, name, moves, reader, shares, shared))))
 
     def _plan_merge(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from mergekit.merge_methods.base import BatchOptions, MergeMethod, MergeMethodSpec, TensorGroup
+from mergekit.merge_methods.base import MergeMethod, MergeMethodSpec
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.recipe.names import METHOD
@@ -55,15 +55,7 @@ class RotationMergeMethod(MergeMethod):
         with one_line():
             raise RecipeError(_REFUSAL, remedy=_REMEDY)
 
-    def _execute(
-        self,
-        groups: Sequence[TensorGroup],
-        parameters: list[dict[str, Any]],
-        options: BatchOptions,
-        *,
-        input_dtypes: Sequence[torch.dtype | None],
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+    def _execute(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         with one_line():
             raise RecipeError(_REFUSAL, remedy=_REMEDY)
         return ()
