@@ -63,6 +63,25 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "{weight: 0.5, untie: true}\np",
         "does not belong here",
     ),
+    "misspelt delegate": ("delegate: linear", "delegate: linaer", "did you mean 'linear'?"),
+    "delegate to itself": ("delegate: linear", "delegate: rotation_merge", "no merge method"),
+    "misspelt parameter": ("delegate: linear", "delegat: linear", "did you mean 'delegate'?"),
+    "misspelt weight": ("{weight: 0.5}\n  -", "{wieght: 0.5}\n  -", "did you mean 'weight'?"),
+    "weight is a word": ("{weight: 0.5}\n  -", "{weight: half}\n  -", "'weight' is 'half'; it must be a number"),
+    "weight is missing": ("{weight: 0.5}\n  -", "{}\n  -", "needs the parameter 'weight'"),
+    "value that the delegate does not know": (
+        "delegate: linear",
+        "{delegate: ties, density: 0.5, rescale: sequential}",
+        "also holds for delegate ties",
+    ),
+    "unknown group": ("delegate: linear", "attention: rotate", "did you mean 'rotation'?"),
+    "group of another kind": ("delegate: linear", "ffn: rotation", "permutation"),
+    "a list in the place of a word": ("delegate: linear", "delegate: [linear]", "no merge method"),
+    "layers upside down": ("delegate: linear", "layers: 5-2", "write 'all', or ranges"),
+    "report is a word": ("delegate: linear", "report: maybe", "one of: false, true"),
+    "donor's option in the wrong place": ("delegate: linear", "finetuned_from: x", "one donor's 'parameters'"),
+    "unknown dtype": ("dtype: float32", "dtype: float31", "did you mean 'float32'?"),
+    "no models": ("models:", "modells:", "did you mean 'models'?"),
     "two faults, the misspelt word first": (
         "delegate: linear",
         "exclude: 3\n  attention: rotate",
@@ -88,12 +107,12 @@ def test_the_same_first_fault_both_ways(name: str, tmp_path: Path) -> None:
     result = mergekit_yaml(text, tmp_path / "out")
     assert result.exit_code == 2
     stopped = one_error(result.output)
-    assert words in stopped
+    assert words in stopped, stopped
     path = write_recipe(text, tmp_path / "recipe.yml")
     checked = json.loads(CliRunner().invoke(app, ["check", str(path), "--json"]).stdout)
     faults = [fault for fault in checked["faults"] if fault["error"]]
     first = next(fault for fault in faults if fault["what"] in stopped)
-    assert words in first["what"]
+    assert words in f"{first['what']}; {first['remedy']}"
     place = ", ".join(filter(None, (f"line {first['line']}", f"column {first['column']}", first["where"])))
     assert f"{place}: {first['what']}" in stopped
     assert (first["line"], first["column"]) != (1, 1) or name in ("no base",)
