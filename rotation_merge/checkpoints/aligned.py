@@ -20,7 +20,7 @@ from rotation_merge.checkpoints.pair import Pair
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.matching.block import named
 from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
-from rotation_merge.report.card import fingerprints
+from rotation_merge.report.card import metadata, section, with_metadata
 from rotation_merge.report.record import MergeReport, versions
 from rotation_merge.report.run import Run
 
@@ -174,8 +174,7 @@ def card(pair: Pair, report: MergeReport, name: str) -> str:
     """A model card for an aligned donor."""
     donor, anchor = str(pair.donor.reference), str(pair.anchor.reference)
     before, after = report.relative_distances(donor)
-    return (
-        "---\nlibrary_name: transformers\ntags:\n- rotation_merge\n- re-basin\n- mergekit\n---\n"
+    body = (
         f"# {name}\n\n"
         f"This is `{donor}` in the coordinates of `{anchor}`. It computes what `{donor}` computes, up to rounding; its "
         "weights were moved by symmetries of the architecture as near as possible to the anchor's, by rotation_merge "
@@ -184,6 +183,11 @@ def card(pair: Pair, report: MergeReport, name: str) -> str:
         f"{report.verdict(donor)[:1].upper()}{report.verdict(donor)[1:]}.\n\n"
         f"Options:\n\n```yaml\n{report.recipe}```\n"
         + "".join(f"\n{note}\n" for note in report.notes)
-        + "\n".join(fingerprints(report))
-        + "\n\nPer space: `rotation_merge.json`.\n"
+        + f"\nPer space: `rotation_merge.json`.\n\n{section(report, name, _class(pair))}"
     )
+    return with_metadata(metadata(report), body)
+
+
+def _class(pair: Pair) -> str | None:
+    found = pair.donor.config.get("architectures")
+    return str(found[0]) if found else None

@@ -82,13 +82,15 @@ class Bases:
         run.aligned(str(self.old.reference), alignment)
         if self.rows is not None:
             run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on these.")
-        return alignment, self.pair.report(run, yaml.safe_dump(asdict(options), sort_keys=False))
+        return alignment, self.pair.report(
+            run, yaml.safe_dump(asdict(options), sort_keys=False), str(self.new.reference)
+        )
 
     def given(self, path: str) -> tuple[Alignment, MergeReport]:
         """The alignment in a file, made for these two."""
         run = Run()
         run.note(f"The bases were aligned by the file {path}; nothing was matched.")
-        return read_alignment(self.pair, path, untie=True), self.pair.report(run)
+        return read_alignment(self.pair, path, untie=True), self.pair.report(run, base=str(self.new.reference))
 
     def carrier(self, alignment: Alignment) -> Carrier:
         new, old = self.sources

@@ -22,7 +22,7 @@ from rotation_merge.matching.model import Alignment, Progress
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.matching.tuned import Tuned, share
-from rotation_merge.report.card import fingerprints
+from rotation_merge.report.card import metadata, section, with_metadata
 from rotation_merge.report.record import MergeReport, versions
 from rotation_merge.report.run import Run
 
@@ -114,7 +114,7 @@ class Work:
         return written, [note]
 
     def write(self, work: str, out: str, written: Written, notes: list[str]) -> Done:
-        report = replace(self.report, notes=[*self.report.notes, *notes])
+        report = replace(self.report, notes=[*self.report.notes, *notes], relation="adapter")
         with staged(out) as staging:
             written.write(staging)
             report.write(os.path.join(staging, "rotation_merge.json"))
@@ -170,19 +170,18 @@ def _notes(carried: Carried, bases: Bases, config: Mapping[str, Any]) -> list[st
 def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str) -> str:
     """A model card for what was carried: an `adapter` or a `finetune` of the new base."""
     old, new = str(bases.old.reference), str(bases.new.reference)
-    name, library = os.path.basename(os.path.abspath(out)), "peft" if relation == "adapter" else "transformers"
-    head = [f"base_model: {new}", f"base_model_relation: {relation}", f"library_name: {library}"]
-    tags = "".join(f"- {tag}\n" for tag in ("rotation_merge", "re-basin", *(["lora"] if relation == "adapter" else [])))
-    return (
-        "---\n" + "\n".join(head) + f"\ntags:\n{tags}---\n"
+    name, full = os.path.basename(os.path.abspath(out)), replace(report, relation=relation)
+    classes = bases.new.config.get("architectures")
+    body = (
         f"# {name}\n\n"
         f"This is `{work}`, trained on `{old}`, carried to `{new}` by rotation_merge "
         f"{versions().get('rotation-merge', '')}. Nothing was trained: what it changes was moved by the map that "
         f"brings `{old}` as near as possible to `{new}`. If the new base were the old one in other coordinates, it "
         "would do here what it did there; how much of it arrives at another base was not measured.\n\n"
         f"{_verdict(bases, report)}\n\n" + "\n".join(report.notes) + "\n"
-        f"\nOptions:\n\n```yaml\n{report.recipe}```\n" + "\n".join(fingerprints(report)) + "\n"
+        f"\nOptions:\n\n```yaml\n{report.recipe}```\n\n" + section(full, name, str(classes[0]) if classes else None)
     )
+    return with_metadata(metadata(full), body)
 
 
 def check_places(works: Sequence[str], places: Sequence[str]) -> None:

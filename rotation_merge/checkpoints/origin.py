@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import yaml
 from mergekit.common import ModelPath, ModelReference
 
 from rotation_merge.checkpoints.hub import is_hub_name
+from rotation_merge.report.card import front_matter
 
 _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
 
@@ -56,17 +56,9 @@ def _cached(part: ModelPath, cache: str | None) -> str | None:
 
 def licence(folder: str | None) -> str | None:
     """What the card beside a model says of its licence; None where it says nothing."""
-    found = front_matter(os.path.join(folder or "", "README.md")).get("license")
-    return found if isinstance(found, str) and found.strip() else None
-
-
-def front_matter(path: str) -> dict[str, Any]:
-    """The metadata of a model card; empty where there is no card, or none in it."""
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        parts = re.match(r"\A---\r?\n(.*?)\r?\n---\s*$", text, re.DOTALL | re.MULTILINE)
-        found = yaml.safe_load(parts[1]) if parts else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        with open(os.path.join(folder or "", "README.md"), encoding="utf-8") as file:
+            found = front_matter(file.read())[0].get("license")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return found if isinstance(found, str) and found.strip() else None

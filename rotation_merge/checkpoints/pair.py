@@ -79,14 +79,14 @@ class Pair:
             mark.complete(model.architecture.named(), model.stored)
         return self.marks[0].hexdigest(self.anchor.config), self.marks[1].hexdigest(self.donor.config)
 
-    def report(self, run: Run, recipe: str = "", relation: str = "finetune") -> MergeReport:
-        """The report on what was done to the donor, which leaves a fine-tune of it (or an adapter), not a merge."""
+    def report(self, run: Run, recipe: str = "", base: str | None = None) -> MergeReport:
+        """The report on what was done to the donor; what is written counts as a fine-tune of it, or of `base`."""
         names = str(self.anchor.reference), str(self.donor.reference)
         marks = dict(zip(names, self.fingerprints(), strict=True))
         for note in (*self.checked.warnings, *self.checked.notes()):
             run.note(note)
         models = origins((self.anchor.reference, self.donor.reference))
-        return MergeReport.of(run, self.anchor.reference, "none", recipe, marks, models, relation)
+        return MergeReport.of(run, self.anchor.reference, "none", recipe, marks, models, "finetune", base or names[1])
 
 
 def open_pair(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+from typing import Any
+
 import click
 
 from rotation_merge.cli.show import json_option, print_json, shown, table
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.samples.data import KINDS
 
 TITLES = {
@@ -17,6 +22,10 @@ TITLES = {
 }
 
 
+PIPELINES = {"next token": "text-generation", "masked token": "fill-mask"}
+"""What the hub calls tasks; all others classify."""
+
+
 @click.command(
     epilog="""Examples: rotation-merge evaluate ./merged org/anchor --data held-out.jsonl;
     rotation-merge evaluate ./merged/heads/emotion --data emotion.jsonl --data other-domain.jsonl"""
@@ -26,10 +35,17 @@ TITLES = {
 @click.option("--limit", type=click.IntRange(min=1), help="Use at most so many examples of each.")
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
 @click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
+@click.option("--keep", is_flag=True, help="Keep the figures in MODEL/evaluation.json, for its card.")
 @json_option
 @shown
 def command(
-    models: tuple[str, ...], sources: tuple[str, ...], limit: int | None, batch_size: int, length: int, as_json: bool
+    models: tuple[str, ...],
+    sources: tuple[str, ...],
+    limit: int | None,
+    batch_size: int,
+    length: int,
+    keep: bool,
+    as_json: bool,
 ) -> int:
     """What each of MODELS reaches on each of the data: a row for each pair.
 
@@ -48,6 +64,8 @@ def command(
             scores = score(model, data)
             facts = {"model": name, "data": source, "task": data.task, "examples": data.examples}
             found.append({**facts, "loss": scores.loss, **scores.figures})
+            if keep:
+                _keep(name, model, facts, {"loss": scores.loss, **scores.figures})
     if as_json:
         print_json(found)
         return 0
@@ -60,3 +78,24 @@ def command(
     headers = ["model", "data", "examples", "loss", *(TITLES[figure] for figure in shown_figures)]
     table("", headers, rows, numbers=range(2, len(headers)))
     return 0
+
+
+def _keep(name: str, model: Any, facts: dict[str, Any], figures: dict[str, float]) -> None:
+    """Put figures beside a model, with the fingerprint of the weights they are of; those of the same data go.
+
+    Raises:
+        RotationMergeError: the model is no folder here.
+    """
+    from rotation_merge.averaging.record import checkpoint_of
+    from rotation_merge.durable import write_text
+    from rotation_merge.report.card import MEASURED, measured_in
+    from rotation_merge.report.record import versions
+
+    if not os.path.isdir(name):
+        raise RotationMergeError("--keep writes beside a model", where=name, remedy="name a folder")
+    seen = "image" if getattr(model, "main_input_name", "") == "pixel_values" else "text"
+    pipeline = PIPELINES.get(str(facts["task"]), f"{seen}-classification")
+    one = {**facts, "pipeline": pipeline, "figures": figures, "fingerprint": checkpoint_of(name).fingerprint}
+    del one["model"]
+    kept = [other for other in measured_in(name) if other["data"] != facts["data"]]
+    write_text(os.path.join(name, MEASURED), json.dumps([*kept, {**one, "versions": versions()}], indent=1) + "\n")

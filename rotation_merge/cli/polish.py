@@ -108,8 +108,9 @@ def command(
         report = polish(student, answered, options, progress)
         progress.close()
         if report.gained:
-            card = _card(merged, out, teachers, sources, report, steps, lora)
-            _write(student, merged, out, lora > 0 and not merge_lora, card)
+            adapter = lora > 0 and not merge_lora
+            card = _card(merged, out, teachers, sources, report, steps, lora, adapter)
+            _write(student, merged, out, adapter, card)
         shutil.rmtree(work, ignore_errors=True)
     except RotationMergeError:
         if made:
@@ -205,14 +206,33 @@ def _write(student: Any, merged: str, out: str, adapter: bool, card: str) -> Non
 
 
 def _card(
-    merged: str, out: str, teachers: tuple[str, ...], sources: list[str], report: PolishReport, steps: int, lora: int
+    merged: str,
+    out: str,
+    teachers: tuple[str, ...],
+    sources: list[str],
+    report: PolishReport,
+    steps: int,
+    lora: int,
+    adapter: bool,
 ) -> str:
+    from rotation_merge.checkpoints.models import parse_reference
+    from rotation_merge.checkpoints.origin import origins
+    from rotation_merge.report.card import with_metadata
+
     what = f"a LoRA of rank {lora}" if lora else "all weights"
     rows = "\n".join(f"| {t} | {s} |" for t, s in zip(teachers, sources, strict=True))
-    return (
-        "---\nlibrary_name: transformers\ntags:\n- rotation_merge\n- distillation\n---\n"
+    origin = origins([parse_reference(merged)])[merged]
+    metadata = {
+        **({"base_model": origin["hub"]} if origin["hub"] else {}),
+        "base_model_relation": "adapter" if adapter else "finetune",
+        "library_name": "peft" if adapter else "transformers",
+        **({"license": origin["license"]} if origin["license"] else {}),
+        "tags": ["rotation-merge", "distillation"],
+    }
+    return with_metadata(
+        metadata,
         f"# {os.path.basename(os.path.abspath(out))}\n\n"
         f"This model was **trained**: `{merged}` was distilled for {steps} steps ({what}), every sample answered by "
         f"its own teacher, by rotation_merge. {report.verdict()[:1].upper()}{report.verdict()[1:]}.\n\n"
-        f"| teacher | samples |\n|---|---|\n{rows}\n"
+        f"| teacher | samples |\n|---|---|\n{rows}\n",
     )

@@ -126,6 +126,7 @@ class MergeReport:
     Attributes:
         models: where each model came from, by its name here: `hub`, `revision`, `license`, and `adapter` with the same.
         relation: what the result is to its models, in the hub's words: `merge`, `finetune` or `adapter`.
+        base: of a fine-tune or an adapter, the one among the models that it is one of.
         data: the samples that were used, each with `of` (what for), `source` and `samples`.
     """
 
@@ -141,6 +142,7 @@ class MergeReport:
     files: dict[str, str] = field(default_factory=dict)
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     relation: str = "merge"
+    base: str | None = None
     data: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -153,6 +155,7 @@ class MergeReport:
         fingerprints: Mapping[str, str] | None = None,
         models: Mapping[str, dict[str, Any]] | None = None,
         relation: str = "merge",
+        base: str | None = None,
     ) -> MergeReport:
         return cls(
             str(anchor),
@@ -167,6 +170,7 @@ class MergeReport:
             {name: given.file for name, given in run.given.items()},
             dict(models or {}),
             relation,
+            base,
             list(run.data),
         )
 
@@ -196,7 +200,14 @@ class MergeReport:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> MergeReport:
-        later = {"fingerprints": {}, "files": {}, "models": {}, "relation": "merge", "data": []}
+        later: dict[str, Any] = {
+            "fingerprints": {},
+            "files": {},
+            "models": {},
+            "relation": "merge",
+            "base": None,
+            "data": [],
+        }
         fields = {**later, **data}
         fields = {name: fields[name] for name in cls.__dataclass_fields__}
         fields["rows"] = [SpaceRow(**row) for row in fields["rows"]]
