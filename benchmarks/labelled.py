@@ -1,0 +1,95 @@
+"""Four classification tasks from texts that Debian packages ship.
+
+Needs `apt-get update` (descriptions of packages), and the packages wordnet-base, fortunes-min and fortunes installed,
+or unpacked somewhere (`dpkg -x FILE ROOT`).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+Labelled = Iterable[tuple[str, str]]
+"""Texts with the names of their classes."""
+
+FORTUNES = "people definitions cookie computers songs-poems politics work science men-women zippy knghtbrd platitudes"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Texts with classes.
+
+    Attributes:
+        classes: their names.
+        training, test: texts and numbers of their classes, in random order.
+    """
+
+    classes: list[str]
+    training: list[tuple[str, int]]
+    test: list[tuple[str, int]]
+
+
+def tasks(root: Path = Path("/"), training: int = 1600, test: int = 800) -> dict[str, Task]:
+    """By name: as many texts of every class, none twice.
+
+    Args:
+        root: where the Debian packages lie.
+        training, test: at most so many texts.
+    """
+    found: dict[str, tuple[Labelled, int]] = {
+        "packages": (packages(), 10),
+        "nouns": (glosses(root / "usr/share/wordnet/data.noun"), 10),
+        "verbs": (glosses(root / "usr/share/wordnet/data.verb"), 10),
+        "fortunes": (fortunes(root / "usr/share/games/fortunes"), 12),
+    }
+    return {name: _task(texts, classes, training, test) for name, (texts, classes) in found.items()}
+
+
+def packages() -> Iterator[tuple[str, str]]:
+    """Short descriptions of Debian's packages, by section."""
+    shown = subprocess.run(["apt-cache", "dumpavail"], check=True, capture_output=True, text=True).stdout
+    for entry in shown.split("\n\n"):
+        fields = dict(re.findall(r"^(Section|Description): (.*)$", entry, re.MULTILINE))
+        if len(fields) == 2 and "/" not in fields["Section"]:
+            yield fields["Description"], fields["Section"]
+
+
+def glosses(file: Path) -> Iterator[tuple[str, str]]:
+    """WordNet's definitions, without examples, by lexical file (wndb(5WN): the second field)."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("  "):
+            head, _, gloss = line.partition(" | ")
+            yield re.split(r'; *"', gloss)[0].strip(), head.split()[1]
+
+
+def fortunes(folder: Path) -> Iterator[tuple[str, str]]:
+    """Fortunes by file."""
+    for name in FORTUNES.split():
+        for text in (folder / name).read_text(encoding="utf-8").split("\n%\n"):
+            yield " ".join(text.split()), name
+
+
+def _task(texts: Labelled, most: int, training: int, test: int) -> Task:
+    """The `most` largest classes, all of the size of the smallest of them."""
+    of: dict[str, set[str]] = defaultdict(set)
+    for text, name in texts:
+        if text:
+            of[text].add(name)
+    single = [(text, next(iter(names))) for text, names in of.items() if len(names) == 1]
+    sizes = Counter(name for _, name in single)
+    classes = sorted(sorted(sizes, key=lambda name: (-sizes[name], name))[:most])
+    each = min([(training + test) // len(classes), *(sizes[name] for name in classes)])
+    draw = torch.Generator().manual_seed(0)
+    chosen: list[tuple[str, int]] = []
+    for number, name in enumerate(classes):
+        mine = sorted(text for text, other in single if other == name)
+        chosen += [(mine[i], number) for i in torch.randperm(len(mine), generator=draw)[:each].tolist()]
+    order = torch.randperm(len(chosen), generator=draw).tolist()
+    cut = len(order) * test // (training + test)
+    return Task(classes, [chosen[i] for i in order[cut:]], [chosen[i] for i in order[:cut]])
