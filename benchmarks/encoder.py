@@ -113,7 +113,8 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], words: str) -> tup
     """Where the merge stands, and processor seconds with what was measured ahead of it."""
     count, kind, parameters = MERGES[words]
     weight = {"weight": parameters.get("weight", 1 / len(found))}
-    models = []
+    base = {"model": str(work / "base"), "parameters": {"weight": 0.0}}
+    models: list[dict[str, Any]] = [] if parameters["delegate"] == "task_arithmetic" else [base]
     began = time.process_time()
     for name, task in found.items():
         own: dict[str, Any] = dict(weight)

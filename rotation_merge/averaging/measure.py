@@ -81,7 +81,7 @@ class Measurement:
         _expert_by_expert(model)
         self.device = next(model.parameters()).device
         first = examples(batches[0])[0]
-        probe = _Probe()
+        probe = Probe()
         with torch.no_grad(), self.tapped.watched(probe):
             plain = self.outputs(first)
         self.shared, self.called = probe.shared(self.tapped), set(probe.inputs)
@@ -90,13 +90,9 @@ class Measurement:
             with torch.no_grad(), self.tapped.split(self.called, layers_only), self.tapped.watched(probe):
                 self.split = sorted(name for name in self.tapped.splits if self.shared[name] == name)
                 self.behind = sorted(self.tapped.scales)
-                if _difference(plain, self.outputs(first)) <= MOST_DIFFERENCE:
+                if check_watched(_tensors(plain), _tensors(self.outputs(first)), model, must=layers_only):
                     self.layers_only = layers_only
                     return
-        raise StatisticsError(
-            f"the maps of {type(model).__name__} cannot be watched without changing what it computes",
-            remedy="its architecture file lists the readers of a norm wrongly; see docs/add-architecture.md",
-        )
 
     def outputs(self, batch: Batch) -> Any:
         """What the model gives for a batch, labels left out."""
@@ -233,7 +229,22 @@ def examples(batch: Batch) -> list[Batch]:
     return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(lengths.pop())]
 
 
-class _Probe:
+def check_watched(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.Module, must: bool) -> bool:
+    """Whether watching maps left what a model (or a layer) gives as it was.
+
+    Raises:
+        StatisticsError: it did not, although it must.
+    """
+    same = _difference(plain, watched) <= MOST_DIFFERENCE
+    if must and not same:
+        raise StatisticsError(
+            f"the maps of {type(model).__name__} cannot be watched without changing what it computes",
+            remedy="its architecture file lists the readers of a norm wrongly; see docs/add-architecture.md",
+        )
+    return same
+
+
+class Probe:
     """Which maps run, and which of them read the very same tensors."""
 
     def __init__(self) -> None:
@@ -270,11 +281,16 @@ def _expert_by_expert(model: nn.Module) -> None:
         one._experts_implementation = "eager"
 
 
-def _difference(first: Any, second: Any) -> float:
-    """Largest difference of two outputs, relative to the size of the first."""
-    worst = 0.0
-    for name, value in first.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            size = float(value.abs().max().clamp(min=1e-12))
-            worst = max(worst, float((second[name] - value).abs().max()) / size)
-    return worst
+def _tensors(made: Any) -> list[Tensor]:
+    return [x for x in made.values() if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Largest difference of two sets of outputs, relative to the size of each of the first."""
+    return max(
+        (
+            float((b - a).abs().max()) / float(a.abs().max().clamp(min=1e-12))
+            for a, b in zip(first, second, strict=True)
+        ),
+        default=0.0,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -112,7 +114,7 @@ def run_passes(passes: Sequence[Pass], state: Unfinished, progress: Progress) ->
         path = state.part(one)
         if not path.exists():
             state.done(one, one.finish(_run(one, state, progress)))
-        found.update(_lazily(path))
+        found.update(stored_in(path))
     return found
 
 
@@ -134,7 +136,8 @@ def _run(one: Pass, state: Unfinished, progress: Progress) -> Sums:
     return sums
 
 
-def _lazily(path: Path) -> Iterator[tuple[str, Stored]]:
+def stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
+    """What a file holds, each tensor read when it is asked for."""
     with safe_open(str(path), framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 (not a mapping)
             tensor = file.get_tensor(key)
@@ -156,6 +159,12 @@ def room() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, ValueError, OSError):
         return 4 << 30
+
+
+def fits(shapes: Mapping[str, Sequence[int]], device: str) -> bool:
+    """Whether a model's weights, in float32, take at most three quarters of the memory that is free."""
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else 2 * room()
+    return 4 * sum(math.prod(shape) for shape in shapes.values()) <= 0.75 * free
 
 
 def packed(sizes: Mapping[str, int], most: int) -> list[frozenset[str]]:

@@ -12,9 +12,10 @@ from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 from torch import Tensor, nn
 
-from rotation_merge.architectures import resolve
+from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.averaging.file import NAME, Stored, write_statistics
-from rotation_merge.averaging.measure import Measurement, MeasureOptions
+from rotation_merge.averaging.layers import ByLayer
+from rotation_merge.averaging.measure import Measured, Measurement, MeasureOptions
 from rotation_merge.averaging.naming import Named, as_stored
 from rotation_merge.averaging.passes import Progress, Unfinished
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
@@ -22,6 +23,8 @@ from rotation_merge.checkpoints.origin import origins
 from rotation_merge.report.record import versions
 from rotation_merge.samples.data import Data, described, unpadded
 from rotation_merge.samples.functions import architecture_of
+from rotation_merge.samples.runner import Runner
+from rotation_merge.samples.store import Store
 
 
 def checkpoint_of(name: str) -> Model:
@@ -42,13 +45,20 @@ def place_beside(reference: ModelReference) -> Path:
 
 
 def record(
-    checkpoint: Model, model: nn.Module, data: Data, source: str, options: MeasureOptions, out: Path, progress: Progress
+    checkpoint: Model,
+    model: nn.Module | None,
+    data: Data,
+    source: str,
+    options: MeasureOptions,
+    out: Path,
+    progress: Progress,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Measure a model and write its statistics; gives the head of the file.
 
     Args:
         checkpoint: what the model was loaded from.
-        model: loaded, on the device where it is to run.
+        model: loaded, on the device where it is to run; None: it is run layer by layer, from the files.
         source: what the data are called.
 
     Raises:
@@ -68,11 +78,10 @@ def record(
         "versions": versions(),
     }
     os.makedirs(out.resolve().parent, exist_ok=True)
-    measurement = Measurement(model, architecture_of(model), batches, data.task)
     state = Unfinished(out, made)
-    measured = measurement.run(options, state, progress)
+    measured, own = _measured(checkpoint, model, batches, data.task, options, state, progress, device)
     whole = resolve(checkpoint.config, checkpoint.names, str(checkpoint.reference), untie=True)
-    named = as_stored(measured, measurement.architecture, whole)
+    named = as_stored(measured, own, whole)
     made["loss_scale"] = measured.loss_scale
     made["fisher_norm"] = _norm(named, checkpoint.names)
     made["narrow"] = _narrow(named)
@@ -89,6 +98,29 @@ def record(
     )
     state.remove()
     return made
+
+
+def _measured(
+    checkpoint: Model,
+    model: nn.Module | None,
+    batches: Sequence[dict[str, Tensor]],
+    task: str,
+    options: MeasureOptions,
+    state: Unfinished,
+    progress: Progress,
+    device: str,
+) -> tuple[Measured, Architecture]:
+    """What was found, and the architecture by whose names it goes."""
+    if model is not None:
+        measurement = Measurement(model, architecture_of(model), batches, task)
+        return measurement.run(options, state, progress), measurement.architecture
+    states = Store(str(state.folder))
+    config = checkpoint.reference.config()
+    runner = Runner(config, checkpoint, checkpoint.architecture, batches, states, device=device)
+    try:
+        return ByLayer(runner, options, state, progress).run(), runner.architecture
+    finally:
+        states.close()
 
 
 def _norm(named: Named, stored: Sequence[str]) -> float | None:

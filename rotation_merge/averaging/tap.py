@@ -129,9 +129,14 @@ class Tapped:
         stack: list[nn.Module] = []
         owned = self._owned()
         hooks: list[Any] = []
+
+        def left(module: nn.Module, *_: Any) -> None:
+            if stack and stack[-1] is module:  # a hook before ours may have ended the forward where it would enter
+                stack.pop()
+
         for module in owned:
             hooks.append(module.register_forward_pre_hook(lambda m, _: stack.append(m)))
-            hooks.append(module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True))
+            hooks.append(module.register_forward_hook(left, always_call=True))
         try:
             with _Mode(self, watcher, stack, owned):
                 yield

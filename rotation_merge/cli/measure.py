@@ -37,6 +37,11 @@ WORDS = ("gram", "fisher", "moments", "kfac")
 )
 @click.option("--batch-size", default=16, show_default=True, type=click.IntRange(min=1))
 @click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
+@click.option(
+    "--by-layer/--whole",
+    default=None,
+    help="One layer in memory at a time, or the whole model; by layer where it does not fit, if not given.",
+)
 @device_option("")
 @json_option
 @shown
@@ -52,6 +57,7 @@ def command(
     labels: str,
     batch_size: int,
     length: int,
+    by_layer: bool | None,
     device: str,
     as_json: bool,
 ) -> int:
@@ -59,8 +65,12 @@ def command(
 
     Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. No data are needed with
     '--data self' (language models) and '--data synthetic' (image models). An interrupted run goes on where it was.
+    A model that does not fit in memory is run layer by layer from its files; then kinds are gram and moments, and it
+    cannot write its own text.
     """
+    from rotation_merge.averaging.layers import without_weights
     from rotation_merge.averaging.measure import MeasureOptions
+    from rotation_merge.averaging.passes import fits
     from rotation_merge.averaging.record import checkpoint_of, place_beside, record
     from rotation_merge.samples.data import read_batches
     from rotation_merge.samples.functions import load
@@ -69,11 +79,12 @@ def command(
     checkpoint = checkpoint_of(model)
     place = Path(out) if out is not None else place_beside(checkpoint.reference)
     used = usable_device(device)
-    loaded = load(model).to(used)
+    apart = not fits(checkpoint.shapes, used) if by_layer is None else by_layer
+    loaded = without_weights(checkpoint, options, data) if apart else load(model).to(used)
     limit = samples or (SAMPLES if data in SOURCES else None)
     found = read_batches(data, model, loaded, limit, batch_size, length, seed)
     progress = Progress()
-    made = record(checkpoint, loaded, found, data, options, place, progress)
+    made = record(checkpoint, None if apart else loaded, found, data, options, place, progress, used)
     progress.close()
     if as_json:
         print_json({"file": str(place), **made})

@@ -1,0 +1,124 @@
+"""Measuring one layer at a time finds what measuring the whole model does, in the memory of a layer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from cli_support import run
+from plugin_support import make as make_checkpoint
+from safetensors.torch import load_file
+from tiny_models import ALL, Case, exactly, inputs, make, save
+
+from rotation_merge.architectures import resolve
+from rotation_merge.averaging.file import NAME
+from rotation_merge.averaging.layers import ByLayer
+from rotation_merge.averaging.measure import Measured, Measurement, MeasureOptions
+from rotation_merge.averaging.passes import Unfinished
+from rotation_merge.averaging.record import checkpoint_of, record
+from rotation_merge.samples.data import Data
+from rotation_merge.samples.functions import architecture_of
+from rotation_merge.samples.runner import Runner
+
+HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
+FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
+KINDS = (torch.Tensor, torch.nn.Parameter)
+OPTIONS = MeasureOptions(("gram", "moments"))
+
+
+def both(case: Case, where: Path) -> tuple[Measured, Measured]:
+    """What is found of the whole model, and layer by layer."""
+    model = make(case)
+    given: Any = inputs(case, model)
+    config, state = save(model, where / "model")
+    own = transformers.AutoConfig.from_pretrained(where / "model")
+    stored = resolve(config, list(state), case.name)
+    with exactly():
+        runner = Runner(own, state, stored, [given], dtype=torch.float64)
+        by_layer = ByLayer(runner, OPTIONS, Unfinished(where / "layers", {}), lambda *_: None).run()
+        whole = Measurement(model, architecture_of(model), [given], "none")
+        return whole.run(OPTIONS, Unfinished(where / "whole", {}), lambda *_: None), by_layer
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_layer_by_layer_finds_what_the_whole_model_shows(case: Case, tmp_path: Path) -> None:
+    whole, found = both(case, tmp_path)
+    assert found.shared == whole.shared
+    assert (found.behind, found.uncalled) == (whole.behind, whole.uncalled)
+    assert found.tensors.keys() == whole.tensors.keys()
+    apart = set(whole.split) - set(found.split)  # behind the layers of a tower that is not the last
+    assert set(found.split) <= set(whole.split)
+    assert not any(".layers." in name for name in apart)
+    for key, wanted in whole.tensors.items():
+        if key.rpartition(".")[0] not in apart:
+            torch.testing.assert_close(found.tensors[key].load(), wanted.load(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """What there is already is not looked at."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def alive() -> int:
+    """Bytes of all new tensors in memory."""
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) in KINDS}
+    return sum(found.values())
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
+    """Two layers or eight: weights of one, sums of one."""
+    peaks = []
+    for layers in (2, 8):
+        path = make_checkpoint("llama", tmp_path / str(layers), num_hidden_layers=layers, intermediate_size=96)
+        data = Data([{"input_ids": torch.arange(24).view(2, 12)}], "none", 2)
+        gc.collect()
+        seen = [alive()]
+        options, out = MeasureOptions(("gram",)), tmp_path / f"{layers}.safetensors"
+        record(checkpoint_of(str(path)), None, data, "data", options, out, lambda *_, s=seen: s.append(alive()))
+        peaks.append(max(seen[1:]) - seen[0])
+    assert 0 < peaks[1] <= 1.02 * peaks[0]
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that does not fit is run by layer: the same statistics, the same after an interruption; or one line."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    np.savez(tmp_path / "data.npz", input_ids=np.arange(48).reshape(4, 12) % 40)
+    given = ("measure", path, "--data", tmp_path / "data.npz", "--batch-size", "2")
+    assert run(*given).exit_code == 0
+    whole = load_file(path / NAME)
+    assert run(*given, "--by-layer", "--out", tmp_path / "once").exit_code == 0
+    (path / NAME).unlink()
+    monkeypatch.setattr("rotation_merge.averaging.passes.room", lambda: 1)
+    stock, calls = ByLayer._outputs, []
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return stock(self, *arguments)
+
+    monkeypatch.setattr(ByLayer, "_outputs", interrupted)
+    assert run(*given).exit_code != 0
+    assert not (path / NAME).exists()
+    assert run(*given).exit_code == 0
+    assert (path / NAME).read_bytes() == (tmp_path / "once").read_bytes()
+    found = load_file(path / NAME)
+    assert found.keys() == whole.keys()
+    for key in whole:
+        torch.testing.assert_close(found[key], whole[key])
+    assert sorted(p.name for p in path.iterdir() if "unfinished" in p.name) == []
+    for extra, words in ((["--kinds", "kfac"], "need gradients"), (["--data", "self"], "give a file as --data")):
+        refused = run(*given[:2], *(extra if "--data" in extra else [*given[2:], *extra]))
+        assert refused.exit_code == 2
+        assert words in refused.output
+        assert "--whole" in refused.output
