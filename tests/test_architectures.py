@@ -33,9 +33,10 @@ def moved(architecture: Architecture, state: dict[str, torch.Tensor], options: M
 def must_move(architecture: Architecture, residual: str, rescale: bool = True) -> set[str]:
     """Tensors that a random gauge cannot leave alone: values, outputs, neurons, gains of queries and keys, and what
     touches a moved stream."""
+    routers = {info.name for info in architecture.tensors() if info.common is not None and not info.common.head}
     roles = {"v", "o", "in", "out"} | ({"q_norm", "k_norm", "q_gain", "k_gain"} if rescale else set())
     streams = {name for name, groups in architecture.stream_groups.items() if residual != "none" and residual in groups}
-    return {
+    return routers | {
         info.name
         for info in architecture.tensors()
         for axis in info.axes

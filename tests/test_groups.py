@@ -31,6 +31,7 @@ from rotation_merge.groups.base import dump, load
 from rotation_merge.groups.latent import LatentGroup, LatentTransform
 from rotation_merge.groups.matrix import MatrixElement
 from rotation_merge.groups.mixer import MixerGroup
+from rotation_merge.groups.translation import TranslationGroup
 
 torch.set_num_threads(1)
 BATCH, SIZE = 3, 6
@@ -194,6 +195,7 @@ SPACES = {
     "experts": Space("experts", "experts", {"count": 3, "size": 4}, gated=True),
     "stream": Space("residual", "stream", {"size": 6}),
     "latent": Space("latent", "latent", {"size": 6}),
+    "translation": Space("router", "translation", {"size": 6}),
     "mixer": Space("mixer", "mixer", {"groups": 3, "per_group": 2, "shared": 4, "own": 5}),
 }
 
@@ -211,6 +213,8 @@ def random_transform(kind: str, seed: int, gains: int = 1) -> SpaceTransform:
         return ExpertTransform(torch.randperm(3, generator=g), Monomial.random(3, 4, g), degree=2)
     if kind == "mixer":
         return MixerGroup(3, 2, 4, 5, order=True, channels=True).random(g)
+    if kind == "translation":
+        return TranslationGroup(6).random(g)
     if kind == "latent":
         return LatentGroup("signed_permutation", 6, fixes_ones=False).random(g)
     return StreamTransform(Monomial(Permutation.random(1, 6, g), Scaling.random_signs(1, 6, g)))
@@ -227,6 +231,8 @@ def identity_transform(kind: str) -> SpaceTransform:
         return ExpertTransform(torch.arange(3), Monomial.identity(3, 4))
     if kind == "mixer":
         return MixerGroup(3, 2, 4, 5, order=True, channels=True).identity()
+    if kind == "translation":
+        return TranslationGroup(6).identity()
     if kind == "latent":
         return LatentTransform(Monomial.identity(1, 6))
     return StreamTransform(Monomial.identity(1, 6))
@@ -286,6 +292,28 @@ def test_transform_serialisation(kind):
     assert again.group() == g.group()
     assert again.distances() == g.distances()
     assert not g.to(torch.device("cpu")).is_identity()
+
+
+def test_translations():
+    """Laws of what is added to rows; a softmax over the rows' products does not see it; the means meet."""
+    g, h, group = random_transform("translation", 1), random_transform("translation", 2), TranslationGroup(6)
+    rows, x = tensor(5, 6), tensor(6, 9, seed=3)
+    close(g.inverse().added(g.added(rows)), rows)
+    close(g.compose(h).added(rows), g.added(h.added(rows)))
+    assert group.identity().is_identity()
+    assert not g.is_identity()
+    assert torch.equal(g.act(rows, "read", 1), rows)
+    close((g.added(rows) @ x).softmax(0), (rows @ x).softmax(0))
+    anchor = tensor(5, 6, seed=4)
+    found = group.solve(anchor, rows)
+    close(found.added(rows).mean(0), anchor.mean(0))
+    best = (anchor - found.added(rows)).square().sum()
+    assert all((anchor - random_transform("translation", s).added(rows)).square().sum() > best for s in range(9))
+    close(group.solve(anchor, g.added(anchor)[torch.randperm(5, generator=generator())]).vector, g.inverse().vector)
+    assert group.solve(anchor, anchor).is_identity()
+    assert TranslationGroup(6, moves=False).random(generator()).is_identity()
+    assert "6 entries" in str(group.refuses(TranslationGroup(7).identity()))
+    assert group.refuses(random_transform("stream", 1)) == "it is not a translation"
 
 
 def test_attention_function_is_kept():

@@ -34,6 +34,7 @@ from rotation_merge.groups import (
     Scaling,
     SpaceTransform,
     StreamTransform,
+    TranslationTransform,
 )
 from rotation_merge.groups.admitted import LARGEST, WIDEST, admitted
 from rotation_merge.matching.file import load_alignment, save_alignment
@@ -95,7 +96,8 @@ def corrupted(transform: SpaceTransform) -> list[SpaceTransform]:
             if len(transform.groups) > 1:
                 found.append(replace(transform, groups=first(transform.groups)))
             found += [replace(transform, qk=bad) for bad in spoilt(transform.qk)]
-            return found + [replace(transform, vo=bad) for bad in spoilt(transform.vo)]
+            found += [replace(transform, vo=bad) for bad in spoilt(transform.vo)]
+            return found + [replace(transform, gains=bad) for bad in spoilt(transform.gains or transform.qk)]
         case NeuronTransform():
             return [replace(transform, element=bad) for bad in neurons(transform.element)] + [
                 replace(transform, degree=transform.degree + 1)
@@ -118,6 +120,8 @@ def corrupted(transform: SpaceTransform) -> list[SpaceTransform]:
                 replace(transform, shared=Permutation(first(transform.shared.index))),
                 replace(transform, own=Permutation(transform.own.index + 1)),
             ]
+        case TranslationTransform(vector=vector):
+            return [replace(transform, vector=bad) for bad in (vector[:-1], vector / 0, vector.repeat(2))]
     raise AssertionError(transform)
 
 
@@ -205,7 +209,7 @@ def forget_quietly(content: Content) -> None:
 
 
 def still_and_moving(content: Content) -> None:
-    content[1]["still"] = json.dumps(["layers.0.ffn"])
+    content[1]["still"] = json.dumps([*json.loads(content[1]["still"]), "layers.0.ffn"])
 
 
 def another_kind(content: Content) -> None:

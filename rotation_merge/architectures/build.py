@@ -203,7 +203,16 @@ def _tensor(scope: Scope, path: str, spec: TensorSpec | None) -> list[TensorInfo
     other = (scope.prefix + spec.unless).replace("{i}", str(scope.config.get("i", ""))) if spec.unless else None
     if "{e}" in real and not axes[0].size:
         return []
-    return [TensorInfo(key, (real,), axes, spec.optional, "{e}" in real, tuple(spec.tied), other, spec.offset)]
+    common = _translation(scope, path, spec.common) if spec.common else None
+    return [TensorInfo(key, (real,), axes, spec.optional, "{e}" in real, tuple(spec.tied), other, spec.offset, common)]
+
+
+def _translation(scope: Scope, path: str, name: str) -> Space:
+    space = scope.spaces.get(name)
+    if space is None or space.kind != "translation":
+        known = ", ".join(name for name, one in scope.spaces.items() if one.kind == "translation")
+        raise scope.error(f"'{path}': no space of translations is called '{name}'", f"known here: {known or 'none'}")
+    return space
 
 
 def _axis(scope: Scope, path: str, label: AxisLabel) -> Axis:

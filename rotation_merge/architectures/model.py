@@ -15,7 +15,7 @@ class Space:
 
     Attributes:
         name: unique in the model: `residual`, or `model.layers.3.attn`.
-        kind: stream, attention, ffn, experts, latent or mixer; fixed for coordinates that keep their place.
+        kind: stream, attention, ffn, experts, latent, mixer or translation; fixed: what keeps its place.
         sizes: what the kind needs: size; groups, per_group, head_dim, value_dim; count; shared, own.
         rotary: number of leading query/key dimensions that rotary embedding turns (0: none).
         interleaved: whether RoPE pairs are neighbours.
@@ -25,6 +25,7 @@ class Space:
         visible_bias: whether softmax sees a key's bias although there is no rotary.
         gated: whether the neurons' activations are multiplied by a second, linear map.
         degree: a neuron scaled by c on its way in is scaled by 1 / c^degree on its way out; 0: it cannot be scaled.
+        head: of a translation: that of a head's rows, which changes logits.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Space:
     visible_bias: bool = False
     gated: bool = False
     degree: int = 0
+    head: bool = False
 
     def factors(self, role: str) -> tuple[int, ...]:
         """Dimensions an axis of this role splits into."""
@@ -73,6 +75,7 @@ ROLES = {
     "attention": tuple(_FACTORS["attention"]),
     "latent": ("write", "read", "gain", "shift"),
     "mixer": tuple(_FACTORS["mixer"]),
+    "translation": (),
 }
 """Roles an axis may play, by the kind of its space."""
 
@@ -138,6 +141,7 @@ class TensorInfo:
         axes: outermost first.
         tied: names it may be stored under instead.
         unless: name of a tensor that holds the same weights in another form.
+        common: the translations of its rows, which only a softmax sees; None where there are none.
         offset: what is stored falls short of what it stands for by so much (gains stored as 1 + weight).
     """
 
@@ -149,6 +153,7 @@ class TensorInfo:
     tied: tuple[str, ...] = ()
     unless: str | None = None
     offset: float = 0.0
+    common: Space | None = None
 
     @property
     def name(self) -> str:
@@ -158,6 +163,8 @@ class TensorInfo:
         for axis in self.axes:
             for part in axis.parts:
                 yield part.space
+        if self.common is not None:
+            yield self.common
 
     @property
     def vocabulary_axis(self) -> int | None:

@@ -79,6 +79,7 @@ class TensorSpec(Strict):
         unless: a tensor that holds the same weights in another form; where the checkpoint has that, this is left out.
         tied: tensors whose weights it shares when it is not stored itself.
         offset: 1 where it holds gains that are 1 + weight.
+        common: a space of translations: its rows meet only in a softmax, so that one vector may be added to all.
     """
 
     axes: list[AxisLabel]
@@ -87,6 +88,7 @@ class TensorSpec(Strict):
     unless: str | None = None
     tied: list[str] = Field(default_factory=list)
     offset: float = 0.0
+    common: str | None = None
 
 
 class NormSpec(Strict):
@@ -208,7 +210,21 @@ class MixerSpec(Strict):
     own: Expression = 1
 
 
-LocalSpace = Annotated[AttentionSpec | FfnSpec | ExpertsSpec | LatentSpec | MixerSpec, Field(discriminator="kind")]
+class TranslationSpec(Strict):
+    """Vectors that may be added to all rows of the tensors that name it as `common`.
+
+    Attributes:
+        head: the rows are those of a head: logits change, probabilities do not, and a recipe has to ask for it.
+    """
+
+    kind: Literal["translation"]
+    size: Expression
+    head: bool = False
+
+
+LocalSpace = Annotated[
+    AttentionSpec | FfnSpec | ExpertsSpec | LatentSpec | MixerSpec | TranslationSpec, Field(discriminator="kind")
+]
 
 
 class StreamSpec(Strict):

@@ -15,6 +15,7 @@ from rotation_merge.architectures.schema import (
     Expression,
     FfnSpec,
     LocalSpace,
+    TranslationSpec,
 )
 from rotation_merge.errors import ArchitectureError
 from rotation_merge.groups.admitted import QUERIES, VALUES
@@ -65,7 +66,7 @@ def space_of(scope: Scope, name: str, spec: LocalSpace) -> Space:
         for key, size in given.items()
     }
     if not isinstance(spec, FfnSpec | ExpertsSpec):
-        return Space(name, spec.kind, sizes)
+        return Space(name, spec.kind, sizes, head=isinstance(spec, TranslationSpec) and spec.head)
     if isinstance(spec, ExpertsSpec) and sizes["groups"] and sizes["count"] % sizes["groups"]:
         raise scope.error(f"{name}: {sizes['count']} experts do not divide into groups", "check config.json")
     gated = bool(evaluate(spec.gated, scope.config))

@@ -53,7 +53,7 @@ def moved_head(
             tensor = read_tensor(info, source) if is_head(block, info) else None
             if tensor is None:
                 continue
-            if any(space.kind != "stream" for space in info.spaces()):
+            if any(space.kind not in ("stream", "translation") for space in info.spaces()):
                 raise CheckpointError(
                     f"the head's tensor '{info.name}' has neurons or heads of its own",
                     where=str(model.reference),

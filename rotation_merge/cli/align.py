@@ -72,7 +72,7 @@ def command(
         found: list[Proof] = []
 
         def check(staging: str) -> tuple[bool, str]:
-            found.append(prove(donor, staging))
+            found.append(prove(donor, staging, options.shift_head))
             return not found[0].failed, found[0].words
 
         write_aligned(

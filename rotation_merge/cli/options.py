@@ -17,6 +17,7 @@ HELP = {
     "heads": "Order of attention heads.",
     "ffn": "Order of FFN neurons and of experts.",
     "rescale": "Rescaling; sequential: after the rotation.",
+    "shift_head": "Move an untied head's rows by one vector: logits change, probabilities do not.",
     "residual": "Group of the residual stream; or by stream, as decoder=rotation,encoder=permutation.",
 }
 
@@ -29,7 +30,7 @@ class Groups(click.Choice):
 
 
 def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --attention, --heads, --ffn, --rescale, --residual, --layers and --untie."""
+    """Add --attention, --heads, --ffn, --rescale, --residual, --shift-head, --layers and --untie."""
     function = click.option("--untie", is_flag=True, help="Give a tied head its own tensor (for --residual rotation).")(
         function
     )
@@ -39,7 +40,7 @@ def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for name, choices in reversed(CHOICES.items()):
         words = [str(choice).lower() for choice in choices]
         option = click.option(
-            f"--{name}",
+            f"--{name.replace('_', '-')}",
             type=(Groups if name == "residual" else click.Choice)(words),
             default=words[0],
             show_default=True,

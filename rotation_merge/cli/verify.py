@@ -23,6 +23,7 @@ from rotation_merge.samples.proof import ROUNDINGS, coarser, largest_difference,
 @click.option(
     "--tolerance", type=float, help="Largest relative difference that passes; by the model's own rounding if not given."
 )
+@click.option("--probabilities", is_flag=True, help="Compare the log-softmax of logits: see --shift-head of align.")
 @json_option
 @shown
 def command(
@@ -33,6 +34,7 @@ def command(
     data: str | None,
     double: bool,
     tolerance: float | None,
+    probabilities: bool,
     as_json: bool,
 ) -> int:
     """Do MODEL_A and MODEL_B compute the same function?
@@ -58,9 +60,10 @@ def command(
 
         inputs += read_batches(data, model_a, a.model, limit=32).batches
     expected, found = a.on(inputs), b.on(inputs)
-    worst = largest_difference(expected, found, (model_a, model_b))
+    worst = largest_difference(expected, found, (model_a, model_b), probabilities)
     coarsest = coarser(stored_dtype(model_a), stored_dtype(model_b))
-    allowed = tolerance if tolerance is not None else ROUNDINGS * own_rounding(a, inputs, expected, coarsest, seed)
+    rounding = own_rounding(a, inputs, expected, coarsest, seed, probabilities) if tolerance is None else 0.0
+    allowed = ROUNDINGS * rounding if tolerance is None else tolerance
     same = worst["relative"] <= allowed
     if as_json:
         print_json({"same": same, "tolerance": allowed, "batches": len(inputs), **worst})

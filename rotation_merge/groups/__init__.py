@@ -17,6 +17,7 @@ from rotation_merge.groups.scaled import Scaled
 from rotation_merge.groups.scaling import Scaling
 from rotation_merge.groups.space import TRANSFORMS, SpaceTransform
 from rotation_merge.groups.stream import StreamGroup, StreamTransform
+from rotation_merge.groups.translation import TranslationTransform
 
 __all__ = [
     "KINDS",
@@ -39,4 +40,5 @@ __all__ = [
     "SpaceTransform",
     "StreamGroup",
     "StreamTransform",
+    "TranslationTransform",
 ]

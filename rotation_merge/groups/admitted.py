@@ -27,6 +27,7 @@ from rotation_merge.groups.planar import PlanarGroup
 from rotation_merge.groups.scaled import OrthogonalGroup
 from rotation_merge.groups.signs import CoordinateSigns, Fixed, HeadSign, PairSigns
 from rotation_merge.groups.space import SpaceGroup
+from rotation_merge.groups.translation import TranslationGroup
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Wanted:
         rescale: positive (where allowed, signed) rescaling; `sequential` rotates first and scales then, as the
             ICML 2025 paper does, instead of solving for both.
         residual: group of the residual stream.
+        shift_head: one vector added to all rows of a head of its own, which changes logits and no probability.
     """
 
     attention: str = "rotation"
@@ -48,13 +50,14 @@ class Wanted:
     ffn: str = "permutation"
     rescale: bool | str = True
     residual: str = "none"
+    shift_head: bool = False
 
 
 LARGEST = Wanted(heads="permutation")
 """The largest compact groups, with rescaling."""
 
 
-WIDEST = Wanted(attention="invertible", heads="permutation")
+WIDEST = Wanted(attention="invertible", heads="permutation", shift_head=True)
 """Everything that any recipe may ask for, or a file hold."""
 
 
@@ -81,6 +84,8 @@ class Facts(Protocol):
     def gated(self) -> bool: ...
     @property
     def degree(self) -> int: ...
+    @property
+    def head(self) -> bool: ...
 
 
 def _maps(space: Facts, wanted: Wanted) -> Group:
@@ -204,12 +209,18 @@ def mixer(space: Facts, wanted: Wanted = LARGEST) -> MixerGroup:
     return MixerGroup(**sizes, order=wanted.heads != "none", channels=wanted.attention != "none")
 
 
+def translation(space: Facts, wanted: Wanted = LARGEST) -> TranslationGroup:
+    """`admitted` for rows that only a softmax sees: of routers with the experts, of heads where asked for."""
+    return TranslationGroup(space.sizes["size"], wanted.shift_head if space.head else wanted.ffn != "none")
+
+
 _KINDS: dict[str, Callable[[Facts, Wanted], SpaceGroup]] = {
     "attention": heads,
     "ffn": neurons,
     "experts": lambda space, wanted: ExpertGroup(neurons(space, wanted), space.sizes.get("groups", 1)),
     "latent": latent,
     "mixer": mixer,
+    "translation": translation,
 }
 
 
@@ -219,6 +230,8 @@ def asks(space: Facts, wanted: Wanted) -> bool:
         return wanted.attention != "none" or wanted.heads != "none"
     if space.kind == "latent":
         return wanted.attention != "none"
+    if space.kind == "translation":
+        return translation(space, wanted).moves
     group = neurons(space, wanted)
     return group.permute or group.degree > 0
 

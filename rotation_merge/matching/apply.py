@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Axis, Part, Piece, TensorInfo, factors_of
-from rotation_merge.groups import SpaceTransform
+from rotation_merge.groups import SpaceTransform, TranslationTransform
 
 
 def transform_tensor(
@@ -38,7 +38,8 @@ def transform_tensor(
     for dim, axis in enumerate(info.axes):
         if any(part.space.name in moving for part in axis.parts):
             result = transform_axis(result, dim, axis, moving)
-    return result
+    added = moving.get(info.common.name) if info.common is not None and not change else None
+    return added.added(result) if isinstance(added, TranslationTransform) else result
 
 
 def transform_axis(

@@ -24,6 +24,7 @@ from rotation_merge.matching.latent import match_latent
 from rotation_merge.matching.mixer import match_mixer
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors, sides
+from rotation_merge.matching.translation import match_translation
 
 _BLOCK = 1 << 20  # entries widened at a time
 
@@ -91,7 +92,8 @@ def wanted_spaces(block: Block, options: MatchOptions) -> list[Space]:
     """The local spaces of a block that these options ask to match."""
     if not options.matches_layer(block.index):
         return []
-    return [space for space in block.spaces.values() if asks(space, options)]
+    wanted = [space for space in block.spaces.values() if asks(space, options)]
+    return sorted(wanted, key=lambda space: space.kind != "translation")  # exact whatever the others are: they go first
 
 
 def match_block(
@@ -132,6 +134,7 @@ def _at_the_limit(transform: SpaceTransform) -> list[str]:
 def linked(block: Block, spaces: list[Space]) -> list[Space]:
     """Those of some spaces that share a tensor with another of them: they are matched in turn until all agree."""
     names = {space.name for space in spaces}
+    names -= {space.name for space in spaces if space.kind == "translation"}
     shared = [{space.name for space in info.spaces()} & names for info in block.tensors]
     return [space for space in spaces if any(space.name in found and len(found) > 1 for found in shared)]
 
@@ -220,6 +223,8 @@ class _Matching:
         if space.kind == "experts":
             experts = match_experts(*given, others, self.options)
             return experts.transform, {**_distances(experts), "gap": experts.gap, "notes": experts.notes}
+        if space.kind == "translation":
+            return self._recorded(space, match_translation(*given, others, self.options))
         found = sides(*given, others, unknown) or sides(*given, others)
         if space.kind == "ffn":
             neurons = match_ffn(space, found, self.options)
@@ -227,7 +232,10 @@ class _Matching:
         if space.kind == "attention":
             attention = match_attention(space, found, self.options)
             return attention.transform, {**_distances(attention), "notes": attention.notes}
-        transform = (match_latent if space.kind == "latent" else match_mixer)(space, found, self.options)
+        match = match_latent if space.kind == "latent" else match_mixer
+        return self._recorded(space, match(space, found, self.options))
+
+    def _recorded(self, space: Space, transform: SpaceTransform) -> tuple[SpaceTransform, dict[str, Any]]:
         (before, norm), (after, _) = (self._distance([space], local) for local in ({}, {space.name: transform}))
         return transform, {"before": before, "after": after, "anchor": norm}
 

@@ -12,6 +12,8 @@ from dataclasses import replace
 import torch
 
 from rotation_merge.architectures.model import Architecture, Block
+from rotation_merge.groups import TranslationTransform
+from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.block import SpaceMatch, described, named, squared_distances
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.model import Alignment, Progress, Transforms, match_model
@@ -67,7 +69,7 @@ def match_to_mean(
             break
     result = {}
     for name, alone in found.items():
-        transforms = _relative(frames[base], frames[name])
+        transforms = _relative(architecture, frames[base], frames[name])
         records = _records(architecture, alone, transforms, seen[base], seen[name])
         summary = {**alone.summary, "rounds": len(spread) - 1, "spread": spread}
         result[name] = Alignment(transforms, folded, records, summary)
@@ -88,13 +90,19 @@ def _towards(
     return match_model(architecture, target, source, options, progress, starts=starts, fold=False).transforms
 
 
-def _relative(base: Transforms, other: Transforms) -> Transforms:
+def _relative(architecture: Architecture, base: Transforms, other: Transforms) -> Transforms:
     """The map into the base's coordinates: the inverse of the base's frame after the other's."""
     cpu = torch.device("cpu")  # a frame that has not moved is not where one that was solved for is
-    return {
-        name: base[name].to(cpu).inverse().compose(transform.to(cpu)) if name in base else transform
-        for name, transform in other.items()
+    back = {name: transform.to(cpu).inverse() for name, transform in base.items()}
+    relative = {
+        name: back[name].compose(transform.to(cpu)) if name in back else transform for name, transform in other.items()
     }
+    for info in architecture.tensors() if back else ():
+        name = info.common.name if info.common is not None else ""
+        if isinstance(moved := relative.get(name), TranslationTransform):  # added in the common frame, and goes back
+            row = replace(info, axes=info.axes[1:], common=None)
+            relative[name] = TranslationTransform(transform_tensor(moved.vector, row, back))
+    return relative
 
 
 def _records(

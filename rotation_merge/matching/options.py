@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "ffn": ("permutation", "none"),
     "rescale": (True, False, "sequential"),
     "residual": (*STREAM_GROUPS, "largest"),
+    "shift_head": (False, True),
 }
 """Values each option may take, the default first."""
 

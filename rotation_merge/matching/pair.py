@@ -94,6 +94,8 @@ def check_pair(
     folded = anchor.architecture.folds(streams)
     for member in (anchor, donor):
         _check_tied(member, folded, untie)
+        if options.shift_head:
+            _check_head(member, untie)
     moving = _Moving(anchor, donor, options, streams, Fold(anchor.architecture, folded), excluded)
     for mine, theirs in blocks:
         moving.check(mine, theirs)
@@ -244,6 +246,18 @@ def _check_tied(member: Member, folded: Sequence[str], untie: bool) -> None:
             where=member.name,
             remedy=f"set 'untie: true' (the output then stores its head), or use 'residual: {smaller[-1]}'",
         )
+
+
+def _check_head(member: Member, untie: bool) -> None:
+    """A head whose rows are to be shifted is there, and no embedding is moved with it."""
+    if member.tied is None:
+        there = any(info.common is not None and info.common.head for info in member.architecture.tensors())
+        what, remedy = "needs a head whose logits only a softmax sees, which this model has not", "leave it out"
+    else:
+        there = untie
+        what, remedy = f"needs a head of its own, '{member.tied[0]}' is tied to the embedding", "set 'untie: true'"
+    if not there:
+        raise RecipeError(f"'shift_head: true' {what}", where=member.name, remedy=remedy)
 
 
 @dataclass(frozen=True)

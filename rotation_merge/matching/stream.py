@@ -161,8 +161,8 @@ class Statistics:
 
 
 def _without(info: TensorInfo, dim: int) -> TensorInfo:
-    """The same tensor, one axis held still."""
-    return dataclasses.replace(info, axes=(*info.axes[:dim], Axis(), *info.axes[dim + 1 :]))
+    """The same tensor, one axis held still, and nothing added to its rows."""
+    return dataclasses.replace(info, axes=(*info.axes[:dim], Axis(), *info.axes[dim + 1 :]), common=None)
 
 
 def _chunks(x: Tensor, entries: int = _ENTRIES) -> Iterator[Tensor]:
@@ -173,7 +173,9 @@ def _chunks(x: Tensor, entries: int = _ENTRIES) -> Iterator[Tensor]:
 
 
 def _logits_axis(info: TensorInfo) -> int | None:
-    """The vocabulary's axis in a head that reads a stream; None in other tensors."""
+    """The vocabulary's axis in a head that reads a stream, the experts' in a router; None in other tensors."""
+    if info.common is not None:
+        return 0
     reads = any(part.space.kind == "stream" and part.role == "read" for axis in info.axes for part in axis.parts)
     return info.vocabulary_axis if reads else None
 

@@ -118,6 +118,13 @@ KEYS = (
     Key("ffn", BLOCK, CHOICES["ffn"], "order of FFN neurons and of experts", "permutation"),
     Key("rescale", BLOCK, CHOICES["rescale"], "rescaling, positive or (where allowed) signed", True),
     Key("residual", WHOLE, (*CHOICES["residual"], STREAMS), "group of the residual stream", "none"),
+    Key(
+        "shift_head",
+        BLOCK,
+        CHOICES["shift_head"],
+        "true: an untied head's rows move by one vector: logits change, probabilities do not",
+        False,
+    ),
     Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
     Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
     Key(

@@ -126,6 +126,8 @@ def _lines(architecture: Architecture, options: MatchOptions) -> list[SpaceLine]
         own = options.at(architecture, block)
         wanted = wanted_spaces(block, own)
         for space in block.spaces.values():
+            if space.head and space not in wanted:  # opt-in: nothing that is missing
+                continue
             group = admitted(space, own).words if space in wanted else "not matched"
             key = (space.name.rsplit(".", 1)[-1], space.kind, _sizes(space), group)
             found.setdefault(key, []).append(block)

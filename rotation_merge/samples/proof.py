@@ -42,8 +42,11 @@ class Proof:
         )
 
 
-def prove(donor: str, result: str) -> Proof:
+def prove(donor: str, result: str, probabilities: bool = False) -> Proof:
     """Compare the outputs of a donor and of what was made of it, both from their files, class by class.
+
+    Args:
+        probabilities: logits by the probabilities that they stand for.
 
     Raises:
         CheckpointError: what was made cannot be loaded.
@@ -56,10 +59,11 @@ def prove(donor: str, result: str) -> Proof:
         return Proof(reason=str(error))
     except Exception as error:  # whatever a model's class raises on inputs that it does not take
         return Proof(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    allowed = ROUNDINGS * own_rounding(first, inputs, expected, coarser(stored_dtype(donor), stored_dtype(result)))
+    coarsest = coarser(stored_dtype(donor), stored_dtype(result))
+    allowed = ROUNDINGS * own_rounding(first, inputs, expected, coarsest, probabilities=probabilities)
     del first
-    worst = largest_difference(expected, answering(result, like=donor).on(inputs), (donor, result))["relative"]
-    return Proof(float(worst), allowed)
+    found = answering(result, like=donor).on(inputs)
+    return Proof(float(largest_difference(expected, found, (donor, result), probabilities)["relative"]), allowed)
 
 
 def coarser(*dtypes: torch.dtype) -> torch.dtype:
@@ -68,7 +72,12 @@ def coarser(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def own_rounding(
-    model: Whole | Layered, inputs: list[Batch], expected: list[Batch], dtype: torch.dtype, seed: int = 0
+    model: Whole | Layered,
+    inputs: list[Batch],
+    expected: list[Batch],
+    dtype: torch.dtype,
+    seed: int = 0,
+    probabilities: bool = False,
 ) -> float:
     """The largest relative difference that rounding a model's weights makes: each is off by up to half a unit in the
     last place of `dtype`, or of float32 where that is coarser.
@@ -78,11 +87,18 @@ def own_rounding(
     """
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     rounded = model.rounded(inputs, unit, seed)
-    return float(largest_difference(expected, rounded, ("the model", "the model, rounded"))["relative"])
+    names = "the model", "the model, rounded"
+    return float(largest_difference(expected, rounded, names, probabilities)["relative"])
 
 
-def largest_difference(a: list[Batch], b: list[Batch], names: tuple[str, str]) -> dict[str, Any]:
+def largest_difference(
+    a: list[Batch], b: list[Batch], names: tuple[str, str], probabilities: bool = False
+) -> dict[str, Any]:
     """The largest difference between what two models answer, relative to the size of each output.
+
+    Args:
+        probabilities: compare the logarithms of the probabilities that logits stand for, which a number added to all
+            logits of a token does not change.
 
     Raises:
         CheckpointError: their outputs have other names or shapes.
@@ -98,6 +114,8 @@ def largest_difference(a: list[Batch], b: list[Batch], names: tuple[str, str]) -
                     where=names[1],
                     remedy="only models of one class and size can be compared",
                 )
+            if probabilities and name == "logits":
+                x, y = x.log_softmax(-1), y.log_softmax(-1)
             difference = float((x - y).abs().max())
             relative = difference / (float(x.square().mean().sqrt()) or 1.0)
             if not relative <= worst["relative"]:

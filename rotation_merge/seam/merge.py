@@ -111,7 +111,9 @@ def prove_files(session: Session, place: str) -> None:
         with tempfile.TemporaryDirectory(dir=place) as folder:
             moved = os.path.join(folder, "moved")
             write_aligned(pair, alignment, empty_report(pair), moved, Storage(untie=recipe.untie))
-            proof = prove(donor, moved)
+            spaces = pair.anchor.architecture.spaces()
+            shifted = any(spaces[name].head for name in alignment.transforms if name in spaces)
+            proof = prove(donor, moved, shifted)
         if proof.failed:
             what = f"changes what {donor} computes ({proof.words})"
             raise AlignmentError(what, where=file, remedy="write it anew with 'rotation-merge align'")
