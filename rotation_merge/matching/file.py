@@ -65,7 +65,7 @@ def save_alignment(
         "donor": donor,
         "folded": json.dumps(alignment.folded),
         "kinds": json.dumps(kinds),
-        "still": json.dumps(sorted(architecture.spaces().keys() - alignment.transforms.keys())),
+        "still": json.dumps(sorted(_asked(architecture) - alignment.transforms.keys())),
         "made": json.dumps(dict(made or {}), default=str),
     }
     with replacing(path) as temporary:
@@ -162,7 +162,7 @@ def _check_spaces(transforms: Transforms, header: _Header, architecture: Archite
     known, given = architecture.spaces(), (*transforms, *header.still)
     if odd := [name for name in given if name not in known]:
         raise AlignmentError(f"does not fit: the models have no space '{odd[0]}'")
-    if absent := sorted(known.keys() - set(given)):
+    if absent := sorted(_asked(architecture) - set(given)):
         raise AlignmentError(f"says nothing of space '{absent[0]}'")
     if len(given) != len(set(given)):
         raise AlignmentError("names a space twice")
@@ -187,6 +187,11 @@ def needed_folds(transforms: Transforms, architecture: Architecture, folded: Seq
     return tuple(
         name for name in folded if name in transforms and (_mixes(transforms[name]) or known[name].kind == "latent")
     )
+
+
+def _asked(architecture: Architecture) -> set[str]:
+    """The spaces that a file says something of, be it that they stand still: all but those that only a recipe opens."""
+    return {name for name, space in architecture.spaces().items() if not space.head}
 
 
 def _mixes(transform: SpaceTransform) -> bool:
