@@ -93,3 +93,36 @@ def test_tokens_that_the_model_does_not_have(ids: list[int], said: str, tmp_path
         read_batches(str(tmp_path / "d.jsonl"), "unused", model)
     assert caught.value.where == str(tmp_path / "d.jsonl")
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("text,label\na b,1\n\"c, d\",0\n", [{"text": "a b", "label": 1}, {"text": "c, d", "label": 0}]),
+        ("id,Review,Class\n1,good film,pos\n2,bad one,neg\n", [
+            {"text": "good film", "label": "pos"}, {"text": "bad one", "label": "neg"}]),
+        ("a,b,score\nx y,z w,0.5\n", [{"text": "x y", "text_pair": "z w", "label": 0.5}]),
+        ("what,n\nlong words here,3\nother words there,4\n", [
+            {"text": "long words here", "label": 3}, {"text": "other words there", "label": 4}]),
+        ("text\nonly this\n", [{"text": "only this"}]),
+    ],
+)  # fmt: skip
+def test_tables(text: str, wanted: list[dict], tmp_path: Path):
+    from rotation_merge.samples.tables import read_table
+
+    (tmp_path / "t.csv").write_text(text)
+    assert read_table(tmp_path / "t.csv") == wanted
+    (tmp_path / "t.tsv").write_text(text.replace(",", "\t") if '"' not in text else "text\tlabel\na b\t1\n")
+    assert read_table(tmp_path / "t.tsv")[0] == wanted[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("text,label\n", "no rows"), ("text,label\na,b,c\n", "row 2 has 3 columns"), ("n\n1\n2\n", "texts")],
+)
+def test_tables_that_are_none(text: str, said: str, tmp_path: Path):
+    from rotation_merge.samples.tables import read_table
+
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(DataError, match=said):
+        read_table(tmp_path / "t.csv")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from rotation_merge.samples.evaluate import evaluate
 from rotation_merge.samples.functions import load
 
 ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))
+TINY = ("--samples", "8", "--length", "16", "--batch-size", "2")
 SMALL = ("--samples", "16", "--length", "48", "--batch-size", "4")
 
 
@@ -31,7 +33,7 @@ def run(*arguments: object) -> Result:
 def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """Two near fine-tunes, judged by text that they write themselves."""
     out = tmp_path_factory.mktemp("merge") / "out"
-    result = run(ENGLISH, C, out, *SMALL, "--budget", "40s", "--json")
+    result = run(ENGLISH, C, out, *SMALL, "--budget", "8s", "--anyway", "--json")
     assert result.exit_code == 0, result.output
     return out, json.loads(result.stdout)
 
@@ -138,3 +140,97 @@ def test_an_output_that_is_there_is_kept(tmp_path: Path):
     result = run(ENGLISH, C, tmp_path / "out", *SMALL)
     assert result.exit_code == 2
     assert "--force" in result.output
+
+
+def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What was announced is of the size of what it took; a merge that cannot be made does not end the search."""
+    from rotation_merge.choosing import run as search
+
+    real, made = search.merge_recipe, list[str]()
+
+    def merging(text: str, out: str, **options: object) -> None:
+        made.append(text)
+        if len(made) == 2:
+            raise DataError("it cannot be", remedy="try another")
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        real(text, out, **options)
+
+    monkeypatch.setattr(search, "merge_recipe", merging)
+    arguments = (ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway", "--json")
+    assert run(*arguments).exit_code == 130
+    assert list((tmp_path / "out.unfinished").glob("plain-*/figures.json"))
+    plain = made[0]
+    again = run(*arguments, "--budget", "1s")
+    assert again.exit_code == 0, again.output
+    assert made.count(plain) <= 2  # once, and once more where it won
+    found = json.loads(again.stdout[again.stdout.index("{") :])
+    assert found["relations"] == {C: pytest.approx(1.0, abs=0.1)}
+    assert found["tried"]
+
+
+def test_announced_times_follow_what_was_measured():
+    from rotation_merge.averaging.record import checkpoint_of
+    from rotation_merge.choosing.candidates import candidates
+    from rotation_merge.choosing.costs import Costs
+
+    anchor = checkpoint_of(ENGLISH)
+    every = candidates([ENGLISH, C], anchor.architecture, False, {"samples": 8}, {ENGLISH: "self", C: "self"}, True)
+    by_name = {candidate.name: candidate for candidate in every}
+    costs = Costs(anchor.architecture, anchor.shapes, forward=0.5)
+    assert costs.expected(by_name["plain"], 60) is None
+    costs.took(by_name["plain"], 1.0)
+    assert costs.expected(by_name["learned"], 60) == pytest.approx(31.0)
+    assert costs.expected(by_name["refit, plain"], 60) == pytest.approx(7.0)
+    costs.took(by_name["refit, plain"], 21.0)
+    assert costs.expected(by_name["refit, whole model"], 60) > 20
+    costs.took(by_name["whole model"], 5.0)
+    assert costs.expected(by_name["attention alone"], 60) <= 5.0
+    assert [candidate.name for candidate in every][-3:-1] == ["lower layers", "upper layers"]
+    assert by_name["lower layers"].parameters["layers"] == "0-1"
+
+
+def test_a_soup_keeps_what_helps(monkeypatch: pytest.MonkeyPatch):
+    """One after the other, in the order of their worth; what does not help is left out again."""
+    from rotation_merge.choosing.candidates import Candidate
+    from rotation_merge.choosing.judge import Figures
+    from rotation_merge.choosing.making import Wish
+    from rotation_merge.choosing.run import Choice, Tried
+
+    worth = {"ab": 2.0, "ac": 9.0, "abc": 3.0, "abd": 1.0}
+    seen = []
+
+    def trying(candidate: Candidate, *_: object) -> Tried:
+        seen.append("".join(sorted(candidate.models)))
+        return Tried(candidate.name, Figures(worth[seen[-1]], None, []), 1.0, "")
+
+    choice = Choice(Wish(tuple("abcde"), "out", ("self",)), print)
+    choice.order = list("abcde")
+    monkeypatch.setattr(choice, "_try", trying)
+    worth["abde"] = 5.0
+    choice._soup([(Candidate("plain", "b", tuple("bacde"), {}), Tried("plain", Figures(4.0, None, []), 1.0, ""))])
+    assert seen == ["ab", "abc", "abd", "abde"]
+
+
+def test_polish_is_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The merge stays as its recipe makes it; the trained model stands beside it with figures of its own."""
+    from rotation_merge.choosing import run as search
+    from rotation_merge.cli import polish
+    from rotation_merge.learning.polish import PolishReport
+
+    def polished(merged: str, out: str, teachers: object, sources: list[str], ways: object) -> PolishReport:
+        assert (teachers, sources) == ((ENGLISH, C), ["self", "self"])
+        shutil.copytree(merged, out)
+        return PolishReport(1.0, 0.5)
+
+    real = search.candidates
+    monkeypatch.setattr(search, "candidates", lambda *given, **more: real(*given, **more)[:1])
+    monkeypatch.setattr(polish, "polished", polished)
+    result = run(ENGLISH, C, tmp_path / "out", *TINY, "--anyway", "--polish", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["polished"]
+    assert found["out"] == str(tmp_path / "out-polished")
+    assert "divergence (nats) on samples that nothing has seen" in found["verdict"]
+    assert (tmp_path / "out" / "recipe.yml").exists()

@@ -18,6 +18,8 @@ from rotation_merge.architectures.build import lay_out, spelled, variables
 from rotation_merge.architectures.expression import evaluate
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.architectures.schema import ArchitectureSpec, explain
+from rotation_merge.architectures.sentence import KEY as SENTENCE
+from rotation_merge.architectures.sentence import with_modules
 from rotation_merge.errors import ArchitectureError, CheckpointError, nearest
 
 DATA = Path(__file__).parent / "data"
@@ -124,7 +126,12 @@ def register(path: Path) -> ArchitectureSpec:
 
 
 def find(config: Mapping[str, Any]) -> ArchitectureSpec | None:
-    """The family of a model with this config, or None."""
+    """The family of a model with this config, or None; with the dense modules of a sentence-transformers folder."""
+    spec = _family(config)
+    return with_modules(spec, config) if spec is not None and config.get(SENTENCE) else spec
+
+
+def _family(config: Mapping[str, Any]) -> ArchitectureSpec | None:
     classes = set(config.get("architectures") or [])
     model_type = config.get("model_type")
     known = [spec for spec in families().values() if _about(spec, config)]

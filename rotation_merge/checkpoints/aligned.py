@@ -17,6 +17,7 @@ from torch import Tensor
 from rotation_merge.checkpoints.models import Model
 from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.pair import Pair
+from rotation_merge.checkpoints.sentence import module_of, write_modules
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.matching.block import named
 from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
@@ -96,18 +97,28 @@ def write_checkpoint(
         CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
     wanted, written = dtype_from_name(storage.dtype), set[str]()
+    apart: dict[str, Tensor] = {}
     with staged(out) as staging:
         os.makedirs(staging, exist_ok=True)
         writer = TensorWriter(staging, max_shard_size=storage.shard_size)
+
+        def save(name: str, tensor: Tensor) -> None:
+            stored = _stored(tensor, wanted or like.dtypes.get(name))
+            if module_of(name, like.modules) is None:
+                writer.save_tensor(name, stored, clone=True)
+            else:
+                apart[name] = stored.clone()
+            written.add(name)
+
         for name, tensor in tensors:
             if progress is not None:
                 progress("writing", len(written), len(like.names))
-            writer.save_tensor(name, _stored(tensor, wanted or like.dtypes.get(name)), clone=True)
-            written.add(name)
+            save(name, tensor)
         for name in like.names:
             if name not in written:
-                writer.save_tensor(name, _stored(like[name], wanted or like.dtypes.get(name)), clone=True)
+                save(name, like[name])
         writer.finalize()
+        write_modules(like.folder, staging, apart)
         report.write(os.path.join(staging, "rotation_merge.json"))
         _write_beside(like, staging, storage)
         passed, words = check(staging) if check is not None else (True, "")

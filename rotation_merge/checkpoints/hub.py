@@ -19,20 +19,20 @@ def is_absent(reference: ModelReference) -> bool:
     """Whether a model, or its adapter, is one of the hub that has not been downloaded; nothing is fetched."""
     parts = [part for part in (reference.model, reference.lora) if part is not None]
     return any(
-        is_hub_name(part.path) and not os.path.exists(part.path) and not _in_cache(part.path, part.revision)
+        is_hub_name(part.path) and not os.path.exists(part.path) and in_cache(part.path, part.revision) is None
         for part in parts
     )
 
 
-def _in_cache(path: str, revision: str | None) -> bool:
+def in_cache(path: str, revision: str | None) -> str | None:
+    """The folder of a model of the hub that has been downloaded; None where it is not, or is no such model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        snapshot_download(path, revision=revision, local_files_only=True)
+        return snapshot_download(path, revision=revision, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError, OSError):
-        return False
-    return True
+        return None
 
 
 def downloaded(path: str, revision: str | None, cache: str | None, patterns: list[str]) -> str:

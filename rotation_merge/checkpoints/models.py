@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from mergekit.common import ModelPath, ModelReference
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.architectures.registry import find, tied_head, unaligned
+from rotation_merge.architectures.sentence import KEY as SENTENCE
 from rotation_merge.checkpoints.adapted import AdaptedLoader, find_places
 from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter
 from rotation_merge.checkpoints.headers import Shapes, check_local, file_dtypes, file_shapes, read_json, single_file
-from rotation_merge.checkpoints.hub import downloaded, is_hub_name
+from rotation_merge.checkpoints.hub import downloaded, in_cache, is_hub_name
+from rotation_merge.checkpoints.sentence import SentenceLoader, read_modules
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
 from rotation_merge.matching.fingerprint import Fingerprint, Watched, fingerprint
 from rotation_merge.matching.labels import Rows, in_order, labels, named_rows
@@ -31,6 +33,8 @@ from rotation_merge.matching.sources import Relabelled
 from rotation_merge.matching.state import TensorSource, check_shape
 
 LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Stored:
@@ -82,7 +86,19 @@ class Model:
                 where=path,
                 remedy="mend config.json" if os.path.isdir(path) else "check the repository's name",
             ) from error
-        return config.to_dict()
+        found = config.to_dict()
+        if self.modules:
+            found[SENTENCE] = self.modules
+        return found
+
+    @cached_property
+    def modules(self) -> list[dict[str, Any]]:
+        """What stands behind the transformer in a folder of sentence-transformers."""
+        path = self.reference.model.path
+        if os.path.isdir(path):
+            return read_modules(path)
+        here = in_cache(path, self.reference.model.revision)
+        return [] if here is None else read_modules(here)
 
     def check_files(self) -> None:
         """Refuse a missing directory or missing weight files, before mergekit opens anything.
@@ -129,6 +145,10 @@ class Model:
             raise CheckpointError(
                 f"weights cannot be read ({short(error)})", where=str(self.reference), remedy="download them again"
             ) from error
+        if self.modules:
+            if not isinstance(found, SentenceLoader):
+                found = SentenceLoader(found, str(found.index.base_path), self.modules)
+            LoaderCache.loaders[plain] = found
         if self.adapter is not None:
             LoaderCache.loaders[self.reference] = found = AdaptedLoader(found, self.adapter, self._places)
         return found
@@ -143,7 +163,7 @@ class Model:
         index = self.loader.index
         result: dict[str, tuple[int, ...]] = {}
         for shard in sorted(set(index.tensor_paths.values())):
-            result.update(self._head(os.path.join(index.base_path, shard)))
+            result.update(self._prefixed(shard, self._head(os.path.join(index.base_path, shard))))
         if absent := [name for name in index.tensor_paths if name not in result]:
             raise CheckpointError(
                 f"the index names '{absent[0]}', its shard does not hold it",
@@ -158,8 +178,20 @@ class Model:
         index = self.loader.index
         result: dict[str, torch.dtype] = {}
         for shard in sorted(set(index.tensor_paths.values())):
-            result.update(file_dtypes(os.path.join(index.base_path, shard)))
+            result.update(self._prefixed(shard, file_dtypes(os.path.join(index.base_path, shard))))
         return result
+
+    def _prefixed(self, shard: str, found: Mapping[str, T]) -> dict[str, T]:
+        """What a file holds, under the names of the whole model."""
+        base = self.loader.base if isinstance(self.loader, AdaptedLoader) else self.loader
+        prefix = base.prefixes.get(shard, "") if isinstance(base, SentenceLoader) else ""
+        return {prefix + name: value for name, value in found.items()}
+
+    @property
+    def folder(self) -> str:
+        """Where the model's files lie."""
+        path = self.reference.model.path
+        return path if os.path.isdir(path) else str(self.loader.index.base_path)
 
     @property
     def architecture(self) -> Architecture:
@@ -291,13 +323,13 @@ def parse_reference(path: str) -> ModelReference:
         raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
 
 
-def open_model(path: str) -> Model:
+def open_model(path: str, unsupported: str = "error") -> Model:
     """One checkpoint, with its adapter where it names one (`model+adapter`), as its files are now: what mergekit keeps
     open under its name is forgotten."""
     reference = parse_reference(path)
     for name in (reference, reference.model_copy(update={"lora": None})):
         LoaderCache.loaders.pop(name, None)
-    return Model(reference, MergeOptions())
+    return Model(reference, MergeOptions(), unsupported)
 
 
 def weights_of(path: str) -> int:

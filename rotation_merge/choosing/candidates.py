@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,11 @@ class Candidate:
     of_model: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     needs: str | None = None
 
+    @property
+    def kind(self) -> str:
+        """What takes its time: learning, refit, regmean, or matching alone."""
+        return "learned" if self.needs == "fit" else str(self.parameters.get("delegate", "matching"))
+
     def recipe(self, dtype: str | None) -> str:
         """The recipe as YAML."""
         share = round(1 / len(self.models), 6)
@@ -53,6 +59,7 @@ def candidates(
     refit: Mapping[str, Any] | None,
     data: Mapping[str, str],
     learned: bool,
+    near: bool = True,
 ) -> list[Candidate]:
     """What may be tried, the most telling first.
 
@@ -62,42 +69,53 @@ def candidates(
         refit: what a refit is told beside its data; None: do not try it.
         data: for each model the samples that a refit uses.
         learned: whether an alignment can be learned on the samples.
+        near: whether the models share their coordinates; where not, what moves the whole model comes early.
     """
-    anchor, turned = models[0], architecture.admitting("rotation")
+    anchor, turned, all_of = models[0], architecture.admitting("rotation"), tuple(models)
     whole = {**LOCAL, "residual": "largest", **({"untie": True} if tied and turned else {})}
-    found = [
-        Candidate("plain", anchor, tuple(models), PLAIN),
-        Candidate("heads, neurons", anchor, tuple(models), LOCAL),
-    ]
-    if any(groups[-1] != "none" for groups in architecture.stream_groups.values()):
-        found.append(Candidate("whole model", anchor, tuple(models), whole))
     own = {model: {"data": data[model]} for model in models}
+    told = {"delegate": "refit", **(refit or {})}
+    found = {
+        "plain": Candidate("plain", anchor, all_of, PLAIN),
+        "local": Candidate("heads, neurons", anchor, all_of, LOCAL),
+        "regmean": Candidate("regmean", anchor, all_of, {"delegate": "regmean", **LOCAL}, needs="statistics"),
+    }
+    if any(groups[-1] != "none" for groups in architecture.stream_groups.values()):
+        found["whole"] = Candidate("whole model", anchor, all_of, whole)
     if refit is not None:
-        told = {"delegate": "refit", **refit}
-        found.append(Candidate("refit, plain", anchor, tuple(models), {**told, **PLAIN}, own))
-        found.append(Candidate("refit, whole model", anchor, tuple(models), {**told, **whole}, own))
-    regmean = {"delegate": "regmean", **LOCAL}
-    found.append(Candidate("regmean", anchor, tuple(models), regmean, needs="statistics"))
+        found["refit"] = Candidate("refit, plain", anchor, all_of, {**told, **PLAIN}, own)
+        found["refit whole"] = Candidate("refit, whole model", anchor, all_of, {**told, **whole}, own)
     if learned:
-        found.append(Candidate("learned", anchor, tuple(models), {"untie": True} if tied else {}, needs="fit"))
-    found.append(Candidate("attention alone", anchor, tuple(models), {**whole, "ffn": "none"}))
-    found.append(Candidate("FFN alone", anchor, tuple(models), {**whole, "attention": "none", "heads": "none"}))
+        found["learned"] = Candidate("learned", anchor, all_of, {"untie": True} if tied else {}, needs="fit")
+    order = [found[name] for name in (NEAR if near else FAR) if name in found]
+    order.append(Candidate(FIRST_PART, anchor, all_of, {**whole, "ffn": "none"}))
+    order.append(Candidate("FFN alone", anchor, all_of, {**whole, "attention": "none", "heads": "none"}))
+    order += [Candidate(name, anchor, all_of, {**whole, "layers": layers}) for name, layers in _parts(architecture)]
     for other in models[1:]:
         rest = (other, *(model for model in models if model != other))
-        found.append(Candidate(f"whole model, anchor {other}", other, rest, whole))
-    return found
+        order.append(Candidate(f"whole model, anchor {other}", other, rest, whole))
+    return order
 
 
-def soup(best: Candidate, order: Sequence[str]) -> list[Candidate]:
-    """The best candidate's way with the first two, three, ... models of an order (greedy soup, Wortsman 2022)."""
-    if len(order) < 3:
-        return []
-    found = []
-    for count in range(2, len(order)):
-        models = tuple(order[:count])
-        anchor = best.anchor if best.anchor in models else models[0]
-        models = (anchor, *(m for m in models if m != anchor))
-        found.append(
-            Candidate(f"{best.name}, the best {count}", anchor, models, best.parameters, best.of_model, best.needs)
-        )
-    return found
+FIRST_PART = "attention alone"
+"""The first of the candidates that align parts; a soup of fewer models goes before them."""
+
+NEAR = ("plain", "local", "refit", "regmean", "learned", "whole", "refit whole")
+FAR = ("plain", "whole", "refit whole", "learned", "local", "refit", "regmean")
+"""The order in which candidates are tried, for models that share their coordinates and for those that do not."""
+
+
+def _parts(architecture: Architecture) -> list[tuple[str, str]]:
+    """Subsets of layers: the lower and the upper half."""
+    last = max((block.index for block in architecture.blocks if block.index is not None), default=0)
+    middle = (last + 1) // 2
+    return [("lower layers", f"0-{middle - 1}"), ("upper layers", f"{middle}-{last}")] if last else []
+
+
+def with_models(best: Candidate, models: Sequence[str]) -> Candidate:
+    """A candidate's way with fewer models, as a greedy soup tries them (Wortsman 2022)."""
+    anchor = best.anchor if best.anchor in models else models[0]
+    ordered = (anchor, *(m for m in models if m != anchor))
+    of_model = {m: values for m, values in best.of_model.items() if m in models}
+    name = f"{best.name} of {' + '.join(os.path.basename(model.rstrip('/')) for model in models)}"
+    return Candidate(name, anchor, ordered, best.parameters, of_model, best.needs)

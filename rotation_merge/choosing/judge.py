@@ -15,6 +15,7 @@ from torch import Tensor
 from rotation_merge.durable import replacing
 from rotation_merge.errors import DataError
 from rotation_merge.samples.data import Data
+from rotation_merge.samples.evaluate import of_floats
 from rotation_merge.samples.functions import Batch
 
 HELD_OUT = 0.25
@@ -28,9 +29,10 @@ class Figures:
     """What one model is worth.
 
     Attributes:
-        score: what decides, in nats, less is better: the mean loss over the sets of samples, or without labels the mean
-            over the parents of KL(parent || model) on the parent's own samples.
-        accuracy: share of right answers, where there are labels.
+        score: what decides, less is better: the mean loss over the sets of samples (nats; squared error; of pairs
+            1 - Spearman's correlation), or without labels the mean over the parents of KL(parent || model) on the
+            parent's own samples.
+        accuracy: where there are labels: share of right answers; of numbers, the correlation.
         each: the score on every set of samples.
     """
 
@@ -73,7 +75,7 @@ def split(found: Sequence[Data], seed: int) -> Sets:
 def write_data(data: Data, path: Path) -> Path:
     """Samples as a file that `--data` and recipes read; rows of unequal length are padded and masked."""
     names = list(data.batches[0])
-    longest = {n: max(b[n].shape[1] if b[n].ndim > 1 else 0 for b in data.batches) for n in names}
+    longest = {n: max(b[n].shape[-1] if b[n].ndim > 1 else 0 for b in data.batches) for n in names}
     arrays = {}
     for name in names:
         fill = -100 if name == "labels" else 0
@@ -86,14 +88,15 @@ def write_data(data: Data, path: Path) -> Path:
 
 
 def _padded(tensor: Tensor, length: int, fill: int) -> Tensor:
-    if tensor.ndim != 2 or tensor.is_floating_point() or tensor.shape[1] == length:
+    if tensor.ndim < 2 or tensor.is_floating_point() or tensor.shape[-1] == length:
         return tensor
-    return torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]), value=fill)
+    return torch.nn.functional.pad(tensor, (0, length - tensor.shape[-1]), value=fill)
 
 
 @torch.no_grad()
 def answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities (n, classes) of what counts, and the labels (n,) where there are any.
+    """Log-probabilities (n, classes) of what counts, and the labels (n,) where there are any; of numbers (`FLOATS`),
+    what the model gives, and what it should.
 
     Raises:
         DataError: the model has no logits.
@@ -106,6 +109,13 @@ def answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor | None]
             remedy="name models with their head, or use barrier",
         )
     labels = batch.get("labels") if task != "none" else None
+    if task in FLOATS:
+        return logits.float(), batch["labels"].float().reshape(len(batch["labels"]), -1)
+    if logits.shape[-1] == 1:
+        raise DataError(
+            f"{type(model).__name__} gives one number, which says nothing without a score to compare it with",
+            remedy="give data with labels or scores",
+        )
     mask = batch.get("attention_mask")
     if task == "next token":
         logits = logits[:, :-1]
@@ -120,6 +130,10 @@ def answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor | None]
     return logs[kept], None if labels is None else labels.reshape(-1)[kept]
 
 
+FLOATS = ("regression", "labels", "similarity")
+"""Tasks whose answers are numbers."""
+
+
 class Judge:
     """Measures models on samples of the parents.
 
@@ -131,6 +145,18 @@ class Judge:
 
     def __init__(self, sets: Sequence[Data], labelled: bool, parents: Sequence[list[Tensor]] = ()) -> None:
         self.sets, self.labelled, self.parents = sets, labelled, parents
+
+    @property
+    def figure(self) -> str:
+        """What `Figures.accuracy` is called."""
+        names = {"regression": "Pearson", "similarity": "Spearman"}
+        return names.get(self.sets[0].task, "accuracy")
+
+    @property
+    def unit(self) -> str:
+        """What `Figures.score` is."""
+        names = {"regression": "squared error", "similarity": "1 - Spearman"}
+        return names.get(self.sets[0].task, "loss (nats)") if self.labelled else "divergence (nats)"
 
     def measure(self, model: Any) -> Figures:
         """What a model is worth."""
@@ -144,9 +170,10 @@ class Judge:
         """
         count = math.log(len(found))
 
-        def mixed(_: Data, i: int) -> Iterator[Tensor]:
+        def mixed(data: Data, i: int) -> Iterator[Tensor]:
             for batches in zip(*(parent[i] for parent in found), strict=True):
-                yield torch.logsumexp(torch.stack(batches), 0) - count
+                every = torch.stack(batches)
+                yield every.mean(0) if data.task in FLOATS else torch.logsumexp(every, 0) - count
 
         return self._figures(mixed)
 
@@ -155,9 +182,15 @@ class Judge:
         return [[answers(model, batch, data.task)[0] for batch in data.batches] for data in self.sets]
 
     def _figures(self, given: Any) -> Figures:
-        scores, right, count = [], 0, 0
+        scores, right, count = [], 0.0, 0
         for i, data in enumerate(self.sets):
             total, tokens = 0.0, 0
+            if self.labelled and data.task in FLOATS:
+                wanted = torch.cat([b["labels"].float().reshape(len(b["labels"]), -1) for b in data.batches])
+                found = of_floats(torch.cat(list(given(data, i))), wanted, data.task)
+                scores.append(found.loss)
+                right, count = right + found.main, count + 1
+                continue
             for j, logs in enumerate(given(data, i)):
                 if self.labelled:
                     labels = _labels(data, j)

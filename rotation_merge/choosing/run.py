@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -14,18 +15,21 @@ from typing import Any
 
 import yaml
 
-from rotation_merge.averaging.measure import MeasureOptions
-from rotation_merge.averaging.record import checkpoint_of, record
-from rotation_merge.checkpoints.pair import open_pair
-from rotation_merge.choosing.candidates import Candidate, candidates, soup
+from rotation_merge.averaging.record import checkpoint_of
+from rotation_merge.checkpoints.pair import Pair, open_pair
+from rotation_merge.choosing.candidates import FIRST_PART, Candidate, candidates, with_models
+from rotation_merge.choosing.costs import Costs
 from rotation_merge.choosing.judge import Figures, Judge, Sets, answers, fits, split, write_data
+from rotation_merge.choosing.making import Maker, Wish
 from rotation_merge.durable import write_text
 from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.matching.options import NOTHING
+from rotation_merge.planning.presets import RELATED, likeness
 from rotation_merge.recipe.delegates import OWN
 from rotation_merge.samples.data import Data, read_batches
 from rotation_merge.samples.functions import load
 from rotation_merge.samples.written import SOURCES
+from rotation_merge.seam.console import OneLineError
 from rotation_merge.seam.merging import merge_recipe
 
 RECIPE = "recipe.yml"
@@ -34,35 +38,15 @@ WRITTEN_APART = 7919
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What the user asked for.
-
-    Attributes:
-        models: the first is the anchor.
-        data: one source for all, or one for each model.
-        budget: seconds.
-    """
-
-    models: tuple[str, ...]
-    out: str
-    data: tuple[str, ...]
-    samples: int = 64
-    budget: float = 600.0
-    seed: int = 0
-    length: int = 128
-    batch_size: int = 8
-    dtype: str | None = None
-
-
 @dataclass
 class Tried:
-    """One candidate and what it is worth on the deciding samples."""
+    """One candidate and what it is worth on the deciding samples; `expected`: the seconds that were announced."""
 
     name: str
     figures: Figures
     seconds: float
     recipe: str
+    expected: float | None = None
 
 
 @dataclass
@@ -73,6 +57,8 @@ class Outcome:
         tried: by score, the best first.
         parents, ensemble, best: on the samples that only report, as is `plain`.
         left_out: candidates that the budget had no room for, or that could not be made, and why.
+        relations: of every other model: mean cosine of its matrices to the first one's.
+        unit, figure: what scores are, and what stands beside them where there are labels.
     """
 
     labelled: bool
@@ -82,6 +68,9 @@ class Outcome:
     best: Figures
     plain: Figures | None
     left_out: dict[str, str] = field(default_factory=dict)
+    relations: dict[str, float] = field(default_factory=dict)
+    unit: str = "loss (nats)"
+    figure: str = "accuracy"
 
     @property
     def best_parent(self) -> str:
@@ -115,8 +104,9 @@ class Choice:
             RotationMergeError: models that do not fit together, data without use.
         """
         wish = self.wish
+        self.relations: dict[str, float] = {}
         for model in wish.models[1:]:
-            open_pair(wish.models[0], model, NOTHING)
+            self._relate(open_pair(wish.models[0], model, NOTHING), model)
         anchor = checkpoint_of(wish.models[0])
         self.architecture, self.tied = anchor.architecture, anchor.tied_head is not None
         self.written = wish.data[0] in SOURCES
@@ -130,9 +120,20 @@ class Choice:
             parents = [] if self.labelled else [self._own(model, part, k) for k, model in enumerate(loaded)]
             judges.append(Judge(part if self.labelled or len(part) > 1 else part * len(loaded), self.labelled, parents))
         self.deciding, self.reporting = judges
+        begin = time.perf_counter()
         self.parents = {n: self.reporting.measure(m) for n, m in zip(wish.models, loaded, strict=True)}
+        self.costs = Costs(self.architecture, anchor.shapes, (time.perf_counter() - begin) / len(loaded))
+        chosen = {n: self.deciding.measure(m) for n, m in zip(wish.models, loaded, strict=True)}
         self.ensemble = self.reporting.ensemble([self.reporting.everywhere(m) for m in loaded])
-        self.order = sorted(wish.models, key=lambda n: self.parents[n].score)
+        self.order = sorted(wish.models, key=lambda n: chosen[n].score)
+
+    def _relate(self, pair: Pair, model: str) -> None:
+        """Say how a model lies to the first one: coordinates, and configs that differ."""
+        cosine = self.relations[model] = likeness(pair.anchor, pair.donor)
+        kind = "a fine-tune of one base" if cosine >= RELATED else "other coordinates, or another base"
+        self.say(f"{model}: {kind} (mean cosine of its matrices to those of {self.wish.models[0]}: {cosine:.2f})")
+        for warning in pair.checked.warnings:
+            self.say(f"warning: {warning}")
 
     def _load(self, model: str | Path) -> Any:
         """A model, its classes in the order that the samples are read in."""
@@ -187,16 +188,17 @@ class Choice:
             self.wish.models,
             self.architecture,
             self.tied,
-            refit if "refit" in OWN else None,
+            refit if "refit" in OWN and self.deciding.sets[0].task != "similarity" else None,
             self.data,
             learned=bool(self.training),
+            near=all(cosine >= RELATED for cosine in self.relations.values()),
         )
-        for candidate in planned:
-            self._try(candidate, tried)
+        for number, candidate in enumerate(planned):
+            if candidate.name == FIRST_PART:
+                self._soup(tried)
+            self._try(candidate, tried, len(planned) - number - 1)
         if not tried:
             raise RotationMergeError("no merge could be made", remedy=next(iter(self.left_out.values()), "check"))
-        for candidate in soup(self._best(tried)[0], self.order):
-            self._try(candidate, tried)
         best, figures = self._best(tried)
         plain = next((c for c, t in tried if t.name == "plain"), None)
         outcome = Outcome(
@@ -207,6 +209,9 @@ class Choice:
             self.reporting.measure(self._load(self._place(best))),
             None if plain is None else self.reporting.measure(self._load(self._place(plain))),
             self.left_out,
+            self.relations,
+            self.reporting.unit,
+            self.reporting.figure,
         )
         self.best, self.text = best, figures.recipe
         return outcome
@@ -216,28 +221,43 @@ class Choice:
         return min(tried, key=lambda pair: pair[1].figures.score)
 
     def _place(self, candidate: Candidate) -> Path:
-        return self.work / "".join(c if c.isalnum() else "-" for c in candidate.name)
+        mark = hashlib.blake2b(json.dumps([candidate.name, candidate.models]).encode(), digest_size=4).hexdigest()
+        return self.work / ("".join(c if c.isalnum() else "-" for c in candidate.name)[:60] + f"-{mark}")
 
-    def _try(self, candidate: Candidate, tried: list[tuple[Candidate, Tried]]) -> None:
-        spent = time.perf_counter() - self.began
-        longest = max((t.seconds for _, t in tried), default=0.0)
-        if tried and spent + longest > self.wish.budget:
-            self.left_out[candidate.name] = f"no time left of {self.wish.budget:.0f} s"
+    def _soup(self, tried: list[tuple[Candidate, Tried]]) -> None:
+        """Of three and more models: add one after the other, in the order of their worth, and keep those that help."""
+        if len(self.order) < 3 or not tried:
             return
-        self.say(f"{candidate.name} ...")
+        best, kept, score = self._best(tried)[0], self.order[:1], math.inf
+        for model in self.order[1:]:
+            models = [*kept, model]
+            if len(models) == len(self.order):
+                return  # that one has been tried
+            found = self._try(with_models(best, models), tried, 0)
+            if found is not None and found.figures.score < score:
+                kept, score = models, found.figures.score
+
+    def _try(self, candidate: Candidate, tried: list[tuple[Candidate, Tried]], behind: int) -> Tried | None:
+        left = self.wish.budget - (time.perf_counter() - self.began)
+        expected = self.costs.expected(candidate, left)
+        if tried and expected is not None and expected > left:
+            self.left_out[candidate.name] = f"would take {expected:.0f} s, {max(left, 0):.0f} s of the budget are left"
+            return None
         begin = time.perf_counter()
         try:
-            candidate = self._ready(candidate)
-            text = candidate.recipe(self.wish.dtype)
+            text = self._ready(candidate, announced=(expected, behind, left))
             found = self._kept(candidate, text) or self._made(candidate, text, begin)
-        except RotationMergeError as error:
+        except (RotationMergeError, OneLineError) as error:
             self.left_out[candidate.name] = str(error)
             self.say(f"{candidate.name}: left out, {error}")
-            return
-        words = f"{found.figures.score:.4f} nats"
-        words += "" if found.figures.accuracy is None else f", {found.figures.accuracy:.1%} right"
+            return None
+        found.expected = expected
+        self.costs.took(candidate, found.seconds)
+        words = f"{found.figures.score:.4f} {self.deciding.unit}"
+        words += "" if found.figures.accuracy is None else f", {self.deciding.figure} {found.figures.accuracy:.3f}"
         self.say(f"{candidate.name}: {words} ({found.seconds:.0f} s)")
         tried.append((candidate, found))
+        return found
 
     def _made(self, candidate: Candidate, text: str, begin: float) -> Tried:
         place = self._place(candidate)
@@ -262,54 +282,20 @@ class Choice:
         stamps = [os.stat(path).st_mtime_ns for model in self.wish.models for path in _weights(model)]
         return hashlib.blake2b(json.dumps([text, wish, stamps]).encode(), digest_size=16).hexdigest()
 
-    def _ready(self, candidate: Candidate) -> Candidate:
-        """The candidate with what must be made before it."""
-        if candidate.needs == "statistics":
-            return self._with(candidate, {model: {"statistics": self._statistics(model)} for model in candidate.models})
-        if candidate.needs == "fit":
-            files = self._learned(candidate)
-            return self._with(candidate, {model: {"alignment": file} for model, file in files.items()})
-        return candidate
-
-    @staticmethod
-    def _with(candidate: Candidate, of_model: dict[str, dict[str, Any]]) -> Candidate:
-        return Candidate(candidate.name, candidate.anchor, candidate.models, candidate.parameters, of_model)
-
-    def _statistics(self, model: str) -> str:
-        number = self.wish.models.index(model)
-        path = self.files / f"statistics-{number}.safetensors"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            loaded = load(model)
-            source = self.data[model]
-            limit = self.wish.samples if self.written else None
-            data = read_batches(source, model, loaded, limit, self.wish.batch_size, self.wish.length, self.wish.seed)
-            record(checkpoint_of(model), loaded, data, source, MeasureOptions(), path, lambda *_: None)
-        return str(path)
-
-    def _learned(self, candidate: Candidate) -> dict[str, str]:
-        from dataclasses import replace
-
-        from rotation_merge.checkpoints.pair import write_alignment
-        from rotation_merge.learning.engine import renamed
-        from rotation_merge.learning.fit import fit
-        from rotation_merge.learning.records import FitOptions
-
-        files = {m: str(self.files / f"learned-{i}.safetensors") for i, m in enumerate(candidate.models) if i}
-        if all(os.path.exists(file) for file in files.values()):
-            return files
-        minutes = max((self.wish.budget - (time.perf_counter() - self.began)) / 2, 1.0) / 60
-        loaded = [self._load(model) for model in candidate.models]
-        batches = [batch for data in self.training for batch in data.batches]
-        result = fit(loaded[0], loaded[1:], batches, None, FitOptions(steps=400, minutes=minutes, seed=self.wish.seed))
-        for (model, file), alignment in zip(files.items(), result.alignments, strict=True):
-            pair = open_pair(candidate.anchor, model, result.match, self.tied)
-            transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
-            facts = {"learned": result.report.to_dict()}
-            write_alignment(pair, replace(alignment, transforms=transforms), file, result.match, facts=facts)
-        return files
+    def _ready(self, candidate: Candidate, announced: tuple[float | None, int, float]) -> str:
+        """The candidate's recipe, once what must be made before it is there."""
+        expected, behind, left = announced
+        words = "" if expected is None else f", about {expected:.0f} s"
+        more = f", {behind} more to try in {left:.0f} s" if behind else ""
+        self.say(f"{candidate.name}{words}{more} ...")
+        made = Maker(self.wish, self.data, self.training, self.files, self.tied)
+        return made.ready(candidate, max(left / 2, 1.0)).recipe(self.wish.dtype)
 
     # --- the end -----------------------------------------------------------------------------------------------
+
+    def worth(self, model: str) -> Figures:
+        """What a model is worth on the samples that only report."""
+        return self.reporting.measure(self._load(model))
 
     def write(self) -> None:
         """The best merge by its recipe, as stock mergekit-yaml makes it, and the recipe beside it."""

@@ -14,7 +14,10 @@ from rotation_merge.samples.data import KINDS
 
 if TYPE_CHECKING:
     from rotation_merge.choosing.judge import Figures
-    from rotation_merge.choosing.run import Outcome
+    from rotation_merge.choosing.run import Choice, Outcome
+
+POLISHED = "-polished"
+"""What is added to OUT for the trained model."""
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -37,6 +40,7 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 @click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
 @click.option("--dtype", help="Store weights in this type (default: as the models).")
 @click.option("--anyway", is_flag=True, help="Write the best merge even if one parent alone is better.")
+@click.option("--polish", is_flag=True, help="Then train the merge for a few steps, into OUT-polished.")
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
 @json_option
 @shown
@@ -50,6 +54,7 @@ def command(
     length: int,
     dtype: str | None,
     anyway: bool,
+    polish: bool,
     force: bool,
     as_json: bool,
 ) -> int:
@@ -58,15 +63,17 @@ def command(
     Tries plain and aligned averages, refits and learned alignments, as far as the budget goes, judges each on samples
     that no merge has seen, and writes the best one with recipe.yml, which mergekit-yaml runs to the same weights.
     Says so when one parent alone is better than every merge, and then writes nothing (exit code 1) unless --anyway.
-    An interrupted search goes on where it was.
+    An interrupted search goes on where it was. --polish distils the parents into the merge, as a step of its own.
     """
-    from rotation_merge.choosing.run import Choice, Wish
+    from rotation_merge.choosing.making import Wish
+    from rotation_merge.choosing.run import Choice
 
     if len(models) < 3:
         raise click.UsageError("name two or more models and the directory to write")
     *names, out = models
-    if os.path.isdir(out) and os.listdir(out) and not force:
-        raise RotationMergeError("is not empty", where=out, remedy="write somewhere else, or --force")
+    for place in (out, *([f"{out}{POLISHED}"] if polish else [])):
+        if os.path.isdir(place) and os.listdir(place) and not force:
+            raise RotationMergeError("is not empty", where=place, remedy="write somewhere else, or --force")
     wish = Wish(
         tuple(names), out, data or (_made_up(names[0]),), samples, seconds(budget), seed, length, batch_size, dtype
     )
@@ -74,14 +81,35 @@ def command(
     choice.prepare()
     found = choice.run()
     written = found.worth_it or anyway
+    trained = None
     if written:
         choice.write()
+        trained = _polished(choice, out) if polish else None
     choice.clean(written)
     if as_json:
-        print_json({**found.to_dict(), "written": out if written else None})
+        print_json({**found.to_dict(), "written": out if written else None, "polished": trained})
     else:
         _show(found, out if written else None)
+        if trained is not None:
+            say(f"Polished: {trained['verdict']}.")
+            say(f"Written to {trained['out']}." if trained["out"] else "Nothing was written for it.")
     return 0 if written else 1
+
+
+def _polished(choice: Choice, out: str) -> dict[str, Any]:
+    """Distil the parents into the merge that was written; what it is worth on the samples that only report."""
+    from rotation_merge.cli.polish import Ways, polished
+
+    wish, place = choice.wish, f"{out.rstrip(os.sep)}{POLISHED}"
+    note("polishing ...")
+    try:
+        ways = Ways(samples=wish.samples, length=wish.length, seed=wish.seed)
+        report = polished(out, place, wish.models, [choice.data[model] for model in wish.models], ways)
+    except RotationMergeError as error:
+        return {"out": None, "verdict": f"not done, {error}"}
+    figures = choice.worth(place) if report.gained else None
+    words = "" if figures is None else f"; {figures.score:.4f} {choice.reporting.unit} on samples that nothing has seen"
+    return {**report.to_dict(), "out": place if report.gained else None, "verdict": report.verdict() + words}
 
 
 def seconds(text: str) -> float:
@@ -110,11 +138,12 @@ def _made_up(model: str) -> str:
 
 
 def _show(found: Outcome, out: str | None) -> None:
-    what = "loss (nats)" if found.labelled else "divergence (nats)"
-    headers = ["", what, *(["accuracy"] if found.labelled else [])]
+    headers = ["", found.unit, *([found.figure] if found.labelled else [])]
 
     def row(name: str, figures: Figures) -> list[Any]:
-        return [name, f"{figures.score:.4f}", *([f"{figures.accuracy:.1%}"] if figures.accuracy is not None else [])]
+        form = ".1%" if found.figure == "accuracy" else ".4f"
+        beside = [] if figures.accuracy is None else [f"{figures.accuracy:{form}}"]
+        return [name, f"{figures.score:.4f}", *beside]
 
     best = found.tried[0]
     rows = [row(f"{name} alone", figures) for name, figures in found.parents.items()]

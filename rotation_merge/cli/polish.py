@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,35 +88,11 @@ def command(
     is in memory and an interrupted run goes on where it was. A held-out part of the samples chooses learning rate and
     step; where nothing was gained, that is said, nothing is written, and the exit code is 1.
     """
-    from rotation_merge.learning.polish import PolishOptions, polish
-    from rotation_merge.samples.functions import load
-
     if len(data) not in (0, 1, len(teachers)):
         raise click.UsageError(f"give --data once, or for each of the {len(teachers)} teachers")
-    check_out(out, merged, *teachers)
-    device = usable_device(device)
-    work = Path(f"{os.path.abspath(out)}.unfinished")
     sources = list(data) * (len(teachers) // len(data)) if data else ["self"] * len(teachers)
-    progress = Progress()
-    made = _made(work)
-    try:
-        answered = _ask(work, merged, teachers, sources, samples, length, seed, device)
-        model = load(merged).to(device).requires_grad_(True)
-        student = _with_lora(model, lora, seed) if lora else model
-        rates = () if learning_rate is None else (learning_rate,)
-        marks = f"{merged} {steps} {lora} {learning_rate} {seed}"
-        options = PolishOptions(steps, lora, rates, seed=seed, state=_state(work, marks))
-        report = polish(student, answered, options, progress)
-        progress.close()
-        if report.gained:
-            adapter = lora > 0 and not merge_lora
-            card = _card(merged, out, teachers, sources, report, steps, lora, adapter)
-            _write(student, merged, out, adapter, card)
-        shutil.rmtree(work, ignore_errors=True)
-    except RotationMergeError:
-        if made:
-            shutil.rmtree(work, ignore_errors=True)
-        raise
+    ways = Ways(samples, steps, lora, merge_lora, learning_rate, length, seed, usable_device(device))
+    report = polished(merged, out, teachers, sources, ways)
     if as_json:
         print_json({"out": out if report.gained else None, **report.to_dict()})
     else:
@@ -123,6 +100,53 @@ def command(
         say(f"{text[:1].upper()}{text[1:]}.")
         say(f"Written to {out}." if report.gained else "Nothing was written.", "green" if report.gained else None)
     return 0 if report.gained else 1
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How to polish: see the command's options."""
+
+    samples: int = 64
+    steps: int = 50
+    lora: int = 0
+    merge_lora: bool = False
+    learning_rate: float | None = None
+    length: int = 128
+    seed: int = 0
+    device: str = "cpu"
+
+
+def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str], ways: Ways) -> PolishReport:
+    """Polish a merge into `out`; where nothing was gained, nothing is written.
+
+    Raises:
+        RotationMergeError: models, data or the place are of no use.
+    """
+    from rotation_merge.learning.polish import PolishOptions, polish
+    from rotation_merge.samples.functions import load
+
+    check_out(out, merged, *teachers)
+    work = Path(f"{os.path.abspath(out)}.unfinished")
+    progress, made = Progress(), _made(work)
+    try:
+        answered = _ask(work, merged, teachers, sources, ways.samples, ways.length, ways.seed, ways.device)
+        model = load(merged).to(ways.device).requires_grad_(True)
+        student = _with_lora(model, ways.lora, ways.seed) if ways.lora else model
+        rates = () if ways.learning_rate is None else (ways.learning_rate,)
+        marks = f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}"
+        options = PolishOptions(ways.steps, ways.lora, rates, seed=ways.seed, state=_state(work, marks))
+        report = polish(student, answered, options, progress)
+        progress.close()
+        if report.gained:
+            adapter = ways.lora > 0 and not ways.merge_lora
+            card = _card(merged, out, teachers, sources, report, ways.steps, ways.lora, adapter)
+            _write(student, merged, out, adapter, card)
+        shutil.rmtree(work, ignore_errors=True)
+    except RotationMergeError:
+        if made:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    return report
 
 
 def _made(work: Path) -> bool:

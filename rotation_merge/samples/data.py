@@ -14,6 +14,7 @@ from torch import Tensor
 from rotation_merge.errors import DataError
 from rotation_merge.samples.examples import KINDS, read_examples, tokenizer_of
 from rotation_merge.samples.functions import Batch, check_kind
+from rotation_merge.samples.sentence import is_sentence_model
 from rotation_merge.samples.written import SOURCES, write_samples
 
 SAMPLES = 64
@@ -26,7 +27,8 @@ class Data:
 
     Attributes:
         batches: tensors by the names that the model's forward takes.
-        task: next token, masked token, class, labels (any number for each example), regression, or none (no labels).
+        task: next token, masked token, class, labels (any number for each example), regression, similarity (of two
+            texts, by a model that gives embeddings), or none (no labels).
         examples: how many.
     """
 
@@ -155,6 +157,8 @@ def _task(model: Any, batch: Batch) -> str:
         return "masked token"
     if "labels" not in batch:
         return "none"
+    if is_sentence_model(model):
+        return "similarity"
     labels, config = batch["labels"], getattr(model, "config", None)
     several = labels.ndim == 2 and labels.shape[1] == getattr(config, "num_labels", None)
     if several and getattr(config, "problem_type", None) == "multi_label_classification":
@@ -167,11 +171,11 @@ def _batch(examples: Any, rows: Sequence[int]) -> Batch:
     if isinstance(examples, dict):
         return {name: array[rows[0] : rows[-1] + 1] for name, array in examples.items()}
     chosen = [examples[row] for row in rows]
-    longest = max(len(example["input_ids"]) for example in chosen)
-    batch: Batch = {
-        "input_ids": torch.stack([_padded(example["input_ids"], longest, 0) for example in chosen]),
-        "attention_mask": torch.stack([_padded(torch.ones_like(e["input_ids"]), longest, 0) for e in chosen]),
-    }
+    longest = max(example["input_ids"].shape[-1] for example in chosen)
+    ids = torch.stack([_padded(example["input_ids"], longest, -1) for example in chosen])
+    mask = torch.stack([_padded(torch.ones_like(e["input_ids"]), longest, 0) for e in chosen])
+    mask = mask * (ids >= 0) if ids.ndim == 3 else mask  # of two texts, the shorter one ends in -1
+    batch: Batch = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
     if all("labels" in example for example in chosen):
         labels = [example["labels"] for example in chosen]
         batch["labels"] = torch.stack([_padded(label, longest, -100) if label.ndim else label for label in labels])
@@ -179,7 +183,7 @@ def _batch(examples: Any, rows: Sequence[int]) -> Batch:
 
 
 def _padded(row: Tensor, length: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(row, (0, length - len(row)), value=value)
+    return torch.nn.functional.pad(row, (0, length - row.shape[-1]), value=value)
 
 
 def _labels(batch: Batch) -> Tensor:

@@ -25,7 +25,8 @@ class Scores:
     """What a model reaches on data.
 
     Attributes:
-        loss: mean, in nats for each token or example; of regressions the mean squared error.
+        loss: mean, in nats for each token or example; of regressions the mean squared error, of similarities 1 -
+            Spearman's correlation.
         figures: see `metrics`; the first is the one that counts.
     """
 
@@ -58,7 +59,7 @@ def score(model: Any, data: Data) -> Scores:
         raise DataError(
             f"{type(model).__name__} has no loss on data without labels", remedy="give labels, or another model class"
         )
-    if data.task in ("regression", "labels"):
+    if data.task in ("regression", "labels", "similarity"):
         return _of_floats(model, data)
     total, guesses, truths = 0.0, [], []
     for batch in data.batches:
@@ -80,7 +81,7 @@ def _of_floats(model: Any, data: Data) -> Scores:
     found, wanted = [], []
     for batch in data.batches:
         logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits.float()
-        labels = batch["labels"].float().reshape(len(logits), -1)
+        labels = batch["labels"].float().reshape(len(batch["labels"]), -1)
         if logits.shape != labels.shape:
             raise DataError(
                 f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}",
@@ -88,10 +89,17 @@ def _of_floats(model: Any, data: Data) -> Scores:
             )
         found.append(logits)
         wanted.append(labels)
-    logits, labels = torch.cat(found), torch.cat(wanted)
-    if data.task == "labels":
+    return of_floats(torch.cat(found), torch.cat(wanted), data.task)
+
+
+def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
+    """What numbers are worth that should be others; (n, outputs) each."""
+    if task == "labels":
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
         return Scores(float(loss), of_labels(logits > 0, labels > 0.5))
+    if task == "similarity":
+        found = of_numbers(logits[:, 0], labels[:, 0])
+        return Scores(1 - found["spearman"], {name: found[name] for name in reversed(NUMBERS)})
     loss = torch.nn.functional.mse_loss(logits, labels)
     columns = [of_numbers(x, y) for x, y in zip(logits.T, labels.T, strict=True)]
     return Scores(float(loss), {name: sum(c[name] for c in columns) / len(columns) for name in NUMBERS})

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from rotation_merge.checkpoints.hub import local_file
 from rotation_merge.checkpoints.vocabulary import is_hollow
-from rotation_merge.errors import DataError, short
+from rotation_merge.errors import DataError, nearest, short
 from rotation_merge.samples.dataset import is_dataset, read_dataset
 from rotation_merge.samples.functions import Batch, local_path
 from rotation_merge.samples.images import preparer, read_images
+from rotation_merge.samples.sentence import is_sentence_model
+from rotation_merge.samples.tables import ENDINGS, PAIRS, read_table
 
 KINDS = (
-    "text (.txt, .md, .py ...), .jsonl or .json, .npz, .safetensors, a folder of images, a directory written by "
-    "datasets' save_to_disk, or demo:NAME"
+    "text (.txt, .md, .py ...), a table (.csv, .tsv) with a header, .jsonl or .json, .npz, .safetensors, a folder of "
+    "images, a directory written by datasets' save_to_disk, or demo:NAME"
 )
 ARRAYS = (".npz", ".safetensors")
 
@@ -45,8 +47,13 @@ def read_examples(source: str, model_path: str, model: Any, length: int) -> dict
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"cannot be read ({error})", where=source, remedy=f"give {KINDS}") from error
+    if path.suffix.lower() in ENDINGS:
+        records = read_table(path)
+        if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):  # what follows a text is its label
+            records = [{name: value for name, value in record.items() if name != "label"} for record in records]
+        return _encoded(records, source, model_path, length, model)
     if path.suffix in (".jsonl", ".json"):
-        return _records(text, source, model_path, length)
+        return _records(text, source, model_path, length, model)
     return _windows(tokenizer_of(model_path)(text, return_tensors="pt", verbose=False)["input_ids"][0], length, source)
 
 
@@ -115,34 +122,53 @@ def _arrays(path: Path) -> dict[str, Tensor]:
     return {name: array.float() if array.is_floating_point() else array.long() for name, array in found.items()}
 
 
-def _records(text: str, source: str, model_path: str, length: int) -> list[Batch]:
+def _records(text: str, source: str, model_path: str, length: int, model: Any) -> list[Batch]:
     try:
         lines = [line for line in text.splitlines() if line.strip()]
         records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
     except json.JSONDecodeError as error:
         raise DataError(f"is no JSON ({error})", where=source, remedy="one object a line") from error
-    return _encoded(records, source, model_path, length)
+    return _encoded(records, source, model_path, length, model)
 
 
-def _encoded(records: Sequence[Any], source: str, model_path: str, length: int) -> list[Batch]:
-    tokenizer = None
-    result = []
+def _encoded(records: Sequence[Any], source: str, model_path: str, length: int, model: Any) -> list[Batch]:
+    """Records with `text` (and `text_pair`) or `input_ids`, and a label where there is one, as one batch each.
+
+    Two texts are read as one input, divided; by a model that gives embeddings, as two inputs (2, tokens).
+    """
+    tokenizer, result, apart = None, [], is_sentence_model(model)
     for number, record in enumerate(records, 1):
+        where = f"{source}, record {number}"
         if not isinstance(record, dict) or not ({"text", "input_ids"} & set(record)):
             remedy = 'write {"text": ..., "label": ...} or {"input_ids": [...], "labels": ...}'
-            raise DataError("has neither 'text' nor 'input_ids'", where=f"{source}, record {number}", remedy=remedy)
+            raise DataError("has neither 'text' nor 'input_ids'", where=where, remedy=remedy)
         if "text" in record:
             tokenizer = tokenizer or tokenizer_of(model_path)
-            ids = tokenizer(str(record["text"]), truncation=True, max_length=length)["input_ids"]
+            both = [str(record[name]) for name in ("text", "text_pair") if record.get(name) is not None]
+            if apart and len(both) < 2:
+                remedy = f"give pairs: columns {PAIRS[0][0]}, {PAIRS[0][1]} and score"
+                raise DataError("holds one text, embeddings are measured on two", where=where, remedy=remedy)
+            given = [[text] for text in both] if apart else [both]
+            ids: Any = [tokenizer(*texts, truncation=True, max_length=length)["input_ids"] for texts in given]
+            longest = max(map(len, ids))
+            ids = [row + [-1] * (longest - len(row)) for row in ids] if apart else ids[0]
         else:
             ids = record["input_ids"]
-        label = record.get("labels", record.get("label"))
         example = {"input_ids": torch.tensor(ids, dtype=torch.long)}
+        label = record.get("labels", record.get("label"))
         if label is not None:
-            found = torch.tensor(label)
-            example["labels"] = found.float() if found.is_floating_point() else found.long()
+            found = torch.tensor(_number(label, model.config, where) if isinstance(label, str) else label)
+            example["labels"] = found.float() if found.is_floating_point() or apart else found.long()
         result.append(example)
     return result
+
+
+def _number(label: str, config: Any, where: str) -> int:
+    """The class that a word names."""
+    known = {str(name).lower(): int(i) for name, i in (getattr(config, "label2id", None) or {}).items()}
+    if label.lower() not in known:
+        raise DataError(f"the model has no class '{label}'", where=where, remedy=nearest(label.lower(), known))
+    return known[label.lower()]
 
 
 def _dataset(path: Path, model_path: str, model: Any, length: int) -> Any:
@@ -151,4 +177,4 @@ def _dataset(path: Path, model_path: str, model: Any, length: int) -> Any:
         lambda: preparer(local_path(model_path), model.config),
         lambda: _processor("AutoFeatureExtractor", model_path),
     )
-    return _encoded(found, str(path), model_path, length) if isinstance(found, list) else found
+    return _encoded(found, str(path), model_path, length, model) if isinstance(found, list) else found

@@ -15,9 +15,11 @@ from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.checkpoints.headers import read_json
 from rotation_merge.checkpoints.hub import downloaded
 from rotation_merge.checkpoints.models import adapted_state, parse_reference
+from rotation_merge.checkpoints.sentence import module_tensors, read_modules
 from rotation_merge.errors import CheckpointError, DataError, short
 from rotation_merge.matching.labels import Rows, in_order, label_rows, labels
 from rotation_merge.matching.member import Member
+from rotation_merge.samples.sentence import with_modules
 
 Batch = dict[str, Tensor]
 
@@ -78,6 +80,8 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
                 remedy="the checkpoint is incomplete, or its config.json belongs to another model",
             )
     model.config._experts_implementation = "eager"  # grouped products know no double precision
+    if modules := read_modules(directory):
+        with_modules(model, modules, module_tensors(directory, modules) if state is None else state, path)
     if like is not None:
         _relabel(model, read_config(local_path(like)), like)
     hand_out_answers(model.config)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -23,6 +25,7 @@ from rotation_merge.checkpoints.heads import write_heads
 from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.output import check_place, staged
 from rotation_merge.checkpoints.pair import open_pair, read_alignment
+from rotation_merge.checkpoints.sentence import module_of, write_modules
 from rotation_merge.errors import AlignmentError, RotationMergeError
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.planning.keeping import keep_alignments
@@ -57,8 +60,12 @@ def run(
     recipe, done = session.recipe, session.run
     check_place(out_path, [model.model.path for model in config.referenced_models()])
     try:
-        with staged(out_path) as staging, _as_it_is_here():
+        base = session.models[recipe.base]
+        apart = Apart(base.modules)
+        with staged(out_path) as staging, _as_it_is_here(apart):
             stock(SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source)
+            if base.modules:
+                write_modules(base.folder, staging, apart.tensors)
             if recipe.value("prove"):
                 prove_files(session, staging)
             marks = fingerprints(session)
@@ -136,15 +143,41 @@ def fingerprints(session: Session) -> dict[str, str]:
     return found
 
 
-def _as_it_is_here() -> AbstractContextManager[None]:
-    """Let nothing be written that holds NaN; write the card without asking the hub whether it knows a directory that is
-    here, which without a network would end the merge at its last step; and take the base model's small files from where
-    they are, not from a cache of models merged with their adapters."""
+@dataclass(frozen=True)
+class Apart:
+    """Tensors of sentence-transformers' modules, which lie in files of their own."""
+
+    modules: list[dict[str, Any]]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+_apart: ContextVar[Apart | None] = ContextVar("rotation_merge_apart", default=None)
+
+
+@contextmanager
+def _as_it_is_here(apart: Apart) -> Iterator[None]:
+    """Let nothing be written that holds NaN, and gather what is to be written apart; write the card without asking the
+    hub whether it knows a directory that is here, which without a network would end the merge at its last step; and
+    take the base model's small files from where they are, not from a cache of models merged with their adapters."""
+    token = _apart.set(apart)
     small = (card, "is_hf", _on_hub), (merge, "_get_donor_model", _base_folder)
-    return replaced(*small, (TensorWriter, "save_tensor", _save_finite))
+    try:
+        with replaced(*small, (TensorWriter, "save_tensor", _save)):
+            yield
+    finally:
+        _apart.reset(token)
 
 
-def _save_finite(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
+def _save(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
+    _check_finite(name, tensor)
+    apart = _apart.get()
+    if apart is None or module_of(name, apart.modules) is None:
+        real(writer, name=name, tensor=tensor, **options)
+    else:
+        apart.tensors[name] = tensor.detach().cpu().clone()
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
     """Weights that add up to zero, a delegate that divides by it, a dtype that cannot hold a value: the merge ends.
 
     Raises:
@@ -155,7 +188,6 @@ def _save_finite(real: Callable[..., None], writer: TensorWriter, name: str, ten
             f"tensor '{name}' of the merged model would hold NaN or infinity",
             remedy="weights may not add up to 0, and the dtype has to hold what they make; nothing was written",
         )
-    real(writer, name=name, tensor=tensor, **options)
 
 
 def _on_hub(real: Callable[[str], bool], path: str) -> bool:

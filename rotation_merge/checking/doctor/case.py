@@ -9,12 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from mergekit.config import MergeConfiguration
-from mergekit.options import MergeOptions
 from pydantic import ValidationError
 
 from rotation_merge.checking.donors import RecipeDonor, donors_of
 from rotation_merge.checkpoints.hub import is_absent, is_hub_name
-from rotation_merge.checkpoints.models import Model, parse_reference
+from rotation_merge.checkpoints.models import Model, open_model, parse_reference
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError
 from rotation_merge.recipe.document import documents
 from rotation_merge.recipe.names import METHOD
@@ -48,12 +47,12 @@ class Case:
     @cached_property
     def patient(self) -> Model | None:
         """The merged model, opened."""
-        return None if self.merged is None else opened(self.merged)
+        return None if self.merged is None else open_model(self.merged, "merge")
 
     @cached_property
     def models(self) -> dict[str, Model]:
         """The parents, opened."""
-        return {name: opened(name) for name in self.parents}
+        return {name: open_model(name, "merge") for name in self.parents}
 
     @property
     def method(self) -> str:
@@ -73,11 +72,6 @@ class Case:
         return str(self.recipe.get("out_dtype") or self.recipe.get("dtype") or "")
 
 
-def opened(name: str) -> Model:
-    """A model whose architecture may be any."""
-    return Model(parse_reference(name), MergeOptions(), unsupported="merge")
-
-
 def open_case(name: str, parents: Sequence[str] = ()) -> Case:
     """What is known of a recipe or of a merged model.
 
@@ -91,7 +85,7 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
         return _of_recipe(name, None, parents)
     if not os.path.isdir(name) and parse_reference(name).lora is None:
         raise CheckpointError("no such file or directory", where=name, remedy="give a recipe or a merged model")
-    opened(name).check_files()
+    open_model(name).check_files()
     path = next((os.path.join(name, file) for file in RECIPES if os.path.isfile(os.path.join(name, file))), None)
     if path is not None:
         return _of_recipe(path, name, parents)

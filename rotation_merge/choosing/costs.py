@@ -1,0 +1,67 @@
+"""How long a candidate will take: what this machine took so far, and the estimate for matching in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rotation_merge.architectures import Architecture
+from rotation_merge.choosing.candidates import Candidate
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.recipe.names import OPTIONS
+from rotation_merge.report.estimate import estimate
+
+PASSES = 6.0
+"""Passes of a model over the samples that a refit takes for every model, until one has been measured."""
+
+
+@dataclass
+class Costs:
+    """What is known of times.
+
+    Attributes:
+        architecture, shapes: of the anchor.
+        forward: seconds that one model takes over the samples that decide.
+        done: seconds of the candidates so far, by name.
+        kinds: kind of each of them: matching alone, refit, regmean, learned.
+    """
+
+    architecture: Architecture
+    shapes: Mapping[str, tuple[int, ...]]
+    forward: float
+    done: dict[str, float] = field(default_factory=dict)
+    kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def took(self, candidate: Candidate, seconds: float) -> None:
+        """What a candidate took."""
+        self.done[candidate.name] = seconds
+        self.kinds.setdefault(candidate.kind, []).append((self.matching(candidate), seconds))
+
+    def matching(self, candidate: Candidate) -> float:
+        """The estimate for aligning its donors, seconds."""
+        chosen = {name: candidate.parameters[name] for name in OPTIONS if name in candidate.parameters}
+        shapes = dict(self.shapes)
+        return estimate(self.architecture, shapes, MatchOptions(**chosen), 4, 4).seconds * (len(candidate.models) - 1)
+
+    def expected(self, candidate: Candidate, left: float) -> float | None:
+        """Seconds that a candidate will take; None where nothing is known yet.
+
+        Args:
+            left: of the budget, of which learning takes half.
+        """
+        plain = self.done.get("plain")
+        if plain is None:
+            return None
+        known = self.kinds.get(candidate.kind)
+        matching = self.matching(candidate)
+        if known:
+            before, took = known[-1]
+            return plain + max(took - plain, 0.0) * (max(matching, 0.1) / max(before, 0.1))
+        aligned = [(e, t) for pairs in self.kinds.values() for e, t in pairs if e > 0]
+        rate = max((max(t - plain, 0.0) / max(e, 0.1) for e, t in aligned[:1]), default=1.0)
+        extra = {
+            "learned": left / 2,
+            "refit": PASSES * self.forward * len(candidate.models),
+            "regmean": 2 * self.forward * len(candidate.models),
+        }
+        return plain + rate * matching + extra.get(candidate.kind, 0.0)

@@ -1,0 +1,220 @@
+"""Folders of sentence-transformers go through whole: modules, prompts, config; dense maps are aligned with the rest."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import parsed, run
+from plugin_support import mergekit_yaml, one_error, recipe_for, save
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from rotation_merge.checkpoints.models import open_model
+from rotation_merge.choosing import run as search
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import transform_state
+from rotation_merge.samples.functions import load
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
+WHOLE = ("--heads", "permutation", "--residual", "permutation")
+
+
+def modules(folder: Path, *dense: int, pooling: str = "mean_tokens") -> Path:
+    """Pooling, dense maps of these sizes with a Tanh between, normalisation, prompts."""
+    kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), "Normalize"]
+    paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds) if i)]
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "q: "}}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 16}))
+    for path in paths[1:]:
+        (folder / path).mkdir()
+    mode = {f"pooling_mode_{name}": name == pooling for name in ("cls_token", "mean_tokens", "max_tokens")}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **mode}))
+    width = 32
+    for number, size in enumerate(dense):
+        act = "torch.nn.modules.activation.Tanh" if number < len(dense) - 1 else "torch.nn.modules.linear.Identity"
+        config = {"in_features": width, "out_features": size, "bias": True, "activation_function": act}
+        place = folder / f"{number + 2}_Dense"
+        (place / "config.json").write_text(json.dumps(config))
+        weights = {"linear.weight": torch.randn(size, width), "linear.bias": torch.randn(size)}
+        save_file(weights, place / "model.safetensors")
+        width = size
+    return folder
+
+
+def encoder(folder: Path, *dense: int, seed: int = 0, pooling: str = "mean_tokens") -> Path:
+    torch.manual_seed(seed)
+    model = BertModel(BertConfig(**SIZES, max_position_embeddings=16))
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1)
+    save(model, folder)
+    inner = Tokenizer(WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+    inner.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", pad_token="w1").save_pretrained(folder)
+    return modules(folder, *dense, pooling=pooling)
+
+
+def moved(model: Path, where: Path) -> Path:
+    """The same function in other coordinates, dense maps included."""
+    source = open_model(str(model))
+    tensors = {name: source[name].clone() for name in source.names}
+    options = MatchOptions(heads="permutation", residual="permutation")
+    gauge = random_gauge(source.architecture, options, torch.Generator().manual_seed(3))
+    changed = transform_state(source.architecture, tensors, gauge)
+    import shutil
+
+    shutil.copytree(model, where)
+    save_file({n: t.contiguous() for n, t in changed.items() if "_Dense" not in n}, where / "model.safetensors")
+    for place in where.glob("*_Dense"):
+        own = {n.partition(".")[2]: t.contiguous() for n, t in changed.items() if n.startswith(place.name)}
+        save_file(own, place / "model.safetensors")
+    return where
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sentence")
+    anchor = encoder(folder / "anchor", 24, 16)
+    donor = encoder(folder / "donor", 24, 16, seed=4)
+    return {"anchor": anchor, "twin": moved(anchor, folder / "twin"), "donor": donor,
+            "bare": encoder(folder / "bare")}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pairs(models: dict[str, Path]) -> Path:
+    """Pairs of texts, scored by what the anchor says of them."""
+    draw = torch.Generator().manual_seed(1)
+    texts = [" ".join(f"w{i}" for i in torch.randint(2, 40, (4 + k % 5,), generator=draw)) for k in range(64)]
+    path = models["anchor"].parent / "pairs.csv"
+    rows = [["sentence1", "sentence2", "score"], *([a, b, "0"] for a, b in zip(texts[::2], texts[1::2], strict=True))]
+    write(path, rows)
+    from rotation_merge.samples.data import read_batches
+
+    model = load(str(models["anchor"]))
+    data = read_batches(str(path), str(models["anchor"]), model)
+    cosines = torch.cat([model(**{n: t for n, t in b.items() if n != "labels"}).logits for b in data.batches])
+    write(path, [rows[0], *([a, b, f"{float(c):.6f}"] for (a, b, _), c in zip(rows[1:], cosines, strict=True))])
+    return path
+
+
+def write(path: Path, rows: list[Any]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "okenizer" not in p.name}
+
+
+def test_embeddings_are_those_of_the_modules_one_by_one(models: dict[str, Path]):
+    model, ids = load(str(models["anchor"])), torch.tensor([[2, 3, 4, 0], [5, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    states = BertModel.from_pretrained(models["anchor"])(input_ids=ids, attention_mask=mask).last_hidden_state
+    pooled = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    for number, act in ((2, torch.tanh), (3, lambda x: x)):
+        dense = load_file(models["anchor"] / f"{number}_Dense" / "model.safetensors")
+        pooled = act(pooled @ dense["linear.weight"].T + dense["linear.bias"])
+    wanted = pooled / pooled.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).text_embeds, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_align_takes_the_stream_and_the_dense_maps_along(models: dict[str, Path], tmp_path: Path):
+    out = tmp_path / "out"
+    assert parsed("verify", models["anchor"], models["twin"])["same"]
+    assert parsed("align", models["anchor"], models["twin"], out, *WHOLE)
+    assert everything(out) >= everything(models["twin"])
+    assert parsed("verify", models["twin"], out)["same"]
+    wanted, got = (open_model(str(path)) for path in (models["anchor"], out))
+    assert any("_Dense" in name for name in wanted.names)
+    for name in wanted.names:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_merge_writes_every_module(models: dict[str, Path], tmp_path: Path):
+    recipe = recipe_for("linear", models["anchor"], models["twin"], residual="permutation")
+    out = tmp_path / "out"
+    result = mergekit_yaml(recipe, out)
+    assert result.exit_code == 0, result.output
+    assert everything(out) >= everything(models["anchor"])
+    assert not any("_Dense" in name for name in load_file(out / "model.safetensors"))
+    assert parsed("verify", models["anchor"], out, "--tolerance", "1e-3")["same"]
+    plain = {**recipe, "parameters": {**recipe["parameters"], "residual": "none", "ffn": "none", "attention": "none",
+                                      "heads": "none", "rescale": False}}  # fmt: skip
+    assert mergekit_yaml(plain, tmp_path / "plain").exit_code == 0
+    dense = load_file(tmp_path / "plain" / "2_Dense" / "model.safetensors")
+    both = [load_file(models[name] / "2_Dense" / "model.safetensors") for name in ("anchor", "twin")]
+    torch.testing.assert_close(dense["linear.weight"], sum(d["linear.weight"] for d in both) / 2)
+    assert not parsed_same(models["anchor"], tmp_path / "plain")
+
+
+def parsed_same(a: Path, b: Path) -> bool:
+    return run("verify", a, b, "--tolerance", "1e-3").exit_code == 0
+
+
+def test_without_a_dense_map_the_stream_stays(models: dict[str, Path], tmp_path: Path):
+    done = run("align", models["bare"], models["bare"], tmp_path / "out", "--residual", "permutation")
+    assert done.exit_code == 2
+    assert "which this model gives out" in one_error(done.output)
+    assert parsed("align", models["bare"], models["bare"], tmp_path / "out", "--heads", "permutation")
+    assert everything(tmp_path / "out") >= everything(models["bare"])
+
+
+def test_carry_keeps_the_modules(models: dict[str, Path], tmp_path: Path):
+    arguments = ("--from", models["anchor"], "--to", models["twin"], *WHOLE)
+    assert parsed("carry", models["anchor"], tmp_path / "out", *arguments)
+    assert everything(tmp_path / "out") >= everything(models["twin"])
+    assert parsed("verify", models["anchor"], tmp_path / "out", "--tolerance", "1e-3")["same"]
+
+
+def test_measured_by_spearman_on_pairs(models: dict[str, Path], pairs: Path):
+    found = parsed("evaluate", models["anchor"], models["donor"], "--data", pairs)
+    assert found[0]["task"] == "similarity"
+    assert found[0]["spearman"] == pytest.approx(1.0, abs=1e-3)
+    assert found[1]["spearman"] < 0.9
+    (barrier,) = parsed("barrier", models["anchor"], models["twin"], "--data", pairs, "--points", "3", *WHOLE)
+    plain, aligned = (curve["loss"] for curve in barrier["curves"])
+    assert plain[1] > aligned[1] + 0.02
+    assert aligned[1] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_merge_chooses_by_it(models: dict[str, Path], pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = search.candidates
+    monkeypatch.setattr(search, "candidates", lambda *given, **more: real(*given, **more)[:2])
+    options = ("--data", pairs, "--batch-size", "2", "--anyway")
+    found = parsed("merge", models["anchor"], models["twin"], tmp_path / "out", *options)
+    assert found["labelled"]
+    assert found["tried"][0]["figures"]["score"] < 0.01
+    assert found["plain"]["score"] > found["best"]["score"]
+    assert everything(tmp_path / "out") >= everything(models["anchor"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda f: (f / "2_Dense" / "model.safetensors").unlink(), "weights are missing"),
+        (lambda f: (f / "2_Dense" / "model.safetensors").write_bytes(b"x"), "cannot be read"),
+        (lambda f: (f / "modules.json").write_text("{}"), "list of modules"),
+        (lambda f: (f / "modules.json").write_text('[{"type": "a.LSTM", "path": "1"}]'), "'LSTM' is not known"),
+        (lambda f: (f / "modules.json").write_text('[{"type": "a.Dense", "path": "../x"}]'), "outside"),
+    ],
+)
+def test_damage_is_one_line(spoil: Any, said: str, tmp_path: Path):
+    bad = encoder(tmp_path / "bad", 16)
+    spoil(bad)
+    done = run("align", bad, bad, tmp_path / "out")
+    assert done.exit_code == 2
+    assert said in one_error(done.output)
+    assert not (tmp_path / "out").exists()
