@@ -187,7 +187,7 @@ def test_announced_times_follow_what_was_measured():
     costs.took(by_name["refit, plain"], 21.0)
     assert costs.expected(by_name["refit, whole model"], 60) > 20
     costs.took(by_name["whole model"], 5.0)
-    assert costs.expected(by_name["attention alone"], 60) <= 5.0
+    assert 1.0 < costs.expected(by_name["attention alone"], 60) < 15.0
     assert [candidate.name for candidate in every][-3:-1] == ["lower layers", "upper layers"]
     assert by_name["lower layers"].parameters["layers"] == "0-1"
 
