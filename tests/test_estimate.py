@@ -8,6 +8,7 @@ import pytest
 
 from rotation_merge.architectures import table
 from rotation_merge.architectures.registry import shipped
+from rotation_merge.groups import neurons
 from rotation_merge.matching.options import MatchOptions, VaryingOptions
 from rotation_merge.report import estimate as module
 from rotation_merge.report.estimate import Estimate, carried, estimate
@@ -34,6 +35,7 @@ FLOPS = 1e9
 @pytest.fixture(autouse=True)
 def speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "flops_per_second", lambda: FLOPS)
+    monkeypatch.setattr(module, "workers_for", lambda _: 1)
 
 
 def found(options: MatchOptions | None = None, itemsize: int = 2, out: int = 2) -> Estimate:
@@ -59,6 +61,20 @@ def test_the_order_of_heads_costs_products_of_all_pairs() -> None:
     result = found(MatchOptions(heads="permutation"))
     flops = 2 * (4 * 2 * 16 * ATTENTION + 600 * 4**2 * 16**3 + 2 * 64 * FFN)
     assert result.seconds == pytest.approx(seconds(flops, 2 * 64**2, 6 * ALL))
+
+
+def test_between_near_models_a_proof_replaces_tables_and_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neurons, "_PROOF_FLOPS", 100.0)
+    result = found(MatchOptions(heads="permutation"))
+    flops = 2 * (4 * 2 * 16 * ATTENTION + 100 * FFN)
+    assert result.near_seconds == pytest.approx(seconds(flops, 0, 6 * ALL))
+    assert result.near_seconds < result.seconds
+
+
+def test_workers_share_the_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = found().seconds
+    monkeypatch.setattr(module, "workers_for", lambda _: 4)
+    assert alone - found().seconds == pytest.approx(0.75 * 2 * 64**2 * 8.4 / 14336**2)
 
 
 def test_the_residual_stream_costs_passes() -> None:

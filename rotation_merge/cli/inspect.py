@@ -90,6 +90,7 @@ def _show(donor: RecipeDonor, result: Estimate) -> None:
     for reason in result.unaligned:
         say(f"- {reason}")
     say(
-        f"Estimate for one donor: {seconds_text(result.seconds)}, {bytes_text(result.memory)} of memory, "
+        f"Estimate for one donor: {seconds_text(result.near_seconds)} between near fine-tunes, "
+        f"{seconds_text(result.seconds)} between others, {bytes_text(result.memory)} of memory, "
         f"{bytes_text(result.disk)} on disk"
     )

@@ -156,7 +156,7 @@ ORDERS = ("none", "permutation", "spectral", "fixed")
 """Orders of heads: not asked for, the best, by singular values; asked for where the architecture forbids it."""
 
 _PAIR_FLOPS = 600.0
-"""Work of judging one pairing of heads, in units of the cube of their size: a polar factor at several scales."""
+"""Work of judging one pairing of heads, in units of the cube of their size: singular values at a few scales."""
 
 
 @dataclass(frozen=True)
@@ -234,4 +234,5 @@ class HeadGroup(SpaceGroup):
         if self.order == "none":
             return Work(2.0 * self.head_dim)
         heads = self.groups * self.per_group
-        return Work(2.0 * self.head_dim * heads, _PAIR_FLOPS * heads**2 * self.head_dim**3)
+        per_weight = 2.0 * self.head_dim * heads
+        return Work(per_weight, _PAIR_FLOPS * heads**2 * self.head_dim**3, near=per_weight)

@@ -14,6 +14,7 @@ from rotation_merge.groups.space import Work
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.stream import residual_groups
+from rotation_merge.matching.workers import workers_for
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -47,8 +48,10 @@ class Estimate:
         lines: the spaces.
         matched, parameters: number of weights that some matched space moves, and of all weights.
         unaligned: what keeps its place, and why.
-        seconds, memory, disk: estimates for one donor: wall time on this machine's current threads, peak bytes beyond
-            Python and its libraries (one output file of up to 5 GB is held until it is written), bytes written.
+        seconds, memory, disk: estimates for one donor: wall time on this machine's current threads between models that
+            nothing is known of, peak bytes beyond Python and its libraries (one output file of up to 5 GB is held until
+            it is written), bytes written.
+        near_seconds: the same between near models, where quick proofs hold.
         warnings: what makes a merge of the two questionable.
     """
 
@@ -58,6 +61,7 @@ class Estimate:
     parameters: int
     unaligned: list[str]
     seconds: float
+    near_seconds: float
     memory: int
     disk: int
     streams: dict[str, list[str]] = field(default_factory=dict)
@@ -77,15 +81,18 @@ def estimate(
     moved = _moved(architecture, options)
     matched = sum(sizes.get(name, 0) for info in moved for name in info.names)
     total = sum(sizes.values())
+    speed, files = flops_per_second(), (2 * itemsize + out_itemsize) * total / READ_BYTES
+    largest = max((sum(sizes.get(n, 0) for i in b.tensors for n in i.names) for b in architecture.blocks), default=0)
     flops, assignments = _work(architecture, shapes, options)
-    seconds = flops / flops_per_second() + assignments + (2 * itemsize + out_itemsize) * total / READ_BYTES
+    near, _ = _work(architecture, shapes, options, near=True)
     return Estimate(
         family=architecture.family,
         lines=_lines(architecture, options),
         matched=matched,
         parameters=total,
         unaligned=_unaligned(architecture, shapes, options, moved),
-        seconds=seconds,
+        seconds=flops / speed + assignments / workers_for(largest) + files,
+        near_seconds=near / speed + files,
         memory=_memory(architecture, sizes, options, itemsize) + min(total * out_itemsize, SHARD),
         disk=total * out_itemsize,
         streams={name: list(groups) for name, groups in architecture.stream_groups.items()},
@@ -98,8 +105,11 @@ def carried(found: Estimate, shapes: Shapes, itemsize: int) -> Estimate:
     for name, shape in shapes.items():
         layer = re.match(r".*?\.\d+\.", name)
         blocks[layer[0] if layer else name] = blocks.get(layer[0] if layer else name, 0) + _count(shape)
-    seconds = found.seconds + itemsize * found.parameters / READ_BYTES
-    return replace(found, seconds=seconds, memory=found.memory + itemsize * max(blocks.values(), default=0))
+    more = itemsize * found.parameters / READ_BYTES
+    seconds, near = found.seconds + more, found.near_seconds + more
+    return replace(
+        found, seconds=seconds, near_seconds=near, memory=found.memory + itemsize * max(blocks.values(), default=0)
+    )
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -198,12 +208,11 @@ def _unaligned(architecture: Architecture, shapes: Shapes, options: MatchOptions
     return reasons
 
 
-def _work(architecture: Architecture, shapes: Shapes, options: MatchOptions) -> tuple[float, float]:
+def _work(architecture: Architecture, shapes: Shapes, options: MatchOptions, near: bool = False) -> tuple[float, float]:
     """Floating-point operations of all products, and seconds of all assignments."""
     flops, assigned = 0.0, 0
-    passes = PASSES if options.residual != "none" else 1
     for block in architecture.blocks:
-        works = _works(architecture, block, options)
+        works = _works(architecture, block, options, near)
         flops += sum(work.solving for work in works.values())
         assigned += sum(work.assigned for work in works.values())
         for info in block.tensors:
@@ -211,13 +220,16 @@ def _work(architecture: Architecture, shapes: Shapes, options: MatchOptions) -> 
             flops += sum(
                 works[name].per_weight * weights for name in sorted({s.name for s in info.spaces()} & works.keys())
             )
+    passes = PASSES if options.residual != "none" else 1
     return passes * flops, passes * assigned * ASSIGNMENT_SECONDS
 
 
-def _works(architecture: Architecture, block: Block, options: MatchOptions) -> dict[str, Work]:
+def _works(architecture: Architecture, block: Block, options: MatchOptions, near: bool = False) -> dict[str, Work]:
     """What each space of a block costs that is matched, by name; the streams that pass through it included."""
     own = options.at(architecture, block)
     found = {space.name: admitted(space, own).work() for space in wanted_spaces(block, own)}
+    if near:
+        found = {name: work.between_near_models for name, work in found.items()}
     groups = residual_groups(architecture, options.residual)
     return found | {name: architecture.stream_group(name, group).work() for name, group in groups.items()}
 
