@@ -27,7 +27,7 @@ DATA = Path(__file__).parent / "data"
 FOLDERS = "ROTATION_MERGE_ARCHITECTURES"
 """Environment variable that names folders with architecture files of one's own."""
 
-OWN = ("family", "title", "extends", "classes", "bare", "model_types", "limits")
+OWN = ("family", "title", "models", "extends", "classes", "bare", "model_types", "limits")
 """Entries that a file does not take over from the family it extends."""
 
 _extra: dict[str, ArchitectureSpec] = {}

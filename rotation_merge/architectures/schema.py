@@ -280,7 +280,8 @@ class ArchitectureSpec(Strict):
 
     Attributes:
         extends: a family whose file this one changes: objects are merged entry by entry, null removes an entry, and
-            what names a family (family, title, classes, bare, model_types, limits) is not taken over.
+            what names a family (family, title, models, classes, bare, model_types, limits) is not taken over.
+        models: names under which people know its models; none: the title.
         classes: names that stand under `architectures` in config.json.
         bare: those of them whose output is a residual stream itself, so that no stream may be moved.
         model_types: what stands under `model_type` there; decides where no class does, or several families name one.
@@ -298,6 +299,7 @@ class ArchitectureSpec(Strict):
 
     family: str
     title: str
+    models: list[str] = Field(default_factory=list)
     extends: str | None = None
     classes: list[str]
     bare: list[str] = Field(default_factory=list)

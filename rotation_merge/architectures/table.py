@@ -25,9 +25,14 @@ Task heads go through the delegate like any other tensor.
 
 Words: *planar* is a rotation and a rescaling of each RoPE pair; *O(d)* an orthogonal map with one rescaling, or with
 `attention: invertible` any invertible map; *sign* stands for plus or minus one; *gain exchange*: what the norm of
-queries gains, that of keys loses; *scaled* is a positive rescaling of
-each neuron, or one of either sign where the FFN is gated; *free* heads may change places (query heads within their KV
-group, and KV groups), *fixed* ones may not.
+queries gains, that of keys loses; *scaled* is a positive rescaling of each neuron, or one of either sign where the FFN
+is gated; *free* heads may change places (query heads within their KV group, and KV groups), *fixed* ones may not;
+*shifted* rows of a router: one vector is added to all of them.
+
+"""
+
+GROUPS = """
+## Groups of each family
 
 | Family | Residual stream | Queries and keys | Values and outputs | Order of heads | Neurons, latents, channels |
 |---|---|---|---|---|---|
@@ -65,9 +70,17 @@ def page() -> str:
     """The whole page."""
     specs = sorted(shipped().values(), key=lambda spec: spec.title.lower())
     rows = "".join(_row(spec) for spec in specs)
-    return f"{INTRO}{rows}\n## What is not aligned, and why\n\n{''.join(map(_notes, specs))}## Classes\n\n" + "".join(
-        f"- {spec.title}: {', '.join(f'`{name}`' for name in spec.classes)}\n" for spec in specs
+    return (
+        f"{INTRO}{_models(specs)}{GROUPS}{rows}\n## What is not aligned, and why\n\n{''.join(map(_notes, specs))}"
+        "## Classes\n\n"
+        + "".join(f"- {spec.title}: {', '.join(f'`{name}`' for name in spec.classes)}\n" for spec in specs)
     )
+
+
+def _models(specs: list[ArchitectureSpec]) -> str:
+    """Every name under which people know a model, and the family that it is of."""
+    found = sorted(((name, spec) for spec in specs for name in spec.models or [spec.title]), key=lambda x: x[0].lower())
+    return "## Models\n\n| Model | Family |\n|---|---|\n" + "".join(f"| {n} | {spec.title} |\n" for n, spec in found)
 
 
 def _row(spec: ArchitectureSpec) -> str:
@@ -77,7 +90,7 @@ def _row(spec: ArchitectureSpec) -> str:
         module = f"{block.module} " if len(architecture.layers_key) > 1 else ""
         spaces.update({module + name: space for name, space in block.spaces.items()})
     attention = {name: space for name, space in spaces.items() if space.kind == "attention"}
-    neurons = {name: space for name, space in spaces.items() if space.kind != "attention"}
+    neurons = {name: space for name, space in spaces.items() if space.kind != "attention" and not space.head}
     ordered = attention | {name: space for name, space in spaces.items() if space.kind == "mixer"}
     cells = [
         _joined({name: STREAM_GROUPS[groups[-1]] for name, groups in architecture.stream_groups.items()}),
@@ -99,6 +112,8 @@ def _neurons(space: Space) -> str:
         return "signed permutations; O(d) with residual: rotation"
     if space.kind == "mixer":
         return "channels permuted"
+    if space.kind == "translation":
+        return "rows shifted"
     if space.gated and space.degree == 0:
         return "experts permuted, neurons of each permuted" if space.kind == "experts" else "permuted"
     group = "permuted, scaled" if space.gated else "permuted; scaled with ReLU"
