@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from carry_support import other_coordinates
 from cli_support import run
+from click.testing import Result
+from plugin_support import state
 from recipe_models import stand_in
+from safetensors.torch import load_file
 from tiny_models import ALL, load, make, reload, save
 
 from rotation_merge.architectures import resolve
 from rotation_merge.averaging.carry_change import ChangeOptions, of_rank, refit_change
-from rotation_merge.averaging.carrying import Losses
+from rotation_merge.averaging.carry_losses import Losses
+from rotation_merge.learning import polish as polish_module
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.options import MatchOptions
+
+STOPPED_AT = 10
+"""Steps after which a run is stopped: three rates of one step and four of training for each kind of answers."""
 
 
 @pytest.mark.parametrize(
@@ -85,10 +94,62 @@ def test_command(tmp_path: Path) -> None:
     assert (tmp_path / "two" / "model.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def lessons(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """Texts, and stand-ins for two bases, a LoRA and a fine-tune of the first."""
+    folder = tmp_path_factory.mktemp("distil")
+    records = [{"input_ids": [(7 * i + j * j) % 40 for j in range(10)]} for i in range(32)]
+    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return folder / "texts.jsonl", [stand_in(f"org/{n}", folder) for n in ("old", "new", "my-lora", "tuned")]
+
+
+def distilled(out: Path, work: Path, lessons: tuple[Path, list[Path]], *options: object) -> Result:
+    data, (old, new, *_) = lessons
+    base = ("carry", work, "--from", old, "--to", new, out, "--data", data, "--samples", 32, "--steps", 4)
+    return run(*base, *options)
+
+
+def test_distilling_an_adapter(lessons: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    done = distilled(tmp_path / "lora", lessons[1][2], lessons, "--scale", 1)
+    assert done.exit_code == 0, done.output
+    factors = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    assert all(x.shape[0] == 2 for name, x in factors.items() if "lora_A" in name)
+    assert any("down_proj" in name for name in factors)
+
+
+def test_distilling_goes_on_where_it_was_stopped(
+    lessons: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, (_, new, _, tuned) = lessons
+    done = distilled(tmp_path / "whole", tuned, lessons)
+    assert done.exit_code == 0, done.output
+    assert "Distilled for 4 steps" in done.output
+    assert "**trained**" in (tmp_path / "whole" / "README.md").read_text()
+    whole = state(tmp_path / "whole")
+    assert whole.keys() == state(new).keys()
+    train, seen = polish_module._Polish.step, []
+
+    def stop(self: polish_module._Polish, *arguments: Any) -> None:
+        seen.append(1)
+        if len(seen) == STOPPED_AT:
+            raise KeyboardInterrupt
+        train(self, *arguments)
+
+    monkeypatch.setattr(polish_module._Polish, "step", stop)
+    assert distilled(tmp_path / "again", tuned, lessons).exit_code != 0
+    assert (tmp_path / "again.unfinished" / "shift.safetensors").exists()
+    assert distilled(tmp_path / "again", tuned, lessons).exit_code == 0
+    assert len(seen) < 2 * STOPPED_AT
+    assert not (tmp_path / "again.unfinished").exists()
+    for name, tensor in state(tmp_path / "again").items():
+        assert torch.equal(tensor, whole[name]), name
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--scale", "auto"), "--carry refit"),
+        (("--carry", "refit", "--steps", 5), "--carry distil"),
         (("--scale", "much"), "write a number"),
         (("--carry", "refit", "--data", "nowhere.txt"), "nowhere.txt"),
     ],

@@ -39,6 +39,7 @@ class ChangeOptions:
     ridge: float = 0.1
     rank: int = 0
     untie: bool = False
+    device: str = "cpu"
 
 
 def refit_change(
@@ -70,7 +71,7 @@ def refit_change(
         return solved[name]
 
     def runner(source: TensorSource, prefix: str, untie: bool) -> Runner:
-        return Runner(config, source, architecture, batches, store, prefix, untie=untie)
+        return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
 
     aligned = [_aligned(architecture, source, carrier) for source in (carrier.old, tuned)]
     new, old, fine = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,26 +12,32 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Block
 from rotation_merge.averaging.carry_change import ChangeOptions, refit_change
+from rotation_merge.averaging.carry_distil import Distilled, Lessons, adapter_in_training, distil
+from rotation_merge.averaging.carry_losses import SCALES, Losses, both
 from rotation_merge.checkpoints.adapters import Adapter, is_adapter
 from rotation_merge.checkpoints.aligned import write_checkpoint
 from rotation_merge.checkpoints.bases import open_bases
 from rotation_merge.checkpoints.carried import Done, Settings, Work, aligned, card
 from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
 from rotation_merge.errors import DataError
+from rotation_merge.learning.polish import PolishOptions
+from rotation_merge.learning.unfinished import Unfinished
 from rotation_merge.matching.carry import Carrier, Change
 from rotation_merge.matching.model import Progress
-from rotation_merge.matching.state import read_tensor
+from rotation_merge.matching.sources import Renamed, Replaced
+from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 from rotation_merge.matching.tuned import of_low_rank
 from rotation_merge.samples.data import Data, read_batches, unpadded
 from rotation_merge.samples.evaluate import evaluate
-from rotation_merge.samples.functions import load, local_path
+from rotation_merge.samples.functions import Batch, architecture_of, load, local_path
+from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.written import SELF, writes_text
 
 AT_ONCE = 16
 HELD_OUT = 0.25
 """Share of the samples that nothing is solved from."""
-SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
-"""Of the solved change, among which held-out samples choose."""
+REFITTED = "The new base's maps were solved, one layer after the other, to make the change on samples."
+DISTILLED = f"{REFITTED} From there on it was **trained** for a few steps."
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class Samples:
         data: a file, or `self`: text that the fine-tune writes.
         count: how many, those held out included.
         scale: of the solved change; None: the best on the samples held out.
+        steps: of distillation from the refit on; 0: none.
     """
 
     data: str = SELF
@@ -48,44 +56,11 @@ class Samples:
     length: int = 128
     seed: int = 0
     scale: float | None = None
+    steps: int = 0
 
-
-@dataclass(frozen=True)
-class Losses:
-    """Mean losses in nats on samples held out: of the fine-tune's kind, and on text that the new base writes.
-
-    Attributes:
-        old, tuned: of the old pair, on the fine-tune's kind; new, own: of the new base, on either.
-        carried: by scale, on both.
-    """
-
-    old: float
-    tuned: float
-    new: float
-    own: float
-    carried: dict[float, tuple[float, float]]
-
-    @property
-    def best(self) -> float:
-        """The scale with the least sum of both losses."""
-        return min(self.carried, key=lambda scale: sum(self.carried[scale]))
-
-    def words(self, scale: float) -> list[str]:
-        """What the user should know of the scale that was taken."""
-        there, own = self.carried[scale]
-        home = self.old - self.tuned
-        lines = [
-            f"On samples held out (loss in nats): the old base {self.old:.3f}, its fine-tune {self.tuned:.3f}; the new "
-            f"base {self.new:.3f}, carried {there:.3f} at scale {scale:g}.",
-            f"On text that the new base writes itself: {self.own:.3f} before, {own:.3f} after.",
-        ]
-        if scale == 0:
-            return [*lines, "Nothing is worth carrying: every scale is worse than none. Train on the new base instead."]
-        if home > 0:
-            lines.append(f"That is {(self.new - there) / home:.0%} of what fine-tuning gained at home.")
-        if there >= self.new:
-            lines.append("Nothing of it arrives. Train on the new base instead.")
-        return lines
+    def read(self, batch_size: int = AT_ONCE) -> dict[str, int]:
+        """How they are read."""
+        return {"limit": self.count, "batch_size": batch_size, "length": self.length, "seed": self.seed}
 
 
 def carry_by_refit(
@@ -109,26 +84,146 @@ def carry_by_refit(
     sources = {out: bases.tuned(name) for out, name in names.items()}
     alignment, report = aligned(bases, settings, progress)
     work = Work(bases, bases.carrier(alignment), report, settings)
-    config = bases.new.reference.config()
     done = []
     for out, source in sources.items():
         rank = settings.lora or (largest_rank(works[out]) if is_adapter(works[out]) else 0)
-        options = ChangeOptions(ridge=0.1, rank=rank, untie=settings.storage.untie)
-        data, held_out, own = _samples(names[out], new, samples)
-        solved, _ = refit_change(work.carrier, config, source, unpadded(data.batches, samples.data), options)
-        losses = _losses(old, names[out], new, solved, held_out, own, samples.scale)
-        scale = losses.best if samples.scale is None else samples.scale
-        solution = Solution(work.carrier, solved, scale)
-        notes = [f"Refitted on {data.examples} samples ({samples.data}).", *losses.words(scale)]
+        one = _Carrying(work, names[out], source, rank, samples, progress)
+        solution, notes = one.solved(out)
+        how = f"{one.how} {notes[0]}"
         if rank:
             written, _ = lora_of_tuned(solution, rank, bases.new.config, str(bases.new.reference))
-            done.append(work.write(works[out], out, written, notes))
+            done.append(work.write(works[out], out, written, notes, how))
             continue
         full = replace(report, notes=[*report.notes, *notes])
-        text = card(bases, works[out], full, out, "finetune")
+        text = card(bases, works[out], full, out, "finetune", how)
         write_checkpoint(bases.new, solution.tensors(), full, text, out, settings.storage, progress)
         done.append(Done(works[out], out, full.notes))
     return done
+
+
+@dataclass
+class _Carrying:
+    """One thing that is carried with samples.
+
+    Attributes:
+        name: of the fine-tune, as it is loaded: a path, or `base+adapter`.
+        source: its tensors. rank: of the adapter that is to be written; 0: a model is.
+    """
+
+    work: Work
+    name: str
+    source: TensorSource
+    rank: int
+    samples: Samples
+    progress: Progress | None
+
+    @property
+    def how(self) -> str:
+        return DISTILLED if self.samples.steps else REFITTED
+
+    def solved(self, out: str) -> tuple[Solution, list[str]]:
+        """What is carried, at its scale, and what the user should know."""
+        data, held_out, own = _samples(self.name, self._new, self.samples)
+        changed = self._refitted(data)
+        notes = [f"Refitted on {data.examples} samples ({self.samples.data})."]
+        if self.samples.steps:
+            with Unfinished(out) as place:
+                changed, distilled = self._distilled(place, changed, data, held_out, own)
+            notes += distilled.words(self.samples.steps)
+        losses = self._losses(changed, held_out, own)
+        scale = losses.best if self.samples.scale is None else self.samples.scale
+        return Solution(self.work.carrier, changed, scale), [*notes, *losses.words(scale)]
+
+    @property
+    def _new(self) -> str:
+        return str(self.work.bases.new.reference)
+
+    @property
+    def _config(self) -> Any:
+        return self.work.bases.new.reference.config()
+
+    def _refitted(self, data: Data) -> dict[str, Tensor]:
+        settings = self.work.settings
+        options = ChangeOptions(rank=self.rank, untie=settings.storage.untie, device=settings.device)
+        batches = unpadded(data.batches, self.samples.data)
+        return refit_change(self.work.carrier, self._config, self.source, batches, options)[0]
+
+    def _model(self, changed: Mapping[str, Tensor]) -> Any:
+        """The new base with some tensors changed, by the names of the carrier's architecture."""
+        carrier, settings = self.work.carrier, self.work.settings
+        source = Replaced(carrier.new, changed)
+        untie, device = settings.storage.untie, settings.device
+        model = Runner(self._config, source, carrier.architecture, [], untie=untie, device=device).fill_all()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # what is trained is not the source
+        return model
+
+    def _student(self, changed: Mapping[str, Tensor]) -> Any:
+        """What is trained: a model, or the factors of an adapter beside it."""
+        if not self.rank:
+            return self._model(changed).requires_grad_(True)
+        solution = Solution(self.work.carrier, changed, 1.0)
+        written, _ = lora_of_tuned(solution, self.rank, self.work.bases.new.config, self._new)
+        return adapter_in_training(self._model({}), written)
+
+    def _distilled(
+        self, place: Unfinished, changed: dict[str, Tensor], data: Data, held_out: Data, own: Data
+    ) -> tuple[dict[str, Tensor], Distilled]:
+        settings, samples = self.work.settings, self.samples
+        place.of(f"{self.name} {self.work.bases.old.reference} {self._new} {samples} {settings} {self.rank}")
+        parts = [unpadded(part.batches, samples.data) for part in (data, held_out)]
+        kept = own is not held_out and samples.scale is None
+        extra = self._own_text() if kept else []
+        lessons = Lessons([*parts[0], *parts[1]], extra, (len(parts[1]), max(1, round(HELD_OUT * len(extra)))))
+        names = {"new": self._new, "old": str(self.work.bases.old.reference), "tuned": self.name}
+        trained, report = distil(
+            {what: partial(_on, name, settings.device) for what, name in names.items()},
+            lambda: self._student(changed),
+            lessons,
+            PolishOptions(samples.steps, self.rank, seed=samples.seed),
+            lambda model: sum(both(model, held_out, own)) if kept else both(model, held_out, held_out)[0],
+            place,
+            self.progress,
+        )
+        return self._taken(self._student(changed), trained), report
+
+    def _own_text(self) -> list[Batch]:
+        """More text of the new base's own, in batches of half the size."""
+        few = replace(self.samples, data=SELF, seed=self.samples.seed + 2)
+        return read_batches(SELF, local_path(self._new), load(self._new), **few.read(AT_ONCE // 2)).batches
+
+    def _taken(self, student: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What training changed, by the names of the carrier's architecture."""
+        carrier, untie = self.work.carrier, self.work.settings.storage.untie
+        tied = None if untie else self.work.bases.new.tied_head
+        with torch.no_grad():
+            for name, parameter in student.named_parameters():
+                if name in trained:
+                    parameter.copy_(trained[name])
+        model = student.merge_and_unload() if self.rank else student
+        named = Renamed(model.state_dict(), architecture_of(model, untie), carrier.architecture)
+        found: dict[str, Tensor] = {}
+        for info in carrier.architecture.tensors():
+            before, after = read_tensor(info, carrier.new), read_tensor(info, named)
+            if info.name == tied or before is None or after is None:
+                continue
+            if not torch.equal(before.to(after), after):
+                found |= unstack(info, after.detach())
+        return found
+
+    def _losses(self, changed: Mapping[str, Tensor], held_out: Data, own: Data) -> Losses:
+        """Losses of all models, and of the new base with the change at every scale."""
+        scales = sorted({0.0, *(SCALES if self.samples.scale is None else (self.samples.scale,))})
+        home, taught = (evaluate(load(name), held_out)[0] for name in (str(self.work.bases.old.reference), self.name))
+        carried = {}
+        for scale in scales:
+            model = self._model(dict(Solution(self.work.carrier, changed, scale, torch.float32).tensors()))
+            carried[scale] = both(model, held_out, own)
+        return Losses(home, taught, *carried[0.0], carried)
+
+
+def _on(name: str, device: str) -> Any:
+    return load(name).to(device)
 
 
 def largest_rank(path: str) -> int:
@@ -144,15 +239,16 @@ class Solution:
     carrier: Carrier
     solved: Mapping[str, Tensor]
     scale: float
+    dtype: torch.dtype | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The solved tensors, at their scale, in the new base's storage dtype."""
+        """The solved tensors, at their scale, in the dtype; None: in the new base's for storage."""
         for block in self.carrier.architecture.blocks:
             for info in block.tensors:
                 for name in info.names:
                     if name in self.solved and (new := read_tensor(info, self.carrier.new)) is not None:
                         change = self.solved[name].double() - new.double()
-                        yield name, (new.double() + self.scale * change).to(new.dtype)
+                        yield name, (new.double() + self.scale * change).to(self.dtype or new.dtype)
 
     def factors(self, block: Block, rank: int) -> tuple[dict[str, Change], dict[str, tuple[float, float]]]:
         """A block's changes, matrices by factors of a rank that they already have."""
@@ -176,8 +272,7 @@ def _samples(tuned: str, new: str, samples: Samples) -> tuple[Data, Data, Data]:
     model = load(tuned, like=new)
     if samples.data == SELF and not writes_text(model):
         raise DataError(f"{type(model).__name__} writes no text of its own", where=tuned, remedy="give --data FILE")
-    read = {"limit": samples.count, "batch_size": AT_ONCE, "length": samples.length, "seed": samples.seed}
-    whole = read_batches(samples.data, local_path(tuned), model, **read)
+    whole = read_batches(samples.data, local_path(tuned), model, **samples.read())
     held = max(1, round(HELD_OUT * len(whole.batches)))
     if len(whole.batches) <= held:
         raise DataError(
@@ -190,21 +285,5 @@ def _samples(tuned: str, new: str, samples: Samples) -> tuple[Data, Data, Data]:
     base: Any = load(new)
     if not writes_text(base):
         return parts[0], parts[1], parts[1]
-    own = read_batches(SELF, local_path(new), base, **{**read, "limit": AT_ONCE, "seed": samples.seed + 1})
+    own = read_batches(SELF, local_path(new), base, **replace(samples, count=AT_ONCE, seed=samples.seed + 1).read())
     return parts[0], parts[1], own
-
-
-@torch.no_grad()
-def _losses(
-    old: str, tuned: str, new: str, solved: Mapping[str, Tensor], held_out: Data, own: Data, scale: float | None
-) -> Losses:
-    """Losses of all models, and of the new base with the solved change at every scale."""
-    home, taught = (evaluate(load(name, like=new), held_out)[0] for name in (old, tuned))
-    model = load(new)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in solved}
-    carried = {}
-    for step in sorted({0.0, *(SCALES if scale is None else (scale,))}):
-        state = {name: x + step * (solved[name] - x) for name, x in before.items()}
-        model.load_state_dict(state, strict=False)
-        carried[step] = evaluate(model, held_out)[0], evaluate(model, own)[0]
-    return Losses(home, taught, *carried[0.0], carried)

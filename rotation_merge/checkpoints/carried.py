@@ -26,6 +26,12 @@ from rotation_merge.report.card import metadata, section, with_metadata
 from rotation_merge.report.record import MergeReport, versions
 from rotation_merge.report.run import Run
 
+MOVED = (
+    "Nothing was trained: what it changes was moved by the map that brings the old base as near as possible to the new "
+    "one. If the new base were the old one in other coordinates, it would do here what it did there; how much of it "
+    "arrives at another base was not measured."
+)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -113,13 +119,13 @@ class Work:
         note = f"An adapter of rank {rank} keeps {share(kept):.1%} of the squared norm of what fine-tuning changed."
         return written, [note]
 
-    def write(self, work: str, out: str, written: Written, notes: list[str]) -> Done:
+    def write(self, work: str, out: str, written: Written, notes: list[str], how: str = MOVED) -> Done:
         report = replace(self.report, notes=[*self.report.notes, *notes], relation="adapter")
         with staged(out) as staging:
             written.write(staging)
             report.write(os.path.join(staging, "rotation_merge.json"))
             with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-                file.write(card(self.bases, work, report, out, "adapter"))
+                file.write(card(self.bases, work, report, out, "adapter", how))
         return Done(work, out, [_verdict(self.bases, report), *report.notes])
 
     def write_tuned(self, work: str, out: str, source: TensorSource, progress: Progress | None) -> Done:
@@ -167,17 +173,15 @@ def _notes(carried: Carried, bases: Bases, config: Mapping[str, Any]) -> list[st
     return notes
 
 
-def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str) -> str:
-    """A model card for what was carried: an `adapter` or a `finetune` of the new base."""
+def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str, how: str = MOVED) -> str:
+    """A model card for what was carried: an `adapter` or a `finetune` of the new base; `how` says what was done."""
     old, new = str(bases.old.reference), str(bases.new.reference)
     name, full = os.path.basename(os.path.abspath(out)), replace(report, relation=relation)
     classes = bases.new.config.get("architectures")
     body = (
         f"# {name}\n\n"
         f"This is `{work}`, trained on `{old}`, carried to `{new}` by rotation_merge "
-        f"{versions().get('rotation-merge', '')}. Nothing was trained: what it changes was moved by the map that "
-        f"brings `{old}` as near as possible to `{new}`. If the new base were the old one in other coordinates, it "
-        "would do here what it did there; how much of it arrives at another base was not measured.\n\n"
+        f"{versions().get('rotation-merge', '')}. {how}\n\n"
         f"{_verdict(bases, report)}\n\n" + "\n".join(report.notes) + "\n"
         f"\nOptions:\n\n```yaml\n{report.recipe}```\n\n" + section(full, name, str(classes[0]) if classes else None)
     )

@@ -26,15 +26,16 @@ from rotation_merge.errors import RotationMergeError
 @click.option(
     "--carry",
     "way",
-    type=click.Choice(["weights", "refit"]),
+    type=click.Choice(["weights", "refit", "distil"]),
     default="weights",
     show_default=True,
-    help="weights: move the change; refit: solve the new base's maps to make it, from samples.",
+    help="weights: move the change; refit: solve the new base's maps to make it, on samples; distil: train on from it.",
 )
-@click.option("--data", default="self", show_default=True, help="Samples for refit; self: text that WORK writes.")
+@click.option("--steps", type=click.IntRange(min=1), help="Of distil, which they choose; 50 if not given.")
+@click.option("--data", default="self", show_default=True, help="Samples; self: text that WORK writes.")
 @click.option("--samples", default=64, show_default=True, type=click.IntRange(min=32), help="How many.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--scale", default="", help="Of the change: a number; auto (for refit): the best on samples held out.")
+@click.option("--scale", default="", help="Of the change: a number; auto (with samples): the best on those held out.")
 @click.option("--lora", default=0, metavar="RANK", help="Write a whole fine-tune's change as an adapter.")
 @click.option("--shard-size", default="5B", show_default=True, help="Largest weight file of a model, e.g. 500M.")
 @click.option("--dtype", help="Storage of a carried model; the new base's if not given.")
@@ -52,6 +53,7 @@ def command(
     new: str,
     alignment_file: str | None,
     way: str,
+    steps: int | None,
     data: str,
     samples: int,
     seed: int,
@@ -64,7 +66,7 @@ def command(
     as_json: bool,
     **values: Any,
 ) -> int:
-    """Carry adapters or fine-tunes WORK of OLD_BASE to NEW_BASE; nothing is trained.
+    """Carry adapters or fine-tunes WORK of OLD_BASE to NEW_BASE; nothing is trained but with --carry distil.
 
     WORK is a LoRA as peft writes it, which stays one of the same rank, or a fine-tuned model. OUT is the same thing for
     NEW_BASE; with several, a directory with one for each. Where NEW_BASE is OLD_BASE in other coordinates, it computes
@@ -81,16 +83,21 @@ def command(
     device = usable_device(device)
     options = match_options(values)
     options = options if named else replace(options, residual="largest")
+    if steps is not None and context.get_parameter_source("way") is ParameterSource.DEFAULT:
+        way = "distil"
+    if steps is not None and way != "distil":
+        raise RotationMergeError(f"--carry {way} takes no steps", remedy="add --carry distil, or leave --steps out")
     factor = _factor(scale, way)
     settings = Settings(options, alignment_file, 1.0 if factor is None else factor, device, lora, storage)
     progress = Progress()
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     check_places(work, places)
     jobs = dict(zip(places, work, strict=True))
-    if way == "refit":
+    if way != "weights":
         from rotation_merge.averaging.carrying import Samples, carry_by_refit
 
-        done = carry_by_refit(jobs, old, new, settings, Samples(data, samples, seed=seed, scale=factor), progress)
+        run = Samples(data, samples, seed=seed, scale=factor, steps=(steps or 50) if way == "distil" else 0)
+        done = carry_by_refit(jobs, old, new, settings, run, progress)
     else:
         done = carry_all(jobs, old, new, settings, progress)
     progress.close()
@@ -113,7 +120,7 @@ def _factor(text: str, way: str) -> float | None:
     if text in ("", "auto"):
         if text == "auto" and way == "weights":
             raise RotationMergeError("--scale auto asks samples", remedy="add --carry refit, or write a number")
-        return None if way == "refit" else 1.0
+        return 1.0 if way == "weights" else None
     try:
         return float(text)
     except ValueError as error:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rotation_merge.learning.answers import Answered
     from rotation_merge.learning.polish import PolishReport
 
+STATE = "state.pt"
 TOGETHER = 16
 """Examples of a step, of all teachers together."""
 
@@ -123,37 +124,25 @@ def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str
         RotationMergeError: models, data or the place are of no use.
     """
     from rotation_merge.learning.polish import PolishOptions, polish
+    from rotation_merge.learning.unfinished import Unfinished
     from rotation_merge.samples.functions import load
 
     check_out(out, merged, *teachers)
-    work = Path(f"{os.path.abspath(out)}.unfinished")
-    progress, made = Progress(), _made(work)
-    try:
-        answered = _ask(work, merged, teachers, sources, ways.samples, ways.length, ways.seed, ways.device)
+    progress = Progress()
+    with Unfinished(out) as work:
+        answered = _ask(work.path, merged, teachers, sources, ways.samples, ways.length, ways.seed, ways.device)
         model = load(merged).to(ways.device).requires_grad_(True)
         student = _with_lora(model, ways.lora, ways.seed) if ways.lora else model
         rates = () if ways.learning_rate is None else (ways.learning_rate,)
-        marks = f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}"
-        options = PolishOptions(ways.steps, ways.lora, rates, seed=ways.seed, state=_state(work, marks))
+        work.of(f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}", STATE)
+        options = PolishOptions(ways.steps, ways.lora, rates, seed=ways.seed, state=work.file(STATE))
         report = polish(student, answered, options, progress)
         progress.close()
         if report.gained:
             adapter = ways.lora > 0 and not ways.merge_lora
             card = _card(merged, out, teachers, sources, report, ways.steps, ways.lora, adapter)
             _write(student, merged, out, adapter, card)
-        shutil.rmtree(work, ignore_errors=True)
-    except RotationMergeError:
-        if made:
-            shutil.rmtree(work, ignore_errors=True)
-        raise
     return report
-
-
-def _made(work: Path) -> bool:
-    """Whether the folder of an unfinished run had to be made."""
-    new = not work.exists()
-    work.mkdir(parents=True, exist_ok=True)
-    return new
 
 
 def _ask(
@@ -182,15 +171,6 @@ def _ask(
             del model
         result.append(Answered(path))
     return result
-
-
-def _state(work: Path, marks: str) -> Path:
-    """Where the state of this very run stands; that of another one is thrown away."""
-    path, mark = work / "state.pt", work / "run.txt"
-    if not mark.exists() or mark.read_text(encoding="utf-8") != marks:
-        path.unlink(missing_ok=True)
-        mark.write_text(marks, encoding="utf-8")
-    return path
 
 
 def _with_lora(model: Any, rank: int, seed: int) -> Any:

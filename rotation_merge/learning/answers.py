@@ -30,7 +30,7 @@ def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str) -
     held: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
         for name, tensor in batch.items():
-            held[f"{number}.batch.{name}"] = tensor.contiguous()
+            held[f"{number}.batch.{name}"] = tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in answer(model(**unlabelled(batch))).items():
             held[f"{number}.answer.{name}"] = tensor.contiguous()
     temporary = path.with_suffix(".partial")

@@ -46,6 +46,7 @@ class PolishOptions:
         lora: rank of the LoRA that is trained; 0: all weights.
         rates: learning rates that are tried; empty: the usual ones.
         held_out: share of the samples that is kept for choosing.
+        last: how many batches of each teacher, the last ones, are kept instead; empty: that share of them, drawn.
         seed: of everything random.
         state: file for the state of an unfinished run; found there, the run goes on from it.
     """
@@ -54,6 +55,7 @@ class PolishOptions:
     lora: int = 0
     rates: tuple[float, ...] = ()
     held_out: float = 0.15
+    last: tuple[int, ...] = ()
     seed: int = 0
     state: Path | None = None
 
@@ -119,12 +121,14 @@ class _Polish:
         draw = torch.Generator().manual_seed(options.seed)
         self.held: list[list[int]] = []
         self.training: list[list[int]] = []
-        for one in answered:
+        for number, one in enumerate(answered):
             if one.count < 2:
                 remedy = "give more of them ('--samples')"
                 raise DataError(f"{one.count} batches of samples cannot be parted", where=str(one.path), remedy=remedy)
             order = torch.randperm(one.count, generator=draw).tolist()
             kept = max(1, round(one.count * options.held_out))
+            if options.last:
+                order, kept = list(reversed(range(one.count))), options.last[number]
             self.held.append(order[:kept])
             self.training.append(order[kept:])
 

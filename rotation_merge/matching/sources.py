@@ -74,6 +74,19 @@ class Average:
         return total
 
 
+class Replaced:
+    """A source some of whose tensors are others."""
+
+    def __init__(self, source: TensorSource, others: Mapping[str, Tensor]) -> None:
+        self.source, self.others = source, others
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.others or name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.others[name] if name in self.others else self.source[name]
+
+
 class Renamed:
     """A source under the names of another model of the same family (a bare model under those of one with a head)."""
 

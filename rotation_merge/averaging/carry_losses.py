@@ -1,0 +1,58 @@
+"""What carrying brings and what it destroys, in losses on samples held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rotation_merge.samples.data import Data
+from rotation_merge.samples.evaluate import evaluate
+
+SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
+"""Of a carried change, among which held-out samples choose."""
+
+Both = tuple[float, float]
+"""Losses on samples of the fine-tune's kind, and on text that the new base writes."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Mean losses in nats on samples held out: of the fine-tune's kind, and on text that the new base writes.
+
+    Attributes:
+        old, tuned: of the old pair, on the fine-tune's kind; new, own: of the new base, on either.
+        carried: by scale, on both.
+    """
+
+    old: float
+    tuned: float
+    new: float
+    own: float
+    carried: dict[float, Both]
+
+    @property
+    def best(self) -> float:
+        """The scale with the least sum of both losses."""
+        return min(self.carried, key=lambda scale: sum(self.carried[scale]))
+
+    def words(self, scale: float) -> list[str]:
+        """What the user should know of the scale that was taken."""
+        there, own = self.carried[scale]
+        home = self.old - self.tuned
+        lines = [
+            f"On samples held out (loss in nats): the old base {self.old:.3f}, its fine-tune {self.tuned:.3f}; the new "
+            f"base {self.new:.3f}, carried {there:.3f} at scale {scale:g}.",
+            f"On text that the new base writes itself: {self.own:.3f} before, {own:.3f} after.",
+        ]
+        if scale == 0:
+            return [*lines, "Nothing is worth carrying: every scale is worse than none. Train on the new base instead."]
+        if home > 0:
+            lines.append(f"That is {(self.new - there) / home:.0%} of what fine-tuning gained at home.")
+        if there >= self.new:
+            lines.append("Nothing of it arrives. Train on the new base instead.")
+        return lines
+
+
+def both(model: Any, held_out: Data, own: Data) -> Both:
+    """A model's losses on either."""
+    return evaluate(model, held_out)[0], evaluate(model, own)[0]
