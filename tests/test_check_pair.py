@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import pkgutil
@@ -21,9 +20,10 @@ from variants import FIRST, try_make
 import rotation_merge
 from rotation_merge.architectures import resolve
 from rotation_merge.architectures.registry import tied_head
+from rotation_merge.cli.app import COMMANDS
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.matching.member import Member
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair
 from rotation_merge.seam.merging import merge_recipe
 
@@ -238,7 +238,50 @@ PATHS: dict[str, Callable[[Path, Path, Path], Any]] = {
         _recipe(a, b, out, residual="permutation").read_text(), str(out / "merged")
     ),
     "recipe, mean": lambda a, b, out: merge_recipe(_recipe(a, b, out, anchor="mean").read_text(), str(out / "merged")),
+    "recipe, alignment": lambda a, b, out: _merge(a, b, out, alignment=str(a.parent / "map")),
+    "recipe, finetuned_from": lambda a, b, out: _merge(a, a.parent / "tuned", out, finetuned_from=str(b)),
+    "recipe, finetuned_from, alignment": lambda a, b, out: _merge(
+        *(a, a.parent / "tuned", out), finetuned_from=str(b), alignment=str(a.parent / "map")
+    ),
+    "merge": lambda a, b, out: run("merge", a, b, out, *SMALL, "--data", "self", "--budget", "1s"),
+    "carry": lambda a, b, out: _carry(a, b, out),
+    "carry --alignment": lambda a, b, out: _carry(a, b, out, "--alignment", a.parent / "map"),
+    "carry --carry refit": lambda a, b, out: _carry(a, b, out, "--carry", "refit", "--samples", "32"),
+    "doctor": lambda a, b, out: run("doctor", a, a, b),
+    "doctor RECIPE": lambda a, b, out: run("doctor", _recipe(a, b, out)),
+    "trace": lambda a, b, out: run("trace", _recipe(a, b, out), "lm_head.weight"),
 }
+
+SMALL = ("--samples", "8", "--length", "8", "--batch-size", "4")
+
+APART = {
+    "verify": "compares outputs",
+    "polish": "trains a merge",
+    "evaluate": "runs models",
+    "measure": "runs one model",
+    "methods": "lists",
+    "architectures": "lists",
+    "show": "reads a file",
+    "fingerprint": "reads a model or a file",
+    "report": "reads a report",
+    "demo": "runs a recipe",
+}
+"""Commands that match nothing themselves, and what they do."""
+
+
+def test_every_command_is_a_path_or_matches_nothing() -> None:
+    assert {path.split()[0].strip(",") for path in PATHS} - {"api", "recipe"} == COMMANDS.keys() - APART.keys()
+
+
+def _merge(a: Path, b: Path, folder: Path, **given: Any) -> None:
+    """Merge with something said of the donor; transforms that have not been asked for are not applied."""
+    document = yaml.safe_load(_recipe(a, b, folder, delegate="task_arithmetic").read_text())
+    document["models"][-1]["parameters"] = {"weight": 1.0, **given}
+    merge_recipe(yaml.safe_dump(document), str(folder / "merged"))
+
+
+def _carry(a: Path, b: Path, folder: Path, *options: object) -> Any:
+    return run("carry", a.parent / "tuned", folder, "--from", b, "--to", a, *options)
 
 
 def _state(folder: Path) -> dict[str, torch.Tensor]:
@@ -271,6 +314,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             for parameter in model.parameters():
                 parameter.add_(seed * torch.randn_like(parameter))
         save(model.float(), folder / name)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    save(model, folder / "tuned")
+    assert run("align", folder / "a", folder / "b", "--alignment", folder / "map").exit_code == 0
     return folder / "a", folder / "b"
 
 
@@ -278,25 +325,37 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_every_path_into_matching_asks(
     path: str, two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a `check_pair` that refuses everything, nothing is matched, and its one line is what the user sees."""
+    """With a `check_pair` that refuses everything, nothing is matched, and its one line is what the user sees.
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise Asked("refused by the test")
+    Nor with one that lets two models meet, and refuses to match any of their spaces.
+    """
+    matches = "alignment" not in path.replace("align --alignment", "")
+    for whatever in (True, False) if matches else (True,):
 
-    def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError(f"{path} matches without asking")
+        def refuse(*given: Any, whatever: bool = whatever, **named: Any) -> Any:
+            options = given[2] if len(given) > 2 else named["options"]
+            if whatever or options != NOTHING:
+                raise Asked("refused by the test")
+            return check_pair(*given, **named)
 
-    for info in pkgutil.walk_packages(rotation_merge.__path__, "rotation_merge."):
-        module = importlib.import_module(info.name)
-        for name, other in (
-            ("check_pair", refuse),
-            ("match_model", never),
-            ("match_block", never),
-            ("match_to_mean", never),
-        ):
-            if name in vars(module):
-                monkeypatch.setattr(module, name, other)
-    result = None
-    with contextlib.suppress(Asked):
-        result = PATHS[path](*two, tmp_path / "out")
-    assert result is None or (result.exit_code != 0 and "refused by the test" in result.output), result.output
+        def never(*_: Any, **__: Any) -> Any:
+            raise AssertionError(f"{path} matches without asking")
+
+        with monkeypatch.context() as patch:
+            for info in pkgutil.walk_packages(rotation_merge.__path__, "rotation_merge."):
+                for name, other in (("check_pair", refuse), *((name, never) for name in MATCHING)):
+                    if name in vars(importlib.import_module(info.name)):
+                        patch.setattr(importlib.import_module(info.name), name, other)
+            out = tmp_path / f"out-{whatever}"
+            try:
+                result = PATHS[path](*two, out)
+            except Asked:
+                result = None
+            else:
+                assert "refused by the test" in result.output, result.output
+                assert result.exit_code != 0, result.output
+        assert not (out / "merged").exists()
+        assert not (out / "model.safetensors").exists()
+
+
+MATCHING = ("match_model", "match_block", "match_to_mean")
