@@ -98,8 +98,9 @@ def further() -> list[Case]:
 
 
 def make(case: Case, seed: int = 0) -> Any:
-    """The model: weights, biases and norm gains all random."""
+    """The model: weights, biases and norm gains all random, gains of either sign."""
     torch.manual_seed(seed)
+    signs = torch.Generator().manual_seed(seed)
     config = case.model_class.config_class(**case.config)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
@@ -108,6 +109,8 @@ def make(case: Case, seed: int = 0) -> Any:
         for name, parameter in model.named_parameters():
             gain = parameter.ndim == 1 and not name.endswith("bias")
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.5) + float(gain))
+            if gain:
+                parameter.mul_(torch.rand(parameter.shape, generator=signs).lt(0.5) * 2 - 1)
         for name, buffer in model.named_buffers():
             if name.endswith("bias") and buffer.is_floating_point():
                 buffer.copy_(torch.randn_like(buffer))

@@ -132,7 +132,7 @@ def _streams(anchor: Member, donor: Member, asked: str, untie: bool) -> dict[str
 
 def residual_of(transforms: Mapping[str, SpaceTransform], folded: Collection[str]) -> str:
     """What an alignment does to the streams, as the option `residual` says it."""
-    streams = [name for name, transform in transforms.items() if isinstance(transform, StreamTransform)]
+    streams = [name for name, transform in transforms.items() if transform.space_kind == StreamTransform.space_kind]
     asked = {name: "rotation" if name in folded else "permutation" for name in streams}
     return ",".join(f"{name}={group}" for name, group in asked.items()) or "none"
 

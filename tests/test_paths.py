@@ -1,0 +1,79 @@
+"""The law of every family on every path: what a donor computes survives `align` and recipes, from files to files.
+
+Matching itself is left out: transforms are drawn from the largest groups, so that nothing is cheap to move. Merges that
+match are tried over all families in test_architectures_merged.py, the Python API in test_check_pair.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cli_support import run
+from plugin_support import state
+from safetensors.torch import save_file
+from tiny_models import Case, Planted, planted
+from variants import ONE
+
+from rotation_merge.architectures import Architecture
+from rotation_merge.checkpoints import aligned
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.options import MatchOptions, by_stream
+from rotation_merge.seam.merging import merge_recipe
+
+
+def written(model: Planted, tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    """A checkpoint in float64, with the config of a tiny model."""
+    folder.mkdir()
+    (folder / "config.json").write_text((model.folder / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def drawn(architecture: Architecture, anchor: Any, donor: Any, options: MatchOptions, *_: Any) -> Alignment:
+    """In the place of the best alignment: any."""
+    gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
+    streams = by_stream(options.residual) or dict.fromkeys(architecture.streams, options.residual)
+    return Alignment(gauge, architecture.folds(streams))
+
+
+@pytest.mark.parametrize("case", ONE, ids=lambda case: case.family)
+def test_what_a_donor_computes_survives(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The donor is the tiny model, whose outputs are known; the anchor has other weights everywhere."""
+    model = planted(case)
+    draw = torch.Generator().manual_seed(7)
+    other = {n: x + 0.3 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
+    anchor, donor = written(model, other, tmp_path / "anchor"), written(model, model.state, tmp_path / "donor")
+    monkeypatch.setattr(aligned, "match_model", drawn)
+    options = ("--heads", "permutation", "--residual", "largest", "--no-verify", "--alignment", tmp_path / "map")
+    done = run("align", anchor, donor, tmp_path / "out", *options)
+    assert done.exit_code == 0, done.output
+    after = state(tmp_path / "out")
+    assert after.keys() == model.state.keys()
+    assert any(not torch.equal(after[name], model.state[name]) for name in after)
+    assert model.differs(after) <= 1e-9
+    if case.family in FROM_FILES:
+        the_file_does_the_same_in_a_recipe(model, anchor, donor, tmp_path)
+
+
+FROM_FILES = ("llama", "bert", "clip", "deepseek", "falcon_h1", "mixtral", "qwen3_5_vlm", "qwen3_next", "t5", "vit")
+"""Families that together have spaces of every kind, and streams of every group."""
+
+
+def the_file_does_the_same_in_a_recipe(model: Planted, anchor: Path, donor: Path, tmp_path: Path) -> None:
+    mapped = {"weight": 1.0, "alignment": str(tmp_path / "map")}
+    document = {
+        "merge_method": "rotation_merge",
+        "base_model": str(anchor),
+        "models": [{"model": str(anchor), "parameters": {"weight": 0.0}}, {"model": str(donor), "parameters": mapped}],
+        "parameters": {"delegate": "linear"},
+        "dtype": "float64",
+    }
+    merge_recipe(yaml.safe_dump(document), str(tmp_path / "merged"))
+    merged = state(tmp_path / "merged")
+    assert merged.keys() == model.state.keys()
+    assert model.differs(merged) <= 1e-4, "transforms are stored in float32"
