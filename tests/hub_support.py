@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import yaml
 
 Files = dict[str, bytes]
 
@@ -131,6 +132,10 @@ class Handler(BaseHTTPRequestHandler):
             name = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
             self.server.create(f"models/{name}")
             return self.json({"url": f"{self.server.url}/{name}", "name": name})
+        if path == "api/validate-yaml":
+            head = json.loads(body)["content"].split("---\n")[1]
+            fit = isinstance(yaml.safe_load(head), dict)
+            return self.json({"warnings": [], "errors": [] if fit else [{"message": "no metadata"}]})
         match = re.fullmatch(r"api/(models/[^/]+/[^/]+)/(preupload|commit)/main", path)
         if match is None or match[1] not in self.server.repos:
             return self.missing("Repo")

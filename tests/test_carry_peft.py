@@ -266,7 +266,8 @@ def test_command(llama: Home, tmp_path: Path) -> None:
     done = run("carry", first, second, *bases, tmp_path / "both", "--heads", "permutation")
     assert done.exit_code == 0, done.output
     card = (tmp_path / "both" / "second" / "README.md").read_text()
-    assert f"base_model: {llama.where / 'new'}\nbase_model_relation: adapter" in card
+    assert "\nbase_model_relation: adapter\n" in card
+    assert f"carried to `{llama.where / 'new'}`" in card
     config = json.loads((tmp_path / "both" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(llama.where / "new")
     maps = tmp_path / "maps.safetensors"

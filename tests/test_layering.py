@@ -27,6 +27,7 @@ ORDER = (
     "seam",
     "checking",
     "choosing",
+    "sharing",
     "api",
     "cli",
 )

@@ -34,7 +34,7 @@ def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 def table(out: Path) -> str:
     """What the card says of the alignment, the sentence on files left out."""
-    text = (out / "README.md").read_text().partition("### Alignment")[2].partition("### Configuration")[0]
+    text = (out / "README.md").read_text().partition("### Alignment")[2].partition("### How to run it")[0]
     text = re.sub(r"moved by the transforms in \S+: |`\S+` was aligned by the file .*", "", text)
     return re.sub(r"\n+", "\n", text)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-
-from mergekit.common import ModelReference
+from typing import TYPE_CHECKING
 
 from rotation_merge.errors import CheckpointError, short
+
+if TYPE_CHECKING:
+    from mergekit.common import ModelReference
 
 
 def is_hub_name(path: str) -> bool:

@@ -27,6 +27,8 @@ COMMANDS = {
     "methods": "Merge methods that can be the delegate, and their parameters.",
     "architectures": "Supported architectures.",
     "show": "What a file holds: an alignment, statistics, or a merge's report.",
+    "push": "Publish a merge on the hub, with recipe, alignment files, report and sums; a dry run until --yes.",
+    "pull": "Download what push published, checked file by file.",
     "fingerprint": "The fingerprint of a model, or of the models that a file was made for.",
     "report": "Write a merge's report as one self-contained HTML page.",
     "demo": "Merge the checkpoints that come with the package and print what alignment did.",

@@ -1,0 +1,280 @@
+"""What is published of a folder that a merge wrote: every file, local names replaced, and the manifest of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rotation_merge.averaging.record import checkpoint_of
+from rotation_merge.checkpoints.origin import licence
+from rotation_merge.errors import RotationMergeError, named, short
+from rotation_merge.report.card import class_of, measured_in, renewed
+from rotation_merge.report.html import REPORT_FILE, read_report
+from rotation_merge.report.record import MergeReport
+from rotation_merge.sharing.manifest import FILE, Manifest, sum_of
+from rotation_merge.sharing.names import (
+    Renaming,
+    files_in,
+    given_names,
+    is_local,
+    known_names,
+    left_over,
+    models_in,
+    written_in,
+)
+
+CARD, RECIPE, CONFIG = "README.md", "recipe.yml", "mergekit_config.yml"
+WORDS = (".json", ".yml", ".yaml", ".md", ".txt", ".html", ".svg", ".jinja", ".csv")
+"""Endings of files that are looked through for local names."""
+UNKNOWN = "REVISION"
+"""Stands in a dry run for the commit that the first upload will make."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file to publish: what is here, or its content where that had to change."""
+
+    place: str
+    source: str | bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.source) if isinstance(self.source, bytes) else os.path.getsize(self.source)
+
+    @property
+    def text(self) -> str:
+        assert isinstance(self.source, bytes)
+        return self.source.decode("utf-8")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A folder that is to be published.
+
+    Attributes:
+        names: local names of models (and of data) by what they are on the hub.
+        beside: files from elsewhere that the recipe reads, by name; the place that each gets.
+        recipe: as it was run.
+    """
+
+    folder: str
+    repo: str
+    report: MergeReport
+    names: Mapping[str, str]
+    beside: Mapping[str, str]
+    recipe: str
+
+    def _renaming(self, commit: str) -> Renaming:
+        travelling = {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}
+        written = {name: os.path.basename(name) for name in written_in(self.recipe)}
+        return Renaming({**written, **self.names, **travelling, os.path.abspath(self.folder): self.repo})
+
+    def first(self) -> list[Item]:
+        """What the recipe refers to, which is published first: the recipe names the commit that it is in."""
+        renaming = self._renaming("main")
+        return [self._item(place, name, renaming) for name, place in self.beside.items()]
+
+    def items(self, commit: str) -> list[Item]:
+        """Everything else, card, recipe and manifest last."""
+        renaming, early = self._renaming(commit), self.first()
+        taken = {item.place for item in early} | {CARD, RECIPE, FILE}
+        found = [self._item(place, path, renaming) for place, path in _walk(self.folder) if place not in taken]
+        if self.recipe and self.report.relation == "merge":
+            found.append(Item(RECIPE, renaming.text(self.recipe).encode()))
+        found.append(Item(CARD, self.card(renaming).encode()))
+        self._check([*early, *found])
+        sums = {item.place: (sum_of(item.source), item.size) for item in [*early, *found]}
+        return [*found, Item(FILE, Manifest(self.repo, sums, self.report.versions).text().encode())]
+
+    def card(self, renaming: Renaming) -> str:
+        """The card, its metadata and our section written anew, with figures that are of these very weights."""
+        try:
+            with open(os.path.join(self.folder, CARD), encoding="utf-8") as file:
+                text = file.read()
+        except FileNotFoundError:
+            text = f"# {self.repo.partition('/')[2]}\n"
+        report = MergeReport.from_dict(renaming.value(self._facts()))
+        figures = measured_in(self.folder)
+        if figures:
+            mark = checkpoint_of(self.folder).fingerprint
+            figures = [renaming.value(one) for one in figures if one["fingerprint"] == mark]
+        return renewed(renaming.text(text), report, self.repo, class_of(self.folder), figures)
+
+    def _facts(self) -> dict[str, Any]:
+        """The report, models known by their new names too."""
+        content = self.report.to_dict()
+        models = {name: dict(facts) for name, facts in self.report.models.items()}
+        for name, facts in models.items():
+            parts = [(name.partition("+")[0] if facts.get("adapter") else name, facts)]
+            if facts.get("adapter"):
+                facts["adapter"] = dict(facts["adapter"])
+                parts.append((str(facts["adapter"].get("name")), facts["adapter"]))
+            for part, own in parts:
+                target = self.names.get(part)
+                if target and not own.get("hub"):
+                    hub, _, revision = target.partition("@")
+                    own.update(hub=hub, revision=revision or None)
+                    own["license"] = own.get("license") or _licence(hub, revision or None)
+        return {**content, "models": models}
+
+    def _item(self, place: str, path: str, renaming: Renaming) -> Item:
+        if place == REPORT_FILE:
+            content = json.dumps(renaming.value(self._facts()), indent=1) + "\n"
+            return Item(place, content.encode())
+        if place.endswith(".safetensors"):
+            return Item(place, _with_header(path, renaming) or path)
+        if not place.endswith(WORDS):
+            return Item(place, path)
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            text = file.read()
+        changed = renaming.text(text)
+        return Item(place, path if changed == text else changed.encode("utf-8", errors="surrogateescape"))
+
+    def _check(self, items: Sequence[Item]) -> None:
+        """
+        Raises:
+            RotationMergeError: a file still names a path of this machine.
+        """
+        local = [*self.names, *self.beside, os.path.abspath(self.folder)]
+        for item in items:
+            if isinstance(item.source, bytes):
+                text = item.source[: 1 << 24].decode("utf-8", errors="replace")
+            elif item.place.endswith(WORDS):
+                with open(item.source, encoding="utf-8", errors="replace") as file:
+                    text = file.read()
+            else:
+                continue
+            if found := left_over(text, local):
+                raise RotationMergeError(
+                    f"names '{found}', a path of this machine",
+                    where=item.place,
+                    remedy=f"add --as {found}=org/name@revision, or take it out",
+                )
+
+
+def draft(folder: str, repo: str, given: Sequence[str], with_data: bool = False) -> Draft:
+    """What would be published of a folder.
+
+    Args:
+        given: `LOCAL=org/name@revision`, for names that mean nothing elsewhere.
+        with_data: samples that the recipe reads travel, too.
+
+    Raises:
+        RotationMergeError: there is no report; a local name is left that nothing is known of.
+    """
+    report = read_report(os.path.join(folder, REPORT_FILE))
+    recipe = _recipe(folder, report)
+    facts = report.to_dict()
+    names = {**known_names(facts), **given_names(given)}
+    beside: dict[str, str] = {}
+    missing: list[str] = []
+    for name, kind in files_in(recipe).items():
+        if name in names:
+            continue
+        if not os.path.isfile(name) or (kind == "data" and not with_data):
+            missing.append(name)
+        else:
+            inside = os.path.relpath(name, folder)
+            taken = not inside.startswith("..")
+            beside[name] = inside if taken else f"{kind}/{len(beside)}-{os.path.basename(name)}"
+    missing += [name for name in models_in(recipe, facts) if is_local(name) and name not in names]
+    used = [str(one["source"]) for one in report.data]
+    missing += [n for n in used if os.path.exists(n) and n not in names and n not in beside and n not in missing]
+    if missing:
+        data = any(name in used or files_in(recipe).get(name) == "data" for name in missing)
+        remedy = f"add --as {missing[0]}=org/name@revision" + (", or --with-data to publish samples" if data else "")
+        what = f"only this machine knows {named(dict.fromkeys(missing))}"
+        raise RotationMergeError(what, where=folder, remedy=remedy)
+    return Draft(folder, repo, report, {n: _pinned(t) for n, t in names.items()}, beside, recipe)
+
+
+def _recipe(folder: str, report: MergeReport) -> str:
+    for name in (RECIPE, CONFIG):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8") as file:
+                return file.read()
+    return report.recipe if report.relation == "merge" else ""
+
+
+def _pinned(target: str) -> str:
+    """A model of the hub at a revision; the newest, where none was given.
+
+    Raises:
+        RotationMergeError: the hub does not say.
+    """
+    if "@" in target or target.count("/") != 1:
+        return target
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return f"{target}@{HfApi().model_info(target).sha}"
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        what = f"no revision of it is known ({short(error)})"
+        raise RotationMergeError(what, where=target, remedy=f"write {target}@REVISION") from error
+
+
+def _licence(hub: str, revision: str | None) -> str | None:
+    """What a repository's card says of its licence, if it can be asked."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return licence(os.path.dirname(hf_hub_download(hub, "README.md", revision=revision)))
+    except (OSError, HfHubHTTPError, HFValidationError):
+        return None
+
+
+def _walk(folder: str) -> Iterator[tuple[str, str]]:
+    """Files of a folder by their places in it; hidden ones and unfinished work left out."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not name.endswith(".unfinished"))
+        for name in sorted(names):
+            if not name.startswith("."):
+                path = os.path.join(where, name)
+                yield os.path.relpath(path, folder), path
+
+
+def _with_header(path: str, renaming: Renaming) -> bytes | None:
+    """A file of ours, local names in its head replaced; None where there is nothing to replace. Tensors stay as they
+    are."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        head = json.loads(file.read(length))
+        made = head.get("__metadata__", {}).get("made")
+        if made is None:
+            return None
+        changed = json.dumps(renaming.value(json.loads(made)))
+        if changed == json.dumps(json.loads(made)):
+            return None
+        head["__metadata__"]["made"] = changed
+        text = json.dumps(head, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text + file.read()
+
+
+def publish(plan: Draft, private: bool = False) -> str:
+    """Upload everything; gives the commit.
+
+    Raises:
+        RotationMergeError: the hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    api, commit = HfApi(), ""
+    try:
+        api.create_repo(plan.repo, private=private, exist_ok=True)
+        if early := plan.first():
+            operations = [CommitOperationAdd(item.place, item.source) for item in early]
+            commit = api.create_commit(plan.repo, operations, commit_message="What the recipe reads").oid
+        operations = [CommitOperationAdd(item.place, item.source) for item in plan.items(commit)]
+        return str(api.create_commit(plan.repo, operations, commit_message="Merge, recipe, report and card").oid)
+    except (OSError, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
+        remedy = "log in with 'hf auth login', and check the repository's name"
+        raise RotationMergeError(f"cannot be published ({short(error)})", where=plan.repo, remedy=remedy) from error

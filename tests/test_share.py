@@ -1,0 +1,189 @@
+"""A merge pushed to a hub, pulled by somebody else and made again: the same bytes; what is tampered with is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli_support import parsed, run
+from hub_support import Hub, at_home, served
+from huggingface_hub import ModelCard
+from plugin_support import from_file, make, merged, one_error, recipe_for, state, twin
+
+from rotation_merge.sharing.manifest import FILE, Manifest
+from rotation_merge.sharing.names import Renaming, given_names, left_over
+
+REPO = "me/merge"
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with served() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory, hub: Hub) -> tuple[Path, Path, Path, dict[str, str]]:
+    """Two models of the hub as folders here, a merge of them by an alignment file, and their revisions."""
+    folder = tmp_path_factory.mktemp("local")
+    anchor = make("llama", folder / "anchor")
+    donor = twin(anchor, folder / "donor", seed=4, residual="none")
+    (anchor / "README.md").write_text("---\nlicense: mit\n---\n# Anchor\n")
+    revisions = {name: hub.publish(f"org/{name}", folder / name) for name in ("anchor", "donor")}
+    maps = folder / "elsewhere" / "maps.safetensors"
+    assert run("align", anchor, donor, "--alignment", maps, "--heads", "permutation").exit_code == 0
+    merged(from_file(recipe_for("linear", anchor, donor), maps), folder / "out")
+    return anchor, donor, folder / "out", revisions
+
+
+@pytest.fixture
+def home(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    at_home(hub, tmp_path / "cache", monkeypatch)
+    return hub
+
+
+def named(local: tuple[Path, Path, Path, dict[str, str]]) -> list[str]:
+    """`--as` for both models, the donor's revision left to the hub."""
+    anchor, donor, _, revisions = local
+    return ["--as", f"{anchor}=org/anchor@{revisions['anchor']}", "--as", f"{donor}=org/donor"]
+
+
+@pytest.fixture
+def pushed(local: tuple[Path, Path, Path, dict[str, str]], home: Hub) -> str:
+    """The merge on the hub; its revision."""
+    found: str = parsed("push", local[2], REPO, *named(local), "--yes")["revision"]
+    return found
+
+
+def test_somebody_else_makes_the_same_bytes(local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
+    done = run("pull", f"{REPO}@{pushed}", tmp_path / "theirs", "--no-weights")
+    assert done.exit_code == 0, done.output
+    assert not list((tmp_path / "theirs").glob("*.safetensors"))
+    again = merged((tmp_path / "theirs" / "recipe.yml").read_text(), tmp_path / "again")
+    assert run("pull", REPO, tmp_path / "whole").exit_code == 0
+    assert again.keys() == state(local[2]).keys()
+    folders = (local[2], tmp_path / "whole", tmp_path / "again")
+    weights = [{path.name: path.read_bytes() for path in folder.glob("model*.safetensors")} for folder in folders]
+    assert weights[0]
+    assert weights[0] == weights[1] == weights[2]
+    assert parsed("verify", tmp_path / "whole", tmp_path / "again")["same"]
+
+
+def test_what_is_published(local: Any, home: Hub, pushed: str) -> None:
+    anchor, _, _, revisions = local
+    files = home.files(REPO)
+    text = files["README.md"].decode()
+    found = ModelCard(text).data.to_dict()
+    assert found["base_model"] == ["org/anchor", "org/donor"]
+    assert found["tags"] == ["mergekit", "merge", "rotation-merge"]
+    assert found["license"] == "other", "one is mit, the other states nothing"
+    recipe = yaml.safe_load(files["recipe.yml"])
+    (first, second) = (f"org/{name}@{revisions[name]}" for name in ("anchor", "donor"))
+    assert [entry["model"] for entry in recipe["models"]] == [first, second]
+    alignment = recipe["models"][1]["parameters"]["alignment"]
+    place, _, commit = alignment.removeprefix(f"{REPO}/").partition("@")
+    assert home.at(f"models/{REPO}", commit)[1][place] == files[place]  # type: ignore[index]
+    for name, content in files.items():
+        assert str(anchor.parent).encode() not in content, name
+    manifest = json.loads(files[FILE])
+    assert set(manifest["files"]) == set(files) - {FILE}
+    assert manifest["reproduction"]["tolerance"] == 6e-6
+    assert manifest["machine"]["kernels"]
+
+
+def test_a_dry_run_shows_everything_and_sends_nothing(local: Any, home: Hub) -> None:
+    before = len(home.asked)
+    done = run("push", local[2], "me/other", *named(local))
+    assert done.exit_code == 0, done.output
+    for words in ("README.md", "alignment/0-maps.safetensors", "base_model:", "org/anchor@", FILE, "add --yes"):
+        assert words in done.output
+    assert not any(line.startswith("POST") for line in home.asked[before:])
+    assert "models/me/other" not in home.repos
+
+
+def test_local_names_are_refused_with_the_remedy(local: Any, home: Hub, tmp_path: Path) -> None:
+    anchor, donor, out, _ = local
+    line = one_error(run("push", out, REPO, "--yes").output)
+    assert str(anchor) in line
+    assert str(donor) in line
+    assert "--as " in line
+    assert "--as" in one_error(run("push", out, REPO, "--as", "nonsense").output)
+    assert (
+        "no report" in one_error(run("push", anchor, REPO).output) or "no such file" in run("push", anchor, REPO).output
+    )
+    assert "names no repository" in one_error(run("push", out, "me").output)
+    line = one_error(run("push", out, REPO, "--as", f"{anchor}=org/gone", "--as", f"{donor}=org/donor").output)
+    assert "org/gone@REVISION" in line
+    card = out / "README.md"
+    kept = card.read_text()
+    try:
+        card.write_text(f"{kept}\nSee {anchor.parent}/notes.\n")
+        line = one_error(run("push", out, REPO, *named(local)).output)
+        assert f"{anchor.parent}/notes" in line
+    finally:
+        card.write_text(kept)
+
+
+@pytest.mark.parametrize("what", ["tensor", "recipe", "alignment", "manifest", "missing", "outside"])
+def test_tampered_files_are_refused(what: str, local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
+    repo = "me/tampered"
+    files = dict(home.files(REPO))
+    if what == "manifest":
+        files[FILE] = b"{}"
+    elif what == "missing":
+        files.pop("config.json")
+    elif what == "outside":
+        content = json.loads(files[FILE])
+        content["files"]["../evil"] = {"sha256": "0", "bytes": 1}
+        files[FILE] = json.dumps(content).encode()
+    else:
+        name = {"tensor": "model", "recipe": "recipe.yml", "alignment": "alignment/"}[what]
+        place = next(n for n in files if n.startswith(name) and "index" not in n)
+        files[place] = files[place][:-1] + bytes([files[place][-1] ^ 1])
+    home.repos.pop(f"models/{repo}", None)
+    home.commit(f"models/{repo}", files)
+    done = run("pull", repo, tmp_path / "theirs")
+    assert done.exit_code == 2
+    line = one_error(done.output)
+    assert any(words in line for words in ("SHA-256", "manifest", "lacks", "outside"))
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_what_is_nowhere(home: Hub, tmp_path: Path) -> None:
+    home.commit("models/me/plain", {"config.json": b"{}"})
+    assert "not published by" in one_error(run("pull", "me/plain", tmp_path / "a").output)
+    assert "cannot be downloaded" in one_error(run("pull", "me/nowhere", tmp_path / "a").output)
+    assert list(tmp_path.glob("a*")) == []
+
+
+def test_the_endpoint_is_that_of_the_environment(local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
+    """A process of its own finds the hub through HF_ENDPOINT."""
+    program = Path(sys.executable).with_name("rotation-merge")
+    environment = {**os.environ, "HF_ENDPOINT": home.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    command = [program, "pull", REPO, str(tmp_path / "theirs"), "--no-weights"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "theirs" / "recipe.yml").read_bytes() == home.files(REPO)["recipe.yml"]
+
+
+def test_names_are_replaced_whole() -> None:
+    renaming = Renaming({"/a/b": "org/b@1", "/a/b/maps": "me/x/maps@2", "org/c": "org/c@3", "same": "same"})
+    text = "/a/b, '/a/b/maps' /a/b. /a/bc /a/b/other x/a/b org/c org/c@9 org/c/d"
+    assert renaming.text(text) == "org/b@1, 'me/x/maps@2' org/b@1. /a/bc /a/b/other x/a/b org/c@3 org/c@9 org/c/d"
+    assert renaming.value({"/a/b": ["/a/b", 1, None]}) == {"org/b@1": ["org/b@1", 1, None]}
+    assert left_over("see /a/other/x", ["/a/b"]) == "/a/other/x"
+    assert left_over("see http://x.org/a/b, a/b", ["/a/b"]) is None
+    assert given_names(["./x=y=org/a@b"]) == {"./x=y": "org/a@b"}
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = Manifest("org/a", {"x.json": ("0" * 64, 3)}, {"torch": "2"})
+    (tmp_path / FILE).write_text(made.text())
+    assert Manifest.read(str(tmp_path / FILE)) == made
