@@ -36,8 +36,8 @@ RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": 
 OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "mergekit-evolve ")
 """Beginnings of lines in ```bash blocks that are not run here (`test_evolve_ray.py` runs mergekit-evolve)."""
 
-PARSED_ONLY = ("demo", "polish", "doctor")
-"""Commands that take long, or that may rightly say of models with random weights that they are of no use."""
+PARSED_ONLY = ("demo", "polish", "doctor", "push", "pull")
+"""Commands that take long, need the hub, or may rightly say of models with random weights that they are of no use."""
 SHORTER = {
     "fit": {"--steps": "2", "--limit": "8", "--batch-size": "2"},
     "barrier": {"--points": "3", "--limit": "4"},
