@@ -165,6 +165,28 @@ def test_joint_scale_by_dense_grid(scale, far):
     assert (value(found) <= best + 1e-10 * (primal + dual)).all()
 
 
+def test_joint_scale_finds_the_better_one_of_two_optima():
+    """Extreme heads, whose objective has a second optimum beside the one that lies next to the best start."""
+    draw, shape = gen(6), (200, 4, 4)
+    sides = []
+    for _ in range(2):
+        u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64, generator=draw))
+        sides.append(u * (2 * torch.randn(200, 1, 4, dtype=torch.float64, generator=draw)).exp() @ v)
+    m_p, m_d = sides
+    primal, dual = (
+        nuclear_norm(m) * (0.5 * torch.randn(200, dtype=torch.float64, generator=draw)).exp() for m in sides
+    )
+    m_p = m_p * torch.randn(200, dtype=torch.float64, generator=draw).exp()[:, None, None]
+    found = joint(m_p, m_d, primal, dual, (dual / primal) ** 0.25)
+
+    def value(a: Tensor) -> Tensor:
+        return a**2 * primal + dual / a**2 - 2 * nuclear_norm(a[:, None, None] * m_p + m_d / a[:, None, None])
+
+    grid = torch.linspace(-4, 4, 401, dtype=torch.float64).exp()
+    best = torch.stack([value(a.expand(200)) for a in grid]).amin(0)
+    assert (value(found) <= best + 1e-6 * (primal + dual)).all()
+
+
 def test_joint_scale_keeps_one():
     a = randn(2, 3, 9)
     gram, norm = a @ a.mT, a.square().sum((1, 2))

@@ -31,6 +31,8 @@ _NEWTON = {torch.float32: 8, torch.float64: 14}
 _TIE = 1e-12  # gains below this share of the norms give way to the scale 1
 _ROUNDS = 60
 _LOOKUPS = 2
+_SECOND_LOOKS = 4
+_OPEN = 1e-6  # share of the norms: where no more can be gained elsewhere, nobody looks again
 _GRID = 16
 _SETTLED = 1e-8  # change of a log scale; the cost's error is its square
 _WIDE = 0.3  # log scales further apart than this from the best start are searched on a grid
@@ -177,7 +179,8 @@ def joint_scale(
     Minimises f(a) = a^2 P + D / a^2 - 2 h(a), where h(a) = max_g <g, a M_P + M_D / a> is what the best map attains
     (the nuclear norm for O(d), a modulus for a plane). Starts are 1, a guess and a grid of the scales that the bound
     h(a) <= a max_g <g, M_P> + max_g <g, M_D> / a leaves in the running. From the best start, the best map for the scale
-    and the best scale for the map take turns, extrapolated (Aitken); f never rises.
+    and the best scale for the map take turns, extrapolated (Aitken); f never rises. Where what has been looked up does
+    not rule out a better optimum (`_under_chords`), the most promising scale is looked up, too, a few times over.
 
     Args:
         value: h, maps scales of shape (...) to values of shape (...).
@@ -199,15 +202,44 @@ def joint_scale(
         return a**2 * primal + dual / a**2 - 2 * value(a)
 
     at_one = objective(zero)
-    best, lowest = zero, at_one
+    seen = [(zero, at_one)]
     middle = torch.where(usable, guess.log(), zero).clamp(-LARGEST_LOG_SCALE, LARGEST_LOG_SCALE)
     starts = [middle] if bool((middle.abs() > 1e-3).any()) else []
     for start in starts + _open_scales(primal, dual, bounds, middle, at_one, usable):
-        found = objective(start)
-        best, lowest = torch.where(found < lowest, start, best), torch.minimum(found, lowest)
-    refined = _alternate(inner, primal, dual, best)
-    gains = usable & (at_one - objective(refined) > _TIE * (primal + dual))
-    return torch.where(gains, refined, zero).exp()
+        seen.append((start, objective(start)))
+    refined = _alternate(inner, primal, dual, _lowest(seen)[0])
+    seen.append((refined, objective(refined)))
+    for _ in range(_SECOND_LOOKS):
+        refined, lowest = _lowest(seen)
+        other, least = _elsewhere(seen, primal, dual, bounds)
+        if not bool((usable & (least < lowest - _OPEN * (primal + dual))).any()):
+            break
+        seen.append((other, objective(other)))
+        if bool((usable & (seen[-1][1] < lowest)).any()):
+            refined = _alternate(inner, primal, dual, _lowest(seen)[0])
+            seen.append((refined, objective(refined)))
+    refined, lowest = _lowest(seen)
+    return torch.where(usable & (at_one - lowest > _TIE * (primal + dual)), refined, zero).exp()
+
+
+def _lowest(seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Of log scales and their objectives the best, elementwise; the later one of two that are equal."""
+    best, lowest = seen[0]
+    for point, value in seen[1:]:
+        best, lowest = torch.where(value <= lowest, point, best), torch.minimum(value, lowest)
+    return best, lowest
+
+
+def _elsewhere(
+    seen: list[tuple[Tensor, Tensor]], primal: Tensor, dual: Tensor, bounds: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The log scale at which the objective may be least, from where it is known, and a bound from below on it."""
+    p, d, ahead, behind = (x.flatten() for x in (primal, dual, *bounds))
+    squares, order = torch.stack([(2 * point).exp().flatten() for point, _ in seen], 1).sort(1)
+    values = torch.stack([value.flatten() for _, value in seen], 1).gather(1, order)
+    heights = squares.sqrt() * (squares * p[:, None] + d[:, None] / squares - values) / 2
+    scale, gain = _under_chords(squares, heights, p, d, (ahead, behind))
+    return scale.log().reshape(primal.shape), -gain.reshape(primal.shape)
 
 
 def scale_ceiling(
