@@ -200,6 +200,15 @@ def test_every_command_takes_it_and_none_writes_beside(models: tuple[Path, Path,
     assert far
     fitted = ("--data", data, "--alignment", tmp_path / "learned.safetensors", "--steps", "2", "--batch-size", "4")
     assert parsed("fit", anchor, both, *fitted)["files"]
+    text = ("--length", "8", "--batch-size", "2")
+    assert parsed("measure", both, "--data", "self", "--samples", "4", *text, "--out", tmp_path / "s.safetensors")
+    alone, adapted = parsed("evaluate", donor, both, "--data", data)
+    assert alone["loss"] != adapted["loss"]
+    assert parsed("merge", anchor, both, tmp_path / "best", "--samples", "8", *text, "--budget", "1s", "--anyway")
+    assert "+" in (tmp_path / "best" / "recipe.yml").read_text()
+    assert run("doctor", recipe).exit_code in (0, 1)
+    assert run("doctor", both, donor).exit_code in (0, 1)
+    assert run("fingerprint", both).output != run("fingerprint", donor).output
     assert everything(anchor.parent) == before
 
 
@@ -298,3 +307,19 @@ def test_an_embedding_to_which_a_head_is_tied(tmp_path: Path) -> None:
     adapter = adapter_for(model, tmp_path / "lora", target_modules=["embed_tokens"])
     with pytest.raises(CheckpointError, match="tied"):
         tensors(opened(model, adapter))
+
+
+def test_check_writes_no_checkpoint(
+    models: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mergekit would merge an adapter into its model, and keep the result in a cache."""
+    from mergekit.common import ModelReference
+
+    anchor, donor, adapter = models
+    recipe = write_recipe(recipe_for("linear", anchor, Path(f"{donor}+{adapter}")), tmp_path / "recipe.yml")
+    monkeypatch.setattr(ModelReference, "merged", lambda *_, **__: pytest.fail("a checkpoint was merged"))
+    monkeypatch.setattr("mergekit.io.tensor_writer.TensorWriter.save_tensor", lambda *_: pytest.fail("was written"))
+    monkeypatch.chdir(tmp_path)
+    done = run("check", recipe)
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yml"]

@@ -95,3 +95,71 @@ def test_a_full_disk_leaves_no_half_page(tmp_path: Path, monkeypatch: pytest.Mon
         html.write_page(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text() == "old"
+
+
+def test_below_the_line_is_explained():
+    """A path that never rises above the line between its ends has no barrier; how far it falls below is said."""
+    from rotation_merge.report.curves import Curve
+
+    better = Curve("aligned", [0.0, 0.5, 1.0], [2.0, 1.5, 2.2], [0.0] * 3)
+    assert better.barrier() == 0.0
+    assert "at 0.5 the merge is 0.6000 better than the line between its parents" in (better.verdict() or "")
+    for losses in ([2.0, 3.0, 2.0], [2.0, 2.0, 2.0]):
+        assert Curve("plain", [0.0, 0.5, 1.0], losses, [0.0] * 3).verdict() is None
+
+
+@pytest.mark.parametrize("entry", ["tokenizer_source: ./nowhere", "tokenizer: {source: ./nowhere}"])
+def test_a_tokenizer_that_is_not_there_is_a_fault_at_once(entry: str, tmp_path: Path):
+    recipe = tmp_path / "recipe.yml"
+    models = "".join(f"  - model: {model}\n    parameters: {{weight: 0.5}}\n" for model in LLAMAS)
+    recipe.write_text(f"merge_method: rotation_merge\nbase_model: {LLAMAS[0]}\nmodels:\n{models}{entry}\n")
+    done = run("check", recipe)
+    assert done.exit_code == 1
+    assert "recipe.yml:8:" in done.output
+    assert "./nowhere: no such directory" in done.output
+
+
+def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatch):
+    from mergekit.config import MergeConfiguration
+    from mergekit.options import MergeOptions
+
+    from rotation_merge.seam import merge
+
+    asked = []
+    monkeypatch.setattr(merge, "downloaded", lambda path, *_: asked.append(path))
+    for source in ("base", "union", LLAMAS[0], "org/name"):
+        config = {"merge_method": "linear", "models": [{"model": LLAMAS[0]}], "tokenizer_source": source}
+        merge.fetch_tokenizer(MergeConfiguration.model_validate(config), MergeOptions())
+    assert asked == ["org/name"]
+
+
+def test_models_as_strings_or_a_mapping(tmp_path: Path):
+    recipe = tmp_path / "recipe.yml"
+    head = f"merge_method: rotation_merge\nbase_model: {LLAMAS[0]}\n"
+    for models, said in (
+        (
+            f"models:\n  - {LLAMAS[1]}\n",
+            "4:5: models[0]: a mapping of keys to values is expected here; write '- model: /",
+        ),
+        (f"models:\n  model: {LLAMAS[1]}\n", "3:1: models: a list is expected here"),
+    ):
+        recipe.write_text(head + models)
+        done = run("check", recipe)
+        assert said in done.output
+        assert "1 fault" in done.output
+
+
+def test_a_full_disk_in_the_command_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from rotation_merge import durable
+    from rotation_merge.report import html
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(html, "read_report", lambda path: None)
+    monkeypatch.setattr(html, "page", lambda *_: "new")
+    monkeypatch.setattr(durable.os, "fsync", full)
+    done = run("report", tmp_path, "--out", tmp_path / "page.html")
+    assert done.exit_code == 2
+    assert "the disk is full" in done.output
+    assert not list(tmp_path.iterdir())

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from rotation_merge.averaging.record import checkpoint_of
+from rotation_merge.checkpoints.models import parse_reference
 from rotation_merge.checkpoints.pair import Pair, open_pair
 from rotation_merge.choosing.candidates import FIRST_PART, Candidate, candidates, with_models
 from rotation_merge.choosing.costs import Costs
@@ -314,6 +315,8 @@ class Choice:
 
 
 def _weights(model: str) -> list[str]:
-    if not os.path.isdir(model):
-        return []
-    return [os.path.join(model, n) for n in sorted(os.listdir(model)) if n.endswith((".safetensors", ".bin"))]
+    """The weight files of a model that lies here, and of its adapter."""
+    reference = parse_reference(model)
+    folders = [part.path for part in (reference.model, reference.lora) if part is not None and os.path.isdir(part.path)]
+    ends = (".safetensors", ".bin")
+    return [os.path.join(folder, n) for folder in folders for n in sorted(os.listdir(folder)) if n.endswith(ends)]

@@ -168,4 +168,7 @@ def _show(barrier: Barrier) -> None:
     table(title, headers, rows, numbers=(0, 1, 2, 3, 4))
     if on_terminal():
         say(text_plot(barrier))
-    say(f"Barrier: {plain.barrier():.4f} nats plain, {aligned.barrier():.4f} aligned.")
+    unit = "of 1 - Spearman" if barrier.task == "similarity" else "nats"
+    say(f"Barrier: {plain.barrier():.4f} {unit} plain, {aligned.barrier():.4f} aligned.")
+    for words in filter(None, (curve.verdict() for curve in barrier.curves)):
+        say(f"{words[:1].upper()}{words[1:]}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
@@ -63,6 +64,7 @@ def check_settings(document: Document) -> None:
     for key in ("dtype", "out_dtype"):
         _dtype(document, key)
     _chat_template(document)
+    _tokenizer(document)
     delegate = _delegate(document)
     for path, ours in scopes(document.value):
         _parameters(document, path, ours, delegate)
@@ -70,6 +72,23 @@ def check_settings(document: Document) -> None:
     if delegate is not None:
         check_contract(document, delegate)
         check_idle(document, [parameter.name for parameter in delegate.spec.parameters])
+
+
+def tokenizer_source(value: Mapping[str, Any]) -> tuple[Path, str | None]:
+    """Where a recipe says whose tokenizer the result gets, and the model named there; None for `base` or `union`."""
+    for path in (("tokenizer", "source"), ("tokenizer_source",)):
+        found = at(value, path)
+        if found is not None and found not in ("base", "union"):
+            named = reference(found)
+            return path, named.model.path if named is not None else None
+    return (), None
+
+
+def _tokenizer(document: Document) -> None:
+    """A folder that is not there, before somebody looks for it on the hub for a minute."""
+    path, name = tokenizer_source(document.value)
+    if name is not None and not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        document.fault(path, f"{name}: no such directory", "name a model with its tokenizer, or write base or union")
 
 
 def _keys(document: Document, path: Path, value: Any, known: tuple[str, ...]) -> None:
@@ -109,7 +128,9 @@ def explain(found: Mapping[str, Any]) -> tuple[str, str]:
         word = expected.get(found["type"], "a mapping of keys to values")
         if place[-1] in ("model", "base_model"):
             word = "a directory or org/name"
-        return f"{word} is expected here", f"it is {str(found.get('input'))[:60]!r}"
+        model = isinstance(found.get("input"), str) and len(found["loc"]) > 1 and found["loc"][-2] == "models"
+        write = f"write '- model: {found['input']}'" if model else f"it is {str(found.get('input'))[:60]!r}"
+        return f"{word} is expected here", write
     return f"{found['msg'][:1].lower()}{found['msg'][1:]}", "see mergekit's documentation"
 
 

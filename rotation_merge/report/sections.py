@@ -210,7 +210,8 @@ def barrier(found: Barrier) -> str:
     cards = card("Loss on the path (nats)", hint, svg.chart(losses, x, "loss", whole_x=False))
     cards += card("Accuracy on the path (%)", hint, svg.chart(rates, x, "accuracy", whole_x=False))
     title = f"Barrier: {escape(found.anchor)} to {escape(found.donor)}"
-    return f'<h2>{title}</h2><div class="grid-cards">{cards}</div>'
+    said = "".join(f"<p>{escape(words)}.</p>" for words in filter(None, (c.verdict() for c in found.curves)))
+    return f'<h2>{title}</h2><div class="grid-cards">{cards}</div>{said}'
 
 
 def footer(report: MergeReport) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rotation_merge.checkpoints.aligned import Storage, empty_report, write_aligned
 from rotation_merge.checkpoints.heads import write_heads
+from rotation_merge.checkpoints.hub import downloaded
 from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.output import check_place, staged
 from rotation_merge.checkpoints.pair import open_pair, read_alignment
@@ -31,6 +32,7 @@ from rotation_merge.matching.options import NOTHING
 from rotation_merge.planning.keeping import keep_alignments
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.reading import Recipe
+from rotation_merge.recipe.settings import tokenizer_source
 from rotation_merge.report.card import add_section
 from rotation_merge.report.closing import closing
 from rotation_merge.report.html import write_page
@@ -59,6 +61,7 @@ def run(
     session = Session.of(Recipe.read(config), options)
     recipe, done = session.recipe, session.run
     check_place(out_path, [model.model.path for model in config.referenced_models()])
+    fetch_tokenizer(config, options)
     try:
         base = session.models[recipe.base]
         apart = Apart(base.modules)
@@ -90,6 +93,20 @@ def run(
         _say(closing(report, out_path), options)
     finally:
         done.end()
+
+
+def fetch_tokenizer(config: MergeConfiguration, options: MergeOptions) -> None:
+    """Have the files of a tokenizer from the hub here: once, where transformers would try for a minute, file by file.
+
+    Raises:
+        CheckpointError: they cannot be had.
+    """
+    source = tokenizer_source(config.model_dump(exclude_none=True))[1]
+    if source is not None and not os.path.isdir(source):
+        downloaded(source, None, options.transformers_cache, TOKENIZER_PATTERNS)
+
+
+TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
 def _say(lines: list[str], options: MergeOptions) -> None:
