@@ -24,10 +24,7 @@ from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import read_block, transform_state
 from rotation_merge.samples.functions import architecture_of
 
-BEYOND = ("t5", "deepseek", "llama4")
-"""Families left out here: twins of the first two, made of a module's own tensors, do not compute the same; the experts
-of the third run as one product, so that the norm before them cannot be told from its gain."""
-FAMILIES = list({case.family: case for case in ALL if case.family not in BEYOND}.values())
+FAMILIES = list({case.family: case for case in ALL}.values())
 STILL = ("signed_permutation", "permutation", "none")
 LOCAL = {"heads": "permutation", "attention": "invertible"}
 
@@ -53,7 +50,7 @@ def pair(case: Case, options: MatchOptions, untie: bool = True):
         for one in (model, other):
             untie_heads(one, architecture)
         architecture = architecture_of(model, untie=True)
-    streams = tuple(architecture.streams) if options.residual == "rotation" else ()
+    streams = architecture.folds(dict.fromkeys(architecture.streams, options.residual))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     seen = Folded(architecture, state, streams)
     folded = {name: seen[name] if name in architecture.named() else state[name] for name in state}

@@ -25,6 +25,7 @@ _PRODUCTS = {
     torch.addmm: 1,
     torch.mm: 0,
     torch.matmul: 0,
+    torch.bmm: 0,
     Tensor.mm: 0,
     Tensor.matmul: 0,
     Tensor.__matmul__: 0,
@@ -169,6 +170,8 @@ class _Mode(TorchFunctionMode):
         place = _PRODUCTS.get(func)
         if place is not None and self.stack and len(args) > place + 1:
             found = self._owner(args[place + 1])
+            if found is not None and func is torch.bmm:
+                return self._experts(found[0], *args)
             if found is not None:
                 return self._product(func, place, found, args, kwargs)
         result = func(*args, **kwargs)
@@ -189,6 +192,16 @@ class _Mode(TorchFunctionMode):
             y = y * scale
         self.watcher.gave(name, expert, y)
         return y
+
+    def _experts(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
+        """One product of all experts (n, inputs, outputs) with all tokens (n, tokens, inputs), in which those that are
+        not routed to an expert are zero: expert by expert."""
+        made = []
+        for expert, (rows, matrix) in enumerate(zip(x, weight, strict=True)):
+            routed = rows.detach().abs().amax(-1).nonzero()[:, 0]
+            y = self._product(torch.mm, 0, (name, expert), (rows[routed], matrix), {})
+            made.append(y.new_zeros(len(rows), matrix.shape[-1]).index_put((routed,), y))
+        return torch.stack(made)
 
     def _owner(self, weight: Any) -> tuple[str, int | None] | None:
         """The map that a tensor is the weight of."""
