@@ -42,11 +42,11 @@ ALONE = {"attention": "none", "ffn": "none", "rescale": False}
 MERGES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mean": (0, "", {"delegate": "linear"}),
     "task arithmetic, scale 0.4": (0, "", {"delegate": "task_arithmetic", "weight": 0.4}),
-    "Fisher, 384 texts a task": (384, "fisher", {"delegate": "fisher"}),
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     "RegMean, 384 texts a task": (384, "gram", {"delegate": "regmean"}),
     "refit, 128 texts a task": (128, "", {"delegate": "refit", "targets": "own", "samples": 128}),
     "refit, 384 texts a task": (384, "", {"delegate": "refit", "targets": "own", "samples": 384}),
+    "Fisher, 24 texts a task, every label": (24, "fisher", {"delegate": "fisher"}),
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe."""
 
