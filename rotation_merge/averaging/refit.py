@@ -12,7 +12,7 @@ What is wanted is pluggable (`Answers`): the donors' own answers here, a carried
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -120,10 +120,16 @@ TIED, EXPERTS, UNSEEN = "tied to an embedding", "experts and routers", "not run 
 
 @dataclass(frozen=True)
 class _Written:
-    """Where a map goes in the checkpoint: the name of its weight there, and which of its outputs that holds."""
+    """Where a map goes in the checkpoint: the name of its weight there.
+
+    Attributes:
+        rows: which of the map's outputs that weight holds.
+        part: which of the weight's own outputs they are, where it holds those of other maps beside them.
+    """
 
     name: str
     rows: slice
+    part: slice | None = None
 
 
 @dataclass
@@ -151,6 +157,7 @@ class Refit:
     skip: Callable[[str], bool] = lambda _: False
     watch: Callable[[str, int, int], None] = lambda *_: None
     shape: Callable[[Tensor, Tensor], Tensor] = lambda change, _: change
+    _fused: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def run(self) -> Refitted:
         """Solve every map, in the order of the forward."""
@@ -159,6 +166,7 @@ class Refit:
         while (block := self.merge.advance()) is not None:
             self.watch("refitting", len(self.merge.opened) - 1, total)
             self._block(block, result)
+            self._fused.clear()
             with self.merge.recording():
                 for batch in range(len(self.merge.batches)):
                     self.merge.run(batch)
@@ -188,7 +196,11 @@ class Refit:
             if one.stacked or any(space.kind == "experts" for space in info.spaces()):
                 _keep(result, EXPERTS, [info.name])
             elif module is None:
-                _keep(result, UNSEEN, [info.name])
+                parts = [(key, same_map(m, [one])) for key, m in taps.maps.items()]
+                within = [(key, place[1]) for key, place in parts if place is not None]
+                _keep(result, UNSEEN, [] if within else [info.name])
+                for key, rows_of_it in within:
+                    found.setdefault(key, []).append(_Written(info.name, slice(None), rows_of_it))
             elif self.merge.is_shared(module[0].info.name):
                 _keep(result, TIED, [info.name])
             else:
@@ -224,14 +236,25 @@ class Refit:
         self.merge.set(name, torch.cat(stored).mT if turned else torch.cat(stored))
         if bias is not None:
             added = bias + change[:, width]
-            parts = [self.write(one.name.removesuffix("weight") + "bias", added[one.rows]) for one in places]
+            names = [replace(one, name=one.name.removesuffix("weight") + "bias") for one in places]
+            parts = [self._written(one, added[one.rows]) for one in names]
             self.merge.set(name.removesuffix("weight") + "bias", torch.cat(parts))
         return fitted
 
     def _store(self, one: _Written, weight: Tensor, turned: bool) -> Tensor:
         """A weight (out, in) as it is written, and what it has become, (out, in) again."""
-        kept = self.write(one.name, weight.mT if turned else weight)
+        kept = self._written(one, weight.mT if turned else weight)
         return kept.mT if turned else kept
+
+    def _written(self, one: _Written, tensor: Tensor) -> Tensor:
+        """A tensor, or its part of one that several maps are written into, as it is stored."""
+        if one.part is None:
+            return self.write(one.name, tensor)
+        if one.name not in self._fused:
+            self._fused[one.name] = self.merge.stored[one.name].to(tensor, copy=True)
+        whole = self._fused[one.name]
+        whole[one.part] = tensor
+        return self.write(one.name, whole)[one.part]
 
 
 def _keep(result: Refitted, why: str, names: Sequence[str]) -> None:

@@ -52,6 +52,7 @@ class Runner:
         whole: whether all weights are in memory.
         block: the present one.
         batches: what it is run on.
+        stored: its tensors by the names of its checkpoint.
 
     Args:
         config: of the model; not modified.
@@ -85,7 +86,7 @@ class Runner:
         self.store = Store() if store is None else store
         self.model = empty_model(config, untie)
         self.architecture = architecture_of(self.model, untie)
-        self.source = Renamed(source, own, self.architecture)
+        self.stored, self.source = source, Renamed(source, own, self.architecture)
         self.whole = not self._covers()
         if self.whole and layered is not None:
             what = f"transformers holds the weights of {type(self.model).__name__} in another form than its files"
