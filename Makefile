@@ -6,7 +6,7 @@ PYTEST ?= -n 2 --durations 10
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install test demo lint format clean mutants
+.PHONY: install test demo lint format clean mutants wheel release
 
 install: $(VENV)/installed
 
@@ -25,6 +25,14 @@ mutants: install
 
 demo: install
 	$(BIN)/rotation-merge demo
+
+# Wheel and sdist into dist/, offline once .venv is there, and what they hold is checked.
+wheel: install
+	$(BIN)/python docs/release.py
+
+# make release VERSION=0.2.0: version, changelog, commit, tag, wheel and sdist (CONTRIBUTING.md).
+release: install
+	$(BIN)/python docs/release.py $(VERSION)
 
 lint: install
 	$(BIN)/ruff check .
