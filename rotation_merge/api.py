@@ -56,7 +56,7 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     run.aligned("donor", alignment)
     for note in (*checked.warnings, *checked.notes()):
         run.note(note)
-    aligned = {**mine, **dict(aligned_tensors(first.architecture, mine, alignment))}
+    aligned = {**mine, **dict(aligned_tensors(first.architecture, mine, alignment, theirs))}
     return aligned, MergeReport.of(run, "anchor", "none", "")
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import exactly, inputs
 
-from rotation_merge.checkpoints.models import Model
+from rotation_merge.checkpoints.models import Stored
 from rotation_merge.cli.app import app
 from rotation_merge.errors import AlignmentError
 from rotation_merge.groups import Orthogonal, StreamTransform
@@ -175,13 +175,13 @@ def test_nothing_is_read_again_for_a_fingerprint(tmp_path: Path, monkeypatch: py
     """`align --alignment` reads every tensor of both models once; the file, its report and a merge agree on them."""
     anchor, donor = (checkpoint("llama", "llama", tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
     reads: list[tuple[str, str]] = []
-    real = Model.__getitem__
+    real = Stored.__getitem__
 
-    def counting(self: Model, name: str) -> torch.Tensor:
-        reads.append((str(self.reference), name))
+    def counting(self: Stored, name: str) -> torch.Tensor:
+        reads.append((str(self.model.reference), name))
         return real(self, name)
 
-    monkeypatch.setattr(Model, "__getitem__", counting)
+    monkeypatch.setattr(Stored, "__getitem__", counting)
     align(anchor, donor, tmp_path / "map.safetensors", "none")
     assert sorted(reads) == sorted((str(m.path), name) for m in (anchor, donor) for name in m.state)
     with safe_open(tmp_path / "map.safetensors", "pt") as file:

@@ -14,6 +14,7 @@ from rotation_merge.groups import Monomial, NeuronTransform, Permutation, Scalin
 from rotation_merge.linalg.assignment import assign_factored
 from rotation_merge.matching import experts as experts_module
 from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.biases import unseen
 from rotation_merge.matching.block import match_block, squared_distances
 from rotation_merge.matching.experts import _collect, _Layer, match_experts
 from rotation_merge.matching.ffn import match_ffn
@@ -21,7 +22,6 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.nearest import nearest_order
 from rotation_merge.matching.neurons import Neurons
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.sides import invisible
 
 KINDS = {"plain": {}, "relu": {"degree": 1}, "relu2": {"degree": 2}, "gated": {"gated": True}}
 kinds = pytest.mark.parametrize("facts", KINDS.values(), ids=KINDS.keys())
@@ -298,15 +298,11 @@ def test_biases_count(heads):
     match = match_block(block, anchor, donor, MatchOptions(heads=heads))
     for record in match.records:
         space = next(s for s in block.spaces.values() if s.name == record.space)
-        unseen = {
-            info.key
-            for info in block.tensors
-            for axis in info.axes
-            for part in axis.parts
-            if len(info.axes) == 1 and part.space == space and part.role in invisible(block, space)
+        hidden = {
+            info.key for o in unseen(block) if o.space == space for info in (o.keys, o.values) if info is not None
         }
-        assert len(unseen) == (2 if space.kind == "attention" else 0)
-        seen = [{key: x for key, x in side.items() if key not in unseen} for side in (anchor, donor)]
+        assert len(hidden) == (2 if space.kind == "attention" else 0)
+        seen = [{key: x for key, x in side.items() if key not in hidden} for side in (anchor, donor)]
         for transforms, value in (({}, record.before), (match.transforms, record.after)):
             assert squared_distances(block, space, *seen, transforms)[0] == pytest.approx(value, rel=1e-6)
     up = next(t for t in block.tensors if [p.role for a in t.axes for p in a.parts] == ["in", "read"])

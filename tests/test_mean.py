@@ -10,10 +10,11 @@ from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from torch import Tensor
 
+from rotation_merge.matching.biases import Aligned
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.model import Transforms, aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.sources import Mean, Moved
+from rotation_merge.matching.sources import Mean
 from rotation_merge.matching.state import transform_state
 
 KINDS = [("llama", "llama", "rotation"), ("vit", "classifier", "rotation"), ("bert", "classifier", "permutation")]
@@ -124,7 +125,7 @@ def test_sources_of_sources(tmp_path: Path) -> None:
     torch.testing.assert_close(mean[name], 2 * state[name])
     assert name in mean
     assert "model.norm.weight" not in mean
-    moved = Moved(model.architecture, {**state, "extra": torch.ones(2)}, {})
+    moved = Aligned(model.architecture, {**state, "extra": torch.ones(2)}, {})
     assert moved[name] is state[name]
     assert "extra" in moved
     assert torch.equal(moved["extra"], torch.ones(2))

@@ -79,8 +79,14 @@ def feeding(tensors: Mapping[str, Tensor], one: LinearMap, fold: Fold | None) ->
     )
 
 
-def carried_gram(one: LinearMap, gram: Gram, transforms: Transforms, feeding: Feeding) -> dict[str, Tensor]:
+def carried_gram(
+    one: LinearMap, gram: Gram, transforms: Transforms, feeding: Feeding, shift: Tensor | None = None
+) -> dict[str, Tensor]:
     """The Gram of what a map reads, in the anchor's coordinates, float64.
+
+    Args:
+        shift: what is added to all that it reads once it is moved (the anchor's bias of values instead of the donor's),
+            shape (n,). A sketch, which knows no means, stays without: it then weighs by what the donor itself read.
 
     Returns:
         `dense` (..., n, n), or `diagonal` (..., n) and `factor` (..., n, rank).
@@ -99,8 +105,12 @@ def carried_gram(one: LinearMap, gram: Gram, transforms: Transforms, feeding: Fe
             f"the Gram of '{one.info.name}' was measured behind a gain that is folded away here",
             remedy="leave out 'residual: rotation', or measure the donor that 'align' wrote",
         )
-    dense = dense[..., :size, :size]
-    return {"dense": _both(one, dense, one.reads, transforms)}
+    inner = _both(one, dense[..., :size, :size], one.reads, transforms)
+    if shift is not None:
+        means = transform_axis(dense[:size, size], 0, one.inputs, transforms, dual=True)
+        crossed = torch.outer(shift.to(means), means)
+        inner = inner + crossed + crossed.mT + dense[size, size] * torch.outer(shift, shift).to(means)
+    return {"dense": inner}
 
 
 def _fed(one: LinearMap, augmented: Tensor, feeding: Feeding) -> Tensor:

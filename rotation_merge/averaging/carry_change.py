@@ -14,8 +14,7 @@ from rotation_merge.architectures import Architecture
 from rotation_merge.averaging.change import ChangedAnswers
 from rotation_merge.averaging.refit import Refit, Refitted
 from rotation_merge.matching.carry import Carrier
-from rotation_merge.matching.fold import Folded
-from rotation_merge.matching.sources import Moved
+from rotation_merge.matching.model import aligned_source
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.samples.functions import Batch
 from rotation_merge.samples.runner import Runner
@@ -104,5 +103,4 @@ def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:
 
 def _aligned(architecture: Architecture, source: TensorSource, carrier: Carrier) -> TensorSource:
     """A model of the old pair in the new base's coordinates."""
-    folded = carrier.alignment.folded
-    return Moved(architecture, Folded(architecture, source, folded) if folded else source, carrier.alignment.transforms)
+    return aligned_source(architecture, source, carrier.alignment)

@@ -71,7 +71,8 @@ def write_aligned(
     check: Check | None = None,
 ) -> None:
     """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all."""
-    tensors = aligned_tensors(pair.architecture, pair.sources[1], alignment)
+    anchor, donor = pair.sources
+    tensors = aligned_tensors(pair.architecture, donor, alignment, anchor)
     text = card(pair, report, os.path.basename(out))
     write_checkpoint(pair.donor, tensors, report, text, out, storage, progress, check)
 

@@ -14,10 +14,12 @@ from torch.func import functional_call
 from torch.nn.utils import stateless
 
 from rotation_merge.architectures import Architecture
+from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.architectures.registry import tied_head
 from rotation_merge.errors import CheckpointError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.biases import with_biases
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.member import Member
 from rotation_merge.matching.model import Transforms
@@ -114,10 +116,26 @@ class Path:
             for block, tensors in zip(self.architecture.blocks, donor, strict=True):
                 for info in block.tensors:
                     if info.key in tensors and info.name in self.parameters:
-                        moved = transform_tensor(tensors[info.key], info, maps)
-                        for name, piece in unstack(info, moved).items():
+                        for name, piece in unstack(info, self._moved(block, info, tensors, maps)).items():
                             result[name] = result[name] + share * piece
         return result
+
+    def _moved(
+        self, block: Block, info: TensorInfo, tensors: Mapping[str, Tensor], maps: Mapping[str, SpaceTransform]
+    ) -> Tensor:
+        """A donor's tensor in new coordinates, with the anchor's unseen biases."""
+
+        def own(key: str) -> Tensor | None:
+            known = block.tensor(key)
+            return None if known is None or key not in tensors else transform_tensor(tensors[key], known, maps)
+
+        def given(key: str) -> Tensor | None:
+            known = block.tensor(key)
+            return None if known is None else self.anchor.get(known.name)
+
+        found = with_biases(block, info, own, given, maps)
+        assert found is not None
+        return found
 
     def holding(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """The model with these weights for as long as gradients flow back: layers under gradient checkpointing are run

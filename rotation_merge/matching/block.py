@@ -18,6 +18,7 @@ from rotation_merge.groups.admitted import asks
 from rotation_merge.linalg.scaling import limited
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.attention import AttentionMatch, match_attention
+from rotation_merge.matching.biases import settled
 from rotation_merge.matching.experts import ExpertsMatch, match_experts
 from rotation_merge.matching.ffn import NeuronMatch, match_ffn
 from rotation_merge.matching.latent import match_latent
@@ -116,8 +117,10 @@ def match_block(
     """
     check_finite(block, anchor, "anchor")
     check_finite(block, donor, "donor")
-    matching = _Matching(block, anchor, donor, options, dict(streams or {}))
     wanted = wanted_spaces(block, options)
+    names = {space.name for space in wanted}
+    anchor, donor = settled(block, anchor, names), settled(block, donor, names)
+    matching = _Matching(block, anchor, donor, options, dict(streams or {}))
     for place, space in enumerate(wanted):
         matching.match(space, {later.name for later in wanted[place + 1 :]})
     matching.settle(linked(block, wanted))

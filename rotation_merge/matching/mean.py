@@ -14,11 +14,12 @@ import torch
 from rotation_merge.architectures.model import Architecture, Block
 from rotation_merge.groups import TranslationTransform
 from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.block import SpaceMatch, described, named, squared_distances
+from rotation_merge.matching.biases import Aligned, Settled
+from rotation_merge.matching.block import SpaceMatch, described, named, squared_distances, wanted_spaces
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.model import Alignment, Progress, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.sources import Mean, Moved
+from rotation_merge.matching.sources import Mean
 from rotation_merge.matching.state import TensorSource, read_block
 
 MOST_ROUNDS = 10
@@ -49,8 +50,10 @@ def match_to_mean(
             with named(base, name):
                 found[name] = match_model(architecture, sources[base], source, options, progress)
     folded = next((a.folded for a in found.values()), ())
+    matched = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))}
     seen: dict[str, TensorSource] = {
-        name: Folded(architecture, source, folded) if folded else source for name, source in sources.items()
+        name: Settled(architecture, Folded(architecture, source, folded) if folded else source, matched)
+        for name, source in sources.items()
     }
     frames: dict[str, Transforms] = {base: {}, **{name: a.transforms for name, a in found.items()}}
     spread = [_spread(architecture, seen, frames)]
@@ -58,7 +61,7 @@ def match_to_mean(
         proposed = dict(frames)
         for name in sources:
             others: list[TensorSource] = [
-                Moved(architecture, seen[other], proposed[other]) for other in sources if other != name
+                Aligned(architecture, seen[other], proposed[other]) for other in sources if other != name
             ]
             proposed[name] = _towards(architecture, Mean(others), seen[name], options, proposed[name], progress)
         now = _spread(architecture, seen, proposed)
@@ -132,7 +135,7 @@ def _records(
 
 def _spread(architecture: Architecture, sources: Mapping[str, TensorSource], frames: Mapping[str, Transforms]) -> float:
     """Sum over models of the squared distance from their mean."""
-    moved = [Moved(architecture, source, frames[name]) for name, source in sources.items()]
+    moved = [Aligned(architecture, source, frames[name]) for name, source in sources.items()]
     mean = Mean(moved)
     total = 0.0
     for name in architecture.named():

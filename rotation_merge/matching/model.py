@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block
 from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.biases import Aligned, settled
 from rotation_merge.matching.block import (
     BlockMatch,
     SpaceMatch,
@@ -107,7 +107,11 @@ def match_model(
 
 @dataclass
 class _Walk:
-    """One way through both models, block by block; passes of residual matching and the last, local one."""
+    """One way through both models, block by block; passes of residual matching and the last, local one.
+
+    Attributes:
+        ready: the anchor's block that was read to count workers, until its turn comes.
+    """
 
     architecture: Architecture
     anchor: TensorSource
@@ -115,6 +119,7 @@ class _Walk:
     options: MatchOptions
     progress: Progress
     streams: dict[str, str]
+    ready: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def each(
         self, what: str, work: Callable[[Block, Tensors, Tensors], Found], layers: int | None = None
@@ -130,10 +135,12 @@ class _Walk:
 
         def one(block: Block) -> Found:
             with reading:
-                anchor, donor = read_block(block, self.anchor), read_block(block, self.donor)
+                anchor = self.ready.pop(block.name, None) or read_block(block, self.anchor)
+                donor = read_block(block, self.donor)
             check_finite(block, anchor, "anchor")
             check_finite(block, donor, "donor")
-            return work(block, anchor, donor)
+            matched = {space.name for space in wanted_spaces(block, self.options.at(self.architecture, block))}
+            return work(block, settled(block, anchor, matched), settled(block, donor, matched))
 
         self.progress(what, 0, len(blocks))
         for done, found in enumerate(in_order(one, blocks, self.workers), 1):
@@ -145,10 +152,10 @@ class _Walk:
         """How many blocks are matched at once; 0 on an accelerator, which one block keeps busy."""
         sizes = []
         for block in (b for b in self.architecture.blocks if b.index is not None):
-            tensors = read_block(block, self.anchor).values()
-            if any(tensor.device.type != "cpu" for tensor in tensors):
+            tensors = self.ready[block.name] = read_block(block, self.anchor)
+            if any(tensor.device.type != "cpu" for tensor in tensors.values()):
                 return 0
-            sizes.append(sum(tensor.numel() for tensor in tensors))
+            sizes.append(sum(tensor.numel() for tensor in tensors.values()))
             break
         return workers_for(max(sizes, default=1))
 
@@ -340,17 +347,30 @@ def _alternate(walk: _Walk, transforms: Transforms, statistics: Statistics) -> t
 
 
 def aligned_tensors(
-    architecture: Architecture, source: TensorSource, alignment: Alignment
+    architecture: Architecture, source: TensorSource, alignment: Alignment, anchor: TensorSource | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """A donor's tensors in the anchor's coordinates, one after the other, in their storage dtype.
 
     For the anchor itself, folded where the alignment needs it, give ``Alignment({}, alignment.folded)``.
+
+    Args:
+        anchor: whose biases the donor is given where softmax cannot see them (`matching/biases.py`); None: it keeps its
+            own.
     """
-    seen = Folded(architecture, source, alignment.folded) if alignment.folded else source
+    aligned = aligned_source(architecture, source, alignment, anchor)
     for block in architecture.blocks:
         for info in block.tensors:
-            tensor = read_tensor(info, seen)
+            moved = aligned.tensor(block, info)
             stored = read_tensor(info, source)
-            if tensor is not None and stored is not None:
-                moved = transform_tensor(tensor, info, alignment.transforms)
+            if moved is not None and stored is not None:
                 yield from unstack(info, moved.to(stored.dtype).contiguous()).items()
+
+
+def aligned_source(
+    architecture: Architecture, source: TensorSource, alignment: Alignment, anchor: TensorSource | None = None
+) -> Aligned:
+    """A donor in the anchor's coordinates, folded where the alignment needs it; see `aligned_tensors`."""
+    if alignment.folded:
+        source = Folded(architecture, source, alignment.folded)
+        anchor = None if anchor is None else Folded(architecture, anchor, alignment.folded)
+    return Aligned(architecture, source, alignment.transforms, anchor)

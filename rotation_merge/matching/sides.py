@@ -52,30 +52,6 @@ def sides(
     ]
 
 
-def invisible(block: Block, space: Space) -> frozenset[str]:
-    """Roles whose biases say nothing of where a model's heads are, so that no map should be fitted to them.
-
-    Softmax does not see what all keys of a query share, which without rotary positions is what a key's bias gives; and
-    as its shares sum to one, a value's bias is the same as that bias taken through the output map into its bias.
-    """
-    if space.kind != "attention" or space.visible_bias:
-        return frozenset()
-    found: dict[str, list[TensorInfo]] = {}
-    for info in block.tensors:
-        for part in {part.role: part for axis in info.axes for part in axis.parts if part.space == space}.values():
-            found.setdefault(part.role, []).append(info)
-    maps = {role: [info for info in infos if len(info.axes) > 1] for role, infos in found.items()}
-    if not found.keys() <= {"q", "k", "v", "o"} or any(len(infos) != 1 for infos in maps.values()):
-        return frozenset()
-    roles = set()
-    if not space.rotary and space.norm is None:
-        roles.add("k")
-    outputs = [info.key.removesuffix("weight") + "bias" for info in maps.get("o", [])]
-    if space.values == "free" and any(block.tensor(key) is not None for key in outputs):
-        roles.add("v")
-    return frozenset(roles)
-
-
 def views(
     block: Block,
     space: Space,
@@ -86,7 +62,6 @@ def views(
 ) -> Iterator[tuple[TensorInfo, Part, int, Tensor, Tensor]]:
     """As `sides`, with axes where they stand: tensor, part, the part's first dimension, and both models' views."""
     rest = {name: transform for name, transform in others.items() if name != space.name}
-    unseen = invisible(block, space)
     for info in block.tensors:
         if info.key not in anchor or info.key not in donor or space not in info.spaces():
             continue
@@ -98,7 +73,7 @@ def views(
         for dim, axis in enumerate(info.axes):
             if any(part.space == space for part in axis.parts):
                 for part, start, a, b in axis_views(own, moved, dim, axis):
-                    if part.space == space and not (len(info.axes) == 1 and part.role in unseen):
+                    if part.space == space:
                         yield info, part, start, a, b
 
 

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture
-from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.labels import Rows as LabelRows
 from rotation_merge.matching.labels import in_order
-from rotation_merge.matching.state import TensorSource, read_tensor, unstack
-
-
-class Moved:
-    """A source in new coordinates, tensor by tensor, in float32 at least."""
-
-    def __init__(
-        self, architecture: Architecture, source: TensorSource, transforms: Mapping[str, SpaceTransform]
-    ) -> None:
-        self.source, self.transforms = source, transforms
-        self.infos = architecture.named()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.source
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        info = self.infos.get(name)
-        tensor = read_tensor(info, self.source) if info is not None else None
-        if info is None or tensor is None:
-            return self.source[name]
-        return unstack(info, transform_tensor(tensor, info, self.transforms))[name]
+from rotation_merge.matching.state import TensorSource
 
 
 class Mean:

@@ -30,10 +30,13 @@ from rotation_merge.checkpoints.hub import HubFile, local_file
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.biases import along, read_by, shifted
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.model import Alignment
-from rotation_merge.planning.moves import Moves
+from rotation_merge.planning.blocks import same_block
+from rotation_merge.planning.moves import Move, Moves
 from rotation_merge.planning.tasks import KeyedTask, Loads, load_arguments, loaded, map_arguments
 from rotation_merge.planning.wanted import Wanted
 from rotation_merge.recipe.reading import Recipe
@@ -163,7 +166,8 @@ class Averages:
         shared = book.inputs.get(names[0], names[0]) if self.method.kind == "gram" else names[0]
         mine = linear_map(move.frame, framed) if self.method.maps_only else None
         feeds = [] if mine is None else feeding_keys(mine)
-        keys = dict.fromkeys(key for feed in feeds for key in moves.fold_keys(move.frame, feed))
+        keys = moves.folded_from(move.frame, feeds)
+        biases = moves.folded_from(move.frame, self._biases(move, framed))
         return CarryStatistics(
             key=f"{moves.out.number}:{model}:{shared}",
             label=moves.out.label,
@@ -174,12 +178,28 @@ class Averages:
             model_name=str(model),
             statistics=book,
             feeds=moves.loads(move.source, keys),
+            biases=moves.loads(move.source, biases),
+            anchor=moves.loads(same_block(self.models, self.recipe.base, move.frame), biases),
             fold=moves.fold,
             transforms=move.transforms,
             whole=move.whole,
             device=self.device,
             rows=self.models[model].rows.get(names[0]),
         )
+
+    def _biases(self, move: Move, info: TensorInfo) -> list[str]:
+        """Keys of biases that a map reads and the donor is given anew, where its statistics follow (see `carry.py`)."""
+        one = read_by(move.frame, info)
+        matched = move.origin is None and (move.transforms is not None or move.whole is not None)
+        if one is None or one.values is None or not matched:
+            return []
+        if self.method.kind == "fisher":
+            self.run.note(
+                "Fisher diagonals of the maps that read attention's values weigh by what the donors themselves read "
+                "there, before they are given the anchor's biases."
+            )
+            return []
+        return [one.values.key]
 
 
 class CarryStatistics(KeyedTask):
@@ -188,6 +208,7 @@ class CarryStatistics(KeyedTask):
     Attributes:
         names: of the tensor in the model's own checkpoint, one for each stored piece.
         feeds: loads of the norm's gain and shift, and of the layer scale, that stand around the map.
+        biases, anchor: loads of the values' bias that the map reads, in the model and in the anchor.
         rows: what puts the model's classes into the anchor's order (see `matching/labels.py`).
     """
 
@@ -198,6 +219,8 @@ class CarryStatistics(KeyedTask):
     model_name: str
     statistics: Statistics = Field(repr=False)
     feeds: Loads = Field(default_factory=dict, repr=False)
+    biases: Loads = Field(default_factory=dict, repr=False)
+    anchor: Loads = Field(default_factory=dict, repr=False)
     fold: Fold | None = Field(default=None, repr=False)
     transforms: Task | None = None
     whole: Task | None = None
@@ -205,7 +228,8 @@ class CarryStatistics(KeyedTask):
     rows: tuple[int, tuple[int, ...]] | None = Field(default=None, repr=False)
 
     def arguments(self) -> dict[str, Task]:
-        return {**load_arguments(feeds=self.feeds), **map_arguments(self.transforms, self.whole)}
+        loads = load_arguments(feeds=self.feeds, biases=self.biases, anchor=self.anchor)
+        return {**loads, **map_arguments(self.transforms, self.whole)}
 
     def execute(
         self,
@@ -220,7 +244,7 @@ class CarryStatistics(KeyedTask):
             one = linear_map(self.block, self.info)
             if one is None:
                 raise StatisticsError(f"'{self.info.name}' is no linear map")
-            return self._of_map(one, maps, self._feeding(one, values))
+            return self._of_map(one, maps, self._feeding(one, values), self._shift(one, maps, values))
         except RotationMergeError as error:
             raise StatisticsError(error.what, where=error.where or self.model_name, remedy=error.remedy) from error
 
@@ -236,11 +260,34 @@ class CarryStatistics(KeyedTask):
         tensor = torch.stack(pieces) if self.info.stacked else pieces[0]
         return carried_fisher(self.info, in_order(tensor, self.rows).to(self.device), maps)
 
-    def _of_map(self, one: LinearMap, maps: Mapping[str, SpaceTransform], feeding: Feeding) -> dict[str, Tensor]:
+    def _shift(
+        self, one: LinearMap, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]
+    ) -> Tensor | None:
+        """What the anchor's bias of values adds to all that the map reads."""
+        found = read_by(self.block, one.info) if self.biases else None
+        if found is None or found.space.name not in maps:
+            return None
+
+        def of(side: str, loads: Loads, key: str) -> Tensor | None:
+            info, tensors = self.block.tensor(key), loaded(side, loads, self.block, values)
+            if info is None or key not in tensors:
+                return None
+            return tensors[key] if self.fold is None else self.fold.tensor(self.block, info, tensors.get)
+
+        def moved(key: str) -> Tensor | None:
+            own, info = of("biases", self.biases, key), self.block.tensor(key)
+            return None if own is None or info is None else transform_tensor(own, info, maps)
+
+        shift = shifted(found, moved, lambda key: of("anchor", self.anchor, key))
+        return None if shift is None else along(found, one.info, one.reads, shift.to(self.device))
+
+    def _of_map(
+        self, one: LinearMap, maps: Mapping[str, SpaceTransform], feeding: Feeding, shift: Tensor | None
+    ) -> dict[str, Tensor]:
         gram = self.statistics.gram(self.names[0])
         if gram is None:
             raise StatisticsError(f"hold nothing of tensor '{self.names[0]}'", where=self.statistics.path)
-        found = carried_gram(one, gram.to(self.device), maps, feeding)
+        found = carried_gram(one, gram.to(self.device), maps, feeding, shift)
         key = f"{self.names[0]}.gradient"
         if self.kind == "kfac" and key in self.statistics:
             behind = self.names[0] in self.statistics.behind

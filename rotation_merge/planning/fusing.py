@@ -30,9 +30,9 @@ from rotation_merge.averaging.transport import (
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import RecipeError
 from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.biases import Aligned
 from rotation_merge.matching.fold import Fold, Folded
 from rotation_merge.matching.model import Alignment
-from rotation_merge.matching.sources import Moved
 from rotation_merge.matching.state import TensorSource, read_tensor
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.moves import Moves
@@ -104,7 +104,7 @@ class PlanStreams(WholeTask):
         stored = [cast(TensorSource, source) for source in (self.anchor, self.donor)]
         if self.folded:
             stored = [Folded(self.architecture, source, self.folded) for source in stored]
-        sources = [stored[0], Moved(self.architecture, stored[1], transforms)]
+        sources = [stored[0], Aligned(self.architecture, stored[1], transforms)]
         found: list[list[Tensor]] = [[], []]
         for block in self.architecture.blocks:
             for info in block.tensors if block.index is None else ():

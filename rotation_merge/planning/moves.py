@@ -13,6 +13,7 @@ from mergekit.graph import Task
 from torch import Tensor
 
 from rotation_merge.architectures.model import Block, TensorInfo
+from rotation_merge.matching.biases import holders, inputs
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donor, Donors
@@ -61,7 +62,7 @@ class Moves:
             return Move(source, anchor.block, None, donor.whole, origin, donor.rows)
         keys = [i.key for i in anchor.block.tensors if _touches(i, anchor.block, whole=donor.whole is not None)]
         if self.fold is not None:
-            keys = list(dict.fromkeys(k for key in keys for k in self.fold_keys(anchor.block, key)))
+            keys = self.folded_from(anchor.block, keys)
         task = MatchBlock(
             key=f"{self.out.number}:{source.model}",
             label=self.out.label,
@@ -90,10 +91,12 @@ class Moves:
         matched = move.transforms is not None or move.whole is not None
         moving = matched and _touches(framed, block, whole=move.whole is not None)
         folding = self.fold is not None and self.fold.touches(block, framed)
+        unseen = inputs(block, framed) if matched and move.origin is None else []
         adapted = source.model.lora is not None  # comes unrounded
-        if not moving and not folding and move.origin is None and not adapted:
+        if not moving and not folding and not unseen and move.origin is None and not adapted:
             return self.loads(move.source, [info.key])[info.key]
-        keys = self.fold_keys(block, info.key)
+        keys = self.folded_from(block, unseen or [info.key])
+        given = keys if move.origin is not None else self.folded_from(block, holders(block, unseen))
         recipe = self.donors.recipe
         base = self._same_block(recipe.base, block)
         carried = move.origin is not None
@@ -103,10 +106,10 @@ class Moves:
             block=block,
             info=framed,
             loads=self.loads(move.source, keys),
-            transforms=move.transforms if moving else None,
-            whole=move.whole if moving else None,
+            transforms=move.transforms if moving or unseen else None,
+            whole=move.whole if moving or unseen else None,
             fold=self.fold,
-            anchor=self.loads(base, keys) if carried else {},
+            anchor=self.loads(base, given),
             origin=self.loads(move.origin, keys) if move.origin is not None else {},
             run=self.donors.run if carried else None,
             donor_name=str(source.model),
@@ -148,6 +151,10 @@ class Moves:
                 for name, label in zip(own.names, self.out.names(info), strict=True)
             )
         return result
+
+    def folded_from(self, block: Block, keys: Iterable[str]) -> list[str]:
+        """The tensors that some folded ones are made of."""
+        return list(dict.fromkeys(made for key in keys for made in self.fold_keys(block, key)))
 
     def _same_block(self, model: ModelReference, block: Block) -> Source:
         return same_block(self.donors.models, model, block)

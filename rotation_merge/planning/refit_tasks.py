@@ -7,6 +7,7 @@ of them at a time.
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, cast
 
@@ -21,8 +22,8 @@ from rotation_merge.averaging.refit import Refit, Refitted, Teachers
 from rotation_merge.checkpoints.pair import WithTied
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.fold import Folded
-from rotation_merge.matching.model import Alignment, Progress
-from rotation_merge.matching.sources import Average, Moved
+from rotation_merge.matching.model import Alignment, Progress, aligned_source
+from rotation_merge.matching.sources import Average
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.refit import AT_ONCE, LENGTH, Lesson, Teacher, model_config
@@ -133,9 +134,11 @@ class _Work:
         model, own = self.donors.models[teacher.model], self.base.architecture
         mark = self.donors.run.marks.setdefault(str(teacher.model), Fingerprint())
         source: TensorSource = WithTied(self.donors.source(teacher.model, model.watched(mark)), own)
-        if self.donors.folded:
-            source = Folded(own, source, self.donors.folded)
-        return source if alignment is None else Moved(own, source, alignment.transforms)
+        folded = self.donors.folded
+        if alignment is None:
+            return Folded(own, source, folded) if folded else source
+        alignment = replace(alignment, folded=folded)
+        return aligned_source(own, source, alignment, WithTied(self.base, own))
 
     def _samples(self, number: int) -> list[Batch]:
         """The samples that a teacher brings."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
@@ -16,6 +16,7 @@ from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.biases import with_biases
 from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.labels import in_order
@@ -41,8 +42,13 @@ class LabelledLoad(LoadTensor):
     def group_label(self) -> str | None:
         return self.label
 
+    def read(self) -> Tensor | None:
+        """The tensor, without a mark of its having been read."""
+        tensor = LoadTensor.execute(self)
+        return None if tensor is None else in_order(tensor, self.rows)
+
     def execute(self) -> Tensor | None:
-        tensor: Tensor | None = super().execute()
+        tensor = LoadTensor.execute(self)
         if self.run is not None and tensor is not None:
             name = self._resolve_name(LoaderCache().get(self.model)) or self.tensor
             self.run.saw(str(self.model), name, tensor)
@@ -133,7 +139,7 @@ class MatchBlock(KeyedTask):
     def match(self, whole: Alignment | None) -> BlockMatch:
         """Reads both blocks, and matches them."""
         loads = load_arguments(anchor=self.anchor, donor=self.donor)
-        return self._match(whole, {name: LoadTensor.execute(load) for name, load in loads.items()})
+        return self._match(whole, {name: cast(LabelledLoad, load).read() for name, load in loads.items()})
 
     def _match(self, whole: Alignment | None, values: Mapping[str, Tensor | None]) -> BlockMatch:
         anchor, donor = (loaded(s, d, self.block, values) for s, d in (("anchor", self.anchor), ("donor", self.donor)))
@@ -150,7 +156,8 @@ class MoveTensor(KeyedTask):
     """One tensor of a model in the anchor's coordinates, rounded once, to `dtype`; a tuple, one for each stored piece.
 
     With `origin` (the model the donor was fine-tuned from): anchor + map(donor - origin). With `fold`: of the folded
-    models. Without transforms: the anchor itself, folded.
+    models. Without transforms: the anchor itself, folded. With the anchor's loads: the donor is given the anchor's
+    biases where softmax cannot see them.
     """
 
     block: Block = Field(repr=False)
@@ -177,23 +184,41 @@ class MoveTensor(KeyedTask):
         **values: Tensor | None,
     ) -> tuple[Tensor, ...] | None:
         stored = loaded("donor", self.loads, self.block, values).get(self.info.key)
+        maps = {**(whole.transforms if whole else {}), **(transforms or {})}
         donor = self._tensor("donor", self.loads, values)
         if donor is None or stored is None:
             return None
-        maps = {**(whole.transforms if whole else {}), **(transforms or {})}
         if self.origin and donor.is_floating_point():
             donor = self._transport(donor, maps, values)
         else:
-            donor = transform_tensor(donor, self.info, maps)
+            donor = self._moved(maps, values)
         if donor.is_floating_point():
             donor = donor.to(self.dtype or stored.dtype)
         return tuple(donor.unbind(0)) if self.info.stacked else (donor,)
 
-    def _tensor(self, side: str, loads: Loads, values: Mapping[str, Tensor | None]) -> Tensor | None:
-        tensors = loaded(side, loads, self.block, values)
-        if self.info.key not in tensors:
+    def _tensor(
+        self, side: str, loads: Loads, values: Mapping[str, Tensor | None], info: TensorInfo | None = None
+    ) -> Tensor | None:
+        tensors, info = loaded(side, loads, self.block, values), info or self.info
+        if info.key not in tensors:
             return None
-        return tensors[self.info.key] if self.fold is None else self.fold.tensor(self.block, self.info, tensors.get)
+        return tensors[info.key] if self.fold is None else self.fold.tensor(self.block, info, tensors.get)
+
+    def _moved(self, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]) -> Tensor:
+        """The donor's tensor in the anchor's coordinates, with the anchor's unseen biases."""
+
+        def own(key: str) -> Tensor | None:
+            info = self.info if key == self.info.key else self.block.tensor(key)
+            found = None if info is None else self._tensor("donor", self.loads, values, info)
+            return None if info is None or found is None else transform_tensor(found, info, maps)
+
+        def given(key: str) -> Tensor | None:
+            info = self.block.tensor(key)
+            return None if info is None else self._tensor("anchor", self.anchor, values, info)
+
+        found = with_biases(self.block, self.info, own, given, maps) if self.anchor else own(self.info.key)
+        assert found is not None
+        return found
 
     def _transport(self, donor: Tensor, maps: dict[str, SpaceTransform], values: Mapping[str, Tensor | None]) -> Tensor:
         anchor, origin = self._tensor("anchor", self.anchor, values), self._tensor("origin", self.origin, values)

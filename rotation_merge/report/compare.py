@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
-from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.biases import Aligned
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.state import TensorSource, read_block
@@ -76,10 +75,11 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
     if alignment.folded:
         anchor = Folded(architecture, anchor, alignment.folded)
         donor = Folded(architecture, donor, alignment.folded)
+    aligned = Aligned(architecture, donor, alignment.transforms, anchor)
     whole = _Sums()
     for block in architecture.blocks:
         a, b = read_block(block, anchor), read_block(block, donor)
-        sums = {info.key: _sums(info, a[info.key], b[info.key], alignment.transforms) for info in _shared(block, a, b)}
+        sums = {i.key: _sums(a[i.key], b[i.key], aligned.tensor(block, i)) for i in _shared(block, a, b)}
         for space in block.spaces.values():
             part = _total(sums, (info for info in _shared(block, a, b) if space in info.spaces()))
             transform = alignment.transforms.get(space.name)
@@ -108,10 +108,9 @@ def _total(sums: Mapping[str, _Sums], infos: Iterator[TensorInfo] | list[TensorI
     return total
 
 
-def _sums(info: TensorInfo, anchor: Tensor, donor: Tensor, transforms: Mapping[str, SpaceTransform]) -> _Sums:
+def _sums(anchor: Tensor, donor: Tensor, aligned: Tensor | None) -> _Sums:
     a, b = anchor.double().flatten(), donor.double().flatten()
-    moved = transform_tensor(donor, info, transforms)
-    c = b if moved is donor else moved.double().flatten()
+    c = b if aligned is None else aligned.double().flatten()
     return _Sums(*(float(torch.dot(x, y)) for x, y in ((a, a), (b, b), (a, b), (c, c), (a, c))))
 
 
