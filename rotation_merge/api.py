@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rotation_merge.architectures import resolve
 from rotation_merge.architectures.registry import tied_head
+from rotation_merge.checkpoints.headers import check_codes, codes
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.member import Member
@@ -69,6 +70,8 @@ def _config(config: Any, model: State) -> dict[str, Any]:
 
 def _member(name: str, config: dict[str, Any], state: Mapping[str, Tensor], untie: bool) -> Member:
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    if not config.get("quantization_config"):
+        check_codes(codes({key: (str(tensor.dtype), shapes[key]) for key, tensor in state.items()}), state, name)
     return Member(name, config, resolve(config, list(state), name, untie=untie), shapes, tied_head(config, state, name))
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from cli_support import run
-from plugin_support import recipe_for
+from plugin_support import make, recipe_for, write_state
+from plugin_support import state as stored
 from tiny_models import ALL, Case, Planted, planted, save
 from variants import FIRST, try_make
 
@@ -182,6 +185,42 @@ def test_quantised_weights_are_named_as_what_they_are() -> None:
     config = {**model.config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
     with pytest.raises(RotationMergeError, match=r"^anchor: its weights are quantised \(bitsandbytes\).*dequantize"):
         rotation_merge.align(model.state, model.state, config)
+
+
+QUANTISED = {
+    "fp8": ("float8_e4m3fn", r"quantised \(fp8, the first.*from_pretrained\(PATH, dtype='bfloat16'\)"),
+    "int8": ("int8", r"quantised \(int8, the first.*'quantization_config' back"),
+    "uint8": ("uint8", r"quantised \(uint8, the first.*'quantization_config' back"),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_codes_are_known_by_their_types(kind: str, tmp_path: Path) -> None:
+    """Where the config does not say that weights are quantised, on every path, and stored in either form."""
+    dtype, wanted = getattr(torch, QUANTISED[kind][0]), QUANTISED[kind][1]
+    anchor = make("llama", tmp_path / "anchor")
+    tensors = {n: (10 * x).to(dtype) if x.ndim == 2 else x for n, x in stored(anchor).items()}
+    if kind == "int8":
+        tensors["model.layers.0.mlp.up_proj.SCB"] = torch.ones(48)
+    donor = write_state(tensors, anchor, tmp_path / "donor")
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(yaml.safe_dump(recipe_for("linear", anchor, donor, unsupported="merge")))
+    np.savez(tmp_path / "data.npz", input_ids=np.ones((4, 4), dtype=np.int64))
+    data = ("--data", tmp_path / "data.npz")
+    paths = [("align", anchor, donor, tmp_path / "out"), ("align", donor, anchor, tmp_path / "out")]
+    paths += [("compare", anchor, donor), ("verify", anchor, donor), ("fingerprint", donor), ("inspect", donor)]
+    paths += [("check", recipe), ("inspect", recipe), ("measure", donor, *data), ("barrier", anchor, donor, *data)]
+    paths += [("fit", anchor, donor, *data, "--alignment", tmp_path / "file"), ("evaluate", donor, *data)]
+    paths += [("carry", donor, "--from", anchor, "--to", anchor, tmp_path / "out")]
+    for asked in paths:
+        done = run(*asked)
+        assert done.exit_code in (1, 2), (asked, done.output)
+        assert re.search(wanted, " ".join(done.output.split())), (asked, done.output)
+    with pytest.raises(RotationMergeError, match=wanted):
+        merge_recipe(recipe.read_text(), str(tmp_path / "merged"))
+    with pytest.raises(RotationMergeError, match=wanted):
+        rotation_merge.align(tensors, stored(anchor), json.loads((anchor / "config.json").read_text()))
+    assert not (tmp_path / "out").exists()
 
 
 # --- residual by stream

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from residual_support import checkpoint
+from cli_support import run
+from plugin_support import mergekit_yaml, one_error
+from residual_support import checkpoint, recipe
 from tiny_models import ALL, planted
 from torch import Tensor
 
@@ -105,6 +107,23 @@ def test_small_gains_are_refused_or_folded_well_in_every_family() -> None:
                 with pytest.raises(AlignmentError, match="too small to be folded"):
                     source[shift.name]
     assert found >= {"gptj", "falcon"}
+
+
+def test_what_the_output_is_rounded_to_counts(tmp_path: Path) -> None:
+    """A gain that folds well in float32 is refused where the recipe or the command writes fewer digits."""
+    made = checkpoint("gptj", next(c.name for c in ALL if c.family == "gptj"), tmp_path / "plain")
+    own = made.state
+    own["transformer.h.0.ln_1.weight"][0], own["transformer.h.0.ln_1.bias"][0] = 1e-2, 0.5
+    anchor, donor = (made.write(own, tmp_path / name) for name in ("anchor", "donor"))
+    for number, dtypes in enumerate(({"dtype": "bfloat16"}, {"out_dtype": "bfloat16"}, {})):
+        asked = {**recipe(anchor, donor, residual="rotation"), **dtypes}
+        done = mergekit_yaml(asked, tmp_path / f"out-{number}")
+        assert (tmp_path / f"out-{number}").exists() == (not dtypes)
+        assert not dtypes or "rounded to bfloat16" in one_error(done.output)
+    for flags in (("--dtype", "bfloat16"), ()):
+        done = run("align", anchor.path, donor.path, tmp_path / "aligned", "--residual", "rotation", *flags)
+        assert (tmp_path / "aligned").exists() == (not flags), done.output
+        assert not flags or "rounded to bfloat16" in done.output
 
 
 def test_offset_gain() -> None:

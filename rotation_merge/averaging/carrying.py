@@ -83,7 +83,7 @@ def carry_by_refit(
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
     sources = {out: bases.tuned(name) for out, name in names.items()}
     alignment, report = aligned(bases, settings, progress)
-    work = Work(bases, bases.carrier(alignment), report, settings)
+    work = Work(bases, bases.carrier(alignment, settings.storage.dtype), report, settings)
     done = []
     for out, source in sources.items():
         rank = settings.lora or (largest_rank(works[out]) if is_adapter(works[out]) else 0)

@@ -72,7 +72,7 @@ def write_aligned(
 ) -> None:
     """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all."""
     anchor, donor = pair.sources
-    tensors = aligned_tensors(pair.architecture, donor, alignment, anchor)
+    tensors = aligned_tensors(pair.architecture, donor, alignment, anchor, dtype_from_name(storage.dtype))
     text = card(pair, report, os.path.basename(out))
     write_checkpoint(pair.donor, tensors, report, text, out, storage, progress, check)
 

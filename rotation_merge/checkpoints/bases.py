@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import yaml
+from mergekit.common import dtype_from_name
 
 from rotation_merge.architectures import Architecture
 from rotation_merge.checkpoints.models import Model
@@ -92,9 +93,14 @@ class Bases:
         run.note(f"The bases were aligned by the file {path}; nothing was matched.")
         return read_alignment(self.pair, path, untie=True), self.pair.report(run, base=str(self.new.reference))
 
-    def carrier(self, alignment: Alignment) -> Carrier:
+    def carrier(self, alignment: Alignment, dtype: str | None = None) -> Carrier:
+        """What carries changes of the old base to the new one.
+
+        Args:
+            dtype: that a carried model is stored in, if another than the new base's.
+        """
         new, old = self.sources
-        return Carrier(self.architecture, old, new, alignment, self.rows)
+        return Carrier(self.architecture, old, new, alignment, self.rows, dtype_from_name(dtype))
 
 
 def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True) -> Bases:

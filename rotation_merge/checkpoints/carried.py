@@ -79,7 +79,7 @@ def carry_all(
     alignment, report = aligned(bases, settings, progress)
     if whole and not settings.lora:
         _check_head(bases, alignment, settings)
-    carrying = Work(bases, bases.carrier(alignment), report, settings)
+    carrying = Work(bases, bases.carrier(alignment, settings.storage.dtype), report, settings)
     ready = {out: carrying.adapter(adapter) for out, adapter in adapters.items()}
     if settings.lora:
         ready |= {out: carrying.as_lora(source) for out, source in tuned.items()}

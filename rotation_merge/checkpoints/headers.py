@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ Shapes = dict[str, tuple[int, ...]]
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Floating types of safetensors headers."""
+
+_FLOATS = {"f8_": "fp8", "float8": "fp8", "f6_": "fp6", "f4": "fp4", "float4": "fp4"}
+"""How types of floats that nobody computes in begin, in safetensors headers and in torch."""
+
+_INTEGERS = {"i8": "int8", "u8": "uint8", "i16": "int16", "u16": "uint16", "i32": "int32", "u32": "uint32"}
+
+_MATRICES = (2, 3)
+"""Dimensions of linear maps and stacks of them; masks of bytes that some models store have four."""
+
+_SCALES = ("scale", "scales", "weight_scale", "weight_scale_inv", "SCB", "absmax")
+"""Last words in names of tensors that codes are to be multiplied by."""
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -146,6 +158,73 @@ def file_dtypes(path: str) -> dict[str, torch.dtype]:
         return {name: tensor.dtype for name, tensor in _pickle(path).items()}
     header, _ = _header(path, os.path.getsize(path))
     return {name: DTYPES[entry["dtype"]] for name, entry in header.items() if entry["dtype"] in DTYPES}
+
+
+def file_codes(path: str) -> dict[str, str]:
+    """The matrices of codes in one weight file; see `codes`."""
+    if not path.endswith(".safetensors"):
+        return codes({name: (str(x.dtype), tuple(x.shape)) for name, x in _pickle(path).items()})
+    header, _ = _header(path, os.path.getsize(path))
+    return codes({name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()})
+
+
+def check_folder(folder: str) -> None:
+    """Refuse a checkpoint in a directory whose weights are codes, see `check_codes`."""
+    stems = [os.path.join(folder, stem) for stem in ("model.safetensors", "pytorch_model.bin")]
+    index = next((f"{stem}.index.json" for stem in stems if os.path.exists(f"{stem}.index.json")), None)
+    file = single_file(folder)
+    if index is not None:
+        files = [os.path.join(folder, shard) for shard in _shards(index)]
+    else:
+        files = [] if file is None else [file]
+    shapes, found = dict[str, Any](), dict[str, str]()
+    for path in filter(os.path.isfile, files):
+        found.update(file_codes(path))
+        shapes.update(file_shapes(path) if found else {})
+    check_codes(found, shapes, folder)
+
+
+def codes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
+    """The matrices among some tensors whose type weights only have as codes of quantised numbers, and that type.
+
+    Args:
+        tensors: by name, the type as torch or safetensors call it, and the shape.
+    """
+    found = {}
+    for name, (kind, shape) in tensors.items():
+        word = kind.removeprefix("torch.").lower()
+        code = next((code for start, code in _FLOATS.items() if word.startswith(start)), None)
+        code = code or _INTEGERS.get(word) or (word if word in _INTEGERS.values() else None)
+        if code is not None and len(shape) in _MATRICES:
+            found[name] = code
+    return found
+
+
+def check_codes(found: Mapping[str, str], names: Iterable[str], where: str) -> None:
+    """Refuse weights that are codes of quantised numbers although the config says nothing of it.
+
+    Args:
+        found: see `codes`.
+        names: of all tensors of the checkpoint.
+
+    Raises:
+        CheckpointError: says what they are, and how to get numbers.
+    """
+    if not found:
+        return
+    name, kind = next(iter(found.items()))
+    if kind.startswith("fp") and not any(other.rpartition(".")[2] in _SCALES for other in names):
+        numbers = (
+            "write one: CLASS.from_pretrained(PATH, dtype='bfloat16').save_pretrained(OUT), CLASS being the model's"
+        )
+    else:
+        numbers = "put 'quantization_config' back into config.json; model.dequantize(), model.save_pretrained(OUT)"
+    raise CheckpointError(
+        f"its weights are quantised ({kind}, the first is '{name}'), which config.json does not say; they are codes, "
+        "and have no axes to turn",
+        where=where,
+        remedy=f"name the model in full precision, or {numbers}",
+    )
 
 
 def _pickle_shapes(path: str) -> Shapes:

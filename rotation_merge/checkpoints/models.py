@@ -20,7 +20,16 @@ from rotation_merge.architectures.registry import find, tied_head, unaligned
 from rotation_merge.architectures.sentence import KEY as SENTENCE
 from rotation_merge.checkpoints.adapted import AdaptedLoader, find_places
 from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter
-from rotation_merge.checkpoints.headers import Shapes, check_local, file_dtypes, file_shapes, read_json, single_file
+from rotation_merge.checkpoints.headers import (
+    Shapes,
+    check_codes,
+    check_local,
+    file_codes,
+    file_dtypes,
+    file_shapes,
+    read_json,
+    single_file,
+)
 from rotation_merge.checkpoints.hub import downloaded, in_cache, is_hub_name
 from rotation_merge.checkpoints.sentence import SentenceLoader, read_modules
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
@@ -160,11 +169,8 @@ class Model:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor, from the files' headers (of pickles: loaded without their data)."""
-        index = self.loader.index
-        result: dict[str, tuple[int, ...]] = {}
-        for shard in sorted(set(index.tensor_paths.values())):
-            result.update(self._prefixed(shard, self._head(os.path.join(index.base_path, shard))))
-        if absent := [name for name in index.tensor_paths if name not in result]:
+        result = self._of_files(self._head)
+        if absent := [name for name in self.names if name not in result]:
             raise CheckpointError(
                 f"the index names '{absent[0]}', its shard does not hold it",
                 where=str(self.reference),
@@ -175,17 +181,17 @@ class Model:
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """What the tensors are stored in, which what an adapter changes is not rounded to when it is read."""
-        index = self.loader.index
-        result: dict[str, torch.dtype] = {}
-        for shard in sorted(set(index.tensor_paths.values())):
-            result.update(self._prefixed(shard, file_dtypes(os.path.join(index.base_path, shard))))
-        return result
+        return self._of_files(file_dtypes)
 
-    def _prefixed(self, shard: str, found: Mapping[str, T]) -> dict[str, T]:
-        """What a file holds, under the names of the whole model."""
+    def _of_files(self, read: Callable[[str], Mapping[str, T]]) -> dict[str, T]:
+        """What all files say of their tensors, under the names of the whole model."""
         base = self.loader.base if isinstance(self.loader, AdaptedLoader) else self.loader
-        prefix = base.prefixes.get(shard, "") if isinstance(base, SentenceLoader) else ""
-        return {prefix + name: value for name, value in found.items()}
+        prefixes = base.prefixes if isinstance(base, SentenceLoader) else {}
+        result: dict[str, T] = {}
+        for shard in sorted(set(self.loader.index.tensor_paths.values())):
+            found = read(os.path.join(self.loader.index.base_path, shard))
+            result.update({prefixes.get(shard, "") + name: value for name, value in found.items()})
+        return result
 
     @property
     def folder(self) -> str:
@@ -211,6 +217,8 @@ class Model:
     def _layout(self) -> Architecture:
         merge_anyway = self.unsupported == "merge"
         where = str(self.reference)
+        if not self.config.get("quantization_config"):  # with which the architecture refuses it
+            check_codes(self._of_files(file_codes), self.names, where)
         if merge_anyway and find(self.config) is None:
             return unaligned(self.names, self.config)
         try:

@@ -39,6 +39,7 @@ class Carrier:
         old, new: the bases as they are stored; `new` answers to the names of `architecture`.
         alignment: of the old base to the new one.
         rows: where the vocabularies differ.
+        dtype: that a carried model is going to be rounded to, if another than its own.
     """
 
     architecture: Architecture
@@ -46,10 +47,11 @@ class Carrier:
     new: TensorSource
     alignment: Alignment
     rows: Rows | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def fold(self) -> Fold:
-        return Fold(self.architecture, self.alignment.folded)
+        return Fold(self.architecture, self.alignment.folded, self.dtype)
 
     def block(self, block: Block, changes: Mapping[str, Change]) -> Changes:
         """The changes of a block's tensors, for the new base as it is stored; biases among them that are left over.

@@ -45,7 +45,14 @@ def fold_inputs(block: Block, info: TensorInfo, streams: Iterable[str]) -> list[
     return needed
 
 
-def fold_tensor(block: Block, info: TensorInfo, get: Get, streams: Iterable[str], centred: Iterable[str]) -> Tensor:
+def fold_tensor(
+    block: Block,
+    info: TensorInfo,
+    get: Get,
+    streams: Iterable[str],
+    centred: Iterable[str],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """One tensor of the folded model.
 
     Args:
@@ -54,18 +61,19 @@ def fold_tensor(block: Block, info: TensorInfo, get: Get, streams: Iterable[str]
         get: the block's tensors as they are stored.
         streams: streams that are folded.
         centred: those among them whose norms subtract the mean.
+        dtype: that the result is going to be rounded to, if another than its own.
 
     Returns:
         The stored tensor itself where nothing changes, else a new one in float32 at least.
 
     Raises:
-        AlignmentError: a gain of zero would have to be divided by.
+        AlignmentError: a gain of zero would have to be divided by, or one so small that rounding would show.
     """
     tensor = get(info.key)
     if tensor is None:
         raise KeyError(info.key)
     for norm in _norms(block, streams):
-        tensor = _fold_norm(block, info, tensor, norm, get)
+        tensor = _fold_norm(block, info, tensor, norm, get, dtype)
     for scale in block.scales:
         if scale.stream in streams:
             if info.key == scale.gain:
@@ -79,12 +87,14 @@ def fold_tensor(block: Block, info: TensorInfo, get: Get, streams: Iterable[str]
     return tensor
 
 
-def _fold_norm(block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: Get) -> Tensor:
+def _fold_norm(
+    block: Block, info: TensorInfo, tensor: Tensor, norm: Norm, get: Get, dtype: torch.dtype | None
+) -> Tensor:
     if info.key == norm.gain:
         return torch.full_like(tensor, 1.0 - norm.offset)
     shift = get(norm.shift) if norm.shift is not None and block.tensor(norm.shift) is not None else None
     if info.key == norm.shift:
-        return torch.zeros_like(tensor) if _absorbs_shift(block, norm) else _divided(block, tensor, norm, get)
+        return torch.zeros_like(tensor) if _absorbs_shift(block, norm) else _divided(block, tensor, norm, get, dtype)
     if not _reads(info.key, norm):
         return tensor
     if info.key.endswith(".bias"):
@@ -195,7 +205,7 @@ LEAST_ERROR = 1e-4
 """... or this share of what the norm gives out, whichever is more."""
 
 
-def _divided(block: Block, shift: Tensor, norm: Norm, get: Get) -> Tensor:
+def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dtype | None) -> Tensor:
     """The shift before a gain of one, for readers without a bias.
 
     Beside normalised activations, whose root mean square is one, it is stored in its type: once a rotation has mixed
@@ -213,14 +223,15 @@ def _divided(block: Block, shift: Tensor, norm: Norm, get: Get) -> Tensor:
         )
     divided = torch.where(gain == 0, torch.zeros_like(gain), _work(shift) / gain)
     size = float(divided.double().square().mean().sqrt())
-    rounding = torch.finfo(shift.dtype).eps
+    stored = max((shift.dtype, dtype or shift.dtype), key=lambda kind: torch.finfo(kind).eps)
+    rounding = torch.finfo(stored).eps
     if size * rounding > max(ROUNDINGS * rounding, LEAST_ERROR):
         raise AlignmentError(
             f"the gain '{norm.gain}' is too small to be folded (down to {float(gain.abs().min()):.2g}): rounded to "
-            f"{str(shift.dtype).removeprefix('torch.')}, the shift over it would be off by {size * rounding:.2g} of "
+            f"{str(stored).removeprefix('torch.')}, the shift over it would be off by {size * rounding:.2g} of "
             "what the norm gives out",
             where=block.name,
-            remedy="use 'residual: permutation' instead of rotation",
+            remedy="use 'residual: permutation' instead of rotation, or a dtype of more digits",
         )
     return divided
 
@@ -266,10 +277,14 @@ def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role
 
 
 class Fold:
-    """Which streams are folded, and which of them centred; folds single tensors and blocks."""
+    """Which streams are folded, and which of them centred; folds single tensors and blocks.
 
-    def __init__(self, architecture: Architecture, streams: Iterable[str]) -> None:
-        self.streams = tuple(streams)
+    Args:
+        dtype: that the results are going to be rounded to, if another than their own.
+    """
+
+    def __init__(self, architecture: Architecture, streams: Iterable[str], dtype: torch.dtype | None = None) -> None:
+        self.streams, self.dtype = tuple(streams), dtype
         self.centred = tuple(filter(architecture.layer_normed, self.streams))
 
     def touches(self, block: Block, info: TensorInfo) -> bool:
@@ -285,7 +300,7 @@ class Fold:
 
     def tensor(self, block: Block, info: TensorInfo, get: Get) -> Tensor:
         """See `fold_tensor`."""
-        return fold_tensor(block, info, get, self.streams, self.centred)
+        return fold_tensor(block, info, get, self.streams, self.centred, self.dtype)
 
     def block(self, block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All tensors of a block, folded."""
@@ -295,8 +310,14 @@ class Fold:
 class Folded:
     """A source whose norms are folded and whose writers are centred, computed tensor by tensor."""
 
-    def __init__(self, architecture: Architecture, source: TensorSource, streams: Iterable[str]) -> None:
-        self.source, self.fold = source, Fold(architecture, streams)
+    def __init__(
+        self,
+        architecture: Architecture,
+        source: TensorSource,
+        streams: Iterable[str],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.source, self.fold = source, Fold(architecture, streams, dtype)
         self.places = {
             name: (block, info, piece)
             for block in architecture.blocks

@@ -9,6 +9,7 @@ from functools import cached_property
 from threading import Lock
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block
@@ -253,7 +254,7 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
     transforms, records = alignment.transforms, []
     sums = {name: [0.0, 0.0, 0.0] for name in architecture.streams if name in transforms}
     for block in architecture.blocks:
-        a, b = read_block(block, anchor), read_block(block, donor)
+        a, b = (settled(block, read_block(block, source), transforms) for source in (anchor, donor))
         here = []
         for space in block.spaces.values():
             if space.name in transforms:
@@ -347,7 +348,11 @@ def _alternate(walk: _Walk, transforms: Transforms, statistics: Statistics) -> t
 
 
 def aligned_tensors(
-    architecture: Architecture, source: TensorSource, alignment: Alignment, anchor: TensorSource | None = None
+    architecture: Architecture,
+    source: TensorSource,
+    alignment: Alignment,
+    anchor: TensorSource | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """A donor's tensors in the anchor's coordinates, one after the other, in their storage dtype.
 
@@ -356,8 +361,9 @@ def aligned_tensors(
     Args:
         anchor: whose biases the donor is given where softmax cannot see them (`matching/biases.py`); None: it keeps its
             own.
+        dtype: that the caller rounds to, which folding has to survive, too.
     """
-    aligned = aligned_source(architecture, source, alignment, anchor)
+    aligned = aligned_source(architecture, source, alignment, anchor, dtype)
     for block in architecture.blocks:
         for info in block.tensors:
             moved = aligned.tensor(block, info)
@@ -367,10 +373,14 @@ def aligned_tensors(
 
 
 def aligned_source(
-    architecture: Architecture, source: TensorSource, alignment: Alignment, anchor: TensorSource | None = None
+    architecture: Architecture,
+    source: TensorSource,
+    alignment: Alignment,
+    anchor: TensorSource | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Aligned:
     """A donor in the anchor's coordinates, folded where the alignment needs it; see `aligned_tensors`."""
     if alignment.folded:
-        source = Folded(architecture, source, alignment.folded)
+        source = Folded(architecture, source, alignment.folded, dtype)
         anchor = None if anchor is None else Folded(architecture, anchor, alignment.folded)
     return Aligned(architecture, source, alignment.transforms, anchor)

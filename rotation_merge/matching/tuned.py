@@ -78,7 +78,7 @@ class Tuned:
 
     def _folded(self, source: TensorSource) -> TensorSource:
         streams = self.carrier.alignment.folded
-        return Folded(self.carrier.architecture, source, streams) if streams else source
+        return Folded(self.carrier.architecture, source, streams, self.carrier.dtype) if streams else source
 
     def _change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float]:
         """What fine-tuning changed in a tensor of the folded model, and the squared norm of it before."""

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 import torch
-from mergekit.common import ModelReference
+from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.graph import Task
 from mergekit.options import MergeOptions
@@ -108,7 +108,14 @@ class Donors:
 
     @property
     def fold(self) -> Fold | None:
-        return Fold(self._architecture, self.folded) if self.folded else None
+        return Fold(self._architecture, self.folded, self.dtype) if self.folded else None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of fewest digits that the recipe rounds to; None: everything stays what it is stored in."""
+        named = (self.recipe.config.dtype, self.recipe.config.out_dtype)
+        found = [dtype for name in named if (dtype := dtype_from_name(name)) is not None]
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
     @property
     def _base(self) -> Model:

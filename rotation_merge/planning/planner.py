@@ -9,6 +9,7 @@ from mergekit.architecture import ModelArchitecture, WeightInfo
 from mergekit.common import ImmutableMap, ModelReference
 from mergekit.config import ConfigReader, InputSliceDefinition, MergeConfiguration, OutputModuleDefinition
 from mergekit.graph import Task
+from mergekit.io.tasks import ReturnTensor
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.parameter_resolver import resolve_parameters
@@ -30,7 +31,7 @@ from rotation_merge.planning.moves import Moves
 from rotation_merge.planning.refit import read_lesson
 from rotation_merge.planning.refit_tasks import RefitModels, RefittedTensor
 from rotation_merge.planning.session import session_of, settle_heads
-from rotation_merge.planning.tasks import AlignedGather
+from rotation_merge.planning.tasks import AlignedGather, FiniteTensor
 from rotation_merge.planning.wanted import Wanted
 from rotation_merge.recipe.delegates import registered_name
 
@@ -74,6 +75,15 @@ class RotationMergePlanner(MergePlanner):
         self.run.folded = self.donors.folded
         if left_out := self.models[self.recipe.base].ignored:
             self.run.note(f"Not written, as the model does not read them: {named(left_out)}.")
+
+    def plan_in_memory(self) -> list[ReturnTensor]:
+        """As mergekit's (that of 0.1.5 fails at its own types), which mergekit-evolve asks for; what is no number ends
+        the merge, as it ends one that is written."""
+        self._plan()
+        return [
+            FiniteTensor.model_construct(weight_info=w, tensor_task=t, dtype=w.force_dtype or self.config.out_dtype)
+            for w, t in self._tensors
+        ]
 
     def plan_module(self, module_name: str, definition: OutputModuleDefinition) -> None:
         reader = ConfigReader(config=self.config, t=0, module=definition)

@@ -136,9 +136,9 @@ class _Work:
         source: TensorSource = WithTied(self.donors.source(teacher.model, model.watched(mark)), own)
         folded = self.donors.folded
         if alignment is None:
-            return Folded(own, source, folded) if folded else source
+            return Folded(own, source, folded, self.donors.dtype) if folded else source
         alignment = replace(alignment, folded=folded)
-        return aligned_source(own, source, alignment, WithTied(self.base, own))
+        return aligned_source(own, source, alignment, WithTied(self.base, own), self.donors.dtype)
 
     def _samples(self, number: int) -> list[Batch]:
         """The samples that a teacher brings."""

@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.graph import Task
-from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor
+from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor, ReturnTensor
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from rotation_merge.architectures.model import Block, TensorInfo
-from rotation_merge.errors import AlignmentError, CheckpointError
+from rotation_merge.errors import AlignmentError, CheckpointError, RotationMergeError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.biases import with_biases
@@ -280,11 +280,38 @@ class AlignedGather(GatherTensors):
         return result
 
 
-def _check_finite(tensor: Tensor, name: str, model: ModelReference) -> None:
-    """NaN would go through every delegate in silence. (The extremes tell, 25 times faster than `torch.isfinite`.)"""
+class FiniteTensor(ReturnTensor):
+    """A tensor of a model that is merged in memory, which must be numbers."""
+
+    def execute(self, tensor: Tensor) -> Tensor:
+        found: Tensor = super().execute(tensor)
+        check_output(found, self.weight_info.name)
+        return found
+
+
+def check_output(tensor: Tensor, name: str) -> None:
+    """Weights that add up to zero, a delegate that divides by it, a dtype that cannot hold a value: the merge ends.
+
+    Raises:
+        RotationMergeError: names the tensor.
+    """
+    if not _is_finite(tensor):
+        raise RotationMergeError(
+            f"tensor '{name}' of the merged model would hold NaN or infinity",
+            remedy="weights may not add up to 0, and the dtype has to hold what they make; nothing was written",
+        )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """The extremes tell, 25 times faster than `torch.isfinite`."""
     if not tensor.is_floating_point() or not tensor.numel():
-        return
-    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
+        return True
+    return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
+
+
+def _check_finite(tensor: Tensor, name: str, model: ModelReference) -> None:
+    """NaN would go through every delegate in silence."""
+    if not _is_finite(tensor):
         raise CheckpointError(
             f"tensor '{name}' holds NaN or infinity", where=str(model), remedy="repair or replace the checkpoint"
         )

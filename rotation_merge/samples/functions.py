@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.checkpoints.headers import read_json
+from rotation_merge.checkpoints.headers import check_folder, read_json
 from rotation_merge.checkpoints.hub import downloaded
 from rotation_merge.checkpoints.models import adapted_state, parse_reference
 from rotation_merge.checkpoints.sentence import module_tensors, read_modules
@@ -62,6 +62,8 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
 
     directory = local_path(path)
     kind = kind_at(path)
+    if not read_config(directory).get("quantization_config"):
+        check_folder(directory)
     options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
     state = adapted_state(path)
     try:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import click
-import torch
 from mergekit import card, merge
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
@@ -27,10 +26,11 @@ from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.output import check_place, staged
 from rotation_merge.checkpoints.pair import open_pair, read_alignment
 from rotation_merge.checkpoints.sentence import module_of, write_modules
-from rotation_merge.errors import AlignmentError, RotationMergeError
+from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.planning.keeping import keep_alignments
 from rotation_merge.planning.session import Session, SessionConfiguration
+from rotation_merge.planning.tasks import check_output
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.recipe.settings import tokenizer_source
 from rotation_merge.report.card import add_section
@@ -186,25 +186,12 @@ def _as_it_is_here(apart: Apart) -> Iterator[None]:
 
 
 def _save(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
-    _check_finite(name, tensor)
+    check_output(tensor, name)
     apart = _apart.get()
     if apart is None or module_of(name, apart.modules) is None:
         real(writer, name=name, tensor=tensor, **options)
     else:
         apart.tensors[name] = tensor.detach().cpu().clone()
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    """Weights that add up to zero, a delegate that divides by it, a dtype that cannot hold a value: the merge ends.
-
-    Raises:
-        RotationMergeError: names the tensor.
-    """
-    if tensor.is_floating_point() and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
-        raise RotationMergeError(
-            f"tensor '{name}' of the merged model would hold NaN or infinity",
-            remedy="weights may not add up to 0, and the dtype has to hold what they make; nothing was written",
-        )
 
 
 def _on_hub(real: Callable[[str], bool], path: str) -> bool:
