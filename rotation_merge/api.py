@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from rotation_merge.architectures import resolve
 from rotation_merge.architectures.registry import tied_head
+from rotation_merge.checkpoints.halves import NOTE, language_half
 from rotation_merge.checkpoints.headers import check_codes, codes
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.labels import in_order
@@ -27,7 +29,8 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     """Move a donor, its function unchanged, as near as possible to an anchor.
 
     Args:
-        donor: state dict or module; not modified.
+        donor: state dict or module; not modified. Beside an anchor that sees, too, a text-only module will do, which
+            is aligned to the anchor's language half.
         anchor: state dict or module of the same architecture and sizes; not modified.
         config: the models' config: a transformers config, or the dictionary in config.json.
         **options: as in a recipe: attention, heads, ffn, rescale, residual, layers, untie.
@@ -48,6 +51,10 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     given = _config(config, anchor)
     first = _member("anchor", given, theirs, untie)
     second = _member("donor", _config(getattr(donor, "config", None) or given, donor), mine, untie)
+    if (half := language_half(first, second)) is not None:
+        mine = half.all_of(mine, theirs)
+        second = _member("donor", half.config(first.config, second.config), mine, untie)
+        second = replace(second, note=f"The donor {NOTE.format(anchor='the anchor')}.")
     checked = check_pair(first, second, chosen, untie=untie)
     if odd := sorted(set(mine) ^ set(theirs)):
         raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="align models of one class")
@@ -58,6 +65,8 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     for note in (*checked.warnings, *checked.notes()):
         run.note(note)
     aligned = {**mine, **dict(aligned_tensors(first.architecture, mine, alignment, theirs))}
+    if half is not None:
+        aligned = {own: aligned[name] for name, own in half.names.items() if name in aligned}
     return aligned, MergeReport.of(run, "anchor", "none", "")
 
 

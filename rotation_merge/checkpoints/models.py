@@ -20,6 +20,7 @@ from rotation_merge.architectures.registry import find, tied_head, unaligned
 from rotation_merge.architectures.sentence import KEY as SENTENCE
 from rotation_merge.checkpoints.adapted import AdaptedLoader, find_places
 from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter
+from rotation_merge.checkpoints.halves import NOTE, Half, HalfLoader, language_half
 from rotation_merge.checkpoints.headers import (
     Shapes,
     check_codes,
@@ -32,6 +33,7 @@ from rotation_merge.checkpoints.headers import (
 )
 from rotation_merge.checkpoints.hub import downloaded, in_cache, is_hub_name
 from rotation_merge.checkpoints.sentence import SentenceLoader, read_modules
+from rotation_merge.checkpoints.stored import Stored
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
 from rotation_merge.matching.fingerprint import Fingerprint, Watched, fingerprint
 from rotation_merge.matching.labels import Rows, in_order, labels, named_rows
@@ -44,20 +46,6 @@ from rotation_merge.matching.state import TensorSource, check_shape
 LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Stored:
-    """The tensors of a checkpoint as its files (and an adapter) have them, read when asked for by name."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.model.loader.index.tensor_paths
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        tensor: Tensor = self.model.loader.get_tensor(name)
-        return tensor
 
 
 class Model:
@@ -74,6 +62,7 @@ class Model:
         self.reference, self.options, self.unsupported, self.untie = reference, options, unsupported, untie
         self._heads: dict[str, Shapes] = {}
         self.rows: Rows = {}
+        self.note = ""
 
     def _head(self, path: str) -> Shapes:
         """Shapes of the tensors in one of its files; each file's head is read once."""
@@ -104,9 +93,7 @@ class Model:
     def modules(self) -> list[dict[str, Any]]:
         """What stands behind the transformer in a folder of sentence-transformers."""
         path = self.reference.model.path
-        if os.path.isdir(path):
-            return read_modules(path)
-        here = in_cache(path, self.reference.model.revision)
+        here = path if os.path.isdir(path) else in_cache(path, self.reference.model.revision)
         return [] if here is None else read_modules(here)
 
     def check_files(self) -> None:
@@ -154,6 +141,8 @@ class Model:
             raise CheckpointError(
                 f"weights cannot be read ({short(error)})", where=str(self.reference), remedy="download them again"
             ) from error
+        if isinstance(found, HalfLoader):  # of a merge before, in which the model was part of another
+            LoaderCache.loaders[plain] = found = found.own
         if self.modules:
             if not isinstance(found, SentenceLoader):
                 found = SentenceLoader(found, str(found.index.base_path), self.modules)
@@ -249,7 +238,7 @@ class Model:
     def member(self) -> Member:
         """The model as `check_pair` sees it."""
         where = str(self.reference)
-        return Member(where, self.config, self.architecture, self.shapes, self.tied)
+        return Member(where, self.config, self.architecture, self.shapes, self.tied, self.note)
 
     @cached_property
     def tied(self) -> tuple[str, str] | None:
@@ -260,6 +249,15 @@ class Model:
     def tied_head(self) -> str | None:
         """Name of that head."""
         return self.tied[0] if self.tied else None
+
+    def within(self, anchor: Model, half: Half) -> Model:
+        """A text-only model as one of the anchor's kind (see `halves`)."""
+        found = Model(self.reference, self.options, self.unsupported, self.untie)
+        found.note = f"`{self.reference}` {NOTE.format(anchor=f'`{anchor.reference}`')}."
+        loader = LoaderCache.loaders[self.reference] = HalfLoader(self.loader, anchor.loader, half)
+        vars(found).update(loader=loader, config=half.config(anchor.config, self.config))  # instead of reading them
+        vars(found)["_of_files"] = lambda read: half.all_of(self._of_files(read), anchor._of_files(read))
+        return found
 
     def check_shapes(self, other: Model, excluded: Callable[[str], bool], resized: bool) -> None:
         """Tensors in the same place of another model have the same shape.
@@ -390,4 +388,7 @@ class Models:
         for reference in references:
             self[reference].config  # noqa: B018  (loads and checks)
         for reference in references[1:]:
+            first, other = self[anchor], self[reference]
+            if find(other.config) and (half := language_half(first, other)):
+                self._opened[reference] = other.within(first, half)
             check_pair(self[anchor].member, self[reference].member, NOTHING, layers={}, excluded=lambda _: True)

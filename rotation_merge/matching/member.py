@@ -19,6 +19,7 @@ class Member:
         architecture: resolved for its own tensor names.
         shapes: of every tensor that it stores, by name.
         tied: a head that shares an embedding's tensor, and the stream it reads (`registry.tied_head`).
+        note: what the reader of a report should know of it.
     """
 
     name: str
@@ -27,3 +28,4 @@ class Member:
     shapes: Mapping[str, tuple[int, ...]]
 
     tied: tuple[str, str] | None = None
+    note: str = ""

@@ -49,7 +49,8 @@ class Checked:
 
     def notes(self) -> list[str]:
         """What the reader of a report should know beside the warnings."""
-        found = rows_note(self.anchor.name, self.donor.name, self.rows)
+        found = [self.donor.note] if self.donor.note else []
+        found += rows_note(self.anchor.name, self.donor.name, self.rows)
         if self.unaligned:
             names = ", ".join(self.unaligned[:6]) + (", ..." if len(self.unaligned) > 6 else "")
             unknown = f"{len(self.unaligned)} tensors ({names})"

@@ -49,7 +49,9 @@ class AlignedModule(ModuleArchitecture):
         return self.architecture.layers_key[self.module]
 
     def num_layers(self, config: PretrainedConfig) -> int:
-        return self.count() if not self.num_layers_config_key() else super().num_layers(config)
+        part, _, nested = self.num_layers_config_key().partition(".")
+        half = bool(nested) and not hasattr(config, part)  # of a text-only model that is a language half
+        return self.count() if half or not part else super().num_layers(config)
 
 
 def architecture_info(config: MergeConfiguration, options: MergeOptions) -> ModelArchitecture:
