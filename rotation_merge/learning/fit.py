@@ -136,30 +136,36 @@ class _Fit:
 
     # --- losses ------------------------------------------------------------------------------------------------
 
-    def loss(self, weights: dict[str, Tensor], index: int, coefficients: Tensor) -> Tensor:
-        """Loss of one model on one batch as it is."""
-        batch = self.batches[index]
-        if self.objective == "labels":
-            with self._precision():
-                return labels_loss(self.path.outputs(weights, batch))
-        return self._distil(weights, unlabelled(batch), self.teachers(index, batch), coefficients)
+    def loss(
+        self, weights: dict[str, Tensor], batch: Batch, taught: list[Tensor] | None, coefficients: Tensor
+    ) -> Tensor:
+        """Loss of one model on one batch: by its labels, or against what its parents taught."""
+        with self._precision():
+            outputs = self.path.outputs(weights, batch)
+            if taught is None:
+                return labels_loss(outputs)
+            return distillation(outputs, taught, coefficients, attention_mask(batch))
 
-    def training_loss(self, weights: dict[str, Tensor], coefficients: Tensor) -> Tensor:
-        """Loss of one model on a batch drawn from the training samples, or distillation on a mix of two."""
+    def lesson(self, index: int) -> tuple[Batch, list[Tensor] | None]:
+        """A batch as it is, and the parents' answers unless its labels count."""
+        batch = self.batches[index]
+        return (batch, None) if self.objective == "labels" else (unlabelled(batch), self.teachers(index, batch))
+
+    def next_lesson(self) -> tuple[Batch, list[Tensor] | None]:
+        """A batch drawn from the training samples, or a mix of two with the parents' answers.
+
+        To be asked for before the path's model holds other weights: it is one of the parents.
+        """
         index = self._pick()
         batch = unlabelled(self.batches[index])
         mixable = all(x.is_floating_point() for x in batch.values())
         if not mixable or float(torch.rand((), generator=self.generator)) >= self.options.mixing:
-            return self.loss(weights, index, coefficients)
+            return self.lesson(index)
         mixed = mix(batch, unlabelled(self.batches[self._pick()]), self.generator)
-        return self._distil(weights, mixed, self.teachers.answer(mixed), coefficients)
+        return mixed, self.teachers.answer(mixed)
 
     def _pick(self) -> int:
         return self.training[int(torch.randint(len(self.training), (), generator=self.generator))]
-
-    def _distil(self, weights: dict[str, Tensor], batch: Batch, taught: list[Tensor], coefficients: Tensor) -> Tensor:
-        with self._precision():
-            return distillation(self.path.outputs(weights, batch), taught, coefficients, attention_mask(batch))
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(
@@ -173,7 +179,7 @@ class _Fit:
         for share in (0.0, 0.25, 0.5, 0.75, 1.0):
             coefficients = self._along(share)
             weights = self.path.weights(transforms, coefficients)
-            values = [float(self.loss(weights, index, coefficients)) for index in self.held_out]
+            values = [float(self.loss(weights, *self.lesson(index), coefficients)) for index in self.held_out]
             losses[share] = sum(values) / len(values)
         inner = [losses[s] for s in (0.25, 0.5, 0.75)]
         line = [losses[0.0] + s * (losses[1.0] - losses[0.0]) for s in (0.25, 0.5, 0.75)]
@@ -259,11 +265,11 @@ class _Fit:
         for step in range(first, steps):
             if step - report.best_step >= self.options.patience * every:
                 break
-            coefficients = self.draw()
+            coefficients, lesson = self.draw(), self.next_lesson()
             weights = self.path.weights([module() for module in learned], coefficients)
             optimiser.zero_grad()
             with self.path.holding(weights):
-                loss = self.training_loss(weights, coefficients)
+                loss = self.loss(weights, *lesson, coefficients)
                 loss.backward()
             nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
             optimiser.step()
