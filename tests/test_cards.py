@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from cli_support import run
 from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
 
@@ -203,3 +204,30 @@ def test_words_that_match_nothing(words: str, models: tuple[Path, Path], tmp_pat
 def test_ranges_that_reach_beyond(models: tuple[Path, Path]) -> None:
     """A range that names a layer may name more than there are."""
     assert run("compare", *models, "--layers", "1-999999999").exit_code == 0
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_was_not_aligned_is_listed(known: bool, models: tuple[Path, Path], tmp_path: Path) -> None:
+    """With `unsupported: merge`: tensors that the architecture does not know, or all of an unknown one."""
+    pair = []
+    for name, path in zip(("anchor", "donor"), models, strict=True):
+        tensors = {**state(path), "value_head.weight": torch.randn(3, 5)}
+        pair.append(write_state(tensors, path, tmp_path / name))
+        if not known:
+            config = json.loads((path / "config.json").read_text())
+            changed = config | {"architectures": ["NobodysForCausalLM"], "model_type": config["model_type"]}
+            (pair[-1] / "config.json").write_text(json.dumps(changed))
+    made = recipe_for("linear", *pair, unsupported="merge", report=True)
+    file = tmp_path / "recipe.yml"
+    file.write_text(yaml.safe_dump(made))
+    count = 1 if known else len(tensors)
+    listed = f"Not aligned, as the architecture does not know them: {count} tensors"
+    for command in ("check", "inspect"):
+        done = run(command, file)
+        assert listed in " ".join(done.output.split()), done.output
+    merged(made, tmp_path / "out")
+    run("report", tmp_path / "out", "--out", tmp_path / "page.html")
+    written = [tmp_path / "out" / name for name in ("README.md", "rotation_merge.json", "report.html")]
+    for path in (*written, tmp_path / "page.html"):
+        assert listed in path.read_text(), path
+        assert ("value_head.weight" if known else "lm_head.weight") in path.read_text()

@@ -32,6 +32,8 @@ class RecipeDonor:
         origin: the model it was fine-tuned from, if its task vector is carried over; that one is matched then.
         file: of an alignment, which is applied instead of matching.
         excluded: says of a tensor that it is copied from the anchor, or kept by each model.
+        words: whether tokens at other ids stay where they are.
+        unsupported: whether what is not known is refused (error) or taken along (merge).
     """
 
     anchor: str
@@ -41,6 +43,8 @@ class RecipeDonor:
     origin: str | None = None
     file: str | None = None
     excluded: Callable[[str], bool] = lambda _: False
+    words: bool = True
+    unsupported: str = "error"
 
     @property
     def matched(self) -> str:
@@ -75,7 +79,9 @@ def donors_of(path: str) -> list[RecipeDonor]:
         reader = ConfigReader(config=config.model_copy(update={"parameters": values}), t=0)
         origin, file = (recipe.of_model(name, reader, donor.model) for name in ("finetuned_from", "alignment"))
         options = recipe.varying(reader, donor.model)
-        result.append(RecipeDonor(str(recipe.base), str(donor.model), options, recipe.untie, origin, file, excluded))
+        words = not (config.tokenizer or config.tokenizer_source)
+        names = str(recipe.base), str(donor.model)
+        result.append(RecipeDonor(*names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported))
     if not result:
         raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
     return result

@@ -33,7 +33,7 @@ OWN = ("config.json", "rotation_merge.json")
 
 def match_pair(pair: Pair, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:
     """The best alignment of the donor to the anchor, and the report on it."""
-    anchor, donor = pair.sources
+    anchor, donor = pair.matched
     run = Run()
     options = pair.checked.options
     with named(str(pair.anchor.reference), str(pair.donor.reference)):

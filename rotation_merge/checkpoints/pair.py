@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.checkpoints.hub import is_absent, local_file
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.checkpoints.origin import origins
-from rotation_merge.checkpoints.vocabulary import other_order
+from rotation_merge.checkpoints.vocabulary import matched_on, other_order, shared_rows
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.file import check_fingerprints, load_alignment, save_alignment
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.model import Alignment, recorded
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair, residual_of
-from rotation_merge.matching.sources import OnDevice
+from rotation_merge.matching.sources import OnDevice, Rows
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.report.record import MergeReport, figures, rows_of, versions
 from rotation_merge.report.run import Run
@@ -73,6 +74,29 @@ class Pair:
         source = WithTied(model.watched(mark), self.architecture)
         return source if self.device == "cpu" else OnDevice(source, torch.device(self.device))
 
+    @cached_property
+    def shared(self) -> tuple[Tensor, Tensor] | None:
+        """Rows of the tokens that both have, on which streams are matched, the anchor's first; None where all tokens
+        are the same, or no stream is matched."""
+        if self.checked.options.residual == "none":
+            return None
+        rows = shared_rows([self.anchor, self.donor])
+        return None if rows is None else (rows[0], rows[1])
+
+    @property
+    def matched(self) -> tuple[TensorSource, TensorSource]:
+        """What of the two is compared: of embeddings and heads the rows of shared tokens."""
+        if self.shared is None:
+            return self.sources
+        anchor, donor = (Rows(self.architecture, *pair) for pair in zip(self.sources, self.shared, strict=True))
+        return anchor, donor
+
+    def notes(self) -> list[str]:
+        """What the reader of a report should know beside the warnings."""
+        if self.shared is None:
+            return self.checked.notes()
+        return [*self.checked.notes(), matched_on(self.anchor, self.donor, len(self.shared[0]))]
+
     def fingerprints(self) -> tuple[str, str]:
         """Of anchor and donor; only what has not been read yet is read."""
         for model, mark in zip((self.anchor, self.donor), self.marks, strict=True):
@@ -83,24 +107,31 @@ class Pair:
         """The report on what was done to the donor; what is written counts as a fine-tune of it, or of `base`."""
         names = str(self.anchor.reference), str(self.donor.reference)
         marks = dict(zip(names, self.fingerprints(), strict=True))
-        for note in (*self.checked.warnings, *self.checked.notes()):
+        for note in (*self.checked.warnings, *self.notes()):
             run.note(note)
         models = origins((self.anchor.reference, self.donor.reference))
         return MergeReport.of(run, self.anchor.reference, "none", recipe, marks, models, "finetune", base or names[1])
 
 
 def open_pair(
-    anchor: str, donor: str, options: MatchOptions, untie: bool = False, device: str = "cpu", words: bool = True
+    anchor: str,
+    donor: str,
+    options: MatchOptions,
+    untie: bool = False,
+    device: str = "cpu",
+    words: bool = True,
+    unsupported: str = "error",
 ) -> Pair:
     """Two checkpoints, checked to fit together under these options.
 
     Args:
         words: whether their vocabularies must be of one size, too.
+        unsupported: as in a recipe: whether what is not known is refused or taken along.
 
     Raises:
         RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
     """
-    models = Models(MergeOptions())
+    models = Models(MergeOptions(), unsupported)
     first, second = parse_reference(anchor), parse_reference(donor)
     models.check(first, [second])
     a, d = models[first], models[second]
@@ -127,11 +158,15 @@ def check_models(
     options: MatchOptions,
     untie: bool = False,
     excluded: Callable[[str], bool] = lambda _: False,
+    words: bool = True,
+    unsupported: str = "error",
 ) -> Checked | None:
     """Both are there, whole, and fit together; their vocabularies may differ.
 
     Args:
         excluded: says of a tensor that it is copied from the anchor.
+        words: whether to warn of tokens at other ids, which nobody brings together.
+        unsupported: as in a recipe: whether what is not known is refused or taken along.
 
     Returns:
         What may be done to the donor; None where one is a model of the hub that has not been downloaded.
@@ -142,9 +177,11 @@ def check_models(
     first, second = parse_reference(anchor), parse_reference(donor)
     if is_absent(first) or is_absent(second):
         return None
-    models = Models(MergeOptions())
+    models = Models(MergeOptions(), unsupported)
     models.check(first, [second])
-    return check_pair(models[first].member, models[second].member, options, untie=untie, excluded=excluded)
+    a, d = models[first], models[second]
+    checked = check_pair(a.member, d.member, options, untie=untie, excluded=excluded)
+    return replace(checked, warnings=(*checked.warnings, *other_order(a, d))) if words else checked
 
 
 def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:

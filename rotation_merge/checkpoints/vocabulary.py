@@ -55,6 +55,12 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
     return [torch.tensor([t[token] for token in common]) for t in known]
 
 
+def matched_on(anchor: Model, donor: Model, count: int) -> str:
+    """What a reader should know of models whose vocabularies differ."""
+    names = f"`{donor.reference}` and `{anchor.reference}`"
+    return f"{names} share {count} tokens: embeddings and heads were matched on these."
+
+
 def other_order(anchor: Model, donor: Model) -> list[str]:
     """A line where tokens of two models that lie here stand at other ids; for models of one vocabulary size."""
     moved, whole = moved_tokens(anchor, donor)

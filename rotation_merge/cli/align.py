@@ -102,7 +102,7 @@ def command(
         return 0
     for warning in pair.checked.warnings:
         say(f"Warning: {warning}", "yellow")
-    for note in pair.checked.notes():
+    for note in pair.notes():
         say(note)
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:

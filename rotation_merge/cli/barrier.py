@@ -104,7 +104,8 @@ def measure(donor: RecipeDonor, source: str, points: int, progress: Progress, re
     from rotation_merge.checkpoints.pair import open_pair, read_alignment
 
     anchor, untie = donor.anchor, donor.untie
-    pair = open_pair(anchor, donor.name, donor.options if donor.file is None else NOTHING, untie)
+    options = donor.options if donor.file is None else NOTHING
+    pair = open_pair(anchor, donor.name, options, untie, unsupported=donor.unsupported)
     a, b = load(anchor), load(donor.name, like=anchor)
     data: Data = read_batches(source, anchor, a, **reading)
     curves = [path(a, b, data, points, "plain", progress)]

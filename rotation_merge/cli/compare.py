@@ -34,7 +34,7 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     pair = open_pair(anchor, donor, options, untie)
     progress = Progress()
     alignment, _ = match_pair(pair, progress)
-    found = list(gaps(pair.architecture, *pair.sources, alignment))
+    found = list(gaps(pair.architecture, *pair.matched, alignment))
     progress.close()
     if as_json:
         facts = {"anchor": anchor, "donor": donor, "summary": parted(found), "warnings": pair.checked.warnings}
@@ -57,7 +57,7 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     table("", headers, rows, numbers=(2, 3, 4, 5))
     for warning in pair.checked.warnings:
         say(f"Warning: {warning}", "yellow")
-    for note in pair.checked.notes():
+    for note in pair.notes():
         say(note)
     summary = parted(found)
     say(f"{summary[:1].upper()}{summary[1:]}.")

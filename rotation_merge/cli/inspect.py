@@ -60,10 +60,13 @@ def _estimate(donor: RecipeDonor) -> Estimate:
     from rotation_merge.checkpoints.pair import check_models, open_pair
 
     options = donor.options
-    checked = check_models(donor.anchor, donor.matched, options, donor.untie, donor.excluded)
+    known = donor.unsupported
+    checked = check_models(
+        donor.anchor, donor.matched, options, donor.untie, donor.excluded, donor.words, unsupported=known
+    )
     if donor.matched != donor.name:
-        check_models(donor.matched, donor.name, NOTHING, excluded=donor.excluded)
-    pair = open_pair(donor.anchor, donor.anchor, options, donor.untie)
+        check_models(donor.matched, donor.name, NOTHING, excluded=donor.excluded, unsupported=known)
+    pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, unsupported=known)
     warnings = [*checked.warnings, *checked.notes()] if checked is not None else []
     dtype = str(pair.anchor.config.get("dtype") or pair.anchor.config.get("torch_dtype") or "float32")
     size = ITEMSIZE.get(dtype.removeprefix("torch."), 4)

@@ -16,7 +16,7 @@ from rotation_merge.architectures.model import Architecture
 from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.checkpoints.hub import local_file
 from rotation_merge.checkpoints.models import Model, Models
-from rotation_merge.checkpoints.vocabulary import other_order, shared_rows
+from rotation_merge.checkpoints.vocabulary import matched_on, other_order, shared_rows
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.file import check_fingerprints, load_alignment
 from rotation_merge.matching.fold import Fold
@@ -172,10 +172,7 @@ class Donors:
                 where=str(donor),
                 remedy="leave out 'tokenizer' and 'tokenizer_source'",
             )
-        self.run.note(
-            f"`{donor}` and `{self.recipe.base}` share {len(rows[0])} tokens: embeddings and heads were "
-            "matched on these."
-        )
+        self.run.note(matched_on(self._base, self.models[donor], len(rows[0])))
         return rows[0], rows[1]
 
     def _settle_mean(self, readers: dict[ModelReference, ConfigReader]) -> None:

@@ -130,7 +130,7 @@ def prove_files(session: Session, place: str) -> None:
     recipe, done = session.recipe, session.run
     for given in done.given.values():
         donor, file = given.matched, given.file
-        pair = open_pair(str(recipe.base), donor, NOTHING, recipe.untie)
+        pair = open_pair(str(recipe.base), donor, NOTHING, recipe.untie, unsupported=recipe.unsupported)
         alignment = read_alignment(pair, file)
         with tempfile.TemporaryDirectory(dir=place) as folder:
             moved = os.path.join(folder, "moved")

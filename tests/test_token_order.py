@@ -1,0 +1,77 @@
+"""Tokens at other ids in vocabularies of one size: every path says so, and streams are matched on what is shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from cli_support import parsed, run
+from plugin_support import merged
+from residual_support import Checkpoint, checkpoint, recipe, twin
+from test_plugin_inputs import with_tokenizer
+
+from rotation_merge.matching.fold import Folded
+
+WARNED = "stand at other ids than in"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoint, torch.Tensor]:
+    """An anchor, a twin of it in another stream whose tokens have other ids, and those ids."""
+    folder = tmp_path_factory.mktemp("tokens")
+    anchor = checkpoint("llama", "llama", folder / "anchor")
+    moved = twin(anchor, folder / "moved", "rotation")
+    rows = torch.randperm(50, generator=torch.Generator().manual_seed(3))
+    tensors = moved.state
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][rows].contiguous()
+    donor = moved.write(tensors, folder / "donor")
+    words = [f"w{i}" for i in range(50)]
+    with_tokenizer(words, anchor.path)
+    with_tokenizer([words[i] for i in rows], donor.path)
+    return anchor, donor, rows
+
+
+def test_every_path_warns(models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path) -> None:
+    anchor, donor, _ = models
+    made, file = recipe(anchor, donor, residual="none"), tmp_path / "recipe.yml"
+    file.write_text(yaml.safe_dump(made))
+    for asked in (("check", file), ("inspect", file), ("compare", anchor.path, donor.path)):
+        done = run(*asked)
+        assert done.exit_code == 0, done.output
+        assert WARNED in " ".join(done.output.split()), asked
+    assert WARNED in parsed("compare", anchor.path, donor.path)["warnings"][0]
+    done = run("align", anchor.path, donor.path, tmp_path / "aligned", "--no-verify")
+    assert WARNED in " ".join(done.output.split())
+    merged(made, tmp_path / "merged")
+    for written in ("aligned", "merged"):
+        for name in ("README.md", "rotation_merge.json"):
+            assert WARNED in (tmp_path / written / name).read_text(), (written, name)
+    file.write_text(yaml.safe_dump({**made, "tokenizer": {"source": "base"}}))
+    for command in ("check", "inspect"):
+        assert WARNED not in " ".join(run(command, file).output.split())
+
+
+def test_streams_are_matched_on_shared_tokens(
+    models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
+) -> None:
+    """The twin comes into the anchor's coordinates, its own tokens where they were, by command and recipe alike."""
+    anchor, donor, rows = models
+    turned = ("--residual", "rotation", "--heads", "permutation")
+    done = run("align", anchor.path, donor.path, tmp_path / "out", *turned)
+    assert done.exit_code == 0, done.output
+    assert "share 50 tokens" in done.output
+    assert "share 50 tokens" in (tmp_path / "out" / "README.md").read_text()
+    found = Checkpoint(anchor.case, tmp_path / "out").state
+    wanted = Folded(anchor.architecture, anchor.state, ("residual",))
+    for name, tensor in found.items():
+        own = wanted[name][rows] if name in ("model.embed_tokens.weight", "lm_head.weight") else wanted[name]
+        torch.testing.assert_close(tensor, own, rtol=1e-3, atol=1e-4)
+    compared = " ".join(run("compare", anchor.path, donor.path, *turned).output.split())
+    assert "one model in two coordinate systems" in compared
+    assert "share 50 tokens" in compared
+    made = {**recipe(anchor, donor, residual="rotation"), "tokenizer": {"source": "base"}}
+    for name, tensor in merged(made, tmp_path / "merged").items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-3, atol=1e-4)
