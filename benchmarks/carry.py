@@ -1,16 +1,17 @@
 """What arrives of fine-tunes and a LoRA carried to another base: the shipped Llamas, on texts that training never saw.
 
-    python benchmarks/carry.py
+    python benchmarks/carry.py            weights and refit, to benchmarks/results/carry.json
+    python benchmarks/carry.py distil     50 steps from the refit on, to benchmarks/results/carry-distil.json
 
 Llama 0's fine-tunes for English and C, and its LoRA for English, go to Llama 1 (another seed): added as they are, moved
 by the alignment of weights, and refitted on 64 sequences that the fine-tune wrote itself. Losses in nats a byte on the
-first 160 windows of the shipped texts; `own` is the new base's loss on Python, its own domain. Writes
-`benchmarks/results/carry.json`.
+first 160 windows of the shipped texts; `own` is the new base's loss on Python, its own domain.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from typing import Any
@@ -31,6 +32,7 @@ NAMES = {
     "llama-0-c": "fine-tune for C",
     "llama-0-lora-english": "LoRA for English",
 }
+DISTIL = "distil" in sys.argv[1:]
 WHOLE = MatchOptions(heads="permutation", residual="rotation")
 OLD, NEW = (str(demo.CHECKPOINTS / name) for name in ("llama-0", "llama-1"))
 
@@ -46,10 +48,18 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
     def weights(match: MatchOptions, scale: float) -> Any:
         return lambda: carry_all({out: work}, OLD, NEW, Settings(match, scale=scale))
 
-    def refit(lora: int, scale: float | None) -> Any:
+    def refit(lora: int, scale: float | None, steps: int = 0) -> Any:
         settings = Settings(WHOLE, lora=lora)
-        return lambda: carry_by_refit({out: work}, OLD, NEW, settings, Samples(scale=scale))
+        return lambda: carry_by_refit({out: work}, OLD, NEW, settings, Samples(scale=scale, steps=steps))
 
+    if DISTIL:
+        what = {0: "" if adapter else "all weights", 16: "an adapter of rank 16"}
+        return {
+            f"{what[lora]}{', ' * bool(what[lora])}{words}": refit(lora, scale, 50)
+            for lora in what
+            if not (adapter and lora)
+            for words, scale in {"scale 1": 1.0, "scale by held-out samples, own text kept": None}.items()
+        }
     scale = 0.5 if adapter else 0.75
     found = {
         f"added as it is, scale {scale}": weights(NOTHING, scale),
@@ -62,7 +72,7 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    table = Table("carry")
+    table = Table("carry-distil" if DISTIL else "carry")
     for name, text in (("llama-0-english", "english"), ("llama-0-c", "c"), ("llama-0-lora-english", "english")):
         work = str(demo.CHECKPOINTS / name)
         adapter = "lora" in name
