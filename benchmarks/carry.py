@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from record import Table
 
-from rotation_merge.averaging.carrying import Samples, carry_by_refit
+from rotation_merge.averaging.carrying import Samples, carry_with_samples
 from rotation_merge.checkpoints.carried import Settings, carry_all
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.samples import demo
@@ -50,7 +50,10 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
 
     def refit(lora: int, scale: float | None, steps: int = 0) -> Any:
         settings = Settings(WHOLE, lora=lora)
-        return lambda: carry_by_refit({out: work}, OLD, NEW, settings, Samples(scale=scale, steps=steps))
+        return lambda: carry_with_samples({out: work}, OLD, NEW, settings, Samples(scale=scale, steps=steps))
+
+    def scaled() -> Any:
+        return carry_with_samples({out: work}, OLD, NEW, Settings(WHOLE), Samples(solve=False))
 
     if DISTIL:
         what = {0: "" if adapter else "all weights", 16: "an adapter of rank 16"}
@@ -64,6 +67,7 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
     found = {
         f"added as it is, scale {scale}": weights(NOTHING, scale),
         f"weights, scale {scale}": weights(WHOLE, scale),
+        "weights, scale of each block by held-out samples": scaled,
         "refit, scale 1": refit(0, 1.0),
         "refit, scale by held-out samples": refit(0, None),
     }

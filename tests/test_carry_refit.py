@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from tiny_models import ALL, load, make, reload, save
 from rotation_merge.architectures import resolve
 from rotation_merge.averaging.carry_change import ChangeOptions, of_rank, refit_change
 from rotation_merge.averaging.carry_losses import Losses
+from rotation_merge.averaging.carry_scale import Scaled, search
+from rotation_merge.checkpoints.bases import open_bases
 from rotation_merge.learning import polish as polish_module
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.samples import functions
 
 STOPPED_AT = 10
 """Steps after which a run is stopped: three rates of one step and four of training for each kind of answers."""
@@ -80,6 +84,36 @@ def test_a_scale_that_is_no_better_than_none_is_none() -> None:
     assert any("Nothing of it arrives" in line for line in better.words(0.0) + Losses(2, 1, 2, 1, {1: (3, 1)}).words(1))
 
 
+def test_scales_are_searched_block_by_block() -> None:
+    """Towards the least sum of both losses; where nothing is better than none, none."""
+    wanted = {"a": 1.0, "b": 0.0, "c": 0.5}
+
+    def losses(scales: Mapping[str, float]) -> tuple[float, float]:
+        return 2 + sum((scales[b] - wanted[b]) ** 2 for b in wanted), 1.0
+
+    found, zero, there = search(list(wanted), losses)
+    assert found == wanted
+    assert (sum(zero), sum(there)) == (4.25, 3.0)
+    found, zero, there = search(list(wanted), lambda scales: (sum(scales.values()), 0.0))
+    assert (set(found.values()), zero) == ({0.0}, there)
+
+
+def test_scales_of_what_weights_carry(lessons: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """Zero is the new base; one is what is carried without samples."""
+    _, (old, new, _, tuned) = lessons
+    bases = open_bases(str(new), str(old))
+    alignment, _ = bases.match(MatchOptions(residual="rotation"))
+    carrier, source = bases.carrier(alignment), bases.tuned(str(tuned))
+    scaled = Scaled(carrier, source, bases.new.reference.config())
+    assert run("carry", tuned, "--from", old, "--to", new, tmp_path / "out", "--residual", "rotation").exit_code == 0
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        for scale, path in ((0.0, new), (1.0, tmp_path / "out")):
+            wanted = functions.load(str(path))(input_ids=ids).logits
+            found = scaled.model(dict.fromkeys(scaled.blocks, scale))(input_ids=ids).logits
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_command(tmp_path: Path) -> None:
     """An adapter stays one of its rank, a model a model; report and card say what arrived."""
     old, new, lora, tuned = (stand_in(f"org/{n}", tmp_path) for n in ("old", "new", "my-lora", "tuned"))
@@ -92,6 +126,9 @@ def test_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "at scale 0.5" in done.output
     assert (tmp_path / "two" / "model.safetensors").exists()
+    done = run("carry", tuned, *bases[:4], "--samples", 32, "--scale", "auto", tmp_path / "three")
+    assert done.exit_code == 0, done.output
+    assert "Scale of each block" in done.output
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +185,6 @@ def test_distilling_goes_on_where_it_was_stopped(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--scale", "auto"), "--carry refit"),
         (("--carry", "refit", "--steps", 5), "--carry distil"),
         (("--scale", "much"), "write a number"),
         (("--carry", "refit", "--data", "nowhere.txt"), "nowhere.txt"),

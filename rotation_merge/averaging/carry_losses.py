@@ -35,13 +35,13 @@ class Losses:
         """The scale with the least sum of both losses."""
         return min(self.carried, key=lambda scale: sum(self.carried[scale]))
 
-    def words(self, scale: float) -> list[str]:
-        """What the user should know of the scale that was taken."""
+    def words(self, scale: float, where: str = "") -> list[str]:
+        """What the user should know of the scale that was taken (called `where` in words)."""
         there, own = self.carried[scale]
         home = self.old - self.tuned
         lines = [
             f"On samples held out (loss in nats): the old base {self.old:.3f}, its fine-tune {self.tuned:.3f}; the new "
-            f"base {self.new:.3f}, carried {there:.3f} at scale {scale:g}.",
+            f"base {self.new:.3f}, carried {there:.3f} {where or f'at scale {scale:g}'}.",
             f"On text that the new base writes itself: {self.own:.3f} before, {own:.3f} after.",
         ]
         if scale == 0:

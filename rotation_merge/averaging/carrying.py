@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Block
 from rotation_merge.averaging.carry_change import ChangeOptions, refit_change
 from rotation_merge.averaging.carry_distil import Distilled, Lessons, adapter_in_training, distil
 from rotation_merge.averaging.carry_losses import SCALES, Losses, both
+from rotation_merge.averaging.carry_scale import Scaled, Scales, search
+from rotation_merge.averaging.carry_scale import words as scale_words
+from rotation_merge.averaging.carry_solution import Solution
 from rotation_merge.checkpoints.adapters import Adapter, is_adapter
 from rotation_merge.checkpoints.aligned import write_checkpoint
 from rotation_merge.checkpoints.bases import open_bases
-from rotation_merge.checkpoints.carried import Done, Settings, Work, aligned, card
+from rotation_merge.checkpoints.carried import Done, Settings, Work, aligned, card, check_head
 from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
 from rotation_merge.errors import DataError
 from rotation_merge.learning.polish import PolishOptions
 from rotation_merge.learning.unfinished import Unfinished
-from rotation_merge.matching.carry import Carrier, Change
 from rotation_merge.matching.model import Progress
 from rotation_merge.matching.sources import Renamed, Replaced
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
-from rotation_merge.matching.tuned import of_low_rank
 from rotation_merge.samples.data import Data, read_batches, unpadded
 from rotation_merge.samples.evaluate import evaluate
 from rotation_merge.samples.functions import Batch, architecture_of, load, local_path
@@ -37,6 +37,7 @@ AT_ONCE = 16
 HELD_OUT = 0.25
 """Share of the samples that nothing is solved from."""
 REFITTED = "The new base's maps were solved, one layer after the other, to make the change on samples."
+ALONE = "leave --carry and --scale auto out: weights alone are carried by the tokens that both have"
 DISTILLED = f"{REFITTED} From there on it was **trained** for a few steps."
 
 
@@ -49,6 +50,7 @@ class Samples:
         count: how many, those held out included.
         scale: of the solved change; None: the best on the samples held out.
         steps: of distillation from the refit on; 0: none.
+        solve: False: weights alone carry the change, and samples say its scale in each block.
     """
 
     data: str = SELF
@@ -57,13 +59,14 @@ class Samples:
     seed: int = 0
     scale: float | None = None
     steps: int = 0
+    solve: bool = True
 
     def read(self, batch_size: int = AT_ONCE) -> dict[str, int]:
         """How they are read."""
         return {"limit": self.count, "batch_size": batch_size, "length": self.length, "seed": self.seed}
 
 
-def carry_by_refit(
+def carry_with_samples(
     works: Mapping[str, str],
     old: str,
     new: str,
@@ -71,7 +74,7 @@ def carry_by_refit(
     samples: Samples,
     progress: Progress | None = None,
 ) -> list[Done]:
-    """Carry adapters and fine-tunes of one base to another by refitting their change.
+    """Carry adapters and fine-tunes of one base to another by solving for their change, or by scaling it, on samples.
 
     Args:
         works: directories of adapters and of whole models, by the directory that each is to be written to.
@@ -80,6 +83,10 @@ def carry_by_refit(
         RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
     """
     bases = open_bases(new, old, settings.device, untie=True)
+    if bases.rows is not None:
+        raise DataError(
+            f"its vocabulary is not that of {new}: samples mean other things to the two", where=old, remedy=ALONE
+        )
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
     sources = {out: bases.tuned(name) for out, name in names.items()}
     alignment, report = aligned(bases, settings, progress)
@@ -88,6 +95,9 @@ def carry_by_refit(
     for out, source in sources.items():
         rank = settings.lora or (largest_rank(works[out]) if is_adapter(works[out]) else 0)
         one = _Carrying(work, names[out], source, rank, samples, progress)
+        if not samples.solve:
+            done.append(_moved(one, works[out], out))
+            continue
         solution, notes = one.solved(out)
         how = f"{one.how} {notes[0]}"
         if rank:
@@ -99,6 +109,19 @@ def carry_by_refit(
         write_checkpoint(bases.new, solution.tensors(), full, text, out, settings.storage, progress)
         done.append(Done(works[out], out, full.notes))
     return done
+
+
+def _moved(one: _Carrying, path: str, out: str) -> Done:
+    """Carried by weights, each block at the scale that samples say."""
+    work, settings = one.work, one.work.settings
+    if not (is_adapter(path) or settings.lora):
+        check_head(work.bases, work.carrier.alignment, settings)
+    scales, notes = one.scaled()
+    report = replace(work.report, notes=[*work.report.notes, *notes])
+    work = replace(work, report=report, settings=replace(settings, scale=scales))
+    if not (is_adapter(path) or settings.lora):
+        return work.write_tuned(path, out, one.source, one.progress)
+    return work.write(path, out, *(work.adapter(Adapter(path)) if is_adapter(path) else work.as_lora(one.source)))
 
 
 @dataclass
@@ -120,6 +143,20 @@ class _Carrying:
     @property
     def how(self) -> str:
         return DISTILLED if self.samples.steps else REFITTED
+
+    def scaled(self) -> tuple[Scales, list[str]]:
+        """The scales at which weights alone carry it, and what the user should know."""
+        _, held_out, own = _samples(self.name, self._new, self.samples)
+        moved = Scaled(self.work.carrier, self.source, self._config, self.work.settings.device)
+        watch = self.progress or (lambda *_: None)
+        found, zero, there = search(moved.blocks, lambda scales: both(moved.model(scales), held_out, own), watch)
+        losses = Losses(*self._home(held_out), *zero, {0.0: zero, 1.0: there})
+        return found, [*losses.words(float(any(found.values())), "at the scales below"), scale_words(found)]
+
+    def _home(self, held_out: Data) -> tuple[float, float]:
+        """Losses of the old pair."""
+        old, tuned = (evaluate(load(n), held_out)[0] for n in (str(self.work.bases.old.reference), self.name))
+        return old, tuned
 
     def solved(self, out: str) -> tuple[Solution, list[str]]:
         """What is carried, at its scale, and what the user should know."""
@@ -214,12 +251,11 @@ class _Carrying:
     def _losses(self, changed: Mapping[str, Tensor], held_out: Data, own: Data) -> Losses:
         """Losses of all models, and of the new base with the change at every scale."""
         scales = sorted({0.0, *(SCALES if self.samples.scale is None else (self.samples.scale,))})
-        home, taught = (evaluate(load(name), held_out)[0] for name in (str(self.work.bases.old.reference), self.name))
         carried = {}
         for scale in scales:
             model = self._model(dict(Solution(self.work.carrier, changed, scale, torch.float32).tensors()))
             carried[scale] = both(model, held_out, own)
-        return Losses(home, taught, *carried[0.0], carried)
+        return Losses(*self._home(held_out), *carried[0.0], carried)
 
 
 def _on(name: str, device: str) -> Any:
@@ -230,37 +266,6 @@ def largest_rank(path: str) -> int:
     """The largest rank in an adapter, which what is carried of it may have everywhere."""
     adapter = Adapter(path)
     return max((adapter.shapes[c.a][0] for c in adapter.changes.values() if c.a is not None), default=1)
-
-
-@dataclass
-class Solution:
-    """Solved maps of a new base, as whole tensors or as changes of low rank."""
-
-    carrier: Carrier
-    solved: Mapping[str, Tensor]
-    scale: float
-    dtype: torch.dtype | None = None
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The solved tensors, at their scale, in the dtype; None: in the new base's for storage."""
-        for block in self.carrier.architecture.blocks:
-            for info in block.tensors:
-                for name in info.names:
-                    if name in self.solved and (new := read_tensor(info, self.carrier.new)) is not None:
-                        change = self.solved[name].double() - new.double()
-                        yield name, (new.double() + self.scale * change).to(self.dtype or new.dtype)
-
-    def factors(self, block: Block, rank: int) -> tuple[dict[str, Change], dict[str, tuple[float, float]]]:
-        """A block's changes, matrices by factors of a rank that they already have."""
-        found: dict[str, Change] = {}
-        kept: dict[str, tuple[float, float]] = {}
-        for info in block.tensors:
-            new = read_tensor(info, self.carrier.new)
-            if new is not None and info.name in self.solved:
-                change = self.scale * (self.solved[info.name].double() - new.double())
-                found[info.key] = of_low_rank(change, info, rank) if change.ndim > 1 else change
-                kept[info.key] = (float(change.square().sum()),) * 2
-        return found, kept
 
 
 def _samples(tuned: str, new: str, samples: Samples) -> tuple[Data, Data, Data]:

@@ -21,7 +21,7 @@ from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.model import Alignment, Progress
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import TensorSource
-from rotation_merge.matching.tuned import Tuned, share
+from rotation_merge.matching.tuned import Scale, Tuned, share
 from rotation_merge.report.card import metadata, section, with_metadata
 from rotation_merge.report.record import MergeReport, versions
 from rotation_merge.report.run import Run
@@ -46,7 +46,7 @@ class Settings:
 
     match: MatchOptions = field(default_factory=MatchOptions)
     alignment: str | None = None
-    scale: float = 1.0
+    scale: Scale = 1.0
     device: str = "cpu"
     lora: int = 0
     storage: Storage = field(default_factory=Storage)
@@ -78,7 +78,7 @@ def carry_all(
     tuned = {out: bases.tuned(path) for out, path in whole.items()}
     alignment, report = aligned(bases, settings, progress)
     if whole and not settings.lora:
-        _check_head(bases, alignment, settings)
+        check_head(bases, alignment, settings)
     carrying = Work(bases, bases.carrier(alignment, settings.storage.dtype), report, settings)
     ready = {out: carrying.adapter(adapter) for out, adapter in adapters.items()}
     if settings.lora:
@@ -145,7 +145,8 @@ class Work:
         return Done(work, out, [_verdict(self.bases, report), *notes])
 
 
-def _check_head(bases: Bases, alignment: Alignment, settings: Settings) -> None:
+def check_head(bases: Bases, alignment: Alignment, settings: Settings) -> None:
+    """Refuse a turned stream where the head is tied and no head of its own was asked for."""
     if alignment.folded and not settings.storage.untie and (tied := bases.new.tied_head) is not None:
         raise RecipeError(
             f"a turned stream needs a head of its own, '{tied}' is tied to the embedding",

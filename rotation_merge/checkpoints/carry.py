@@ -18,6 +18,7 @@ from rotation_merge.matching.carry import Carrier, Change, Changes
 from rotation_merge.matching.factors import LowRank, dense, factor_infos, output_axis, stacks
 from rotation_merge.matching.labels import Rows, in_order
 from rotation_merge.matching.state import TensorSource, check_shape, read_tensor
+from rotation_merge.matching.tuned import Scale, scale_at
 
 SMALLER = f"use 'residual: permutation', or {WHOLE}"
 
@@ -46,7 +47,7 @@ def carry_adapter(
     carrier: Carrier,
     config: Mapping[str, Any],
     new_name: str,
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     rows: Rows | None = None,
 ) -> Carried:
     """The adapter that changes the new base as `adapter` changes the old one.
@@ -73,7 +74,9 @@ def carry_adapter(
         entries = [entry for entry in parsed.entries if entry.spot.in_block(block)]
         saved = {key: spot.info.key for key, spot in parsed.saved.items() if spot.in_block(block)}
         if entries or saved:
-            _BlockOfAdapter(adapter, carrier, block, result, scale, rows or {}).carry(entries, saved)
+            _BlockOfAdapter(adapter, carrier, block, result, scale_at(scale, block.name), rows or {}).carry(
+                entries, saved
+            )
     if result.constants:
         _give_biases(adapter, parsed.entries, result)
     return result

@@ -35,7 +35,11 @@ from rotation_merge.errors import RotationMergeError
 @click.option("--data", default="self", show_default=True, help="Samples; self: text that WORK writes.")
 @click.option("--samples", default=64, show_default=True, type=click.IntRange(min=32), help="How many.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--scale", default="", help="Of the change: a number; auto (with samples): the best on those held out.")
+@click.option(
+    "--scale",
+    default="",
+    help="Of the change: a number; auto: by samples held out, for weights in each block.",
+)
 @click.option("--lora", default=0, metavar="RANK", help="Write a whole fine-tune's change as an adapter.")
 @click.option("--shard-size", default="5B", show_default=True, help="Largest weight file of a model, e.g. 500M.")
 @click.option("--dtype", help="Storage of a carried model; the new base's if not given.")
@@ -93,11 +97,12 @@ def command(
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     check_places(work, places)
     jobs = dict(zip(places, work, strict=True))
-    if way != "weights":
-        from rotation_merge.averaging.carrying import Samples, carry_by_refit
+    if factor is None or way != "weights":
+        from rotation_merge.averaging.carrying import Samples, carry_with_samples
 
-        run = Samples(data, samples, seed=seed, scale=factor, steps=(steps or 50) if way == "distil" else 0)
-        done = carry_by_refit(jobs, old, new, settings, run, progress)
+        steps = (steps or 50) if way == "distil" else 0
+        run = Samples(data, samples, seed=seed, scale=factor, steps=steps, solve=way != "weights")
+        done = carry_with_samples(jobs, old, new, settings, run, progress)
     else:
         done = carry_all(jobs, old, new, settings, progress)
     progress.close()
@@ -115,12 +120,10 @@ def _factor(text: str, way: str) -> float | None:
     """What the change is multiplied by; None: what samples say.
 
     Raises:
-        RotationMergeError: it is no number, or there are no samples to ask.
+        RotationMergeError: it is no number.
     """
     if text in ("", "auto"):
-        if text == "auto" and way == "weights":
-            raise RotationMergeError("--scale auto asks samples", remedy="add --carry refit, or write a number")
-        return 1.0 if way == "weights" else None
+        return 1.0 if text == "" and way == "weights" else None
     try:
         return float(text)
     except ValueError as error:

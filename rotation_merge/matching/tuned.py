@@ -15,6 +15,14 @@ from rotation_merge.matching.factors import LowRank, dense, stacks, transposed
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 
+Scale = float | Mapping[str, float]
+"""What a change is multiplied by: everywhere, or by name of a block (one, where it is not named)."""
+
+
+def scale_at(scale: Scale, block: str) -> float:
+    """The scale in one block."""
+    return scale.get(block, 1.0) if isinstance(scale, Mapping) else scale
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -23,11 +31,13 @@ class Tuned:
     Attributes:
         source: its tensors, under the names of the carrier's architecture.
         scale: what its change is multiplied by.
+        dtype: of the results; None: the new base's for storage.
     """
 
     carrier: Carrier
     source: TensorSource
-    scale: float = 1.0
+    scale: Scale = 1.0
+    dtype: torch.dtype | None = None
 
     def tensors(self) -> Iterator[tuple[TensorInfo, dict[str, Tensor], float, float]]:
         """The new base with the carried change, tensor by tensor, in the new base's storage dtype.
@@ -47,7 +57,7 @@ class Tuned:
                     continue
                 change, before = self._change(block, info)
                 moved = carrier.respelled(block, info, carrier.moved(info, change))
-                result = (base + self.scale * moved).to(stored.dtype).contiguous()
+                result = (base + scale_at(self.scale, block.name) * moved).to(self.dtype or stored.dtype).contiguous()
                 yield info, unstack(info, result), float(change.square().sum()), before
 
     def factors(self, block: Block, rank: int) -> tuple[Changes, dict[str, tuple[float, float]]]:
@@ -68,7 +78,7 @@ class Tuned:
             change, _ = self._change(block, info)
             weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None
             beside = dense(result[weight.key], weight) if weight is not None and weight.key in result else None
-            whole = self.scale * self.carrier.stored(block, info, change.double(), beside)
+            whole = scale_at(self.scale, block.name) * self.carrier.stored(block, info, change.double(), beside)
             if not bool(whole.any()):
                 continue
             result[info.key] = cut = of_low_rank(whole, info, rank) if len(info.axes) > 1 else whole
