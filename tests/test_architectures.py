@@ -105,6 +105,8 @@ def test_every_tensor_is_covered_and_every_axis_labelled(case: Case) -> None:
     for block in architecture.blocks:
         used = {space.name for info in block.tensors for space in info.spaces()}
         assert {space.name for space in block.spaces.values()} <= used, block.name
+    for stream, output in architecture.handed_out.items():
+        assert any(output in name.split(".") for name in model.expected), f"{stream} is handed out as {output}"
 
 
 @by_case

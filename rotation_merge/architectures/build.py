@@ -83,10 +83,14 @@ def lay_out(spec: ArchitectureSpec, config: Mapping[str, Any]) -> Architecture:
         inner = _named({**values, **own[module]}, definition.variables)
         scope = replace(root, config=inner, spaces=streams)
         blocks += _module_blocks(scope, module, definition)
+    groups = {name: stream_groups(spec, values, name, blocks) for name in streams}
+    still = {name: spec.streams[name].output for name, admitted in groups.items() if admitted == ("none",)}
+    given = {name: evaluate(output, values) if output else "last_hidden_state" for name, output in still.items()}
     return Architecture(
         family=spec.family,
         streams=streams,
-        stream_groups={name: stream_groups(spec, values, name, blocks) for name in streams},
+        stream_groups=groups,
+        handed_out={name: output for name, output in given.items() if output},
         blocks=tuple(blocks),
         layers_key={
             module: f"{definition.config}.{definition.layers_key}" if own[module] else definition.layers_key

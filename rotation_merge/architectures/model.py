@@ -222,6 +222,7 @@ class Architecture:
         family: name of the architecture file.
         streams: residual streams by name.
         stream_groups: the groups each stream admits, smallest first.
+        handed_out: by stream that admits none: the output of the model's forward that it is.
         blocks: in the order of the forward pass.
         layers_key: config key of each module's number of layers.
         base, spelling: how the checkpoint names its tensors (see `ArchitectureSpec`).
@@ -232,6 +233,7 @@ class Architecture:
     stream_groups: dict[str, tuple[str, ...]]
     blocks: tuple[Block, ...]
     layers_key: dict[str, str]
+    handed_out: Mapping[str, str] = field(default_factory=dict)
     limits: tuple[str, ...] = ()
     base: str = ""
     spelling: tuple[tuple[str, str], ...] = ()

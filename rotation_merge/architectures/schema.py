@@ -235,11 +235,13 @@ class StreamSpec(Strict):
         when: whether a model of this config has it (null: always).
         limit: the largest group (none, permutation, signed_permutation), or an expression that gives it, where
             something that the norms do not show forbids a larger one.
+        output: where forward hands the stream out, so that its limit is none: an expression for the output's name.
     """
 
     size: Expression
     when: Expression = None
     limit: Expression = None
+    output: Expression = None
 
 
 class LayerSection(Section):

@@ -247,7 +247,8 @@ def residual_groups(architecture: Architecture, asked: str, model: str = "the mo
             )
         admitted = architecture.stream_groups[name]
         if group != "largest" and group not in admitted:
-            why = ", which this model gives out" if admitted == ("none",) else ""
+            out = architecture.handed_out.get(name)
+            why = f", which this model gives out as '{out}'" if out else ""
             raise RecipeError(
                 f"'residual: {group}' is not a symmetry of the {architecture.family} architecture "
                 f"(stream '{name}'{why})",
