@@ -40,12 +40,21 @@ def table(out: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("residual", "dtype"), [("none", "float32"), ("signed_permutation", "bfloat16"), ("rotation", "bfloat16")]
+    ("family", "residual", "dtype"),
+    [
+        ("llama", "none", "float32"),
+        ("llama", "signed_permutation", "bfloat16"),
+        ("llama", "rotation", "bfloat16"),
+        ("qwen2", "rotation", "float32"),
+        ("bert", "permutation", "bfloat16"),
+        ("vit", "rotation", "float32"),
+    ],
 )
-def test_a_merge_from_a_file_is_the_one_that_wrote_it(pair: Pair, residual: str, dtype: str, tmp_path: Path) -> None:
+def test_a_merge_from_a_file_is_the_one_that_wrote_it(family: str, residual: str, dtype: str, tmp_path: Path) -> None:
     """The same bytes, and the same figures in report, card and page."""
-    donor = make("llama", tmp_path / "independent", seed=8)
-    recipe = {**recipe_for("linear", pair[0], donor, residual=residual), "dtype": dtype}
+    anchor, donor = (make(family, tmp_path / f"model-{seed}", seed=seed) for seed in (0, 8))
+    options = {"residual": residual, **({"untie": True} if family == "qwen2" else {})}
+    recipe = {**recipe_for("linear", anchor, donor, **options), "dtype": dtype}
     kept, out, again = tmp_path / "kept" / "file.safetensors", tmp_path / "out", tmp_path / "again"
     first = merged({**recipe, "parameters": {**recipe["parameters"], "save_alignment": str(kept)}}, out)
     assert equal(merged(from_file(recipe, kept), again), first)

@@ -131,6 +131,42 @@ def test_local_names_are_refused_with_the_remedy(local: Any, home: Hub, tmp_path
         card.write_text(kept)
 
 
+def test_an_aligned_donor_is_published_as_a_fine_tune(local: Any, home: Hub, tmp_path: Path) -> None:
+    assert run("align", *local[:2], tmp_path / "aligned", "--no-verify").exit_code == 0
+    (tmp_path / "aligned" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(local[0])}))
+    assert parsed("push", tmp_path / "aligned", "me/aligned", *named(local), "--yes")["repository"] == "me/aligned"
+    files = home.files("me/aligned")
+    found = ModelCard(files["README.md"].decode()).data.to_dict()
+    assert (found["base_model"], found["base_model_relation"]) == ("org/donor", "finetune")
+    assert "recipe.yml" not in files
+    config = json.loads(files["adapter_config.json"])
+    assert config == {"base_model_name_or_path": "org/anchor", "revision": local[3]["anchor"]}
+    assert run("pull", "me/aligned", tmp_path / "theirs").exit_code == 0
+
+
+def test_samples_travel_where_that_is_said(local: Any, home: Hub, tmp_path: Path) -> None:
+    from rotation_merge.samples.demo import CHECKPOINTS
+
+    model, text = CHECKPOINTS / "llama-0", tmp_path / "code.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 20)
+    options = ("--data", text, "--length", "8", "--samples", "8", "--out", tmp_path / "s.safetensors")
+    assert run("measure", model, *options).exit_code == 0
+    recipe = recipe_for("linear", model)
+    recipe["parameters"] = {"delegate": "regmean", "statistics": str(tmp_path / "s.safetensors")}
+    merged(recipe, tmp_path / "out")
+    arguments = ["push", tmp_path / "out", "me/regmean", "--as", f"{model}=org/donor"]
+    line = one_error(run(*arguments).output)
+    assert str(text) in line
+    assert "--as" in line
+    found = parsed(*arguments, "--as", f"{text}=datasets/org/code/code.txt@main")
+    assert "statistics/0-s.safetensors" in found["files"]
+    assert (
+        yaml.safe_load(found["recipe"])["parameters"]["statistics"] == "me/regmean/statistics/0-s.safetensors@REVISION"
+    )
+    assert ModelCard(found["card"]).data.datasets == ["org/code"]
+    assert str(tmp_path) not in found["card"]
+
+
 @pytest.mark.parametrize("what", ["tensor", "recipe", "alignment", "manifest", "missing", "outside"])
 def test_tampered_files_are_refused(what: str, local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
     repo = "me/tampered"

@@ -10,7 +10,7 @@ from mergekit.common import dtype_from_name
 
 from rotation_merge.architectures import Architecture
 from rotation_merge.checkpoints.models import Model
-from rotation_merge.checkpoints.pair import Pair, WithTied, open_pair, read_alignment
+from rotation_merge.checkpoints.pair import Pair, WithTied, open_pair, read_file
 from rotation_merge.checkpoints.vocabulary import shared_rows
 from rotation_merge.matching.carry import Carrier, Rows
 from rotation_merge.matching.labels import label_rows
@@ -21,7 +21,7 @@ from rotation_merge.matching.sources import Renamed
 from rotation_merge.matching.sources import Rows as SharedRows
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.report.record import MergeReport
-from rotation_merge.report.run import Run
+from rotation_merge.report.run import GivenFile, Run
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ class Bases:
         """The alignment in a file, made for these two."""
         run = Run()
         run.note(f"The bases were aligned by the file {path}; nothing was matched.")
-        return read_alignment(self.pair, path, untie=True), self.pair.report(run, base=str(self.new.reference))
+        file, name = read_file(self.pair, path, untie=True), str(self.old.reference)
+        run.moved_by(name, GivenFile(path, name, file.made))
+        return file.alignment, self.pair.report(run, base=str(self.new.reference))
 
     def carrier(self, alignment: Alignment, dtype: str | None = None) -> Carrier:
         """What carries changes of the old base to the new one.

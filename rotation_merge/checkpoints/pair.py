@@ -19,7 +19,7 @@ from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.vocabulary import matched_on, other_order, shared_rows
 from rotation_merge.errors import CheckpointError
-from rotation_merge.matching.file import check_fingerprints, load_alignment, save_alignment
+from rotation_merge.matching.file import AlignmentFile, check_fingerprints, load_alignment, save_alignment
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.model import Alignment, recorded
 from rotation_merge.matching.options import NOTHING, MatchOptions
@@ -185,6 +185,11 @@ def check_models(
 
 
 def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:
+    """The alignment in a file made for this very pair; see `read_file`."""
+    return read_file(pair, path, untie).alignment
+
+
+def read_file(pair: Pair, path: str, untie: bool = False) -> AlignmentFile:
     """An alignment file made for this very pair.
 
     Raises:
@@ -195,7 +200,7 @@ def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:
     check_fingerprints(file, path, anchor, donor, (str(pair.anchor.reference), str(pair.donor.reference)))
     asked = NOTHING.with_residual(residual_of(file.alignment.transforms, file.alignment.folded))
     check_pair(pair.checked.anchor, pair.checked.donor, asked, untie=untie)
-    return file.alignment
+    return file
 
 
 def write_alignment(

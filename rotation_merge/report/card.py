@@ -25,7 +25,8 @@ TAGS = {
 """By relation to the parents."""
 
 TOLERANCE = 6e-6
-"""How far most weights of a merge are off on a machine whose CPU kernels sum in another order (docs/share.md)."""
+"""How far most weights of a merge are off where CPU kernels sum in another order. The demo's two Llamas, merged with
+the residual stream turned: under MKL_CBWR=COMPATIBLE 440712 of 443232 weights differ, by up to 5.8e-6."""
 
 MEASURED = "evaluation.json"
 """What `rotation-merge evaluate --keep` writes beside a model."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rotation_merge.averaging.record import checkpoint_of
@@ -59,6 +62,7 @@ class Draft:
         names: local names of models (and of data) by what they are on the hub.
         beside: files from elsewhere that the recipe reads, by name; the place that each gets.
         recipe: as it was run.
+        work: where files whose head had to change are put together.
     """
 
     folder: str
@@ -67,6 +71,7 @@ class Draft:
     names: Mapping[str, str]
     beside: Mapping[str, str]
     recipe: str
+    work: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory, repr=False)
 
     def _renaming(self, commit: str) -> Renaming:
         travelling = {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}
@@ -126,12 +131,13 @@ class Draft:
             content = json.dumps(renaming.value(self._facts()), indent=1) + "\n"
             return Item(place, content.encode())
         if place.endswith(".safetensors"):
-            return Item(place, _with_header(path, renaming) or path)
+            return Item(place, _with_header(path, renaming, self.work.name) or path)
         if not place.endswith(WORDS):
             return Item(place, path)
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             text = file.read()
-        changed = renaming.text(text)
+        adapter = os.path.basename(place) == "adapter_config.json"
+        changed = _adapter_config(text, renaming) if adapter else renaming.text(text)
         return Item(place, path if changed == text else changed.encode("utf-8", errors="surrogateescape"))
 
     def _check(self, items: Sequence[Item]) -> None:
@@ -142,7 +148,9 @@ class Draft:
         local = [*self.names, *self.beside, os.path.abspath(self.folder)]
         for item in items:
             if isinstance(item.source, bytes):
-                text = item.source[: 1 << 24].decode("utf-8", errors="replace")
+                text = item.source.decode("utf-8", errors="replace")
+            elif item.place.endswith(".safetensors"):
+                text = json.dumps(_head(item.source).get("__metadata__", {}))
             elif item.place.endswith(WORDS):
                 with open(item.source, encoding="utf-8", errors="replace") as file:
                     text = file.read()
@@ -240,22 +248,43 @@ def _walk(folder: str) -> Iterator[tuple[str, str]]:
                 yield os.path.relpath(path, folder), path
 
 
-def _with_header(path: str, renaming: Renaming) -> bytes | None:
-    """A file of ours, local names in its head replaced; None where there is nothing to replace. Tensors stay as they
-    are."""
+def _head(path: str) -> dict[str, Any]:
+    """The head of a safetensors file."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        head = json.loads(file.read(length))
-        made = head.get("__metadata__", {}).get("made")
-        if made is None:
-            return None
-        changed = json.dumps(renaming.value(json.loads(made)))
-        if changed == json.dumps(json.loads(made)):
-            return None
-        head["__metadata__"]["made"] = changed
-        text = json.dumps(head, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text + file.read()
+        return dict(json.loads(file.read(length)))
+
+
+def _with_header(path: str, renaming: Renaming, work: str) -> str | None:
+    """A copy of a file of ours, local names in its head replaced; None where there is nothing to replace. Tensors stay
+    as they are."""
+    head = _head(path)
+    made = head.get("__metadata__", {}).get("made")
+    if made is None or (changed := json.dumps(renaming.value(json.loads(made)))) == json.dumps(json.loads(made)):
+        return None
+    head["__metadata__"]["made"] = changed
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    copy = os.path.join(work, hashlib.sha256(f"{path} {changed}".encode()).hexdigest())
+    if not os.path.exists(copy):
+        with open(path, "rb") as file, open(copy, "wb") as out:
+            (length,) = struct.unpack("<Q", file.read(8))
+            file.seek(8 + length)
+            out.write(struct.pack("<Q", len(text)) + text)
+            shutil.copyfileobj(file, out, 1 << 22)
+    return copy
+
+
+def _adapter_config(text: str, renaming: Renaming) -> str:
+    """peft keeps a base and its revision apart."""
+    content = json.loads(text)
+    base = renaming.text(str(content.get("base_model_name_or_path")))
+    hub, _, revision = base.partition("@")
+    if renaming.text(text) == text or not revision:
+        return text
+    return (
+        json.dumps({**renaming.value(content), "base_model_name_or_path": hub, "revision": revision}, indent=2) + "\n"
+    )
 
 
 def publish(plan: Draft, private: bool = False) -> str:
