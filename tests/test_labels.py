@@ -123,6 +123,8 @@ def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Pat
     assert worst(state(out), state(anchor)) < TOLERANCE
     config = json.loads((out / "config.json").read_text())
     assert {name: config[name] for name in called(NAMES)} == called(NAMES)
+    scored = parsed("evaluate", anchor, donor, "--data", labelled(models, tmp_path))
+    assert scored[0]["loss"] == pytest.approx(scored[1]["loss"], rel=1e-4)
     for first, second in ((donor, out), (anchor, donor)):
         assert parsed("verify", first, second)["same"]
     plain, aligned = parsed(

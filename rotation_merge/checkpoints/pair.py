@@ -121,12 +121,14 @@ def open_pair(
     device: str = "cpu",
     words: bool = True,
     unsupported: str = "error",
+    excluded: Callable[[str], bool] = lambda _: False,
 ) -> Pair:
     """Two checkpoints, checked to fit together under these options.
 
     Args:
         words: whether their vocabularies must be of one size, too.
         unsupported: as in a recipe: whether what is not known is refused or taken along.
+        excluded: says of a tensor that it need not fit.
 
     Raises:
         RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
@@ -136,12 +138,14 @@ def open_pair(
     models.check(first, [second])
     a, d = models[first], models[second]
     architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)
-    checked = check_pair(replace(a.member, architecture=architecture), d.member, options, untie=untie)
+    checked = check_pair(
+        replace(a.member, architecture=architecture), d.member, options, untie=untie, excluded=excluded
+    )
     checked = replace(checked, warnings=(*checked.warnings, *other_order(a, d)))
     d.rows = checked.rows
     for info in architecture.tensors():
         ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)
-        if ours is None or theirs is None or (not words and info.vocabulary_axis is not None):
+        if ours is None or theirs is None or excluded(info.name) or (not words and info.vocabulary_axis is not None):
             continue
         if ours != theirs:
             raise CheckpointError(

@@ -51,6 +51,7 @@ def command(
 
     Classifiers: accuracy, macro and micro F1, Matthews' correlation. Heads with one output, and labels with a decimal
     point: squared error, Pearson's and Spearman's correlation. Language models: loss in nats and accuracy.
+    Classes that stand in another order than in the first model are put into its order.
     """
     from rotation_merge.samples.data import read_batches
     from rotation_merge.samples.evaluate import score
@@ -58,7 +59,7 @@ def command(
 
     found = []
     for name in models:
-        model = load(name)
+        model = load(name, like=models[0])
         for source in sources:
             data = read_batches(source, name, model, limit, batch_size, length)
             scores = score(model, data)

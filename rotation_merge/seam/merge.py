@@ -130,7 +130,14 @@ def prove_files(session: Session, place: str) -> None:
     recipe, done = session.recipe, session.run
     for given in done.given.values():
         donor, file = given.matched, given.file
-        pair = open_pair(str(recipe.base), donor, NOTHING, recipe.untie, unsupported=recipe.unsupported)
+        pair = open_pair(
+            str(recipe.base),
+            donor,
+            NOTHING,
+            recipe.untie,
+            unsupported=recipe.unsupported,
+            excluded=recipe.excluded,
+        )
         alignment = read_alignment(pair, file)
         with tempfile.TemporaryDirectory(dir=place) as folder:
             moved = os.path.join(folder, "moved")
