@@ -39,10 +39,10 @@ def test_relative_frames_undo_the_base_after_the_other(family: str) -> None:
     state = {name: x.double() for name, x in weights(architecture, 3).items()}
     common = transform_state(architecture, state, other)
     there = transform_state(architecture, common, {name: t.inverse() for name, t in base.items()})
-    straight = transform_state(architecture, state, _relative(base, other))
+    straight = transform_state(architecture, state, _relative(architecture, base, other))
     for name, tensor in there.items():
         torch.testing.assert_close(straight[name], tensor, rtol=1e-9, atol=1e-9)
-    assert _relative({}, other) == other
+    assert _relative(architecture, {}, other) == other
 
 
 def test_experts_that_are_alike_follow_their_router_rows() -> None:
