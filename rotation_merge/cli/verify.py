@@ -7,7 +7,7 @@ import torch
 
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
-from rotation_merge.samples.answers import answering
+from rotation_merge.samples.answers import Layered, answering
 from rotation_merge.samples.functions import stored_dtype
 from rotation_merge.samples.inputs import random_batch
 from rotation_merge.samples.proof import ROUNDINGS, coarser, largest_difference, own_rounding
@@ -57,7 +57,11 @@ def command(
     inputs = [random_batch(a.model, generator) for _ in range(batches)]
     if data is not None:
         from rotation_merge.samples.data import read_batches
+        from rotation_merge.samples.written import SELF
 
+        if data == SELF and isinstance(a, Layered):
+            what = "is too large to be held whole, as writing text itself would need"
+            raise CheckpointError(what, where=model_a, remedy="give --data a file")
         inputs += read_batches(data, model_a, a.model, limit=32).batches
     expected, found = a.on(inputs), b.on(inputs)
     worst = largest_difference(expected, found, (model_a, model_b), probabilities)
