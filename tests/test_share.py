@@ -81,6 +81,7 @@ def test_what_is_published(local: Any, home: Hub, pushed: str) -> None:
     files = home.files(REPO)
     text = files["README.md"].decode()
     found = ModelCard(text).data.to_dict()
+    assert "\n# merge\n" in text
     assert found["base_model"] == ["org/anchor", "org/donor"]
     assert found["tags"] == ["mergekit", "merge", "rotation-merge"]
     assert found["license"] == "other", "one is mit, the other states nothing"

@@ -52,8 +52,7 @@ def command(
         files = {item.place: item.size for item in items}
         print_json({"repository": repo, "files": files, "card": texts[CARD], "recipe": texts.get(RECIPE)})
         return 0
-    changed = {True: "names changed", False: ""}
-    rows = [(item.place, bytes_text(item.size), changed[isinstance(item.source, bytes)]) for item in items]
+    rows = [(item.place, bytes_text(item.size), "written anew" if item.changed else "") for item in items]
     table(f"{repo} would hold:", ("file", "size", ""), rows, (1,))
     for place in (CARD, RECIPE):
         if place in texts:

@@ -224,8 +224,12 @@ def _again(report: MergeReport, name: str) -> list[str]:
     )
     without = (
         "Without the plugin: `rotation-merge align` writes each donor in the anchor's coordinates as a normal "
-        f"checkpoint, once; mergekit alone merges these by `{report.delegate}`."
+        f"checkpoint, once; mergekit alone merges these by `{report.delegate}`, where that is a method of its own."
     )
+    if not report.donors():
+        without = (
+            f"Without the plugin: mergekit alone makes it by `{report.delegate}`, where that is a method of its own."
+        )
     if turned:
         without = "Without the plugin it runs, but cannot be made: the gains of both models' norms were folded for it."
     return [*lines, "", without]

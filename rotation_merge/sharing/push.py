@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -47,6 +48,10 @@ class Item:
     @property
     def size(self) -> int:
         return len(self.source) if isinstance(self.source, bytes) else os.path.getsize(self.source)
+
+    @property
+    def changed(self) -> bool:
+        return isinstance(self.source, bytes)
 
     @property
     def text(self) -> str:
@@ -107,6 +112,8 @@ class Draft:
         if figures:
             mark = checkpoint_of(self.folder).fingerprint
             figures = [renaming.value(one) for one in figures if one["fingerprint"] == mark]
+        old, new = (os.path.basename(os.path.abspath(self.folder)), self.repo.partition("/")[2])
+        text = re.sub(rf"(?m)^# {re.escape(old)}$", f"# {new}", text, count=1)
         return renewed(renaming.text(text), report, self.repo, class_of(self.folder), figures)
 
     def _facts(self) -> dict[str, Any]:
