@@ -11,6 +11,8 @@ import torch
 from cli_support import run
 from plugin_support import build, make, merged, recipe_for, save, write_state
 from plugin_support import twin as moved_twin
+from residual_support import Checkpoint, checkpoint, recipe
+from residual_support import twin as stream_twin
 from test_averaging import data_for, measure, state, worst
 from tiny_models import Case, planted
 from torch import Tensor
@@ -153,6 +155,20 @@ def test_recipes_merge_twins_exactly(delegate: str, models: tuple[Path, Path], t
         made["parameters"] |= {"data": str(anchor.parent / "data.npz"), "ridge": 0.001}
     found = merged(made, tmp_path / "out")
     assert worst(found, state(anchor)) < TOLERANCE
+
+
+def test_recipes_take_them_along_in_turned_streams(tmp_path: Path) -> None:
+    """GPT-2: queries, keys and values in one tensor, stored as (in, out); gains folded, writers centred."""
+    tied = checkpoint("gpt2", next(case.name for case in ONE if case.family == "gpt2"), tmp_path / "anchor")
+    anchor = Checkpoint(tied.case, tied.path, untied=True)
+    moved = stream_twin(anchor, tmp_path / "moved", "rotation")
+    twin = moved.write(shifted(moved.architecture, moved.state)[0], tmp_path / "twin")
+    same = anchor.write(anchor.state, tmp_path / "same")
+    wanted, found = (
+        merged(recipe(anchor, donor, residual="rotation", untie=True), tmp_path / f"of-{donor.path.name}")
+        for donor in (same, twin)
+    )
+    assert worst(found, wanted) < TOLERANCE
 
 
 def test_align_writes_the_anchors_biases(models: tuple[Path, Path], tmp_path: Path) -> None:
