@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from cli_support import run
 from plugin_support import make
+from tiny_models import ALL
+from tiny_models import make as tiny
 
 from rotation_merge.architectures import registry
 from rotation_merge.architectures.registry import DATA, shipped
-from rotation_merge.checking.draft import drafted
+from rotation_merge.checking.draft import drafted, kin
 from rotation_merge.checking.proof import prove
 from rotation_merge.errors import ArchitectureError
 
@@ -42,6 +44,29 @@ def test_a_draft_of_a_llama_is_proven_as_it_stands(tmp_path: Path) -> None:
     assert all(entry["holds"] for entry in findings.values())
     assert findings["residual: rotation"]["difference"] <= 1e-9
     assert findings["wrong rotary layout"]["difference"] > 1e-6
+
+
+@pytest.mark.parametrize("family", ["olmo2", "gpt2", "bert"])
+def test_a_draft_of_one_more_model_extends_its_family(family: str, tmp_path: Path) -> None:
+    """Unlike one another and unlike the usual: names and shapes say whose file fits, and the draft is proven."""
+    case = next(case for case in ALL if case.family == family)
+    tiny(case).float().save_pretrained(tmp_path / "model")
+    made = run("architectures", "--draft", str(tmp_path / "model"))
+    assert json.loads(made.stdout)["extends"] == family
+    assert f"those of {family};" in made.stderr
+    (tmp_path / "mine.json").write_text(made.stdout)
+    proven = run("architectures", "--prove", str(tmp_path / "mine.json"))
+    assert proven.exit_code == 0, proven.output
+
+
+def test_families_that_fit_a_class_nobody_knows() -> None:
+    """By names and shapes alone: of a Mixtral under another name, its family."""
+    case = next(case for case in ALL if case.family == "mixtral")
+    model = tiny(case)
+    config = {**model.config.to_dict(), "architectures": ["MineForCausalLM"], "model_type": "mine"}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert kin(config, shapes) == ["mixtral"]
+    assert kin(config, {**shapes, "odd.weight": (3,)}) == []
 
 
 def test_a_wrong_file_fails(tmp_path: Path) -> None:

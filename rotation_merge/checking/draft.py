@@ -10,8 +10,11 @@ from typing import Any
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
+from rotation_merge.architectures import find, resolve
+from rotation_merge.architectures.registry import shipped
 from rotation_merge.checkpoints.models import Models
-from rotation_merge.errors import ArchitectureError
+from rotation_merge.errors import ArchitectureError, RotationMergeError
+from rotation_merge.matching.state import check_shape
 
 _LAYER = re.compile(r"^(?P<path>(?:[^.]+\.)*?)(?P<index>\d+)\.(?P<rest>.+)$")
 
@@ -40,7 +43,30 @@ def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
     """
     opened = Models(MergeOptions())[ModelReference.parse(model)]
     opened.check_files()
-    return drafted(opened.config, opened.shapes, model)
+    content, doubts = drafted(opened.config, opened.shapes, model)
+    fits = kin(opened.config, opened.shapes) if len(doubts) > len(_ALWAYS) else []
+    if not fits:
+        return content, doubts
+    own = {key: content[key] for key in ("family", "title", "classes", "model_types")}
+    others = [f"check: names and shapes would also be those of {', '.join(fits[1:])}"] if fits[1:] else []
+    first = f"check: names and shapes are those of {fits[0]}; the file says that this is one more model of it"
+    return {**own, "extends": fits[0]}, [first, *others, *_ALWAYS]
+
+
+def kin(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Families whose files describe every tensor of a checkpoint, by name and shape: the one that it is of first."""
+    known, found = find(config), []
+    for spec in shipped().values():
+        seen = {**config, "architectures": spec.classes[:1], "model_type": (spec.model_types or [""])[0]}
+        try:
+            architecture = resolve(config if spec is known else seen, list(shapes), spec.family)
+            for info in architecture.tensors():
+                if (shape := shapes.get(info.name)) is not None:
+                    check_shape(info, (len(info.names), *shape) if info.stacked else shape)
+        except (RotationMergeError, TypeError, LookupError):  # entries of the config that another family needs
+            continue
+        found.append(spec.family)
+    return sorted(found, key=lambda family: known is None or family != known.family)
 
 
 def drafted(
