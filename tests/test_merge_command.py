@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from plugin_support import mergekit_yaml, state
 from safetensors.torch import load_file
 
+from rotation_merge.averaging.record import checkpoint_of
 from rotation_merge.choosing.judge import Judge, split, write_data
 from rotation_merge.cli.app import app
 from rotation_merge.errors import DataError
@@ -77,6 +78,10 @@ def test_one_parent_alone_is_better_and_nothing_is_written(tmp_path: Path):
     assert found["labelled"]
     assert found["best"]["accuracy"] is not None
     assert (out / "recipe.yml").exists()
+    (kept,) = json.loads((out / "evaluation.json").read_text())
+    assert kept["figures"] == {"loss": found["best"]["score"], "accuracy": found["best"]["accuracy"]}
+    assert kept["fingerprint"] == checkpoint_of(str(out)).fingerprint
+    assert (kept["pipeline"], kept["data"]) == ("text-generation", "demo:python")
 
 
 def test_the_judge_counts_as_evaluate_does():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from rotation_merge.averaging.naming import Named, as_stored
 from rotation_merge.averaging.passes import Progress, Unfinished
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.checkpoints.origin import origins
+from rotation_merge.durable import write_text
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.report.card import MEASURED, measured_in
 from rotation_merge.report.record import versions
 from rotation_merge.samples.data import Data, described, unpadded
 from rotation_merge.samples.functions import architecture_of
@@ -138,3 +141,27 @@ def _narrow(named: Named) -> list[str]:
 
     grams = {key.removesuffix(".gram"): tensor for key, tensor in named.tensors.items() if key.endswith(".gram")}
     return sorted(name for name, gram in grams.items() if few(name, gram))
+
+
+PIPELINES = {"next token": "text-generation", "masked token": "fill-mask", "similarity": "sentence-similarity"}
+"""What the hub calls tasks; all others classify."""
+
+
+def keep_figures(name: str, images: bool, facts: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+    """Put figures beside a model, with the fingerprint of the weights they are of; those of the same data go.
+
+    Args:
+        name: the folder.
+        images: whether it looks at them.
+        facts: data, task, examples.
+
+    Raises:
+        RotationMergeError: the model is no folder here.
+    """
+    if not os.path.isdir(name):
+        raise RotationMergeError("figures are kept beside a model", where=name, remedy="name a folder")
+    own = {key: facts[key] for key in ("data", "task", "examples")}
+    pipeline = PIPELINES.get(str(facts["task"]), f"{'image' if images else 'text'}-classification")
+    one = {**own, "pipeline": pipeline, "figures": dict(figures), "fingerprint": checkpoint_of(name).fingerprint}
+    kept = [other for other in measured_in(name) if other["data"] != own["data"]]
+    write_text(os.path.join(name, MEASURED), json.dumps([*kept, {**one, "versions": versions()}], indent=1) + "\n")

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from rotation_merge.averaging.record import checkpoint_of
+from rotation_merge.averaging.record import checkpoint_of, keep_figures
 from rotation_merge.checkpoints.models import parse_reference
 from rotation_merge.checkpoints.pair import Pair, open_pair
 from rotation_merge.choosing.candidates import FIRST_PART, Candidate, candidates, with_models
@@ -34,6 +34,8 @@ from rotation_merge.seam.console import OneLineError
 from rotation_merge.seam.merging import merge_recipe
 
 RECIPE = "recipe.yml"
+MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
+"""Units of scores that are measures, by what the hub calls them."""
 WRITTEN_APART = 7919
 """Added to the seed for held-out samples that models write themselves, so that no merge has seen them."""
 Say = Callable[[str], None]
@@ -214,7 +216,7 @@ class Choice:
             self.reporting.unit,
             self.reporting.figure,
         )
-        self.best, self.text = best, figures.recipe
+        self.best, self.text, self.outcome = best, figures.recipe, outcome
         return outcome
 
     @staticmethod
@@ -302,6 +304,17 @@ class Choice:
         """The best merge by its recipe, as stock mergekit-yaml makes it, and the recipe beside it."""
         merge_recipe(self.text, self.wish.out, tokenizer=True)
         write_text(Path(self.wish.out) / RECIPE, self.text)
+        if self.labelled:
+            self._keep_figures()
+
+    def _keep_figures(self) -> None:
+        """What the merge is worth on the samples that only report, for its card."""
+        sets, best = self.reporting.sets, self.outcome.best
+        figures = {} if best.accuracy is None else {self.reporting.figure.lower(): best.accuracy}
+        if name := MEASURES.get(self.reporting.unit):
+            figures[name] = best.score
+        facts = {"data": ", ".join(self.wish.data), "task": sets[0].task, "examples": sum(d.examples for d in sets)}
+        keep_figures(self.wish.out, "pixel_values" in sets[0].batches[0], facts, figures)
 
     def clean(self, written: bool) -> None:
         """Remove what an interrupted search would have gone on from, and samples that the recipe does not name."""

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-from typing import Any
-
 import click
 
 from rotation_merge.cli.show import json_option, print_json, shown, table
-from rotation_merge.errors import RotationMergeError
 from rotation_merge.samples.data import KINDS
 
 TITLES = {
@@ -20,10 +15,6 @@ TITLES = {
     "pearson": "Pearson",
     "spearman": "Spearman",
 }
-
-
-PIPELINES = {"next token": "text-generation", "masked token": "fill-mask"}
-"""What the hub calls tasks; all others classify."""
 
 
 @click.command(
@@ -53,6 +44,7 @@ def command(
     point: squared error, Pearson's and Spearman's correlation. Language models: loss in nats and accuracy.
     Classes that stand in another order than in the first model are put into its order.
     """
+    from rotation_merge.averaging.record import keep_figures
     from rotation_merge.samples.data import read_batches
     from rotation_merge.samples.evaluate import score
     from rotation_merge.samples.functions import load
@@ -66,7 +58,7 @@ def command(
             facts = {"model": name, "data": source, "task": data.task, "examples": data.examples}
             found.append({**facts, "loss": scores.loss, **scores.figures})
             if keep:
-                _keep(name, model, facts, {"loss": scores.loss, **scores.figures})
+                keep_figures(name, "pixel_values" in data.batches[0], facts, {"loss": scores.loss, **scores.figures})
     if as_json:
         print_json(found)
         return 0
@@ -79,24 +71,3 @@ def command(
     headers = ["model", "data", "examples", "loss", *(TITLES[figure] for figure in shown_figures)]
     table("", headers, rows, numbers=range(2, len(headers)))
     return 0
-
-
-def _keep(name: str, model: Any, facts: dict[str, Any], figures: dict[str, float]) -> None:
-    """Put figures beside a model, with the fingerprint of the weights they are of; those of the same data go.
-
-    Raises:
-        RotationMergeError: the model is no folder here.
-    """
-    from rotation_merge.averaging.record import checkpoint_of
-    from rotation_merge.durable import write_text
-    from rotation_merge.report.card import MEASURED, measured_in
-    from rotation_merge.report.record import versions
-
-    if not os.path.isdir(name):
-        raise RotationMergeError("--keep writes beside a model", where=name, remedy="name a folder")
-    seen = "image" if getattr(model, "main_input_name", "") == "pixel_values" else "text"
-    pipeline = PIPELINES.get(str(facts["task"]), f"{seen}-classification")
-    one = {**facts, "pipeline": pipeline, "figures": figures, "fingerprint": checkpoint_of(name).fingerprint}
-    del one["model"]
-    kept = [other for other in measured_in(name) if other["data"] != facts["data"]]
-    write_text(os.path.join(name, MEASURED), json.dumps([*kept, {**one, "versions": versions()}], indent=1) + "\n")

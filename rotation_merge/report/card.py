@@ -118,7 +118,7 @@ def _result(one: Mapping[str, Any]) -> dict[str, Any]:
     figures = {name: value for name, value in one["figures"].items() if isinstance(value, int | float)}
     return {
         "task": {"type": one["pipeline"]},
-        "dataset": {"type": _dataset(source) or source, "name": f"{source} ({one['examples']} examples)"},
+        "dataset": {"type": _dataset(source) or os.path.basename(source), "name": os.path.basename(source)},
         "metrics": [{"type": figure, "value": value} for figure, value in figures.items()],
     }
 
