@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture
+from rotation_merge.architectures.model import Architecture, TensorInfo
 from rotation_merge.matching.labels import Rows as LabelRows
 from rotation_merge.matching.labels import in_order
-from rotation_merge.matching.state import TensorSource
+from rotation_merge.matching.state import TensorSource, read_tensor
 
 
 class Mean:
@@ -85,6 +85,56 @@ class Renamed:
 
     def __getitem__(self, name: str, /) -> Tensor:
         return self.source[self.names.get(name, name)]
+
+
+class Joined(Renamed):
+    """A source under the names of another form of the same model, whose tensors may hold several of its own, one after
+    the other: all experts, gates beside values. Tensors belong together by what lives in their axes."""
+
+    def __init__(self, source: TensorSource, own: Architecture, wanted: Architecture) -> None:
+        super().__init__(source, own, wanted)
+        place = {(block.module, block.place, block.index): block for block in own.blocks}
+        self.pieces: dict[str, tuple[int, list[TensorInfo]]] = {}
+        for block in wanted.blocks:
+            theirs = place.get((block.module, block.place, block.index))
+            living = {} if theirs is None else {_lives(info): info for info in theirs.tensors}
+            for info in block.tensors:
+                if not info.stacked and info.names[0] not in self.names and (found := _joining(info, living)):
+                    self.pieces[info.names[0]] = found
+
+    def __contains__(self, name: object) -> bool:
+        if str(name) in self.pieces:
+            return all(part in self.source for info in self.pieces[str(name)][1] for part in info.names)
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        if name not in self.pieces:
+            return super().__getitem__(name)
+        dim, infos = self.pieces[name]
+        found = [read_tensor(info, self.source) for info in infos]
+        return torch.cat([tensor for tensor in found if tensor is not None], dim)
+
+
+Lives = tuple[tuple[tuple[str, str], ...], ...]
+"""What lives in the axes of a tensor that is in one piece along each: names of spaces, and roles in them."""
+
+
+def _lives(info: TensorInfo) -> Lives:
+    return tuple(tuple((part.space.name, part.role) for part in axis.parts) for axis in info.axes)
+
+
+def _joining(info: TensorInfo, living: Mapping[Lives, TensorInfo]) -> tuple[int, list[TensorInfo]] | None:
+    """Tensors that make up one where they follow one another along a dimension; None: there are no such."""
+    whole = _lives(info)
+    if whole in living:
+        return 0, [living[whole]]
+    for dim, axis in enumerate(info.axes):
+        if len(axis.pieces) > 1 and axis.depth == 0:
+            each = [tuple((part.space.name, part.role) for part in piece) for piece in axis.pieces]
+            found = [living.get((*whole[:dim], piece, *whole[dim + 1 :])) for piece in each]
+            parts = [part for part in found if part is not None]
+            return (dim, parts) if len(parts) == len(found) else None
+    return None
 
 
 class Rows:

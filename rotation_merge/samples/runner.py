@@ -4,7 +4,7 @@ The model is transformers' own, made without weights, and its own forward is wha
 what they gave before, the present one has its weights, and where the forward would enter a block that has none yet, it
 ends. So masks, positions and whatever else a model hands to its layers are right in every family. What stands outside
 of the layers stays in memory from its turn on. Models that transformers stores in another form than checkpoints have
-(mixtures of experts) are held whole.
+(mixtures of experts) are held whole, or joined from their pieces where they must not be.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from rotation_merge.architectures import Architecture
 from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
-from rotation_merge.matching.sources import Renamed
+from rotation_merge.matching.sources import Joined, Renamed
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 from rotation_merge.samples.functions import Batch, architecture_of, hand_out_answers, model_class
 from rotation_merge.samples.store import Store
@@ -62,10 +62,11 @@ class Runner:
         prefix: of this model's keys in the store.
         fill: see `Fill`.
         untie: give a tied head its own tensor.
-        layered: refuse a model that would be held whole, which is called so; None: hold it.
+        layered: what a model is called that is not to be held whole: its pieces are joined to transformers' form.
+            None: it may be.
 
     Raises:
-        CheckpointError: it would be held whole.
+        CheckpointError: it is not to be held whole, and cannot be run otherwise.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Runner:
         self.store = Store() if store is None else store
         self.model = empty_model(config, untie)
         self.architecture = architecture_of(self.model, untie)
-        self.stored, self.source = source, Renamed(source, own, self.architecture)
+        named = Renamed if layered is None else Joined
+        self.stored, self.source = source, named(source, own, self.architecture)
         self.whole = not self._covers()
         if self.whole and layered is not None:
             what = f"transformers holds the weights of {type(self.model).__name__} in another form than its files"
