@@ -46,7 +46,6 @@ MERGES = (
     "test_plugin_inputs.py::test_shifted_layers[linear]",
     "test_plugin_inputs.py::test_settings_of_one_donor",
     "test_transport.py::test_weight_scales_the_task_vector",
-    "test_save_alignment.py::test_the_file_is_that_of_align_and_gives_the_same_merge",
     "test_presets.py",
 )
 TESTS: dict[str, tuple[str, ...]] = {

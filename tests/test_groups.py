@@ -31,6 +31,8 @@ from rotation_merge.groups.base import dump, load
 from rotation_merge.groups.latent import LatentGroup, LatentTransform
 from rotation_merge.groups.matrix import MatrixElement
 from rotation_merge.groups.mixer import MixerGroup
+from rotation_merge.groups.scaled import OrthogonalGroup
+from rotation_merge.groups.tangent import Freedom
 from rotation_merge.groups.translation import TranslationGroup
 
 torch.set_num_threads(1)
@@ -98,6 +100,18 @@ def test_identity_moves_nothing(kind):
     assert torch.equal(one.act(x, 0, 1), x)
     assert torch.equal(one.act(x, 0, 1, dual=True), x)
     assert not KINDS[kind].random(BATCH, SIZE, generator()).is_identity()
+
+
+def test_the_farthest_orthogonal_map_has_distance_one():
+    close(Orthogonal(-torch.eye(SIZE, dtype=torch.float64)[None]).distance(), torch.ones(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+def test_what_can_be_learned_from_the_identity_is_what_can_be_learned(rescale: bool):
+    group = OrthogonalGroup(rescale=rescale)
+    steps = [g.tangent(Freedom()).keys() for g in (group.identity(2, 4), group.random(2, 4, generator()))]
+    assert steps[0] == steps[1]
+    assert len(steps[0]) == 1 + rescale
 
 
 @elements

@@ -178,5 +178,5 @@ def _joint_scale(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor], gue
 def _phase(z: Tensor) -> Tensor:
     """z / |z|; 1 where z is zero or its phase is below rounding, so that ties go to the identity."""
     size = z.abs()
-    flat = (size == 0) | (size - z.real <= 1e-12 * size)
+    flat = size - z.real <= 1e-12 * size
     return torch.where(flat, torch.ones_like(z), z / torch.where(size == 0, torch.ones_like(size), size))
