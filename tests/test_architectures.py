@@ -80,6 +80,20 @@ def _rotations_of_folded_streams_are_symmetries(model: Planted) -> None:
     assert model.differs(after) <= 1e-9
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "qwen3_5", "t5"])
+def test_permutations_inside_heads_are_symmetries(family: str) -> None:
+    """`attention: permutation`: both sides without rotary embedding, under it values alone, gates with them."""
+    model = planted(next(case for case in ALL if case.family == family))
+    options = MatchOptions(attention="permutation", ffn="none", rescale=False)
+    gauge = random_gauge(model.architecture, options, torch.Generator().manual_seed(5))
+    after = transform_state(model.architecture, model.state, gauge)
+    assert model.differs(after) <= 1e-9
+    still = {i.name for i in model.architecture.tensors() if torch.equal(after[i.name], model.state[i.name])}
+    roles = {p.role for i in model.architecture.tensors() if i.name not in still for a in i.axes for p in a.parts}
+    assert {"v", "o"} <= roles
+    assert ("k" in roles) == (family in ("bert", "gpt2", "t5"))
+
+
 @pytest.mark.parametrize("case", further(), ids=lambda case: f"{case.family}-{case.name}")
 def test_every_class_that_a_file_names(case: Case) -> None:
     """Heads of every kind: the local groups are symmetries, and nothing is unknown."""
