@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,6 +111,30 @@ def carry_with_samples(
         write_checkpoint(bases.new, solution.tensors(), full, text, out, settings.storage, progress)
         done.append(Done(works[out], out, full.notes))
     return done
+
+
+def carried_tensors(
+    name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None = None
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The new base's tensors that a fine-tune changes, as `carry_with_samples` solves them, in float32, and notes."""
+    one = _one(name, old, new, settings, samples, progress)
+    with tempfile.TemporaryDirectory() as folder:
+        solution, notes = one.solved(os.path.join(folder, "out"))
+    return dict(replace(solution, dtype=torch.float32).tensors()), notes
+
+
+def carried_scales(
+    name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None = None
+) -> tuple[Scales, list[str]]:
+    """The scales at which weights alone carry a fine-tune, by name of the new base's blocks, and notes."""
+    return _one(name, old, new, settings, samples, progress).scaled()
+
+
+def _one(name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None) -> _Carrying:
+    bases = open_bases(new, old, settings.device, untie=True)
+    alignment, report = aligned(bases, settings, progress)
+    work = Work(bases, bases.carrier(alignment), report, settings)
+    return _Carrying(work, name, bases.tuned(name), settings.lora, samples, progress)
 
 
 def _moved(one: _Carrying, path: str, out: str) -> Done:

@@ -26,6 +26,7 @@ from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import Renamed, Rows
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.planning.ahead import Ahead
+from rotation_merge.planning.carrying import Carried, carried
 from rotation_merge.planning.presets import settle_presets
 from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, Pick
 from rotation_merge.recipe.reading import Recipe
@@ -44,12 +45,14 @@ class Donor:
         whole: task that gives its alignment across the whole model; None: each block is matched by itself.
         rows: where its vocabulary is not the anchor's, the anchor's and the donor's rows of the tokens they share.
         checked: what may be done to it (or to its origin).
+        carried: how its task vector is carried.
     """
 
     origin: ModelReference | None = None
     whole: Task | None = None
     rows: tuple[Tensor, Tensor] | None = None
     checked: Checked | None = None
+    carried: Carried = field(default_factory=Carried)
 
 
 @dataclass
@@ -99,7 +102,10 @@ class Donors:
             self._settle_mean(readers)
         else:
             for model, reader in readers.items():
-                self.found[model] = self._settle(model, reader)
+                donor = self._settle(model, reader)
+                match = MatchOptions() if donor.checked is None else donor.checked.options
+                own = carried(recipe, reader, options, run, model, donor.origin, match, donor.rows is None)
+                self.found[model] = replace(donor, carried=own)
         for model, donor in self.found.items():
             how = "block by block" if donor.whole is None else f"by {type(donor.whole).__name__}"
             options = "with all others" if donor.checked is None else donor.checked.options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
@@ -17,7 +17,7 @@ from rotation_merge.matching.biases import holders, inputs
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donor, Donors
-from rotation_merge.planning.tasks import LabelledLoad, Loads, MatchBlock, MoveTensor
+from rotation_merge.planning.tasks import CarriedTensor, LabelledLoad, Loads, MatchBlock, MoveTensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Move:
         whole: task that gives the alignment of the whole model.
         origin: the same block of the model the source was fine-tuned from.
         rows: the anchor's and the origin's rows of the tokens they share, where their vocabularies differ.
+        carrying: task that gives the anchor's tensors as the source changes them, instead of all these.
+        scale: of the change from the origin.
     """
 
     source: Source
@@ -38,6 +40,8 @@ class Move:
     whole: Task | None = None
     origin: Source | None = None
     rows: tuple[Tensor, Tensor] | None = None
+    carrying: Task | None = None
+    scale: float | Task = 1.0
 
 
 class Moves:
@@ -45,7 +49,15 @@ class Moves:
 
     def __init__(self, donors: Donors, out: OutputBlock, reader: ConfigReader) -> None:
         self.donors, self.out, self.fold = donors, out, donors.fold
-        self.found = {source.model: self._move(source, reader) for source in (out.anchor, *out.sources)}
+        self.found = {source.model: self._carried(source, reader) for source in (out.anchor, *out.sources)}
+
+    def _carried(self, source: Source, reader: ConfigReader) -> Move:
+        """How one source's tensors are moved, or what carries them with samples."""
+        donor = self.donors.found.get(source.model, Donor())
+        if donor.carried.carrying is not None:
+            frame = self._same_block(self.donors.recipe.base, source.block)
+            return Move(source, frame.block, carrying=donor.carried.carrying)
+        return replace(self._move(source, reader), scale=donor.carried.scale)
 
     def _move(self, source: Source, reader: ConfigReader) -> Move:
         """How the tensors of one source's block are moved."""
@@ -88,6 +100,8 @@ class Moves:
         move, names = self.found[source.model], self.out.names(info)
         block = move.frame
         framed = block.tensor(info.key) or info
+        if move.carrying is not None:
+            return self._given(move, info, framed)
         matched = move.transforms is not None or move.whole is not None
         moving = matched and _touches(framed, block, whole=move.whole is not None)
         folding = self.fold is not None and self.fold.touches(block, framed)
@@ -115,6 +129,25 @@ class Moves:
             donor_name=str(source.model),
             rows=move.rows if carried and framed.vocabulary_axis is not None else None,
             dtype=dtype_from_name(recipe.config.dtype) or self._stored(move.source, info),
+            scale=move.scale if isinstance(move.scale, float) else 1.0,
+            scales=None if isinstance(move.scale, float) else move.scale,
+        )
+        return (task,) * len(names)
+
+    def _given(self, move: Move, info: TensorInfo, framed: TensorInfo) -> tuple[Task, ...]:
+        """The anchor's tensor as samples say that the source changes it."""
+        names = self.out.names(info)
+        base = self._same_block(self.donors.recipe.base, move.frame)
+        assert move.carrying is not None
+        task = CarriedTensor(
+            key=f"{self.out.number}:{move.source.model}:{info.key}",
+            label=names[0],
+            block=move.frame,
+            info=framed,
+            carrying=move.carrying,
+            anchor=self.loads(base, self.folded_from(move.frame, [info.key])),
+            fold=self.fold,
+            dtype=dtype_from_name(self.donors.recipe.config.dtype),
         )
         return (task,) * len(names)
 

@@ -22,6 +22,8 @@ from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import read_tensor
+from rotation_merge.matching.tuned import scale_at
 from rotation_merge.planning.ahead import Ahead
 from rotation_merge.report.run import Run
 
@@ -155,9 +157,9 @@ class MatchBlock(KeyedTask):
 class MoveTensor(KeyedTask):
     """One tensor of a model in the anchor's coordinates, rounded once, to `dtype`; a tuple, one for each stored piece.
 
-    With `origin` (the model the donor was fine-tuned from): anchor + map(donor - origin). With `fold`: of the folded
-    models. Without transforms: the anchor itself, folded. With the anchor's loads: the donor is given the anchor's
-    biases where softmax cannot see them.
+    With `origin` (the model the donor was fine-tuned from): anchor + scale * map(donor - origin). With `fold`: of the
+    folded models. Without transforms: the anchor itself, folded. With the anchor's loads: the donor is given the
+    anchor's biases where softmax cannot see them.
     """
 
     block: Block = Field(repr=False)
@@ -172,15 +174,19 @@ class MoveTensor(KeyedTask):
     donor_name: str = ""
     rows: tuple[Tensor, Tensor] | None = Field(default=None, repr=False)
     dtype: torch.dtype | None = None
+    scale: float = 1.0
+    scales: Task | None = None
 
     def arguments(self) -> dict[str, Task]:
         sides = load_arguments(donor=self.loads, anchor=self.anchor, origin=self.origin)
+        sides |= {} if self.scales is None else {"scales": self.scales}
         return {**sides, **map_arguments(self.transforms, self.whole)}
 
     def execute(
         self,
         transforms: dict[str, SpaceTransform] | None = None,
         whole: Alignment | None = None,
+        scales: Mapping[str, float] | None = None,
         **values: Tensor | None,
     ) -> tuple[Tensor, ...] | None:
         stored = loaded("donor", self.loads, self.block, values).get(self.info.key)
@@ -189,7 +195,8 @@ class MoveTensor(KeyedTask):
         if donor is None or stored is None:
             return None
         if self.origin and donor.is_floating_point():
-            donor = self._transport(donor, maps, values)
+            scale = self.scale if scales is None else scale_at(scales, self.block.name)
+            donor = self._transport(donor, maps, values, scale)
         else:
             donor = self._moved(maps, values)
         if donor.is_floating_point():
@@ -220,7 +227,9 @@ class MoveTensor(KeyedTask):
         assert found is not None
         return found
 
-    def _transport(self, donor: Tensor, maps: dict[str, SpaceTransform], values: Mapping[str, Tensor | None]) -> Tensor:
+    def _transport(
+        self, donor: Tensor, maps: dict[str, SpaceTransform], values: Mapping[str, Tensor | None], scale: float
+    ) -> Tensor:
         anchor, origin = self._tensor("anchor", self.anchor, values), self._tensor("origin", self.origin, values)
         why = "a model lacks it" if anchor is None or origin is None else "shapes differ"
         if anchor is None or origin is None or donor.shape != origin.shape or not self._fits(anchor, origin):
@@ -232,7 +241,7 @@ class MoveTensor(KeyedTask):
         change = donor.float() - origin.float()
         if self.run is not None:
             self.run.transport(self.donor_name, float(change.square().sum()), float(origin.float().square().sum()))
-        moved, axis = transform_tensor(change, self.info, maps, change=True), self.info.vocabulary_axis
+        moved, axis = scale * transform_tensor(change, self.info, maps, change=True), self.info.vocabulary_axis
         if self.rows is None or axis is None:
             return anchor.float() + moved
         mine, theirs = (rows.to(moved.device) for rows in self.rows)
@@ -243,6 +252,40 @@ class MoveTensor(KeyedTask):
         free = self.info.vocabulary_axis if self.rows is not None else None
         pairs = zip(anchor.shape, origin.shape, strict=True) if anchor.ndim == origin.ndim else None
         return pairs is not None and all(a == b or dim == free for dim, (a, b) in enumerate(pairs))
+
+    def priority(self) -> int:
+        return -8
+
+
+class CarriedTensor(KeyedTask):
+    """One tensor of the anchor as a donor's change makes it, which samples say; rounded once, to `dtype`.
+
+    Attributes:
+        carrying: gives the tensors that change, by the anchor's names. anchor: loads of the anchor's.
+    """
+
+    block: Block = Field(repr=False)
+    info: TensorInfo = Field(repr=False)
+    carrying: Task
+    anchor: Loads = Field(repr=False)
+    fold: Fold | None = Field(default=None, repr=False)
+    dtype: torch.dtype | None = None
+
+    def arguments(self) -> dict[str, Task]:
+        return {**load_arguments(anchor=self.anchor), "carrying": self.carrying}
+
+    def execute(self, carrying: dict[str, Tensor], **values: Tensor | None) -> tuple[Tensor, ...] | None:
+        tensors = loaded("anchor", self.anchor, self.block, values)
+        if (stored := tensors.get(self.info.key)) is None:
+            return None
+        for key in tensors:
+            info = self.block.tensor(key)
+            if info is not None and all(name in carrying for name in info.names):
+                tensors[key] = cast(Tensor, read_tensor(info, carrying))
+        tensor = tensors[self.info.key] if self.fold is None else self.fold.tensor(self.block, self.info, tensors.get)
+        if tensor.is_floating_point():
+            tensor = tensor.to(self.dtype or stored.dtype)
+        return tuple(tensor.unbind(0)) if self.info.stacked else (tensor,)
 
     def priority(self) -> int:
         return -8

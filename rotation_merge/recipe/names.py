@@ -127,6 +127,9 @@ KEYS = (
     ),
     Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
     Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
+    Key("carry", DONOR_ONLY, ("weights", "refit", "distil"), "how what 'finetuned_from' changed is carried", "weights"),
+    Key("scale", DONOR_ONLY, ("auto", NUMBER), "of that change; auto (of refit and distil the default): by samples"),
+    Key("steps", DONOR_ONLY, (COUNT,), "of 'carry: distil'", 50),
     Key(
         "alignment",
         DONOR_ONLY,
@@ -144,7 +147,8 @@ KEYS = (
         "data",
         EACH,
         ("self", "synthetic", FILE),
-        "samples; for ot_fusion one pool for all models (not given: weights alone), for refit each model's own",
+        "samples; for ot_fusion one pool for all models (not given: weights alone), for refit each model's own, for "
+        "donors that are carried ('carry', 'scale: auto') theirs",
         delegates=("ot_fusion", "refit"),
     ),
     Key("samples", EACH, (COUNT,), "how many", 64, REFIT),

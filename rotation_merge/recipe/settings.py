@@ -200,7 +200,8 @@ def _setting(
             remedy = "write ranges such as '0-5,11' in one string" if name == "layers" else "give one value"
             document.fault(path, what, remedy)
         return
-    if key is not None and key.delegates and delegate is not None and delegate.spec.name not in key.delegates:
+    idle = key is not None and key.delegates and delegate is not None and delegate.spec.name not in key.delegates
+    if key is not None and delegate is not None and idle and not _of_carrying(document, path):
         what = f"parameter '{name}' does nothing with delegate {delegate.spec.name}"
         document.fault(path, what, f"leave it out; it is read by delegate {', '.join(key.delegates)}")
     for place, item in [(path, value), *(((*path, i), item) for i, item in items(value) if isinstance(value, list))]:
@@ -210,6 +211,12 @@ def _setting(
             check_value(name, leaf, spec, delegate)
         except RecipeError as error:
             document.fault(place, error.what, error.remedy or "")
+
+
+def _of_carrying(document: Document, path: Path) -> bool:
+    """Whether a parameter says on which samples a donor is carried to the anchor."""
+    beside = at(document.value, path[:-1])
+    return path[-1] in ("data", "samples") and isinstance(beside, Mapping) and "finetuned_from" in beside
 
 
 def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delegate: MergeMethod | None = None) -> None:

@@ -1,0 +1,117 @@
+"""Donors whose change is carried with samples, or at a scale: `carry` and `scale` beside `finetuned_from`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tqdm
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader
+from mergekit.graph import Task
+from mergekit.options import MergeOptions
+from pydantic import Field
+from torch import Tensor
+
+from rotation_merge.averaging.carrying import Samples, carried_scales, carried_tensors
+from rotation_merge.checkpoints.aligned import Storage
+from rotation_merge.checkpoints.carried import Settings
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.planning.whole import WholeTask
+from rotation_merge.recipe.reading import Recipe
+from rotation_merge.report.run import Run
+from rotation_merge.samples.written import SELF
+
+
+class Carry(WholeTask):
+    """Runs the models on samples: the anchor's tensors as a donor changes them, or the scales of its change."""
+
+    donor: str
+    origin: str
+    anchor: str
+    settings: Settings = Field(repr=False)
+    samples: Samples
+    run: Run = Field(repr=False)
+    quiet: bool = False
+
+    def execute(self) -> dict[str, Tensor] | dict[str, float]:
+        make: Any = carried_tensors if self.samples.solve else carried_scales
+        with tqdm.tqdm(desc=f"Carrying {self.donor}", disable=self.quiet) as bar:
+            found, notes = make(
+                self.donor, self.origin, self.anchor, self.settings, self.samples, lambda *_: bar.update(1)
+            )
+        for note in notes:
+            self.run.note(f"`{self.donor}`: {note}")
+        return found
+
+
+@dataclass(frozen=True)
+class Carried:
+    """How a donor's change is carried.
+
+    Attributes:
+        carrying: task that carries it with samples: the anchor's tensors as it changes them, by name.
+        scale: what its task vector is multiplied by; a task gives the scale of each block.
+    """
+
+    carrying: Task | None = None
+    scale: float | Task = 1.0
+
+
+def carried(
+    recipe: Recipe,
+    reader: ConfigReader,
+    options: MergeOptions,
+    run: Run,
+    model: ModelReference,
+    origin: ModelReference | None,
+    match: MatchOptions,
+    shares_vocabulary: bool,
+) -> Carried:
+    """What a recipe says of how a donor is carried.
+
+    Args:
+        origin: what it was tuned from, where it is a change that is merged.
+        match: by which groups that is matched.
+        shares_vocabulary: whether it has the anchor's.
+
+    Raises:
+        RecipeError: there is no change to carry, or samples mean other things to its base than to the anchor.
+    """
+    given = {name: recipe.of_model(name, reader, model) for name in ("carry", "scale", "data", "samples", "steps")}
+    way, scale = given["carry"], given["scale"]
+    if origin is None:
+        if way == "weights":
+            return Carried()
+        remedy = "name the model that it was tuned from ('finetuned_from')"
+        raise RecipeError(f"'carry: {way}' carries what fine-tuning changed", where=str(model), remedy=remedy)
+    if way == "weights" and scale != "auto":
+        return Carried(scale=1.0 if scale is None else float(scale))
+    if not shares_vocabulary:
+        raise RecipeError(
+            f"the vocabulary of {origin} is not the anchor's: samples mean other things to the two",
+            where=str(model),
+            remedy="leave 'carry' and 'scale: auto' out: weights alone are carried by the tokens that both have",
+        )
+    samples = Samples(
+        data=given["data"] or SELF,
+        count=given["samples"],
+        seed=options.random_seed or 0,
+        scale=None if scale in (None, "auto") else float(scale),
+        steps=given["steps"] if way == "distil" else 0,
+        solve=way != "weights",
+    )
+    file, device = recipe.of_model("alignment", reader, model), str(options.device or "cpu")
+    task = Carry(
+        key=f"carry:{model}",
+        label="",
+        donor=str(model),
+        origin=str(origin),
+        anchor=str(recipe.base),
+        settings=Settings(match, file, device=device, storage=Storage(untie=recipe.untie)),
+        samples=samples,
+        run=run,
+        quiet=options.quiet,
+    )
+    return Carried(carrying=task) if samples.solve else Carried(scale=task)
