@@ -50,7 +50,8 @@ class StatisticsError(RotationMergeError):
 
 def short(error: object) -> str:
     """What somebody else's error says, as the part of a line."""
-    return textwrap.shorten(str(error), 160, placeholder=" ...")
+    lacks = isinstance(error, KeyError) and str(error).strip("'").isidentifier()
+    return textwrap.shorten(f"{error} is missing" if lacks else str(error), 160, placeholder=" ...")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

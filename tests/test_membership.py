@@ -234,7 +234,7 @@ FAULTS: dict[str, tuple[Callable[[Content], None], str]] = {
     "a tensor deleted": (forget_quietly, "damaged"),
     "still and moving": (still_and_moving, "twice"),
     "another kind": (another_kind, "damaged"),
-    "no anchor": (lambda content: content[1].pop("anchor"), "damaged"),
+    "no anchor": (lambda content: content[1].pop("anchor"), "damaged ('anchor' is missing)"),
     "no family": (lambda content: content[1].pop("family"), "damaged"),
     "another anchor": (put("anchor", "0" * 40), "other weights"),
     "another donor": (put("donor", "0" * 40), "other weights"),
