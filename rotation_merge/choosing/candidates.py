@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,16 +92,25 @@ def candidates(
     order += [Candidate(name, anchor, all_of, {**whole, "layers": layers}) for name, layers in _parts(architecture)]
     for other in models[1:]:
         rest = (other, *(model for model in models if model != other))
-        order.append(Candidate(f"whole model, anchor {other}", other, rest, whole))
+        order.append(Candidate(f"whole model, anchor {shortened(models)[other]}", other, rest, whole))
     return order
 
 
 FIRST_PART = "attention alone"
 """The first of the candidates that align parts; a soup of fewer models goes before them."""
 
-NEAR = ("plain", "local", "refit", "regmean", "learned", "whole", "refit whole")
+NEAR = ("plain", "local", "refit", "regmean", "whole", "refit whole", "learned")
 FAR = ("plain", "whole", "refit whole", "learned", "local", "refit", "regmean")
 """The order in which candidates are tried, for models that share their coordinates and for those that do not."""
+
+
+def shortened(models: Sequence[str]) -> dict[str, str]:
+    """The last parts of models' names, as many as tell them apart."""
+    for count in range(1, 9):
+        found = {m: "+".join("/".join(p.rstrip("/").split("/")[-count:]) for p in m.split("+")) for m in models}
+        if len(set(found.values())) == len(set(models)):
+            return found
+    return {model: model for model in models}
 
 
 def _parts(architecture: Architecture) -> list[tuple[str, str]]:
@@ -117,5 +125,5 @@ def with_models(best: Candidate, models: Sequence[str]) -> Candidate:
     anchor = best.anchor if best.anchor in models else models[0]
     ordered = (anchor, *(m for m in models if m != anchor))
     of_model = {m: values for m, values in best.of_model.items() if m in models}
-    name = f"{best.name} of {' + '.join(os.path.basename(model.rstrip('/')) for model in models)}"
+    name = f"{best.name} of {' and '.join(shortened(models).values())}"
     return Candidate(name, anchor, ordered, best.parameters, of_model, best.needs)

@@ -11,7 +11,7 @@ from rotation_merge.matching.options import MatchOptions
 from rotation_merge.recipe.names import OPTIONS
 from rotation_merge.report.estimate import estimate
 
-PASSES = 6.0
+PASSES = 12.0
 """Passes of a model over the samples that a refit takes for every model, until one has been measured."""
 
 
@@ -52,16 +52,19 @@ class Costs:
         plain = self.done.get("plain")
         if plain is None:
             return None
+        matching, rate = self.matching(candidate), self._rate(plain)
         known = self.kinds.get(candidate.kind)
-        matching = self.matching(candidate)
-        if known:
+        if known and candidate.kind != "matching":
             before, took = known[-1]
-            return plain + max(took - plain, 0.0) * (max(matching, 0.1) / max(before, 0.1))
-        aligned = [(e, t) for pairs in self.kinds.values() for e, t in pairs if e > 0]
-        rate = max((max(t - plain, 0.0) / max(e, 0.1) for e, t in aligned[:1]), default=1.0)
+            return max(took + rate * (matching - before), plain)
         extra = {
             "learned": left / 2,
             "refit": PASSES * self.forward * len(candidate.models),
             "regmean": 2 * self.forward * len(candidate.models),
         }
         return plain + rate * matching + extra.get(candidate.kind, 0.0)
+
+    def _rate(self, plain: float) -> float:
+        """Seconds that matching takes for each one that was estimated; 1 until some has been measured."""
+        found = [(before, took) for before, took in self.kinds.get("matching", ()) if before > 0]
+        return max(took - plain for _, took in found) / max(max(before for before, _ in found), 0.1) if found else 1.0

@@ -18,7 +18,7 @@ import yaml
 from rotation_merge.averaging.record import checkpoint_of, keep_figures
 from rotation_merge.checkpoints.models import parse_reference
 from rotation_merge.checkpoints.pair import Pair, open_pair
-from rotation_merge.choosing.candidates import FIRST_PART, Candidate, candidates, with_models
+from rotation_merge.choosing.candidates import FIRST_PART, Candidate, candidates, shortened, with_models
 from rotation_merge.choosing.costs import Costs
 from rotation_merge.choosing.judge import Figures, Judge, Sets, answers, fits, split, write_data
 from rotation_merge.choosing.making import Maker, Wish
@@ -29,7 +29,7 @@ from rotation_merge.planning.presets import RELATED, likeness
 from rotation_merge.recipe.delegates import OWN
 from rotation_merge.samples.data import Data, read_batches
 from rotation_merge.samples.functions import load
-from rotation_merge.samples.written import SOURCES
+from rotation_merge.samples.written import SELF, SOURCES
 from rotation_merge.seam.console import OneLineError
 from rotation_merge.seam.merging import merge_recipe
 
@@ -107,6 +107,7 @@ class Choice:
             RotationMergeError: models that do not fit together, data without use.
         """
         wish = self.wish
+        self.say("opening the models, measuring them ...")
         self.relations: dict[str, float] = {}
         for model in wish.models[1:]:
             self._relate(open_pair(wish.models[0], model, NOTHING), model)
@@ -134,7 +135,9 @@ class Choice:
         """Say how a model lies to the first one: coordinates, and configs that differ."""
         cosine = self.relations[model] = likeness(pair.anchor, pair.donor)
         kind = "a fine-tune of one base" if cosine >= RELATED else "other coordinates, or another base"
-        self.say(f"{model}: {kind} (mean cosine of its matrices to those of {self.wish.models[0]}: {cosine:.2f})")
+        names = shortened(self.wish.models)
+        anchor = names[self.wish.models[0]]
+        self.say(f"{names[model]}: {kind} (mean cosine of its matrices to those of {anchor}: {cosine:.2f})")
         for warning in pair.checked.warnings:
             self.say(f"warning: {warning}")
 
@@ -185,7 +188,7 @@ class Choice:
         tried: list[tuple[Candidate, Tried]] = []
         refit = {
             "samples": self.wish.samples,
-            "targets": "own" if len(set(self.data.values())) > 1 or self.written else "mean",
+            "targets": "own" if len(set(self.data.values())) > 1 or self.wish.data[0] == SELF else "mean",
         }
         planned = candidates(
             self.wish.models,

@@ -138,6 +138,8 @@ def _made_up(model: str) -> str:
 
 
 def _show(found: Outcome, out: str | None) -> None:
+    from rotation_merge.choosing.candidates import shortened
+
     headers = ["", found.unit, *([found.figure] if found.labelled else [])]
 
     def row(name: str, figures: Figures) -> list[Any]:
@@ -146,7 +148,8 @@ def _show(found: Outcome, out: str | None) -> None:
         return [name, f"{figures.score:.4f}", *beside]
 
     best = found.tried[0]
-    rows = [row(f"{name} alone", figures) for name, figures in found.parents.items()]
+    names = shortened(list(found.parents))
+    rows = [row(f"{names[name]} alone", figures) for name, figures in found.parents.items()]
     rows += [row("ensemble of all", found.ensemble)] + ([row("plain average", found.plain)] if found.plain else [])
     table("On samples that no merge has seen:", headers, [*rows, row(f"best merge: {best.name}", found.best)], (1, 2))
     for name, why in found.left_out.items():
@@ -160,6 +163,9 @@ def _show(found: Outcome, out: str | None) -> None:
             f"{found.best.score:.4f}): use it"
             + (", or carry the others' changes over to it (finetuned_from)." if out is None else ".")
         )
+        if found.ensemble.score < parent.score:
+            scores = f"{found.ensemble.score:.4f}, {parent.score:.4f}"
+            say(f"All of them side by side are better than each alone ({scores}): serve them so, or distil them.")
     if out is not None:
         say(f"Written to {out}; mergekit-yaml {out}/recipe.yml OTHER gives the same weights.", "green")
     elif not found.worth_it:

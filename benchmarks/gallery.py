@@ -1,0 +1,235 @@
+"""Six merges of the checkpoints that come with the package: recipe, command, loss on the way, figures, verdict.
+
+Writes docs/gallery.md and its pictures, and benchmarks/results/gallery.json; two minutes on two cores.
+
+    python benchmarks/gallery.py && python benchmarks/record.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from record import ROOT, Table
+
+from rotation_merge.checking import donors_of
+from rotation_merge.cli.barrier import measure, measure_carried
+from rotation_merge.cli.show import Progress, quieten
+from rotation_merge.report.curves import Barrier
+from rotation_merge.samples.data import read_batches
+from rotation_merge.samples.demo import CHECKPOINTS
+from rotation_merge.samples.evaluate import evaluate
+from rotation_merge.samples.functions import load
+from rotation_merge.seam.merging import merge_recipe
+
+PAGE, PICTURES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "pictures"
+STILL = {"delegate": "linear", "attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+FAR = {"delegate": "linear", "preset": "far"}
+REFIT = {"delegate": "refit", "heads": "permutation", "residual": "rotation", "targets": "mean"}
+READING = {"limit": 32, "batch_size": 16, "length": 128}
+POINTS = 5
+GREY, BLUE, ORANGE = "#858c94", "#3d85c6", "#d97d1a"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One merge.
+
+    Attributes:
+        models: the anchor first; `C/` stands for the folder of the shipped checkpoints.
+        of_model: parameters of single models beside an even weight.
+        data: what the models are measured on.
+    """
+
+    name: str
+    title: str
+    words: str
+    models: tuple[str, ...]
+    parameters: dict[str, Any]
+    data: tuple[str, ...]
+    of_model: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def recipe(self, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+        share = round(1 / len(self.models), 3)
+        settings = {
+            m: {"weight": share, **(self.of_model.get(m, {}) if parameters is None else {})} for m in self.models
+        }
+        return {
+            "merge_method": "rotation_merge",
+            "base_model": self.models[0],
+            "models": [{"model": m, "parameters": settings[m]} for m in self.models],
+            "parameters": self.parameters if parameters is None else parameters,
+            "dtype": "float32",
+        }
+
+
+ENGLISH, C = "C/llama-0-english", "C/llama-0-c"
+LLAMAS, VITS = ("C/llama-0", "C/llama-1"), ("C/vit-0", "C/vit-1")
+NEAR = {"delegate": "linear", "preset": "near"}
+CASES = (
+    Case(
+        "near",
+        "Two fine-tunes of one base",
+        "One knows English, the other C. They share their coordinates; there is next to nothing to align.",
+        (ENGLISH, C),
+        NEAR,
+        ("demo:english", "demo:c"),
+    ),
+    Case(
+        "three",
+        "A base and two fine-tunes of it",
+        "The base is averaged in, which knows Python.",
+        ("C/llama-0", ENGLISH, C),
+        NEAR,
+        ("demo:python", "demo:english", "demo:c"),
+    ),
+    Case(
+        "carried",
+        "A fine-tune's change, carried to another base",
+        "The change that taught one base English is moved into the coordinates of another base, and half of it added.",
+        ("C/llama-1", ENGLISH),
+        FAR,
+        ("demo:english",),
+        {ENGLISH: {"weight": 0.5, "finetuned_from": "C/llama-0"}},
+    ),
+    Case(
+        "refit",
+        "Two ViTs trained independently, refitted",
+        "The layers' maps are solved on synthetic images, to do what the two models do there; no data.",
+        VITS,
+        {**REFIT, "data": "synthetic"},
+        ("demo:digits",),
+    ),
+    Case(
+        "llamas",
+        "Two Llamas trained independently, by their weights alone",
+        "Alignment lowers the barrier; what is left of it costs more than a second model is worth.",
+        LLAMAS,
+        FAR,
+        ("demo:python",),
+    ),
+    Case(
+        "vits",
+        "The two ViTs, by their weights alone",
+        "The pair of the refit above, without samples.",
+        VITS,
+        FAR,
+        ("demo:digits",),
+    ),
+)
+
+
+def here(name: str) -> str:
+    return name.replace("C/", f"{CHECKPOINTS}/")
+
+
+def text_of(recipe: dict[str, Any], real: bool) -> str:
+    text = yaml.safe_dump(recipe, sort_keys=False, width=120)
+    return here(text) if real else text
+
+
+def figures(model: str, case: Case) -> tuple[float, float]:
+    """Mean loss and accuracy over a case's data."""
+    loaded = load(model)
+    found = [evaluate(loaded, read_batches(data, here(case.models[0]), loaded, **READING)) for data in case.data]
+    return sum(loss for loss, _ in found) / len(found), sum(right for _, right in found) / len(found)
+
+
+def show(case: Case, table: Table, scratch: Path) -> None:
+    recipe = scratch / f"{case.name}.yml"
+    recipe.write_text(text_of(case.recipe(), real=True))
+    merge_recipe(recipe.read_text(), str(scratch / case.name))
+    merge_recipe(text_of(case.recipe(STILL), real=True), str(scratch / f"{case.name}-plain"))
+    found = {name: figures(here(name), case) for name in case.models}
+    plain, merged = (figures(str(scratch / name), case) for name in (f"{case.name}-plain", case.name))
+    best = min(found, key=lambda name: found[name][0])
+    good = merged[0] < found[best][0]
+    verdict = "better than every model alone" if good else f"do not merge: {best.removeprefix('C/')} alone is better"
+    rows = [*((name.removeprefix("C/"), *found[name], "") for name in case.models), ("plain average", *plain, "")]
+    for name, loss, right, words in (*rows, ("this recipe", *merged, verdict)):
+        row = {"case": case.name, "model": name, "loss": f"{loss:.3f}", "accuracy": f"{right:.1%}", "verdict": words}
+        table.add(row)
+    donor = donors_of(str(recipe))[0]
+    if donor.origin is None:
+        barrier = measure(donor, case.data[-1], POINTS, Progress(), READING)
+    else:
+        barrier = measure_carried(str(recipe), donor, case.data[-1], POINTS, Progress(), READING)
+    picture(barrier, PICTURES / f"gallery-{case.name}.svg")
+
+
+def picture(barrier: Barrier, path: Path) -> None:
+    """The loss on the straight path, plain and aligned, as a small SVG for light and dark pages."""
+    values = [loss for curve in barrier.curves for loss in curve.loss]
+    low, high = min(values), max(max(values), min(values) + 1e-3)
+
+    def at(t: float, loss: float) -> str:
+        return f"{50 + 380 * t:.1f},{160 - 130 * (loss - low) / (high - low):.1f}"
+
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 450 200" role="img" font-family="system-ui, sans-serif" '
+        f'font-size="12" fill="{GREY}"><title>Loss on the path, plain and aligned, on {barrier.data}</title>',
+        f'<text x="44" y="34" text-anchor="end">{high:.2f}</text><text x="44" y="164" text-anchor="end">{low:.2f}</text>',
+        '<text x="50" y="180">anchor</text><text x="430" y="180" text-anchor="end">donor</text>',
+    ]
+    for curve, colour, x in zip(barrier.curves, (ORANGE, BLUE), (170, 260), strict=True):
+        points = " ".join(at(t, loss) for t, loss in zip(curve.t, curve.loss, strict=True))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{x}" y="196" fill="{colour}">{curve.name}</text>')
+    path.write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")
+
+
+HEAD = """# Gallery
+
+Six merges of the checkpoints that come with the package (`C/` stands for `rotation_merge/samples/checkpoints/`), made, drawn
+and measured by `python benchmarks/gallery.py`. Losses are in nats, means over the data named. Where a table says so, do not
+merge: `rotation-merge merge` finds it out, and writes nothing.
+"""
+
+SECTION = """
+## {title}
+
+{words}
+
+```yaml title="{name}.yml"
+{recipe}```
+
+```bash
+rotation-merge barrier {name}.yml --data {data} --points {points}
+mergekit-yaml {name}.yml merged-{name}
+```
+
+![Loss on the path](pictures/gallery-{name}.svg)
+
+On {named}:
+
+<!-- figures: gallery | model, loss, accuracy, verdict | case={name} -->
+<!-- end -->
+"""
+
+
+def page() -> str:
+    parts = [HEAD]
+    for case in CASES:
+        named = ", ".join(f"`{name}`" for name in case.data)
+        facts = {"title": case.title, "words": case.words, "name": case.name, "points": POINTS, "named": named}
+        parts.append(SECTION.format(**facts, recipe=text_of(case.recipe(), real=False), data=case.data[-1]))
+    return "".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    quieten()
+    table = Table("gallery")
+    PAGE.write_text(page(), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as scratch:
+        for case in CASES:
+            show(case, table, Path(scratch))
+
+
+if __name__ == "__main__":
+    main()
