@@ -128,7 +128,10 @@ def run(line: str, models: Path) -> None:
 
 
 def run_recipe(block: Block, name: str, merge: bool, models: Path) -> None:
-    Path(name).write_text(localised(block.text, models), encoding="utf-8")
+    for vit in re.findall(r"C/(vit-\d)", block.text):
+        digits_model(models / f"org--{vit}")
+    text = block.text.replace("C/llama", "org/llama").replace("C/vit", "org/vit")
+    Path(name).write_text(localised(text, models), encoding="utf-8")
     invoke(app, ["check", name])
     if merge:
         invoke(mergekit_yaml, [name, f"merged-{name}", "--quiet"])
