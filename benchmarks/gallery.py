@@ -102,8 +102,8 @@ CASES = (
     Case(
         "refit",
         "Two ViTs trained independently, refitted",
-        "The layers' maps are solved on synthetic images, to do there what the two models do: much of what the average loses "
-        "comes back, without data.",
+        "The layers' maps are solved on synthetic images, to do there what the two models do: much of what the average "
+        "loses comes back, without data.",
         VITS,
         {**REFIT, "data": "synthetic", "samples": 256},
         ("demo:digits",),
