@@ -76,18 +76,19 @@ CASES = (
     Case(
         "near",
         "Two fine-tunes of one base",
-        "One was tuned on English, the other on C. They share their coordinates; there is next to nothing to align.",
+        "One was tuned on English, the other on C. They share their coordinates, and there is next to nothing to align. "
+        "Their average has kept more of the Python that their base knew than either.",
         (ENGLISH, C),
         NEAR,
-        ("demo:english",),
+        ("demo:python",),
     ),
     Case(
-        "three",
-        "A base and two fine-tunes of it",
-        "The base is averaged in.",
-        ("C/llama-0", ENGLISH, C),
+        "base",
+        "A fine-tune and its base",
+        "Half of the change that taught it English, for most of what it teaches and little of what it costs.",
+        ("C/llama-0", ENGLISH),
         NEAR,
-        ("demo:english",),
+        ("demo:python", "demo:english"),
     ),
     Case(
         "carried",
