@@ -76,7 +76,7 @@ CASES = (
     Case(
         "near",
         "Two fine-tunes of one base",
-        "One was tuned on English, the other on C. They share their coordinates, and there is next to nothing to align. "
+        "One was tuned on English, the other on C. They share their coordinates, there is next to nothing to align. "
         "Their average has kept more of the Python that their base knew than either.",
         (ENGLISH, C),
         NEAR,
