@@ -54,6 +54,7 @@ def _counting_read(found: Counter[str], real: Any) -> Any:
 
 def run(recipe: dict[str, Any], out: Path) -> None:
     LoaderCache.loaders.clear()
+    headers._once.cache_clear()
     merge.run_merge(MergeConfiguration.model_validate(recipe), str(out), MergeOptions(quiet=True, copy_tokenizer=False))
 
 

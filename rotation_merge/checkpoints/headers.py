@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def safetensors_shapes(path: str) -> Shapes:
         ValueError: the header is damaged, or the file is shorter or longer than the header says.
     """
     size = os.path.getsize(path)
-    header, start = _header(path, size)
+    header, start = _known(path)
     try:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in header.items()}
@@ -136,6 +137,17 @@ def safetensors_shapes(path: str) -> Shapes:
     if size != start + end:
         raise ValueError(f"it is {size} bytes long, its header says {start + end}; it is truncated or damaged")
     return shapes
+
+
+def _known(path: str) -> tuple[dict[str, Any], int]:
+    """As `_header`, read once as long as the file stays what it is."""
+    found = os.stat(path)
+    return _once(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+@lru_cache(maxsize=512)
+def _once(path: str, size: int, changed: int, number: int) -> tuple[dict[str, Any], int]:
+    return _header(path, size)
 
 
 def _header(path: str, size: int) -> tuple[dict[str, Any], int]:
@@ -156,7 +168,7 @@ def file_dtypes(path: str) -> dict[str, torch.dtype]:
     """What the tensors in one whole weight file are stored in."""
     if not path.endswith(".safetensors"):
         return {name: tensor.dtype for name, tensor in _pickle(path).items()}
-    header, _ = _header(path, os.path.getsize(path))
+    header, _ = _known(path)
     return {name: DTYPES[entry["dtype"]] for name, entry in header.items() if entry["dtype"] in DTYPES}
 
 
@@ -164,7 +176,7 @@ def file_codes(path: str) -> dict[str, str]:
     """The matrices of codes in one weight file; see `codes`."""
     if not path.endswith(".safetensors"):
         return codes({name: (str(x.dtype), tuple(x.shape)) for name, x in _pickle(path).items()})
-    header, _ = _header(path, os.path.getsize(path))
+    header, _ = _known(path)
     return codes({name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()})
 
 
