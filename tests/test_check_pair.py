@@ -303,6 +303,8 @@ APART = {
     "show": "reads a file",
     "fingerprint": "reads a model or a file",
     "report": "reads a report",
+    "push": "uploads a file",
+    "pull": "downloads a file",
     "demo": "runs a recipe",
 }
 """Commands that match nothing themselves, and what they do."""
