@@ -28,6 +28,7 @@ from rotation_merge.samples.functions import load
 from rotation_merge.seam.merging import merge_recipe
 
 WHOLE = {"heads": "permutation", "residual": "rotation"}
+ALONE = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False, "residual": "none"}
 SCRATCH = Path(tempfile.mkdtemp(prefix="refit-"))
 
 
@@ -77,13 +78,17 @@ def vits() -> None:
                 "processor time": "",
             }
         )
+    own = {"delegate": "refit", "ridge": 0.001}
     variants: dict[str, dict[str, Any]] = {
         "mean, aligned": {"delegate": "linear"},
-        "refit, 300 images, ridge 0.001": {"delegate": "refit", "data": str(images), "samples": 300, "ridge": 0.001},
-        "refit, 2048 synthetic images": {"delegate": "refit", "data": "synthetic", "samples": 2048},
+        "refit, 300 images": {**own, "data": str(images), "samples": 300},
+        "refit, 300 images, not rescaled": {**own, "data": str(images), "samples": 300, "rescale": False},
+        "refit, 300 images, not aligned": {**own, "data": str(images), "samples": 300, **ALONE},
+        "refit, 2048 synthetic images": {**own, "data": "synthetic", "samples": 2048},
+        "refit, 2048 synthetic images, not rescaled": {**own, "data": "synthetic", "samples": 2048, "rescale": False},
     }
     for words, parameters in variants.items():
-        out, seconds = merged(names, **WHOLE, **parameters)
+        out, seconds = merged(names, **{**WHOLE, **parameters})
         table.add({"merge": words, "accuracy": f"{accuracy(out):.1%}", "processor time": f"{seconds:.1f} s"})
 
 
@@ -92,7 +97,7 @@ def llamas() -> None:
     table, names = Table("refit-llamas"), ("llama-0", "llama-1")
     ends = [loss(str(demo.CHECKPOINTS / name), "python") for name in names]
     variants: dict[str, dict[str, Any]] = {"mean, aligned": {"delegate": "linear"}}
-    for count, targets in ((32, "own"), (32, "mean"), (128, "mean")):
+    for count, targets in ((32, "own"), (32, "mean"), (64, "mean"), (256, "mean")):
         words = f"refit, {count} texts of each model, targets: {targets}"
         variants[words] = {"delegate": "refit", "data": "self", "samples": count, "targets": targets}
     for words, parameters in variants.items():
@@ -130,7 +135,7 @@ def near() -> None:
     add("refit, 64 texts of each model", refitted, seconds)
     for lora in (0, 16):
         began = time.process_time()
-        answered = _ask(Path(tempfile.mkdtemp(dir=SCRATCH)), paths, ["self"] * 2, 64, 128, 0, "cpu")
+        answered = _ask(Path(tempfile.mkdtemp(dir=SCRATCH)), refitted, paths, ["self"] * 2, 64, 128, 0, "cpu")
         model = load(refitted).requires_grad_(True)
         model = _with_lora(model, lora, 0) if lora else model
         polish(model, answered, PolishOptions(50, lora))

@@ -25,7 +25,7 @@ from rotation_merge.matching.fingerprint import Fingerprint
 RATES = {False: (2e-4, 5e-4, 1e-3), True: (1e-3, 2e-3, 5e-3)}
 """Learning rates that are tried: for all weights, for a LoRA."""
 
-TRIAL = 0.25
+TRIAL = 0.1
 """Share of the steps after which a learning rate is chosen."""
 
 LOOKS = 10
@@ -67,7 +67,7 @@ class PolishReport:
     Attributes:
         before, after: divergence from the teachers on held-out samples (nats), at the start and of what was kept.
         rate: the learning rate that was chosen.
-        trials: what each learning rate reached in a quarter of the steps.
+        trials: what each learning rate reached in a tenth of the steps.
         history: (step, seconds, held-out divergence).
     """
 
@@ -151,7 +151,7 @@ class _Polish:
         return report
 
     def trial(self, rate: float) -> float:
-        """The held-out divergence after a quarter of the steps."""
+        """The held-out divergence after a tenth of the steps."""
         steps = max(1, round(self.options.steps * TRIAL))
         optimiser = self.optimiser(rate)
         batches = self.draws(torch.Generator().manual_seed(self.options.seed + 1))
