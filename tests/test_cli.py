@@ -259,10 +259,12 @@ class TestBarrier:
 
     def test_recipe_and_text_on_a_pipe(self, tmp_path: Path):
         (tmp_path / "held-out.txt").write_text("def f(x):\n    return x + 1\n" * 40)
-        done = run("barrier", recipe(tmp_path, *LLAMAS), "--data", tmp_path / "held-out.txt", "--points", 3)
+        texts = ("--data", tmp_path / "held-out.txt", "--data", "demo:c", "--limit", 4)
+        done = run("barrier", recipe(tmp_path, *LLAMAS), *texts, "--points", 3)
         assert done.exit_code == 0, done.output
-        assert "Barrier:" in done.output
-        assert "next token" in done.output
+        assert done.output.count("Barrier:") == 2
+        assert "held-out.txt (next token" in done.output
+        assert "demo:c (next token, 4 examples)" in done.output
 
 
 class TestData:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from rotation_merge.durable import write_text
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import NOTHING, MatchOptions
-from rotation_merge.report.curves import FILE, Barrier
+from rotation_merge.report.curves import FILE, Barrier, Curve
 from rotation_merge.report.plots import save_barrier, text_plot
 from rotation_merge.samples.data import KINDS, Data, read_batches
 from rotation_merge.samples.evaluate import path
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     rotation-merge barrier org/anchor org/donor --data images/ --residual rotation --plot path.png"""
 )
 @click.argument("models", nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR")
-@click.option("--data", required=True, help=f"What to measure on: {KINDS}.")
+@click.option("--data", "sources", multiple=True, required=True, help=f"What to measure on, one or more: {KINDS}.")
 @click.option("--points", default=11, show_default=True, type=click.IntRange(3, 101), help="Models on the path.")
 @click.option("--limit", type=click.IntRange(min=1), help="Use at most so many examples.")
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 @shown
 def command(
     models: tuple[str, ...],
-    data: str,
+    sources: tuple[str, ...],
     points: int,
     limit: int | None,
     batch_size: int,
@@ -61,17 +62,14 @@ def command(
 
     Give two models, or a recipe (the anchor and each donor, aligned as the recipe says). The barrier is the largest
     excess of the loss over the straight line between its ends, in nats. For a donor with 'finetuned_from' the path is
-    the anchor plus 0 to 1 times the task vector, carried over and not.
+    the anchor plus 0 to 1 times the task vector, carried over and not. Give --data once for each task.
     """
     options = match_options(values)
     donors = _donors(models, options, untie, alignment)
     progress = Progress()
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
     barriers = [
-        measure(donor, data, points, progress, reading)
-        if donor.origin is None
-        else measure_carried(models[0], donor, data, points, progress, reading)
-        for donor in donors
+        barrier for donor in donors for barrier in measure(models[0], donor, sources, points, progress, reading)
     ]
     progress.close()
     if save is not None:
@@ -98,17 +96,38 @@ def _donors(models: tuple[str, ...], options: MatchOptions, untie: bool, alignme
     raise click.UsageError("give a recipe (a YAML file), or two models")
 
 
-def measure(donor: RecipeDonor, source: str, points: int, progress: Progress, reading: dict[str, Any]) -> Barrier:
-    """Both paths between two checkpoints; the donor aligned by a file where one is given, else by matching."""
+def measure(
+    given: str, donor: RecipeDonor, sources: Sequence[str], points: int, progress: Progress, reading: dict[str, Any]
+) -> list[Barrier]:
+    """Both paths, on each of the data.
+
+    Args:
+        given: the recipe, or the anchor.
+    """
+    anchor = load(donor.anchor)
+    data: list[Data] = [read_batches(source, donor.anchor, anchor, **reading) for source in sources]
+    curves: list[list[Curve]] = [[] for _ in sources]
+    ends = _ends(anchor, donor, progress) if donor.origin is None else _carried_ends(given, donor)
+    for name, first, last in ends:
+        for one, some in zip(data, curves, strict=True):
+            some.append(path(first, last, one, points, name, progress))
+    title = donor.name if donor.origin is None else donor.title
+    return [
+        Barrier(donor.anchor, title, source, one.task, one.examples, asdict(donor.options), some)
+        for source, one, some in zip(sources, data, curves, strict=True)
+    ]
+
+
+def _ends(a: Any, donor: RecipeDonor, progress: Progress) -> Iterator[tuple[str, Any, Any]]:
+    """The models at the ends of both paths between two checkpoints; the donor aligned by a file where one is given,
+    else by matching."""
     from rotation_merge.checkpoints.aligned import Storage, empty_report, match_pair, write_aligned
     from rotation_merge.checkpoints.pair import open_pair, read_alignment
 
     anchor, untie = donor.anchor, donor.untie
     options = donor.options if donor.file is None else NOTHING
     pair = open_pair(anchor, donor.name, options, untie, unsupported=donor.unsupported)
-    a, b = load(anchor), load(donor.name, like=anchor)
-    data: Data = read_batches(source, anchor, a, **reading)
-    curves = [path(a, b, data, points, "plain", progress)]
+    yield "plain", a, load(donor.name, like=anchor)
     if donor.file is None:
         alignment, report = match_pair(pair, progress)
     else:
@@ -120,28 +139,21 @@ def measure(donor: RecipeDonor, source: str, points: int, progress: Progress, re
             still = os.path.join(scratch, "anchor")
             itself = replace(pair, donor=pair.anchor)
             write_aligned(itself, Alignment({}, alignment.folded), report, still, Storage(dtype="float32", untie=untie))
-        curves.append(path(load(still), load(moved), data, points, "aligned", progress))
-    return Barrier(anchor, donor.name, source, data.task, data.examples, asdict(donor.options), curves)
+        yield "aligned", load(still), load(moved)
 
 
-def measure_carried(
-    recipe: str, donor: RecipeDonor, source: str, points: int, progress: Progress, reading: dict[str, Any]
-) -> Barrier:
-    """Both paths from the anchor along a task vector, carried over and as it is: the anchor plus 0 to 1 times it."""
+def _carried_ends(recipe: str, donor: RecipeDonor) -> Iterator[tuple[str, Any, Any]]:
+    """The anchor and the anchor with a task vector added: as it is, and carried over."""
     from rotation_merge.checking import carried_recipe
     from rotation_merge.seam.merging import merge_recipe
 
-    a = load(donor.anchor)
-    data: Data = read_batches(source, donor.anchor, a, **reading)
-    curves = []
     with tempfile.TemporaryDirectory(prefix="rotation-merge-") as scratch:
         for name, aligned in (("plain", False), ("aligned", True)):
             ends = []
             for scale in (0.0, 1.0):
                 ends.append(os.path.join(scratch, f"{name}-{scale:.0f}"))
                 merge_recipe(carried_recipe(recipe, donor, scale, aligned), ends[-1])
-            curves.append(path(load(ends[0]), load(ends[1]), data, points, name, progress))
-    return Barrier(donor.anchor, donor.title, source, data.task, data.examples, asdict(donor.options), curves)
+            yield name, load(ends[0]), load(ends[1])
 
 
 def _save(barriers: list[Barrier], directory: str) -> None:
