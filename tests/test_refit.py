@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from memory_support import alive, only_new
 from plugin_support import merged, mergekit_yaml, one_error, state
 from residual_support import Checkpoint, checkpoint, recipe, report, twin
 from tiny_models import ALL, Case, exactly, inputs, make, save
@@ -257,6 +259,35 @@ def test_enough_samples_and_no_ridge_leave_nothing_to_gain(family: str, tmp_path
     assert float((few.average()[name] - few.states[0][name]).abs().max()) > 0.01
     found, _ = few.refit(ridge=0.0, batches=[{"input_ids": ids}])
     assert torch.allclose(found[name], few.states[0][name], atol=1e-8)
+
+
+class Copies(dict[str, Tensor]):
+    """Tensors that are read anew each time, as from files."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name).clone()
+
+
+def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
+    """Two layers or eight: one layer of each model, and its sums; hidden states are on disk."""
+    peaks, case = [], case_of("llama")
+    for layers in (2, 5):
+        sizes = {**case.config, "num_hidden_layers": layers}
+        few = Few(replace(case, config=sizes), tmp_path / str(layers), (0, 3))
+        seen: list[int] = []
+
+        def write(_: str, tensor: Tensor, seen: list[int] = seen) -> Tensor:
+            seen.append(alive())
+            return tensor
+
+        with only_new(), exactly():
+            store = Store(str(tmp_path / "states"))
+            teachers = [few.runner(Copies(few.states[k]), [few.given[k]], store, str(k)) for k in range(2)]
+            merge = few.runner(Copies(few.states[0]), few.given, store, "merge")
+            answers = Teachers(teachers, [[(k, 0, 1.0)] for k in range(2)], store)
+            Refit(merge, few.architecture, answers, [1.0, 1.0], 0.01, write).run()
+        peaks.append(max(seen))
+    assert 0 < peaks[1] <= 1.02 * peaks[0]
 
 
 # --- through mergekit --------------------------------------------------------------------------------------------

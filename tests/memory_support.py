@@ -1,0 +1,28 @@
+"""How much of what a test made is in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+KINDS = (torch.Tensor, torch.nn.Parameter)
+
+
+@contextmanager
+def only_new() -> Iterator[None]:
+    """What there is already is not looked at."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def alive() -> int:
+    """Bytes of all new tensors in memory."""
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) in KINDS}
+    return sum(found.values())
