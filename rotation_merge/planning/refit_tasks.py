@@ -23,7 +23,7 @@ from rotation_merge.checkpoints.pair import WithTied
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.model import Alignment, Progress, aligned_source
-from rotation_merge.matching.sources import Average
+from rotation_merge.matching.sources import Average, Either
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.refit import AT_ONCE, LENGTH, Lesson, Teacher, model_config
@@ -94,7 +94,8 @@ class _Work:
         self.sources = [self._source(t, alignments.get(str(t.model))) for t in self.lesson.teachers]
         anchor = self._source(Teacher(self.recipe.base, 1.0, "", 0), None)
         shares = [t.share for t in self.lesson.teachers]
-        self.start: TensorSource = anchor if self.lesson.start == "anchor" else Average(self.sources, shares)
+        average = Either(Average(self.sources, shares), anchor, self.recipe.excluded)  # the merge runs as it is written
+        self.start: TensorSource = anchor if self.lesson.start == "anchor" else average
         self.written: set[str] = set()
 
     def refit(self, progress: Progress) -> Refitted:
