@@ -186,6 +186,7 @@ def test_distilling_goes_on_where_it_was_stopped(
     ("options", "words"),
     [
         (("--carry", "refit", "--steps", 5), "--carry distil"),
+        (("--data", "texts.txt"), "--scale auto"),
         (("--scale", "much"), "write a number"),
         (("--carry", "refit", "--data", "nowhere.txt"), "nowhere.txt"),
     ],

@@ -92,6 +92,9 @@ def command(
     if steps is not None and way != "distil":
         raise RotationMergeError(f"--carry {way} takes no steps", remedy="add --carry distil, or leave --steps out")
     factor = _factor(scale, way)
+    asked = any(context.get_parameter_source(name) is not ParameterSource.DEFAULT for name in ("data", "samples"))
+    if asked and way == "weights" and factor is not None:
+        raise RotationMergeError("weights are carried without samples", remedy="add --scale auto, or --carry refit")
     settings = Settings(options, alignment_file, 1.0 if factor is None else factor, device, lora, storage)
     progress = Progress()
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
