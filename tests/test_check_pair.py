@@ -318,6 +318,8 @@ def _merge(a: Path, b: Path, folder: Path, **given: Any) -> None:
     """Merge with something said of the donor; transforms that have not been asked for are not applied."""
     document = yaml.safe_load(_recipe(a, b, folder, delegate="task_arithmetic").read_text())
     document["models"][-1]["parameters"] = {"weight": 1.0, **given}
+    if "alignment" in given:  # options of matching have no effect
+        document["parameters"] = {"delegate": "task_arithmetic"}
     merge_recipe(yaml.safe_dump(document), str(folder / "merged"))
 
 
