@@ -27,6 +27,7 @@ from rotation_merge.groups import (
     SpaceTransform,
     StreamTransform,
 )
+from rotation_merge.groups.admitted import Wanted, latent
 from rotation_merge.groups.base import dump, load
 from rotation_merge.groups.latent import LatentGroup, LatentTransform
 from rotation_merge.groups.matrix import MatrixElement
@@ -100,6 +101,12 @@ def test_identity_moves_nothing(kind):
     assert torch.equal(one.act(x, 0, 1), x)
     assert torch.equal(one.act(x, 0, 1, dual=True), x)
     assert not KINDS[kind].random(BATCH, SIZE, generator()).is_identity()
+
+
+def test_a_latent_has_all_rotations_as_its_norm_is_an_rmsnorm():
+    group = latent(Space("latent", "latent", {"size": 6}), Wanted(residual="rotation"))
+    ones = torch.ones(1, 6, dtype=torch.float64)
+    assert not torch.allclose(group.random(generator()).element.act(ones, 0, 1), ones)
 
 
 def test_the_farthest_orthogonal_map_has_distance_one():
