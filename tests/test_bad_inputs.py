@@ -96,6 +96,15 @@ class Evil:
         return (Path.touch, (self.path,))
 
 
+def by_file(bench: Bench, file: Path) -> None:
+    """The donor is moved by a file, and nothing is matched."""
+    kept = ("delegate", "weight")
+    for settings in (bench.recipe["parameters"], bench.donor_entry()["parameters"]):
+        for name in [name for name in settings if name not in kept]:
+            del settings[name]
+    bench.donor_entry()["parameters"]["alignment"] = str(file)
+
+
 Spoil = Callable[[Bench], Any]
 CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     # --- keys
@@ -328,11 +337,11 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         ("nowhere", "no such directory"),
     ),
     "alignment file that is not there": (
-        lambda b: b.donor_entry()["parameters"].update(alignment=str(b.folder / "none.safetensors")),
+        lambda b: by_file(b, b.folder / "none.safetensors"),
         ("none.safetensors",),
     ),
     "alignment file of something else": (
-        lambda b: b.donor_entry()["parameters"].update(alignment=str(b.weights())),
+        lambda b: by_file(b, b.weights()),
         ("model.safetensors", "alignment"),
     ),
     "adapter without a cache": (

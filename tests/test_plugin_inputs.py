@@ -332,6 +332,6 @@ def test_loads_and_computes(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-3)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "### Alignment" in card
-    assert "- rotation_merge" in card
+    assert "- rotation-merge" in card
     report = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
     assert report["summary"][str(donor)]["relative_after"] < 1e-3
