@@ -135,10 +135,12 @@ def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_pa
         for block in architecture.blocks:
             anchor, donor = read_block(block, base), read_block(block, states[name])
             for space in block.spaces.values():
+                if not asks(space, MatchOptions(**options)):
+                    assert space.kind == "translation"
+                    continue
                 row = next(r for r in rows if (r["donor"], r["space"]) == (name, space.name))
                 apart = squared_distances(block, space, anchor, donor, alignment.transforms)[0]
                 assert row["distance_after"] == pytest.approx(apart**0.5, rel=1e-5)
-                assert asks(space, MatchOptions(**options))
 
 
 NOTHING = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}

@@ -113,7 +113,7 @@ def test_the_score_of_a_fit_measures_above_the_line_from_the_anchor_to_the_donor
     seen = iter([0.0, 1.0, 2.0, 3.0, 10.0])
     now = {}
 
-    def loss(weights, index, coefficients):
+    def loss(weights, batch, taught, coefficients):
         share = float(coefficients[1])
         if share not in now:
             now[share] = next(seen)

@@ -81,8 +81,10 @@ def gaps(architecture: Architecture, anchor: TensorSource, donor: TensorSource, 
         a, b = read_block(block, anchor), read_block(block, donor)
         sums = {i.key: _sums(a[i.key], b[i.key], aligned.tensor(block, i)) for i in _shared(block, a, b)}
         for space in block.spaces.values():
-            part = _total(sums, (info for info in _shared(block, a, b) if space in info.spaces()))
             transform = alignment.transforms.get(space.name)
+            if transform is None and space.kind == "translation":
+                continue  # rows that nobody asked to shift
+            part = _total(sums, (info for info in _shared(block, a, b) if space in info.spaces()))
             local = space.name.rsplit(".", 1)[-1]
             yield part.gap(block.name, block.index, local, space.kind, transform.distances() if transform else {})
         everything = _total(sums, _shared(block, a, b))
