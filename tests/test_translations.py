@@ -63,6 +63,24 @@ def test_which_rows_only_a_softmax_sees() -> None:
     assert "gemma2" not in headed
 
 
+def test_biases_of_a_router_lose_their_constant_too() -> None:
+    """gpt-oss: one number on every bias is unseen, a twin gets it back; of another model the mean comes to the base's."""
+    model = planted(next(case for case in ALL if case.family == "gpt_oss"))
+    architecture, names = model.architecture, [n for n in model.state if n.endswith("router.bias")]
+    constant = {name: model.state[name] + 3.0 for name in names}
+    assert model.differs(model.state | constant) <= 1e-9
+    uneven = {name: x + torch.arange(len(x)) for name, x in constant.items()}
+    assert model.differs(model.state | uneven) > 1e-3
+    for change, spread in ((constant, 0.0), (uneven, 1.0)):
+        donor = model.state | change
+        found = match_model(architecture, model.state, donor, MatchOptions())
+        after = transform_state(architecture, donor, found.transforms)
+        assert model.differs(after) == pytest.approx(model.differs(donor), abs=1e-9)
+        for name in names:
+            assert float((after[name] - model.state[name]).mean()) == pytest.approx(0.0, abs=1e-12)
+            assert (after[name] - model.state[name]).abs().max() >= spread
+
+
 def spoilt(model: Planted, name: str) -> float:
     """How far outputs are off where the rows of a router that is no softmax are shifted."""
     after = {n: x + torch.ones(x.shape[1]) if name in n and x.ndim == 2 else x for n, x in model.state.items()}

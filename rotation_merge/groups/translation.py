@@ -1,7 +1,8 @@
 r"""Translations: one vector added to every row of a matrix whose rows meet only in a softmax.
 
 ``softmax(W x)`` does not see ``W + 1 v^T``, because ``v . x`` is added to all entries alike: the rows of a router that
-picks by softmax (before or after the top k), and, for probabilities, those of a head with weights of its own.
+picks by softmax (before or after the top k), and, for probabilities, those of a head with weights of its own. Nor does
+it see one number added to every entry of a bias b, whose entries are rows of one number each.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TranslationTransform(SpaceTransform):
         return x
 
     def added(self, x: Tensor) -> Tensor:
-        """Rows (n, d) with the vector on each, in x's dtype."""
+        """Rows (n, d), or of a bias (n,) with d = 1, with the vector on each, in x's dtype."""
         work = torch.promote_types(x.dtype, torch.float32)
         return (x.to(work) + self.vector.to(device=x.device, dtype=work)).to(x.dtype)
 
@@ -86,10 +87,12 @@ class TranslationGroup(SpaceGroup):
         return TranslationTransform(drawn) if self.moves else self.identity()
 
     def solve(self, anchor: Tensor, donor: Tensor) -> TranslationTransform:
-        """The vector that brings the mean of the donor's rows, (n, d), to that of the anchor's: the nearest one."""
+        """The vector that brings the mean of the donor's rows, (n, d), or (n,) of a bias, to that of the anchor's: the
+        nearest one."""
         if not self.moves or torch.equal(anchor, donor):
             return self.identity()
-        return TranslationTransform((anchor.double().mean(0) - donor.to(anchor.device).double().mean(0)).cpu())
+        theirs, ours = (x.to(anchor.device).double().reshape(-1, self.size).mean(0) for x in (donor, anchor))
+        return TranslationTransform((ours - theirs).cpu())
 
     def refuses(self, transform: SpaceTransform) -> str | None:
         if not isinstance(transform, TranslationTransform):
