@@ -15,7 +15,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from rotation_merge.checkpoints.models import open_model
 from rotation_merge.choosing import run as search
@@ -28,8 +35,8 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 WHOLE = ("--heads", "permutation", "--residual", "permutation")
 
 
-def modules(folder: Path, *dense: int, pooling: str = "mean_tokens") -> Path:
-    """Pooling, dense maps of these sizes with a Tanh between, normalisation, prompts."""
+def modules(folder: Path, *dense: int, pooling: str = "mean_tokens", linear: bool = False) -> Path:
+    """Pooling, dense maps of these sizes with a Tanh between (or linear without biases), normalisation, prompts."""
     kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), "Normalize"]
     paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds) if i)]
     entries = [
@@ -45,33 +52,39 @@ def modules(folder: Path, *dense: int, pooling: str = "mean_tokens") -> Path:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **mode}))
     width = 32
     for number, size in enumerate(dense):
-        act = "torch.nn.modules.activation.Tanh" if number < len(dense) - 1 else "torch.nn.modules.linear.Identity"
-        config = {"in_features": width, "out_features": size, "bias": True, "activation_function": act}
+        between = number < len(dense) - 1 and not linear
+        act = "torch.nn.modules.activation.Tanh" if between else "torch.nn.modules.linear.Identity"
+        config = {"in_features": width, "out_features": size, "bias": not linear, "activation_function": act}
         place = folder / f"{number + 2}_Dense"
         (place / "config.json").write_text(json.dumps(config))
-        weights = {"linear.weight": torch.randn(size, width), "linear.bias": torch.randn(size)}
+        weights = {"linear.weight": torch.randn(size, width)} | ({} if linear else {"linear.bias": torch.randn(size)})
         save_file(weights, place / "model.safetensors")
         width = size
     return folder
 
 
-def encoder(folder: Path, *dense: int, seed: int = 0, pooling: str = "mean_tokens") -> Path:
+def encoder(folder: Path, *dense: int, seed: int = 0, pooling: str = "mean_tokens", gemma: bool = False) -> Path:
     torch.manual_seed(seed)
-    model = BertModel(BertConfig(**SIZES, max_position_embeddings=16))
+    both_ways = {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": 4, "use_bidirectional_attention": True}
+    model: PreTrainedModel = BertModel(BertConfig(**SIZES, max_position_embeddings=16))
+    if gemma:
+        model = Gemma3TextModel(
+            Gemma3TextConfig(**SIZES, **both_ways, layer_types=["sliding_attention", "full_attention"])
+        )
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1)
     save(model, folder)
     inner = Tokenizer(WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
     inner.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", pad_token="w1").save_pretrained(folder)
-    return modules(folder, *dense, pooling=pooling)
+    return modules(folder, *dense, pooling=pooling, linear=gemma)
 
 
-def moved(model: Path, where: Path) -> Path:
+def moved(model: Path, where: Path, residual: str = "permutation") -> Path:
     """The same function in other coordinates, dense maps included."""
     source = open_model(str(model))
     tensors = {name: source[name].clone() for name in source.names}
-    options = MatchOptions(heads="permutation", residual="permutation")
+    options = MatchOptions(heads="permutation", residual=residual)
     gauge = random_gauge(source.architecture, options, torch.Generator().manual_seed(3))
     changed = transform_state(source.architecture, tensors, gauge)
     import shutil
@@ -139,6 +152,32 @@ def test_align_takes_the_stream_and_the_dense_maps_along(models: dict[str, Path]
     assert parsed("verify", models["twin"], out)["same"]
     wanted, got = (open_model(str(path)) for path in (models["anchor"], out))
     assert any("_Dense" in name for name in wanted.names)
+    for name in wanted.names:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_embedding_gemma(tmp_path: Path):
+    """Gemma 3 that looks both ways, its stream read by two linear dense maps: a moved twin gives the same embeddings,
+    and the anchor when merged with it."""
+    anchor = encoder(tmp_path / "anchor", 48, 32, gemma=True)
+    donor = moved(anchor, tmp_path / "twin", residual="signed_permutation")
+    first, second = ({**load_file(p / "model.safetensors"), **load_file(p / "2_Dense" / "model.safetensors")}
+                     for p in (anchor, donor))  # fmt: skip
+    assert not [name for name in first if torch.equal(first[name], second[name])]
+    ids = torch.arange(2, 11)[None]
+    model, twin = (load(str(path), torch.float64) for path in (anchor, donor))
+    found = model(input_ids=ids).text_embeds
+    assert found.shape == (1, 32)
+    assert (twin(input_ids=ids).text_embeds - found).abs().max() <= 1e-5
+    other = ids.index_fill(1, torch.tensor([8]), 30)
+    early = [Gemma3TextModel.forward(model, input_ids=x).last_hidden_state[:, 0] for x in (ids, other)]
+    assert (early[0] - early[1]).abs().max() > 1e-3  # the first token sees the last one
+    out = tmp_path / "out"
+    result = mergekit_yaml(recipe_for("linear", anchor, donor, residual="signed_permutation"), out)
+    assert result.exit_code == 0, result.output
+    assert everything(out) >= everything(anchor)
+    wanted, got = (open_model(str(path)) for path in (anchor, out))
+    assert sum("_Dense" in name for name in wanted.names) == 2
     for name in wanted.names:
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)
 

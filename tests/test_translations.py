@@ -64,7 +64,7 @@ def test_which_rows_only_a_softmax_sees() -> None:
 
 
 def test_biases_of_a_router_lose_their_constant_too() -> None:
-    """gpt-oss: one number on every bias is unseen, a twin gets it back; of another model the mean comes to the base's."""
+    """gpt-oss: one number on every bias is unseen, and the mean comes to the anchor's."""
     model = planted(next(case for case in ALL if case.family == "gpt_oss"))
     architecture, names = model.architecture, [n for n in model.state if n.endswith("router.bias")]
     constant = {name: model.state[name] + 3.0 for name in names}
