@@ -88,6 +88,38 @@ def test_twins_give_the_anchor_by_fisher(family: str, twins: dict[str, tuple[Pat
     assert not (tmp_path / "refused").exists()
 
 
+LAYOUTS = {
+    "dinov2": "pixels, layer scales",
+    "falcon": "grouped heads in one tensor",
+    "gpt_oss": "experts in one tensor, gates and neurons in turn",
+    "lfm2": "two kinds of layers, one without attention",
+    "phi3": "maps in one tensor",
+    "t5": "encoder and decoder, one embedding",
+}
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_twins_give_the_anchor_in_unlike_layouts(family: str, tmp_path: Path):
+    """All families: tests/test_carry.py, in memory; here files of unlike make, through whole merges."""
+    anchor = _first(family, tmp_path / "anchor").path
+    moved = twin(anchor, tmp_path / "twin")
+    data = data_for(anchor, tmp_path / "data.npz", rows=2)
+    for path in (anchor, moved):
+        measure(path, data)
+    assert worst(merged(_weighted("kfac", anchor, moved), tmp_path / "out"), state(anchor)) < TOLERANCE
+
+
+def test_a_tensor_that_runs_in_parts_is_refused(tmp_path: Path):
+    """nomic-bert's file holds as one tensor what transformers runs, and measures, as three maps."""
+    anchor = checkpoint("nomic_bert", "classifier", tmp_path / "anchor").path
+    moved = twin(anchor, tmp_path / "twin")
+    for path in (anchor, moved):
+        assert run("measure", path, "--data", data_for(path, tmp_path / "data.npz", rows=2)).exit_code == 0
+    said = one_error(mergekit_yaml(_weighted("regmean", anchor, moved), tmp_path / "out").output)
+    assert "runs it in parts, use 'refit'" in said
+    assert not (tmp_path / "out").exists()
+
+
 def _weighted(delegate: str, anchor: Path, *donors: Path, **parameters: Any) -> dict[str, Any]:
     made = recipe_for("linear", anchor, *donors, **parameters)
     made["parameters"]["delegate"] = delegate

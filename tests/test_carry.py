@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.averaging.carry import carried_fisher, carried_gradient, carried_gram, feeding
 from rotation_merge.averaging.file import Gram
-from rotation_merge.averaging.maps import linear_map
+from rotation_merge.averaging.maps import LinearMap, linear_map
 from rotation_merge.averaging.measure import Measured, Measurement, MeasureOptions
+from rotation_merge.averaging.methods import Averaging, Kfac, RegMean
 from rotation_merge.averaging.passes import Unfinished
 from rotation_merge.errors import StatisticsError
 from rotation_merge.learning.engine import untie_heads
@@ -22,6 +24,7 @@ from rotation_merge.matching.fold import Fold, Folded
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import read_block, transform_state
+from rotation_merge.planning.averages import AverageTensor
 from rotation_merge.samples.functions import architecture_of
 
 FAMILIES = list({case.family: case for case in ALL}.values())
@@ -88,6 +91,7 @@ def test_carrying_equals_measuring_after_alignment(case: Case, tmp_path: Path):
             carried = carried_gram(one, gram(own, info.name), gauge, before)["dense"]
             again = carried_gram(one, gram(theirs, info.name), {}, behind)["dense"]
             torch.testing.assert_close(carried, again, rtol=1e-7, atol=1e-7 * float(again.abs().max()))
+            held: list[dict[str, Tensor]] = [{"dense": again}, {"dense": carried}]
             key = f"{info.name}.gradient"
             if key in own.tensors:
                 matrices = [
@@ -96,8 +100,23 @@ def test_carrying_equals_measuring_after_alignment(case: Case, tmp_path: Path):
                 ]
                 size = float(matrices[1].abs().max())
                 torch.testing.assert_close(*matrices, rtol=1e-6, atol=1e-6 * size)
+                held = [{**own_held, "gradient": m} for own_held, m in zip(held, reversed(matrices), strict=True)]
+            weigh_alike(RegMean() if len(held[0]) == 1 else Kfac(), one, after[info.key], held)
             compared += 1
     assert compared >= 4
+
+
+def weigh_alike(method: Averaging, one: LinearMap, weight: Tensor, held: list[dict[str, Tensor]]) -> None:
+    """By the statistics of twins, each weight counts as much as the other: two weights average to their mean."""
+    books = tuple(SimpleNamespace(statistics=SimpleNamespace(made={"loss_scale": 1.0})) for _ in held)
+    other = weight + torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
+    task = AverageTensor.model_construct(
+        **{"method": method, "order": (0, 1), "shares": (0.5, 0.5), "carried": books, "label": "", "piece": None},
+        parameters={"shrink": 0.9, "ridge": 0.1},
+        flipped=one.reads < one.gives,
+    )
+    found = task.execute({0: weight, 1: other}, held0=held[0], held1=held[1])
+    torch.testing.assert_close(found, (weight + other) / 2, rtol=0, atol=1e-4 * float(other.abs().max()))
 
 
 def gives_logits(case: Case, model: torch.nn.Module) -> bool:

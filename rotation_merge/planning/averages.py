@@ -286,7 +286,8 @@ class CarryStatistics(KeyedTask):
     ) -> dict[str, Tensor]:
         gram = self.statistics.gram(self.names[0])
         if gram is None:
-            raise StatisticsError(f"hold nothing of tensor '{self.names[0]}'", where=self.statistics.path)
+            what, remedy = f"hold nothing of tensor '{self.names[0]}'", "if transformers runs it in parts, use 'refit'"
+            raise StatisticsError(what, where=self.statistics.path, remedy=f"measure anew; {remedy}")
         found = carried_gram(one, gram.to(self.device), maps, feeding, shift)
         key = f"{self.names[0]}.gradient"
         if self.kind == "kfac" and key in self.statistics:
