@@ -54,6 +54,7 @@ class Home:
         loaded = self.case.model_class.from_pretrained(
             self.where / name, dtype=torch.float64, attn_implementation="eager"
         )
+        loaded.config._experts_implementation = "eager"
         return loaded.eval()
 
     def adapter(self, **config: Any) -> tuple[Adapter, Tensor]:

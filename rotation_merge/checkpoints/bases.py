@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import yaml
@@ -14,10 +14,11 @@ from rotation_merge.checkpoints.pair import Pair, WithTied, open_pair, read_file
 from rotation_merge.checkpoints.vocabulary import shared_rows
 from rotation_merge.matching.carry import Carrier, Rows
 from rotation_merge.matching.labels import label_rows
+from rotation_merge.matching.member import Member
 from rotation_merge.matching.model import Alignment, Progress, match_model
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import check_pair
-from rotation_merge.matching.sources import Renamed
+from rotation_merge.matching.sources import Respelled, other_form
 from rotation_merge.matching.sources import Rows as SharedRows
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.report.record import MergeReport
@@ -56,9 +57,10 @@ class Bases:
 
     def _named(self, source: TensorSource, model: Model) -> TensorSource:
         """A model's tensors under the new base's names."""
-        if model.architecture.base == self.architecture.base:
+        named = Respelled(source, model.architecture, self.architecture)
+        if model.architecture.base == self.architecture.base and not named.made:
             return source
-        return WithTied(Renamed(source, model.architecture, self.architecture), self.architecture)
+        return WithTied(named, self.architecture)
 
     def tuned(self, path: str) -> TensorSource:
         """A fine-tune of the old base.
@@ -106,9 +108,26 @@ class Bases:
 
 
 def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True) -> Bases:
-    """Two bases of one architecture and size; their vocabularies may differ.
+    """Two bases of one architecture and size; their vocabularies may differ, and the form that their files have:
+    experts apart or in one tensor.
 
     Raises:
         RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
     """
-    return Bases(open_pair(new, old, NOTHING, untie, device, words=False))
+    pair = open_pair(new, old, NOTHING, untie, device, words=False)
+    donor = _in_form_of(pair.architecture, pair.checked.donor)
+    return Bases(replace(pair, checked=replace(pair.checked, donor=donor)))
+
+
+def _in_form_of(wanted: Architecture, member: Member) -> Member:
+    """A model as it would be if its file had its weights in the form that another one's has."""
+    place = {(block.module, block.place, block.index): block for block in wanted.blocks}
+    blocks = []
+    for own in member.architecture.blocks:
+        theirs = place.get((own.module, own.place, own.index))
+        if theirs is not None and (gained := other_form(own, theirs)):
+            spent = other_form(theirs, own)
+            kept = (info for info in own.tensors if info.key not in spent)
+            own = replace(own, tensors=(*kept, *(info for info in theirs.tensors if info.key in gained)))
+        blocks.append(own)
+    return replace(member, architecture=replace(member.architecture, blocks=tuple(blocks)))

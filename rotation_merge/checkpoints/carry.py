@@ -17,6 +17,7 @@ from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.matching.carry import Carrier, Change, Changes
 from rotation_merge.matching.factors import LowRank, dense, factor_infos, output_axis, stacks
 from rotation_merge.matching.labels import Rows, in_order
+from rotation_merge.matching.sources import Respelled
 from rotation_merge.matching.state import TensorSource, check_shape, read_tensor
 from rotation_merge.matching.tuned import Scale, scale_at
 
@@ -69,7 +70,7 @@ def carry_adapter(
     parsed = parse(adapter, config)
     result = Carried(Written({**adapter.config, "base_model_name_or_path": new_name, "revision": None}, {}))
     spots = [*(entry.spot for entry in parsed.entries), *parsed.saved.values()]
-    carrier = replace(carrier, architecture=_extended(carrier.architecture, spots))
+    carrier = _with_all(carrier, spots)
     for block in carrier.architecture.blocks:
         entries = [entry for entry in parsed.entries if entry.spot.in_block(block)]
         saved = {key: spot.info.key for key, spot in parsed.saved.items() if spot.in_block(block)}
@@ -80,6 +81,13 @@ def carry_adapter(
     if result.constants:
         _give_biases(adapter, parsed.entries, result)
     return result
+
+
+def _with_all(carrier: Carrier, spots: Iterable[Spot]) -> Carrier:
+    """A carrier that also knows what an adapter brings along, or names in another form than the bases' files have."""
+    stored, wanted = carrier.architecture, _extended(carrier.architecture, spots)
+    old, new = (Respelled(source, stored, wanted) for source in (carrier.old, carrier.new))
+    return replace(carrier, architecture=wanted, old=old, new=new)
 
 
 def _extended(architecture: Architecture, spots: Iterable[Spot]) -> Architecture:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, TensorInfo
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo, factors_of
 from rotation_merge.matching.labels import Rows as LabelRows
 from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.state import TensorSource, read_tensor
@@ -100,54 +102,116 @@ class Renamed:
         return self.source[self.names.get(name, name)]
 
 
-class Joined(Renamed):
-    """A source under the names of another form of the same model, whose tensors may hold several of its own, one after
-    the other: all experts, gates beside values. Tensors belong together by what lives in their axes."""
+class Respelled(Renamed):
+    """A source under the names of another form of the same model: experts apart or all in one tensor, gates and values
+    (or queries, keys and values) apart or one after the other. What belongs together is told by what lives in the axes.
+
+    Attributes:
+        made: by name, what a tensor is made of that the source has in another form, and which entry of that it is.
+    """
 
     def __init__(self, source: TensorSource, own: Architecture, wanted: Architecture) -> None:
         super().__init__(source, own, wanted)
         place = {(block.module, block.place, block.index): block for block in own.blocks}
-        self.pieces: dict[str, tuple[int, list[TensorInfo]]] = {}
+        self.made: dict[str, tuple[Made, int | None]] = {}
+        self._latest: tuple[Made, Tensor] | None = None  # all entries of one are asked for one after the other
         for block in wanted.blocks:
             theirs = place.get((block.module, block.place, block.index))
-            living = {} if theirs is None else {_lives(info): info for info in theirs.tensors}
-            for info in block.tensors:
-                if not info.stacked and info.names[0] not in self.names and (found := _joining(info, living)):
-                    self.pieces[info.names[0]] = found
+            for key, made in other_form(theirs, block).items() if theirs is not None else ():
+                info = block.tensor(key)
+                assert info is not None
+                entries = enumerate(info.names) if info.stacked else [(None, info.name)]
+                self.made.update((name, (made, entry)) for entry, name in entries)
 
     def __contains__(self, name: object) -> bool:
-        if str(name) in self.pieces:
-            return all(part in self.source for info in self.pieces[str(name)][1] for part in info.names)
+        if str(name) in self.made:
+            return all(cut.info.names[0] in self.source for cut in self.made[str(name)][0].cuts)
         return super().__contains__(name)
 
     def __getitem__(self, name: str, /) -> Tensor:
-        if name not in self.pieces:
+        if name not in self.made:
             return super().__getitem__(name)
-        dim, infos = self.pieces[name]
-        found = [read_tensor(info, self.source) for info in infos]
-        return torch.cat([tensor for tensor in found if tensor is not None], dim)
+        made, entry = self.made[name]
+        if entry is None:
+            return self._put_together(made)
+        if self._latest is None or self._latest[0] is not made:
+            self._latest = made, self._put_together(made)
+        return self._latest[1][entry]
+
+    def _put_together(self, made: Made) -> Tensor:
+        found = [(cut, read_tensor(cut.info, self.source)) for cut in made.cuts]
+        cuts = [tensor.narrow(cut.dim, cut.start, cut.length) for cut, tensor in found if tensor is not None]
+        return cuts[0] if len(cuts) == 1 else torch.cat(cuts, made.dim)
 
 
 Lives = tuple[tuple[tuple[str, str], ...], ...]
 """What lives in the axes of a tensor that is in one piece along each: names of spaces, and roles in them."""
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Some of a tensor's entries along a dimension."""
+
+    info: TensorInfo
+    dim: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor as cuts of others, one after the other along a dimension."""
+
+    dim: int
+    cuts: tuple[Cut, ...]
+
+
+def other_form(own: Block, wanted: Block) -> dict[str, Made]:
+    """What those tensors of a block are made of that another one has in another form, by their keys.
+
+    Args:
+        own: the block that has the other form.
+        wanted: the same block of a model of the same family.
+    """
+    cuts = _cuts(own)
+    found = {info.key: _made(info, cuts) for info in wanted.tensors if own.tensor(info.key) is None}
+    return {key: made for key, made in found.items() if made is not None}
+
+
 def _lives(info: TensorInfo) -> Lives:
     return tuple(tuple((part.space.name, part.role) for part in axis.parts) for axis in info.axes)
 
 
-def _joining(info: TensorInfo, living: Mapping[Lives, TensorInfo]) -> tuple[int, list[TensorInfo]] | None:
-    """Tensors that make up one where they follow one another along a dimension; None: there are no such."""
+def _pieces(info: TensorInfo) -> Iterator[tuple[Lives, Cut]]:
+    """The pieces that follow one another in a tensor, and what lives in their axes."""
     whole = _lives(info)
-    if whole in living:
-        return 0, [living[whole]]
     for dim, axis in enumerate(info.axes):
-        if len(axis.pieces) > 1 and axis.depth == 0:
-            each = [tuple((part.space.name, part.role) for part in piece) for piece in axis.pieces]
-            found = [living.get((*whole[:dim], piece, *whole[dim + 1 :])) for piece in each]
-            parts = [part for part in found if part is not None]
-            return (dim, parts) if len(parts) == len(found) else None
-    return None
+        start = 0
+        for piece in axis.pieces if len(axis.pieces) > 1 and axis.depth == 0 else ():
+            living = tuple((part.space.name, part.role) for part in piece if part.space.kind != "fixed")
+            length = math.prod(factors_of(piece))
+            yield (*whole[:dim], living, *whole[dim + 1 :]), Cut(info, dim, start, length)
+            start += length
+
+
+def _cuts(block: Block) -> dict[Lives, Cut]:
+    """A block's tensors and their pieces, those that are one of a kind."""
+    found: dict[Lives, list[Cut]] = {}
+    for info in block.tensors:
+        if info.axes and info.axes[0].size is not None:
+            found.setdefault(_lives(info), []).append(Cut(info, 0, 0, info.axes[0].size))
+        for living, cut in _pieces(info):
+            found.setdefault(living, []).append(cut)
+    return {living: cuts[0] for living, cuts in found.items() if any(living) and len(cuts) == 1}
+
+
+def _made(info: TensorInfo, cuts: Mapping[Lives, Cut]) -> Made | None:
+    """What a tensor is made of; None: there is no such."""
+    if (same := cuts.get(_lives(info))) is not None:
+        return Made(0, (same,))
+    pieces = list(_pieces(info))
+    found = [cuts[living] for living, _ in pieces if living in cuts]
+    return Made(pieces[0][1].dim, tuple(found)) if pieces and len(found) == len(pieces) else None
 
 
 class Rows:

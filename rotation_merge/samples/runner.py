@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from rotation_merge.architectures import Architecture
 from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
-from rotation_merge.matching.sources import Joined, Renamed
+from rotation_merge.matching.sources import Renamed, Respelled
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 from rotation_merge.samples.functions import Batch, architecture_of, hand_out_answers, model_class
 from rotation_merge.samples.store import Store
@@ -87,7 +87,7 @@ class Runner:
         self.store = Store() if store is None else store
         self.model = empty_model(config, untie)
         self.architecture = architecture_of(self.model, untie)
-        named = Renamed if layered is None else Joined
+        named = Renamed if layered is None else Respelled
         self.stored, self.source = source, named(source, own, self.architecture)
         self.whole = not self._covers()
         if self.whole and layered is not None:

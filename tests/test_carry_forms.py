@@ -1,0 +1,68 @@
+"""Adapters carried between bases whose files have the same weights in other forms: experts apart, or in one tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cli_support import run
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_carry_peft import Home
+from torch import Tensor
+
+from rotation_merge.checkpoints.adapters import Adapter
+from rotation_merge.checkpoints.lora import Written
+from rotation_merge.matching.options import MatchOptions
+
+STACKED = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+APART = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+FORMS = ("apart", "stacked")
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """A mixture of experts whose file has them in one form, and the new base with the other one."""
+    found = Home("mixtral", "untied", tmp_path_factory.mktemp(request.param))
+    found.new(MatchOptions(heads="permutation", residual="rotation"))
+    other = "new" if request.param == "apart" else "old"
+    found.base(other).save_pretrained(found.where / other, save_original_format=False)
+    names = {name: set(load_file(found.where / name / "model.safetensors")) for name in ("old", "new")}
+    assert not any("experts.gate_up_proj" in name for name in names["old" if other == "new" else "new"])
+    assert any("experts.gate_up_proj" in name for name in names[other])
+    return found
+
+
+def apart(home: Home) -> Tensor:
+    """An adapter as it was trained when experts were modules; what the old base computes with it."""
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(home.state):
+        module = name.removesuffix(".weight")
+        if module.endswith((".q_proj", ".w1", ".w2", ".w3")):
+            gives, reads = home.state[name].shape
+            for factor, shape in (("A", (2, reads)), ("B", (gives, 2))):
+                values = 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+                tensors[f"base_model.model.{module}.lora_{factor}.weight"] = values
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "w1", "w2", "w3"]}
+    Written({**config, "base_model_name_or_path": "old"}, tensors).write(str(home.where / "adapter"))
+    return with_adapter(home, "old", home.where / "adapter")
+
+
+def with_adapter(home: Home, base: str, adapter: Path) -> Tensor:
+    model = PeftModel.from_pretrained(home.base(base), adapter, autocast_adapter_dtype=False)
+    return home.logits(model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_peft_runs_the_carried_adapter(home: Home, form: str, tmp_path: Path) -> None:
+    """Whichever form the bases and the adapter have: the carried one computes what it computed at home."""
+    expected = home.adapter(**STACKED)[1] if form == "stacked" else apart(home)
+    assert float((home.logits(home.base("old")) - expected).abs().max()) > 1e-2
+    bases = ("--from", home.where / "old", "--to", home.where / "new")
+    groups = ("--heads", "permutation", "--residual", "rotation")
+    done = run("carry", home.where / "adapter", *bases, tmp_path / "out", *groups)
+    assert done.exit_code == 0, done.output
+    assert Adapter(str(tmp_path / "out")).changes.keys() == Adapter(str(home.where / "adapter")).changes.keys()
+    torch.testing.assert_close(with_adapter(home, "new", tmp_path / "out"), expected, atol=1e-5, rtol=1e-5)
