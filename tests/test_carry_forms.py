@@ -8,7 +8,7 @@ import pytest
 import torch
 from cli_support import run
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_carry_peft import Home
 from torch import Tensor
 
@@ -65,4 +65,32 @@ def test_peft_runs_the_carried_adapter(home: Home, form: str, tmp_path: Path) ->
     done = run("carry", home.where / "adapter", *bases, tmp_path / "out", *groups)
     assert done.exit_code == 0, done.output
     assert Adapter(str(tmp_path / "out")).changes.keys() == Adapter(str(home.where / "adapter")).changes.keys()
+    torch.testing.assert_close(with_adapter(home, "new", tmp_path / "out"), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_one_piece_at_home_three_at_the_new_base(tmp_path: Path) -> None:
+    """An adapter of NomicBERT's first code (Wqkv) for a base saved by transformers: every piece gets a copy of A."""
+    home = Home("nomic_bert", "words", tmp_path)
+    home.new(MatchOptions(heads="permutation", residual="permutation"))
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    changed = dict(home.state)
+    for name in sorted(n for n in home.state if n.endswith(("Wqkv.weight", "fc11.weight", "out_proj.weight"))):
+        gives, reads = home.state[name].shape
+        rank = 3 if name.endswith("Wqkv.weight") else 2
+        a, b = (0.3 * torch.randn(s, generator=generator, dtype=torch.float64) for s in ((rank, reads), (gives, rank)))
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        changed[name] = home.state[name] + 4 / rank * b @ a
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["Wqkv", "fc11", "out_proj"]}
+    Written({**config, "rank_pattern": {"Wqkv": 3}}, tensors).write(str(tmp_path / "adapter"))
+    save_file(changed, tmp_path / "old" / "model.safetensors", {"format": "pt"})
+    expected = home.logits(home.base("old"))
+    save_file(home.state, tmp_path / "old" / "model.safetensors", {"format": "pt"})
+    assert float((home.logits(home.base("old")) - expected).abs().max()) > 1e-2
+    home.base("new").save_pretrained(tmp_path / "new", save_original_format=False)
+    bases = ("--from", tmp_path / "old", "--to", tmp_path / "new")
+    done = run("carry", tmp_path / "adapter", *bases, tmp_path / "out", "--heads", "permutation")
+    assert done.exit_code == 0, done.output
+    assert not any("Wqkv" in name for name in Adapter(str(tmp_path / "out")).changes)
     torch.testing.assert_close(with_adapter(home, "new", tmp_path / "out"), expected, atol=1e-5, rtol=1e-5)

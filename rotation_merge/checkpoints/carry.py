@@ -13,6 +13,7 @@ from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.architectures.registry import Spot
 from rotation_merge.checkpoints.adapters import Adapter
 from rotation_merge.checkpoints.lora import WHOLE, WRONG_BASE, Entry, Written, parse
+from rotation_merge.checkpoints.lora_form import taken_apart
 from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.matching.carry import Carrier, Change, Changes
 from rotation_merge.matching.factors import LowRank, dense, factor_infos, output_axis, stacks
@@ -70,7 +71,7 @@ def carry_adapter(
     parsed = parse(adapter, config)
     result = Carried(Written({**adapter.config, "base_model_name_or_path": new_name, "revision": None}, {}))
     spots = [*(entry.spot for entry in parsed.entries), *parsed.saved.values()]
-    carrier = _with_all(carrier, spots)
+    stored, carrier = carrier.architecture, _with_all(carrier, spots)
     for block in carrier.architecture.blocks:
         entries = [entry for entry in parsed.entries if entry.spot.in_block(block)]
         saved = {key: spot.info.key for key, spot in parsed.saved.items() if spot.in_block(block)}
@@ -80,6 +81,7 @@ def carry_adapter(
             )
     if result.constants:
         _give_biases(adapter, parsed.entries, result)
+    result.adapter = taken_apart(result.adapter, parsed, stored, adapter.path)
     return result
 
 
