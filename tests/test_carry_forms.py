@@ -10,14 +10,16 @@ from cli_support import run
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_carry_peft import Home
+from tiny_models import ALL, make
 from torch import Tensor
 
 from rotation_merge.checkpoints.adapters import Adapter
+from rotation_merge.checkpoints.bases import open_bases
 from rotation_merge.checkpoints.lora import Written
+from rotation_merge.errors import ArchitectureError
 from rotation_merge.matching.options import MatchOptions
 
 STACKED = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-APART = ["q_proj", "gate_proj", "up_proj", "down_proj"]
 FORMS = ("apart", "stacked")
 
 
@@ -29,8 +31,8 @@ def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     other = "new" if request.param == "apart" else "old"
     found.base(other).save_pretrained(found.where / other, save_original_format=False)
     names = {name: set(load_file(found.where / name / "model.safetensors")) for name in ("old", "new")}
-    assert not any("experts.gate_up_proj" in name for name in names["old" if other == "new" else "new"])
-    assert any("experts.gate_up_proj" in name for name in names[other])
+    stacked = [name for name in names if any("experts.gate_up_proj" in key for key in names[name])]
+    assert stacked == [other]
     return found
 
 
@@ -94,3 +96,12 @@ def test_one_piece_at_home_three_at_the_new_base(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert not any("Wqkv" in name for name in Adapter(str(tmp_path / "out")).changes)
     torch.testing.assert_close(with_adapter(home, "new", tmp_path / "out"), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_bases_of_two_families_are_refused(tmp_path: Path) -> None:
+    """Phi-3 holds in one piece what Llama holds apart."""
+    for family, name in (("phi3", None), ("llama", "llama")):
+        case = next(c for c in ALL if c.family == family and name in (None, c.name))
+        make(case).save_pretrained(tmp_path / family)
+    with pytest.raises(ArchitectureError, match=r"architecture is phi3, that of .* is llama"):
+        open_bases(str(tmp_path / "llama"), str(tmp_path / "phi3"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,29 @@ def test_command(llama: Home, tmp_path: Path) -> None:
     assert one.keys() == two.keys()
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3)
+
+
+def test_an_adapter_of_another_base(llama: Home, tmp_path: Path) -> None:
+    """Told by the name in its config; of one that was carried before, by the weights of the base it was carried to."""
+    llama.adapter(target_modules=["q_proj"])
+    llama.new(ROTATION)
+    old, new, named = llama.where / "old", llama.where / "new", tmp_path / "another"
+    moved, alike = tmp_path / "moved", tmp_path / "alike" / "new"
+    shutil.copytree(new, moved)
+    shutil.copytree(old, named)
+    shutil.copytree(old, alike)
+    groups = ("--heads", "permutation")
+
+    def told(adapter: Path, home: Path, to: Path, out: str) -> list[str]:
+        done = run("carry", adapter, "--from", home, "--to", to, tmp_path / out, *groups)
+        assert done.exit_code == 0, done.output
+        return [line for line in done.output.splitlines() if "check --from" in line]
+
+    assert told(llama.where / "adapter", old, new, "there") == []
+    assert "names" in " ".join(told(llama.where / "adapter", named, new, "a"))
+    assert told(tmp_path / "there", moved, old, "back") == []
+    (line,) = told(tmp_path / "there", alike, old, "b")
+    assert "whose weights were not those of" in line
 
 
 class TestWholeFineTunes:

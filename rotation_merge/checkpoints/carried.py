@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from rotation_merge.checkpoints.adapters import Adapter, is_adapter
 from rotation_merge.checkpoints.aligned import Storage, write_checkpoint
 from rotation_merge.checkpoints.bases import Bases, open_bases
 from rotation_merge.checkpoints.carry import Carried, carry_adapter
+from rotation_merge.checkpoints.headers import read_json
 from rotation_merge.checkpoints.lora import Written
 from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
 from rotation_merge.checkpoints.output import staged
@@ -23,6 +23,7 @@ from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.matching.tuned import Scale, Tuned, share
 from rotation_merge.report.card import metadata, section, with_metadata
+from rotation_merge.report.html import REPORT_FILE
 from rotation_merge.report.record import MergeReport, versions
 from rotation_merge.report.run import Run
 
@@ -110,7 +111,7 @@ class Work:
         new = str(self.bases.new.reference)
         old = self.bases.old
         carried = carry_adapter(adapter, self.carrier, old.config, new, self.settings.scale, old.rows)
-        return carried.adapter, _notes(carried, self.bases, adapter.config)
+        return carried.adapter, _notes(carried, self.bases, adapter)
 
     def as_lora(self, source: TensorSource) -> tuple[Written, list[str]]:
         """A whole fine-tune's change as an adapter."""
@@ -123,7 +124,7 @@ class Work:
         report = replace(self.report, notes=[*self.report.notes, *notes], relation="adapter")
         with staged(out) as staging:
             written.write(staging)
-            report.write(os.path.join(staging, "rotation_merge.json"))
+            report.write(os.path.join(staging, REPORT_FILE))
             with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
                 file.write(card(self.bases, work, report, out, "adapter", how))
         return Done(work, out, [_verdict(self.bases, report), *report.notes])
@@ -160,18 +161,36 @@ def _verdict(bases: Bases, report: MergeReport) -> str:
     return f"{bases.old.reference} to {bases.new.reference}: {words}."
 
 
-def _notes(carried: Carried, bases: Bases, config: Mapping[str, Any]) -> list[str]:
+def _notes(carried: Carried, bases: Bases, adapter: Adapter) -> list[str]:
     notes = [f"{len(carried.after)} changed tensors were carried, each exactly as the bases were aligned."]
     if carried.constants:
         notes.append(
             f"{len(carried.constants)} modules got a bias (peft's lora_bias): norms of the old base shift their inputs."
         )
-    trained_on = config.get("base_model_name_or_path")
-    if trained_on and os.path.basename(str(trained_on)) != os.path.basename(str(bases.old.reference.model.path)):
-        notes.append(f"The adapter's config names {trained_on} as its base, not {bases.old.reference}: check --from.")
+    if (doubt := _other_base(adapter, bases)) is not None:
+        notes.append(doubt)
     if bases.rows is not None:
         notes.append(f"The bases share {len(bases.rows[0])} tokens; what is learned of others is not carried.")
     return notes
+
+
+def _other_base(adapter: Adapter, bases: Bases) -> str | None:
+    """A line to warn with where an adapter seems to be of another base: by the weights that the report beside it names,
+    where it was carried before, else by the name of its base."""
+    name, old = adapter.config.get("base_model_name_or_path"), bases.old.reference
+    if not name:
+        return None
+    beside = os.path.join(adapter.path, REPORT_FILE)
+    marks = read_json(beside).get("fingerprints") if os.path.isfile(beside) else None
+    mark = marks.get(name) if isinstance(marks, dict) else None
+    if mark is not None:
+        same = mark == bases.pair.fingerprints()[1]
+        return (
+            None if same else f"The adapter was carried to {name}, whose weights were not those of {old}: check --from."
+        )
+    if os.path.basename(str(name)) == os.path.basename(str(old.model.path)):
+        return None
+    return f"The adapter's config names {name} as its base, not {old}: check --from."
 
 
 def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str, how: str = MOVED) -> str:
