@@ -15,7 +15,8 @@ from tiny_models import make as tiny
 from torch import Tensor
 
 from rotation_merge.checkpoints import aligned
-from rotation_merge.samples import answers
+from rotation_merge.matching.sources import Renamed
+from rotation_merge.samples import answers, runner
 from rotation_merge.samples.proof import Proof, prove
 from rotation_merge.seam import merge
 
@@ -115,7 +116,9 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         save(tiny(case, seed).float(), tmp_path / str(seed))
     assert parsed("align", tmp_path / "0", tmp_path / "1", tmp_path / "out")["proof"]["difference"] is not None
     monkeypatch.setattr(answers, "LARGEST", 10)
-    done = run("align", tmp_path / "0", tmp_path / "1", tmp_path / "large")
+    assert "not checked: " not in run("align", tmp_path / "0", tmp_path / "1", tmp_path / "large").output
+    monkeypatch.setattr(runner, "Respelled", Renamed)  # a form that is not the file's in pieces
+    done = run("align", tmp_path / "0", tmp_path / "1", tmp_path / "strange")
     assert done.exit_code == 0
     assert "not checked: " in done.output
     assert "NomicBertForMaskedLM in another form" in done.output

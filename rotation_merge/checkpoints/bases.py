@@ -58,7 +58,7 @@ class Bases:
     def _named(self, source: TensorSource, model: Model) -> TensorSource:
         """A model's tensors under the new base's names."""
         named = Respelled(source, model.architecture, self.architecture)
-        if model.architecture.base == self.architecture.base and not named.made:
+        if not named.made and all(name == own for name, own in named.names.items()):
             return source
         return WithTied(named, self.architecture)
 
