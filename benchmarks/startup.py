@@ -4,6 +4,10 @@ Two bare virtual environments, one of them with the package copied in as a wheel
 started in both by turns. Prints the medians and their difference; the goal is a difference under 1 ms.
 
     python benchmarks/startup.py --runs 300
+
+With --inspect, what `rotation-merge inspect` of a Llama costs against `import torch`, by turns; the goal is 1.5 times.
+
+    python benchmarks/startup.py --inspect --runs 9
 """
 
 from __future__ import annotations
@@ -56,10 +60,43 @@ def check(python: Path) -> bool:
     )
 
 
+MODEL = ROOT / "rotation_merge" / "samples" / "checkpoints" / "llama-0-english"
+
+COMMANDS = {
+    "import torch": ["-c", "import torch"],
+    "inspect": ["-c", "from rotation_merge.cli import main; main()", "inspect", str(MODEL)],
+}
+
+
+def used(arguments: list[str]) -> float:
+    """Seconds of processor time of one Python in this environment, with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, *arguments], env=environment, stdout=subprocess.DEVNULL)
+    usage = os.wait4(process.pid, 0)[2]
+    process.returncode = 0
+    return usage.ru_utime + usage.ru_stime
+
+
+def inspecting(runs: int) -> None:
+    """One row: medians of processor time, and their ratio."""
+    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for _ in range(runs):
+        for name, command in COMMANDS.items():
+            times[name].append(used(command))
+    torch, whole = (statistics.median(times[name]) for name in COMMANDS)
+    row = {"case": "processor, median", "import torch": f"{torch:.2f} s", "inspect": f"{whole:.2f} s"}
+    Table("startup-inspect").add({**row, "ratio": f"{whole / torch:.2f}"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300)
-    runs = parser.parse_args().runs
+    parser.add_argument("--inspect", action="store_true")
+    given = parser.parse_args()
+    runs = given.runs
+    if given.inspect:
+        inspecting(runs)
+        return
     with tempfile.TemporaryDirectory() as folder:
         pythons = {name: environment(Path(folder) / name, name == "with") for name in ("without", "with")}
         if {name: check(python) for name, python in pythons.items()} != {"without": False, "with": True}:

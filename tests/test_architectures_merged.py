@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import ALL, Case, difference, inputs, load, make, outputs, save
 
 from rotation_merge.architectures import resolve
+from rotation_merge.checkpoints.glance import glance
+from rotation_merge.checkpoints.models import open_model
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import transform_state
@@ -30,9 +33,13 @@ def planted(anchor: Path, donor: Path, config: dict[str, Any], options: MatchOpt
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.family}-{case.name}")
 def test_planted_twin_is_recovered(case: Case, tmp_path: Path) -> None:
-    """(c) and (d): the merge has every tensor, each as in the anchor, and loads with the anchor's outputs."""
+    """(c) and (d): the merge has every tensor, each as in the anchor, and loads with the anchor's outputs.
+    What is seen at a glance is what mergekit and transformers see."""
     model = make(case).float()
     config, state = save(model, tmp_path / "anchor")
+    seen, whole = glance(str(tmp_path / "anchor")), open_model(str(tmp_path / "anchor")).member
+    assert seen is None or replace(seen, config=whole.config) == whole
+    assert seen is None or (seen.config.get("dtype") or seen.config.get("torch_dtype")) == whole.config["dtype"]
     planted(tmp_path / "anchor", tmp_path / "donor", config, MatchOptions(heads="permutation"))
     result = merged(recipe_for("linear", tmp_path / "anchor", tmp_path / "donor"), tmp_path / "out")
     assert set(result) == set(state)

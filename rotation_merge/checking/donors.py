@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import yaml
 from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.options import MergeOptions
@@ -12,48 +9,15 @@ from mergekit.options import MergeOptions
 from rotation_merge.checkpoints.heads import head_names
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.options import CHOICES, NOTHING, MatchOptions
-from rotation_merge.planning.donors import Donors
+from rotation_merge.matching.options import CHOICES, NOTHING
 from rotation_merge.planning.presets import settle_presets
 from rotation_merge.recipe.document import Document, documents
+from rotation_merge.recipe.donor import RecipeDonor
 from rotation_merge.recipe.names import METHOD, OF_MODEL, OPTIONS, PRESETS
 from rotation_merge.recipe.reading import Recipe
 
 KEPT = ("exclude", "unsupported", "untie")
 """Options of the whole merge that say something about each donor."""
-
-
-@dataclass(frozen=True)
-class RecipeDonor:
-    """One donor of a recipe.
-
-    Attributes:
-        options: of matching; they may differ from block to block.
-        origin: the model it was fine-tuned from, if its task vector is carried over; that one is matched then.
-        file: of an alignment, which is applied instead of matching.
-        excluded: says of a tensor that it is copied from the anchor, or kept by each model.
-        words: whether tokens at other ids stay where they are.
-        unsupported: whether what is not known is refused (error) or taken along (merge).
-    """
-
-    anchor: str
-    name: str
-    options: MatchOptions
-    untie: bool = False
-    origin: str | None = None
-    file: str | None = None
-    excluded: Callable[[str], bool] = lambda _: False
-    words: bool = True
-    unsupported: str = "error"
-
-    @property
-    def matched(self) -> str:
-        """The model that is matched to the anchor."""
-        return self.origin or self.name
-
-    @property
-    def title(self) -> str:
-        return Donors.name(self.name, self.origin)
 
 
 def donors_of(path: str) -> list[RecipeDonor]:

@@ -95,6 +95,17 @@ def single_file(folder: str) -> str | None:
     return None
 
 
+def safetensors_in(folder: str) -> dict[str, list[str] | None] | None:
+    """The safetensors files of a directory that mergekit would open, in order, each with the names that its index gives
+    it (None: there is no index); None where pickles would be opened."""
+    single = os.path.join(folder, "model.safetensors")
+    index = f"{single}.index.json"
+    if not os.path.exists(index):
+        return {os.path.basename(single): None} if os.path.exists(single) else None
+    places = read_json(index)["weight_map"].items()
+    return {shard: [name for name, place in places if place == shard] for shard in _shards(index)}
+
+
 def _shards(index: str) -> list[str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):

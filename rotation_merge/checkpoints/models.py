@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ from rotation_merge.architectures.registry import find, tied_head, unaligned
 from rotation_merge.architectures.sentence import KEY as SENTENCE
 from rotation_merge.checkpoints.adapted import AdaptedLoader, find_places
 from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter
+from rotation_merge.checkpoints.glance import tell
 from rotation_merge.checkpoints.halves import NOTE, Half, HalfLoader, language_half
 from rotation_merge.checkpoints.headers import (
     Shapes,
@@ -41,9 +41,7 @@ from rotation_merge.matching.member import Member
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.pair import check_pair
 from rotation_merge.matching.sources import Relabelled
-from rotation_merge.matching.state import TensorSource, check_shape
-
-LOG = logging.getLogger(__name__)
+from rotation_merge.matching.state import TensorSource, check_shapes
 
 T = TypeVar("T")
 
@@ -216,14 +214,8 @@ class Model:
             if error.where == where:
                 raise
             raise ArchitectureError(error.what, where=f"{where}, {error.where}", remedy=error.remedy) from error
-        for info in architecture.tensors():
-            present = [name for name in info.names if name in self.shapes]
-            if present:
-                shape = self.shapes[present[0]]
-                check_shape(info, (len(info.names), *shape) if info.stacked else shape, where)
-        streams = ", ".join(f"{name} up to {groups[-1]}" for name, groups in architecture.stream_groups.items())
-        LOG.info("%s: %s, %d blocks; %s", where, architecture.family, len(architecture.blocks), streams or "no stream")
-        LOG.debug("%s: tensors are named with base %r and %s", where, architecture.base, architecture.spelling)
+        check_shapes(architecture, self.shapes, where)
+        tell(architecture, where)
         return architecture
 
     @cached_property

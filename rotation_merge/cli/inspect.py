@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import click
 
+from rotation_merge.architectures import resolve
+from rotation_merge.checkpoints.glance import glance
 from rotation_merge.cli.options import match_options, matching_options
 from rotation_merge.cli.show import bytes_text, json_option, print_json, say, seconds_text, shown, table
-from rotation_merge.matching.options import NOTHING
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.member import Member
+from rotation_merge.matching.options import NOTHING, MatchOptions
+from rotation_merge.matching.pair import check_pair
+from rotation_merge.recipe.document import documents
+from rotation_merge.recipe.donor import RecipeDonor
 from rotation_merge.report.estimate import Estimate, carried, estimate
-
-if TYPE_CHECKING:
-    from rotation_merge.checking import RecipeDonor
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -32,22 +36,18 @@ def command(model_or_recipe: str, untie: bool, as_json: bool, **values: Any) -> 
     For a model, as a donor aligned under these options; for a recipe, each of its donors under the recipe's. Only
     configs and headers are read. Time is estimated for this machine, memory beyond Python and its libraries.
     """
-    from rotation_merge.checking import RecipeDonor, donors_of
-
     options = match_options(values)
-    if os.path.isfile(model_or_recipe):
-        given = donors_of(model_or_recipe)
-    else:
-        given = [RecipeDonor(model_or_recipe, model_or_recipe, options, untie)]
-    found = [(donor, _estimate(donor)) for donor in given]
+    found = []
+    for donor in _donors(model_or_recipe, options, untie, as_json):
+        found.append((donor, _estimate(donor)))
+        if not as_json:
+            _show(*found[-1])
     if as_json:
         facts = [
             {"model": d.name, "origin": d.origin, "alignment": d.file, "options": asdict(d.options)} for d, _ in found
         ]
         print_json([{**fact, **asdict(result)} for fact, (_, result) in zip(facts, found, strict=True)])
         return 0
-    for donor, result in found:
-        _show(donor, result)
     if len(found) > 1:
         total = sum(result.seconds for _, result in found)
         most = max(result.memory for _, result in found)
@@ -55,12 +55,71 @@ def command(model_or_recipe: str, untie: bool, as_json: bool, **values: Any) -> 
     return 0
 
 
+def _donors(given: str, options: MatchOptions, untie: bool, as_json: bool) -> list[RecipeDonor]:
+    """The model as a donor of its own; of a recipe its donors, named as soon as the text is read."""
+    if not os.path.isfile(given):
+        return [RecipeDonor(given, given, options, untie)]
+    with open(given, encoding="utf-8") as file:
+        recipe = documents(file.read())[-1].value
+    if not as_json and isinstance(recipe, dict):
+        models = recipe.get("models")
+        names = [str(m["model"]) for m in models if isinstance(m, dict) and "model" in m] if models is not None else []
+        say(f"{given}: {', '.join(n for n in names if n != str(recipe.get('base_model')))}")
+    from rotation_merge.checking import donors_of
+
+    return donors_of(given)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What is seen of a donor without its weights.
+
+    Attributes:
+        warnings: what makes a merge questionable.
+        anchor: config, architecture as it is matched and shapes.
+        options: of matching, as they were settled.
+    """
+
+    warnings: list[str]
+    anchor: Member
+    options: MatchOptions
+
+
 def _estimate(donor: RecipeDonor) -> Estimate:
     """What matching a donor (or the model it was tuned from) to the anchor costs; its files are looked at, too."""
+    seen = _glance(donor) or _look(donor)
+    dtype = str(seen.anchor.config.get("dtype") or seen.anchor.config.get("torch_dtype") or "float32")
+    size = ITEMSIZE.get(dtype.removeprefix("torch."), 4)
+    options, shapes = seen.options if donor.file is None else NOTHING, dict(seen.anchor.shapes)
+    found = estimate(seen.anchor.architecture, shapes, options, size, size)
+    found = replace(found, warnings=seen.warnings)
+    return found if donor.origin is None else carried(found, shapes, size)
+
+
+def _glance(donor: RecipeDonor) -> _Look | None:
+    """A model by itself, without mergekit and transformers; None where they are needed."""
+    if donor != RecipeDonor(donor.anchor, donor.anchor, donor.options, donor.untie):
+        return None
+    member = glance(donor.anchor)
+    if member is None:
+        return None
+    try:
+        checked = check_pair(member, member, donor.options, untie=donor.untie)
+        anchor = member
+        if donor.untie:
+            untied = resolve(member.config, list(member.shapes), donor.anchor, untie=True)
+            anchor = replace(member, architecture=untied)
+        options = check_pair(anchor, member, donor.options, untie=donor.untie).options
+    except RotationMergeError:  # which is explained in full there
+        return None
+    return _Look([*checked.warnings, *checked.notes()], anchor, options)
+
+
+def _look(donor: RecipeDonor) -> _Look:
+    """Anchor and donor as a merge opens them."""
     from rotation_merge.checkpoints.pair import check_models, open_pair
 
-    options = donor.options
-    known = donor.unsupported
+    options, known = donor.options, donor.unsupported
     checked = check_models(
         donor.anchor, donor.matched, options, donor.untie, donor.excluded, donor.words, unsupported=known
     )
@@ -68,11 +127,7 @@ def _estimate(donor: RecipeDonor) -> Estimate:
         check_models(donor.matched, donor.name, NOTHING, excluded=donor.excluded, unsupported=known)
     pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, unsupported=known)
     warnings = [*checked.warnings, *checked.notes()] if checked is not None else []
-    dtype = str(pair.anchor.config.get("dtype") or pair.anchor.config.get("torch_dtype") or "float32")
-    size = ITEMSIZE.get(dtype.removeprefix("torch."), 4)
-    options = pair.checked.options if donor.file is None else NOTHING
-    found = replace(estimate(pair.architecture, pair.anchor.shapes, options, size, size), warnings=warnings)
-    return found if donor.origin is None else carried(found, pair.anchor.shapes, size)
+    return _Look(warnings, replace(pair.anchor.member, architecture=pair.architecture), pair.checked.options)
 
 
 def _show(donor: RecipeDonor, result: Estimate) -> None:

@@ -83,6 +83,9 @@ def quieten() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    if "transformers" not in sys.modules:  # it heeds these when, and if, it is imported
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+        return
     from transformers.utils import logging as hf_logging
 
     hf_logging.set_verbosity_error()

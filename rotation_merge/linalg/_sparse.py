@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import min_weight_full_bipartite_matching
 from torch import Tensor
 
 from rotation_merge.linalg._prices import best_columns, row_slacks
@@ -85,6 +83,9 @@ def match(edges: Edges, prices: Floats) -> Ints:
     Returns:
         p, shape (n,), with p[i] the column of row i.
     """
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import min_weight_full_bipartite_matching
+
     reduced = edges.weights - prices[edges.columns]
     best = np.full(edges.n, -np.inf)
     np.maximum.at(best, edges.rows, reduced)

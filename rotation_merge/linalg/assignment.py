@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
@@ -119,6 +118,8 @@ def assign_factored(plain: Sequence[tuple[Tensor, Tensor]], signed: Sequence[tup
 
 def assign_small(values: Tensor) -> Tensor:
     """The best assignment of a small matrix (n, n), the identity on ties; int64 (n,), on the CPU."""
+    from scipy.optimize import linear_sum_assignment
+
     matrix = values.detach().cpu().double()
     index = torch.from_numpy(linear_sum_assignment(matrix.numpy(), maximize=True)[1]).long()
     chosen, trace = float(matrix.gather(1, index[:, None]).sum()), float(matrix.trace())
@@ -207,6 +208,8 @@ def _better(matrix: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 def _solve_dense(matrix: Tensor, prices: Tensor | None = None) -> Solved:
     """scipy's solver on a float64 copy, and prices for its solution; prices known already make its work short."""
+    from scipy.optimize import linear_sum_assignment
+
     costs = matrix.double().neg_() if matrix.dtype == torch.float32 else -matrix
     if prices is not None:
         costs += prices

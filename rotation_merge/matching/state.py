@@ -52,6 +52,15 @@ def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = No
         )
 
 
+def check_shapes(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
+    """Compare every stored tensor's shape with its labelled axes, as `check_shape` does."""
+    for info in architecture.tensors():
+        present = [name for name in info.names if name in shapes]
+        if present:
+            shape = shapes[present[0]]
+            check_shape(info, (len(info.names), *shape) if info.stacked else shape, model)
+
+
 def read_block(block: Block, source: TensorSource) -> dict[str, Tensor]:
     """The tensors of a block by key."""
     found = ((info.key, read_tensor(info, source)) for info in block.tensors)

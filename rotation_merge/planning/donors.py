@@ -29,6 +29,7 @@ from rotation_merge.planning.ahead import Ahead
 from rotation_merge.planning.carrying import Carried, carried
 from rotation_merge.planning.presets import settle_presets
 from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, Pick
+from rotation_merge.recipe.donor import title
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.record import rows_in
 from rotation_merge.report.run import GivenFile, Run
@@ -299,4 +300,4 @@ class Donors:
     @staticmethod
     def name(model: ModelReference | str, origin: ModelReference | str | None) -> str:
         """What the report calls a donor."""
-        return str(model) if origin is None else f"{model} (carried over from {origin})"
+        return title(model, origin)
