@@ -98,6 +98,6 @@ def test_a_recipe_names_its_donors_before_models_are_opened(tmp_path: Path) -> N
     )
     done = run("inspect", recipe)
     assert done.exit_code == 2
-    assert done.output.splitlines()[0] == f"{recipe}: ./nothing"
+    assert done.output.splitlines()[0] == f"Donors of {recipe}: ./nothing"
     assert "no such directory" in done.output
     assert parsed("inspect", LLAMA)[0]["family"] == "llama"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -124,8 +125,15 @@ def file_shapes(path: str) -> Shapes:
     Raises:
         CheckpointError: the file is damaged, or a pickle of something else than tensors.
     """
-    try:
+    with _readable(path):
         return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """What goes wrong in reading a weight file is said of it."""
+    try:
+        yield
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(
             f"cannot be read: {short(reason(error))}", where=path, remedy="download it again"
@@ -184,11 +192,16 @@ def file_dtypes(path: str) -> dict[str, torch.dtype]:
 
 
 def file_codes(path: str) -> dict[str, str]:
-    """The matrices of codes in one weight file; see `codes`."""
-    if not path.endswith(".safetensors"):
-        return codes({name: (str(x.dtype), tuple(x.shape)) for name, x in _pickle(path).items()})
-    header, _ = _known(path)
-    return codes({name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()})
+    """The matrices of codes in one weight file; see `codes`.
+
+    Raises:
+        CheckpointError: as `file_shapes` does.
+    """
+    with _readable(path):
+        if not path.endswith(".safetensors"):
+            return codes({name: (str(x.dtype), tuple(x.shape)) for name, x in _pickle(path).items()})
+        header, _ = _known(path)
+        return codes({name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()})
 
 
 def check_folder(folder: str) -> None:

@@ -64,7 +64,7 @@ def _donors(given: str, options: MatchOptions, untie: bool, as_json: bool) -> li
     if not as_json and isinstance(recipe, dict):
         models = recipe.get("models")
         names = [str(m["model"]) for m in models if isinstance(m, dict) and "model" in m] if models is not None else []
-        say(f"{given}: {', '.join(n for n in names if n != str(recipe.get('base_model')))}")
+        say(f"Donors of {given}: {', '.join(n for n in names if n != str(recipe.get('base_model')))}")
     from rotation_merge.checking import donors_of
 
     return donors_of(given)
