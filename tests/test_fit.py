@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -288,6 +289,9 @@ def test_from_recipe_to_merged_model_through_the_commands(tmp_path: Path):
     recipe.write_text(RECIPE.format(anchor=anchor, donor=donor, alignment=f", alignment: {file}", options=""))
     merged = runner.invoke(main, [str(recipe), str(tmp_path / "out"), "--quiet"])
     assert merged.exit_code == 0, merged.output
+    told = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
+    assert any("nothing was matched. It was learned: held-out loss" in note for note in told["notes"])
+    assert [tuple(one.values()) for one in told["data"]] == [(f"learning how {donor} is aligned", "demo:digits", 256)]
     _, _, pixels, classes = digits()
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
@@ -296,11 +300,13 @@ def test_from_recipe_to_merged_model_through_the_commands(tmp_path: Path):
 
 
 def test_mixes_are_convex_combinations():
-    first, second = torch.zeros(4, 2), torch.ones(3, 2)
-    mixed = mix({"x": first}, {"x": second}, torch.Generator().manual_seed(0))["x"]
-    assert mixed.shape == (3, 2)
-    assert bool(((mixed > 0) & (mixed < 1)).all())
-    assert torch.equal(mixed[:, 0], mixed[:, 1])
+    first, second = ({"x": x * torch.ones(n, 2), "y": y * torch.ones(n, 1)} for n, x, y in ((4, 0, 5), (3, 4, 2)))
+    mixed = mix(first, second, torch.Generator().manual_seed(0))
+    share = mixed["x"][:, :1] / 4
+    assert mixed["x"].shape == (3, 2)
+    assert bool(((share > 0) & (share < 1)).all())
+    assert torch.equal(mixed["x"][:, 0], mixed["x"][:, 1])
+    torch.testing.assert_close(mixed["y"], (1 - share) * 5 + share * 2)
 
 
 FIRST = {case.family: case for case in reversed(tiny_models.ALL)}

@@ -19,7 +19,7 @@ from rotation_merge.matching.block import match_block, squared_distances
 from rotation_merge.matching.experts import _collect, _Layer, match_experts
 from rotation_merge.matching.ffn import match_ffn
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.nearest import nearest_order
+from rotation_merge.matching.nearest import _project, nearest_order
 from rotation_merge.matching.neurons import Neurons
 from rotation_merge.matching.options import MatchOptions
 
@@ -143,6 +143,33 @@ def test_the_quick_proof_never_accepts_a_wrong_order():
     assert nearest_order(neurons) is None  # the donor's own order looks right, two neurons are exchanged
     found = match_ffn(space, sides_of(anchor, donor), MatchOptions())
     assert found.element.permutation.index[0, [3, 8]].tolist() == [8, 3]
+
+
+def test_the_quick_proof_looks_at_the_right_pairs():
+    """Six neurons on a ring, each the donor's one place further: only pairs (i, i - 1) tell, and (i - 1, i) do not."""
+    space = ffn(100)
+    anchor = tensors(space, 64, 0)
+    sketch = _project(torch.eye(64, dtype=torch.float64), 0).double()
+    plane = (sketch[:, [0, 2]] + sketch[:, [1, 3]]) / 2**0.5  # distances in it outlast the sketch and its folding
+    angles = torch.arange(6, dtype=torch.float64) * (torch.pi / 3)
+    anchor["in"][:6] = 9 * plane.sum(1) + torch.stack([angles.cos(), angles.sin()], 1) @ plane.T
+    anchor["out"][:6] = anchor["out"][0].clone()
+    donor = noisy(anchor, 0.01, 1)
+    for role in donor:
+        donor[role][:6] = anchor[role][:6].roll(-1, 0)
+    neurons = Neurons([(anchor["in"], donor["in"])], [], [(anchor["out"], donor["out"])], False, 0)
+    assert nearest_order(neurons) is None
+    found = match_ffn(space, sides_of(anchor, donor), MatchOptions())
+    assert found.element.permutation.index[0, :7].tolist() == [5, 0, 1, 2, 3, 4, 6]
+
+
+@pytest.mark.parametrize("size", [1, 8, 100])
+def test_projections_are_orthonormal_with_signs_of_both_kinds(size):
+    """A projected distance is no larger than the distance itself; rows in memory, or columns."""
+    for matrix in (torch.eye(size), torch.eye(size).T):  # the second is the same, laid out by columns
+        found = _project(matrix, 0)
+        torch.testing.assert_close(found.T @ found, torch.eye(found.shape[1]))
+        assert size < 100 or found.sign().unique().tolist() == [-1, 0, 1]
 
 
 @kinds

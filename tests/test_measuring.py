@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rotation_merge import align
-from rotation_merge.learning.fit import _Fit
+from rotation_merge.learning.fit import _Fit, fit
 from rotation_merge.learning.objective import distillation
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.options import MatchOptions
@@ -98,14 +98,28 @@ def tiny(seed: int) -> LlamaForCausalLM:
 def a_fit() -> _Fit:
     generator = torch.Generator().manual_seed(0)
     batches = [{"input_ids": torch.randint(1, 12, (2, 6), generator=generator)} for _ in range(8)]
-    return _Fit([tiny(0), tiny(1)], batches, MatchOptions(), FitOptions(steps=1), lambda *_: None)
+    return _Fit([tiny(0), tiny(1)], batches, MatchOptions(), FitOptions(steps=1, held_out=0.25), lambda *_: None)
 
 
 def test_held_out_batches_are_never_trained_on(a_fit: _Fit):
-    assert a_fit.held_out
+    assert len(a_fit.held_out) == 2
     assert not set(a_fit.held_out) & set(a_fit.training)
     assert sorted(a_fit.held_out + a_fit.training) == list(range(8))
     assert {a_fit._pick() for _ in range(200)} == set(a_fit.training)
+
+
+def test_the_path_of_three_models_goes_from_the_anchor_over_their_mean_to_the_donors():
+    three = SimpleNamespace(parents=range(3), device=torch.device("cpu"))
+    found = torch.stack([_Fit._along(three, share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)])  # type: ignore[arg-type]
+    torch.testing.assert_close(found[:, 0], torch.tensor([1, 2 / 3, 1 / 3, 1 / 6, 0]))
+    torch.testing.assert_close(found[:, 1:], (1 - found[:, :1]).expand(5, 2) / 2)
+
+
+def test_a_fit_looks_after_its_last_step_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rotation_merge.learning.fit.LOOKS", 2)
+    batches = [{"input_ids": torch.arange(12).reshape(2, 6)}] * 2
+    found = fit(tiny(0), tiny(1), batches, options=FitOptions(steps=5, start="identity"))
+    assert [step for step, *_ in found.report.history] == [0, 2, 4, 5]
 
 
 def test_the_score_of_a_fit_measures_above_the_line_from_the_anchor_to_the_donor(a_fit: _Fit, monkeypatch):

@@ -12,7 +12,7 @@ from plugin_support import make, state
 from transformers import AutoModelForCausalLM
 
 from rotation_merge.learning.answers import Answered, answer, divergence, write_answers
-from rotation_merge.learning.polish import PolishOptions, polish
+from rotation_merge.learning.polish import LEAST_GAIN, PolishOptions, PolishReport, polish
 
 
 class Given:
@@ -23,7 +23,7 @@ class Given:
 def test_divergence_is_that_of_all_classes() -> None:
     """With few classes exactly KL; with many, the classes that were not kept count as one."""
     draw = torch.Generator().manual_seed(0)
-    for classes in (5, 300):
+    for classes in (2, 5, 300):
         a, b = (torch.randn(3, 4, classes, generator=draw) * 2 for _ in range(2))
         found = float(divergence(Given(b), answer(Given(a))))
         p, q = a.softmax(-1), b.softmax(-1)
@@ -33,6 +33,15 @@ def test_divergence_is_that_of_all_classes() -> None:
             kept = [torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in kept]
         assert found == pytest.approx(float((kept[0] * (kept[0] / kept[1]).log()).sum(-1).mean()), abs=1e-4)
         assert float(divergence(Given(a), answer(Given(a)))) == pytest.approx(0.0, abs=1e-5)
+    a, b = Given(torch.ones(3, 1)), Given(torch.full((3, 1), 3.0))  # one number: no distribution
+    assert float(divergence(b, answer(a))) == pytest.approx(4.0)
+
+
+def test_a_gain_is_more_than_the_margin() -> None:
+    for share, gained in ((-2.0, False), (-0.5, False), (0.5, False), (2.0, True)):
+        report = PolishReport(3.0, 3.0 * (1 - share * LEAST_GAIN))
+        assert report.gained is gained
+        assert ("nothing was gained" in report.verdict()) is not gained
 
 
 @pytest.fixture(scope="module")

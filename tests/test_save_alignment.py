@@ -51,13 +51,16 @@ def table(out: Path) -> str:
     ],
 )
 def test_a_merge_from_a_file_is_the_one_that_wrote_it(family: str, residual: str, dtype: str, tmp_path: Path) -> None:
-    """The same bytes, and the same figures in report, card and page."""
+    """The same bytes, and the same figures in report, card and page; what it keeps is what it was given."""
     anchor, donor = (make(family, tmp_path / f"model-{seed}", seed=seed) for seed in (0, 8))
     options = {"residual": residual, **({"untie": True} if family == "qwen2" else {})}
     recipe = {**recipe_for("linear", anchor, donor, **options), "dtype": dtype}
     kept, out, again = tmp_path / "kept" / "file.safetensors", tmp_path / "out", tmp_path / "again"
     first = merged({**recipe, "parameters": {**recipe["parameters"], "save_alignment": str(kept)}}, out)
-    assert equal(merged(from_file(recipe, kept), again), first)
+    second = from_file(recipe, kept)
+    second["parameters"]["save_alignment"] = str(tmp_path / "again.safetensors")
+    assert equal(merged(second, again), first)
+    assert equal(load_file(tmp_path / "again.safetensors"), load_file(kept))
     made, found = (json.loads((folder / "rotation_merge.json").read_text()) for folder in (out, again))
     assert any("nothing was matched" in note for note in found["notes"])
     assert found["rows"] == made["rows"]
