@@ -52,26 +52,24 @@ MERGES = (
     "test_transport.py::test_excluded_tensors_are_the_anchors",
     "test_presets.py",
 )
-FITS = (
-    *(
-        f"test_fit.py::test_{name}"
-        for name in (
-            "permutations_are_learned_only_when_asked",
-            "soft_and_hardened_elements_agree",
-            "identities_move_nothing",
-            "names_of_spaces_follow_the_checkpoint",
-            "impossible_objectives_are_refused",
-            "models_of_other_classes_are_refused",
-            "nothing_to_learn_is_said",
-            "mixes_are_convex_combinations",
-            "gradients_under_checkpointing",
-            "a_fit_that_finds_nothing_stops_early",
-            "the_state_of_the_same_fit_is_taken",
-            "the_state_of_another_fit_is_refused[groups]",
-            "never_worse_than_the_start_and_says_when_nothing_was_found",
-            "three_models_are_learned_jointly[True]",
-        )
-    ),
+FITS = tuple(
+    f"test_fit.py::test_{name}"
+    for name in (
+        "permutations_are_learned_only_when_asked",
+        "soft_and_hardened_elements_agree",
+        "identities_move_nothing",
+        "names_of_spaces_follow_the_checkpoint",
+        "impossible_objectives_are_refused",
+        "models_of_other_classes_are_refused",
+        "nothing_to_learn_is_said",
+        "mixes_are_convex_combinations",
+        "gradients_under_checkpointing",
+        "a_fit_that_finds_nothing_stops_early",
+        "the_state_of_the_same_fit_is_taken",
+        "the_state_of_another_fit_is_refused[groups]",
+        "never_worse_than_the_start_and_says_when_nothing_was_found",
+        "three_models_are_learned_jointly[True]",
+    )
 )
 TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/groups": ("test_groups.py", "test_group_laws.py", "test_add_group.py"),
