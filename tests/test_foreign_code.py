@@ -158,7 +158,9 @@ def test_only_what_the_user_said_is_handed_on() -> None:
             found += [(path.name, ast.unparse(value)) for value in values]
     assert found
     for name, value in found:
-        assert value in ("self.options.trust_remote_code", "options.trust_remote_code", "trust_remote_code"), name
+        assert value in ("self.options.trust_remote_code", "options.trust_remote_code", "trust_remote_code", "False"), (
+            name
+        )
 
 
 def test_pickles_are_only_read_as_weights() -> None:
