@@ -49,6 +49,8 @@ SHORTER = {
     "measure": {"--samples": "4", "--length": "16"},
 }
 """Options that replace or join those on the page."""
+FEWER = {"carry": {"--steps": "2"}}
+"""Options that replace those on the page, where they are there."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,9 @@ def run(line: str, models: Path) -> None:
                 arguments[arguments.index(option) + 1] = value
             else:
                 arguments += [option, value]
+        for option, value in FEWER.get(arguments[0], {}).items():
+            if option in arguments:
+                arguments[arguments.index(option) + 1] = value
     else:
         arguments.append("--quiet")
     invoke(RUN[program], arguments)
