@@ -45,6 +45,10 @@ def test_every_path_warns(models: tuple[Checkpoint, Checkpoint, torch.Tensor], t
     assert WARNED in parsed("compare", anchor.path, donor.path)["warnings"][0]
     done = run("align", anchor.path, donor.path, tmp_path / "aligned", "--no-verify")
     assert WARNED in " ".join(done.output.split())
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3")  # too little to learn from: what is questionable is said before
+    done = run("fit", anchor.path, donor.path, "--alignment", tmp_path / "map.safetensors", "--data", text)
+    assert WARNED in " ".join(done.output.split())
     merged(made, tmp_path / "merged")
     for written in ("aligned", "merged"):
         for name in ("README.md", "rotation_merge.json"):

@@ -73,11 +73,16 @@ def command(
     exactly. Recipes use the file through 'alignment: FILE' under the donor; with several donors, fitted jointly, one
     file each is written (FILE-1, FILE-2, ...). An interrupted fit goes on where it was.
     """
+    from rotation_merge.checkpoints.pair import check_models
     from rotation_merge.learning.fit import fit
     from rotation_merge.learning.records import FitOptions
 
     names, match, untie = _what(models, values, untie)
     device = usable_device(device)
+    for donor in names[1:]:
+        checked = check_models(names[0], donor, match, untie)
+        for warning in checked.warnings if checked is not None and not as_json else ():
+            say(f"Warning: {warning}", "yellow")
     loaded = [load(name).to(device) for name in names]
     found = read_batches(data, names[0], loaded[0], limit=limit, batch_size=batch_size, length=length)
     options = FitOptions(
