@@ -285,6 +285,12 @@ class Architecture:
         """Every checkpoint name and the tensor it belongs to."""
         return {name: tensor for tensor in self.tensors() for name in tensor.names}
 
+    def places(self) -> dict[str, tuple[Block, TensorInfo, int]]:
+        """Every checkpoint name's block and tensor, and which piece of the tensor it is."""
+        return {
+            n: (block, info, i) for block in self.blocks for info in block.tensors for i, n in enumerate(info.names)
+        }
+
 
 def spell(name: str, base: str, spelling: Iterable[tuple[str, str]]) -> str:
     """A name of an architecture file as a checkpoint spells it."""

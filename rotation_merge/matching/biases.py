@@ -96,7 +96,8 @@ def inputs(block: Block, info: TensorInfo) -> list[str]:
 
 def holders(block: Block, keys: Collection[str]) -> list[str]:
     """Those of some keys of a block whose tensors hold unseen biases: what is needed of the anchor."""
-    return [key for key in keys for one in unseen(block) if (info := block.tensor(key)) is not None and one.of(info)]
+    known = list(unseen(block))
+    return [key for key in keys for one in known if (info := block.tensor(key)) is not None and one.of(info)]
 
 
 def with_biases(
@@ -182,12 +183,7 @@ class _Placed:
 
     def __init__(self, architecture: Architecture, source: TensorSource) -> None:
         self.source = source
-        self.places = {
-            name: (block, info, piece)
-            for block in architecture.blocks
-            for info in block.tensors
-            for piece, name in enumerate(info.names)
-        }
+        self.places = architecture.places()
 
     def __contains__(self, name: object) -> bool:
         return name in self.source

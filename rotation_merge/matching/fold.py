@@ -318,12 +318,7 @@ class Folded:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.source, self.fold = source, Fold(architecture, streams, dtype)
-        self.places = {
-            name: (block, info, piece)
-            for block in architecture.blocks
-            for info in block.tensors
-            for piece, name in enumerate(info.names)
-        }
+        self.places = architecture.places()
 
     def __contains__(self, name: object) -> bool:
         return name in self.source or (name in self.places and self._tied(str(name)) is not None)

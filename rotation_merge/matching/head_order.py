@@ -103,9 +103,15 @@ class _Search:
                 primal, dual = pairing.primal.all_products(), pairing.dual.all_products()
                 self.tables[k] = primal[:, 0, :, 0].cpu(), dual.transpose(1, 2).cpu()
 
+    @property
+    def all_pairs(self) -> tuple[Tensor, Tensor]:
+        """Every group of the anchor with every one of the donor, (G G,) each."""
+        groups = torch.arange(self.groups)
+        return groups.repeat_interleave(self.groups), groups.repeat(self.groups)
+
     def bounds(self) -> Tensor:
         """Upper bounds on the gain of every pair of groups under any order inside, (G G,), on the CPU."""
-        i, j = (x.flatten() for x in torch.meshgrid(*[torch.arange(self.groups)] * 2, indexing="ij"))
+        i, j = self.all_pairs
         if self.enumerated:
             return self._order_bounds(i, j).amax(1)
         total = torch.zeros(len(i), dtype=torch.float64)
@@ -127,7 +133,7 @@ class _Search:
 
     def _by_ceilings(self) -> Tensor:
         """Bounds that exceed gains by rounding and the last digits of scales only."""
-        i, j = (x.flatten() for x in torch.meshgrid(*[torch.arange(self.groups)] * 2, indexing="ij"))
+        i, j = self.all_pairs
         return self._ceilings(i, j).amax(1).reshape(self.groups, self.groups)
 
     def _ceilings(self, i: Tensor, j: Tensor) -> Tensor:
@@ -147,7 +153,7 @@ class _Search:
 
     def _tabulate(self) -> None:
         """All products of heads with heads, where they fit: many orders are made of them."""
-        i, j = (x.flatten() for x in torch.meshgrid(*[torch.arange(self.groups)] * 2, indexing="ij"))
+        i, j = self.all_pairs
         for k, pairing in enumerate(self.pairings):
             if k not in self.tables and pairing.follow is None and pairing.dual.table_bytes() <= _TABLE_BYTES:
                 primal, dual = pairing.primal.head_products(i, j)[:, 0, 0], pairing.dual.head_products(i, j)
@@ -156,7 +162,7 @@ class _Search:
 
     def _by_norms(self) -> Tensor:
         """For one query head a group, from |M|_* <= sqrt(d) |M|_F."""
-        i, j = (x.flatten() for x in torch.meshgrid(*[torch.arange(self.groups)] * 2, indexing="ij"))
+        i, j = self.all_pairs
         total = torch.zeros(self.groups**2, dtype=torch.float64)
         for k, pairing in enumerate(self.pairings):
             if k in self.tables:
