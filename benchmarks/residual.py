@@ -1,19 +1,21 @@
 """Residual alignment between independently trained models, task vectors carried over, near fine-tunes, several models.
 
-    python benchmarks/residual.py midpoints --checkpoints C --kind vit --seeds 0 1 2 3 4 5
-    python benchmarks/residual.py midpoints --checkpoints C --kind llama --seeds 0 1 2 3
-    python benchmarks/residual.py transport --checkpoints C --seeds 1 2 3
+    python benchmarks/residual.py midpoints --checkpoints C --kind vit
+    python benchmarks/residual.py midpoints --checkpoints C --kind llama --seeds 0 1 2
+    python benchmarks/residual.py transport --checkpoints C --seeds 1 2
     python benchmarks/residual.py near --checkpoints C
-    python benchmarks/residual.py means --checkpoints C --seeds 0 1 2 3
+    python benchmarks/residual.py means --checkpoints C
 
 C holds what benchmarks/train_checkpoints.py wrote: vit-SEED, llama-SEED, llama-0-english, llama-0-c (and -long). ViTs
 are measured by accuracy on 540 digits, Llamas by nats per byte of the texts that come with the package (`--windows` of
-128 bytes). Distances are squared, relative to those of the models as they were trained. One row a variant: means.
+128 bytes). Distances are squared, relative to those of the models as they were trained; seconds are processor time of
+matching. One row a variant: means over the pairs of seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -33,12 +35,9 @@ from transformers import AutoConfig, LlamaForCausalLM, ViTForImageClassification
 from transformers.utils import logging as transformers_logging
 
 from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.matching import model as matching
-from rotation_merge.matching import stream
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.model import Alignment, aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.stream import Statistics
 from rotation_merge.samples import demo as data
 
 LOCAL = MatchOptions(heads="permutation")
@@ -53,8 +52,14 @@ VARIANTS: dict[str, MatchOptions | None] = {
     "rotation, invertible heads": MatchOptions(heads="permutation", residual="rotation", attention="invertible"),
     "TransFusion": MatchOptions(heads="spectral", residual="permutation", rescale=False),
 }
-WEIGHTINGS = {"by agreement": None, "as they stand": 0.0, "over root of norm": 0.5, "over norm": 1.0}
-"""How tensors count in the streams' products; None: the package's own way, else over the anchor's norm to a power."""
+TITLES = {
+    "none": "none",
+    "local": "local spaces",
+    "TransFusion": "TransFusion",
+    **{name: f"residual {name}" for name in ("permutation", "signed permutation", "rotation")},
+    **{name: name.replace("rotation,", "the same,") for name in VARIANTS if name.startswith("rotation,")},
+}
+DOMAINS = {"english": "English", "c": "C", "cpp": "C++"}
 
 State = dict[str, Tensor]
 
@@ -85,7 +90,7 @@ class Measure:
     """Loss (and accuracy) of a state dict."""
 
     def __init__(self, folder: Path, windows: int) -> None:
-        self.folder, self.windows = folder, windows
+        self.folder, self.windows, self.known = folder, windows, dict[str, float]()
 
     @torch.no_grad()
     def loss(self, like: Model, state: State, domain: str = "python") -> tuple[float, float]:
@@ -101,6 +106,12 @@ class Measure:
             logits, labels = network(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
         right = float((logits.argmax(-1) == labels).float().mean())
         return float(torch.nn.functional.cross_entropy(logits, labels)), right
+
+    def of(self, model: Model) -> float:
+        """Loss of a model as it was trained, asked for once."""
+        if model.name not in self.known:
+            self.known[model.name] = self.loss(model, model.state)[0]
+        return self.known[model.name]
 
 
 @functools.cache
@@ -126,144 +137,140 @@ def align(anchor: Model, donor: Model, options: MatchOptions | None) -> Alignmen
     return match_model(anchor.architecture, anchor.state, donor.state, options)
 
 
-def row(table: Table, what: str, **values: object) -> None:
-    table.add(
-        {"case": what} | {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in values.items()}
-    )
+@dataclass
+class Middle:
+    """Half of each of two models: its worth, its barrier, the distance left, and processor seconds of matching."""
+
+    loss: float
+    accuracy: float
+    barrier: float
+    distance: float
+    seconds: float
 
 
-def pairs(seeds: list[int], both: bool) -> list[tuple[int, int]]:
-    return list(itertools.permutations(seeds, 2) if both else itertools.combinations(seeds, 2))
+def middle(measure: Measure, anchor: Model, donor: Model, options: MatchOptions | None) -> Middle:
+    began = time.process_time()
+    alignment = align(anchor, donor, options)
+    seconds = time.process_time() - began
+    ours, theirs = anchor.folded(alignment), donor.moved(alignment)
+    loss, accuracy = measure.loss(anchor, between(ours, theirs))
+    share = distance(ours, theirs) / distance(anchor.state, donor.state)
+    ends = (measure.of(anchor) + measure.of(donor)) / 2
+    return Middle(loss, accuracy, loss - ends, share, seconds)
 
 
 def midpoints(arguments: argparse.Namespace, measure: Measure) -> None:
     """Half-half of every pair of seeds, under every variant."""
-    models = {s: open_model(arguments.checkpoints, f"{arguments.kind}-{s}") for s in arguments.seeds}
-    ends = {s: measure.loss(m, m.state) for s, m in models.items()}
-    parents = Table(f"residual-{arguments.kind}-parents")
-    for seed, (loss, accuracy) in ends.items():
-        row(parents, f"{arguments.kind}-{seed}", loss=loss, accuracy=accuracy)
-    table, each = Table(f"residual-{arguments.kind}"), Table(f"residual-{arguments.kind}-each")
+    models = [open_model(arguments.checkpoints, f"{arguments.kind}-{seed}") for seed in arguments.seeds]
+    table, vit = Table(f"residual-{arguments.kind}"), arguments.kind == "vit"
     for name in arguments.variants:
-        found = []
-        for a, b in pairs(arguments.seeds, arguments.both):
-            begin = time.perf_counter()
-            alignment = align(models[a], models[b], VARIANTS[name])
-            seconds = time.perf_counter() - begin
-            ours, theirs = models[a].folded(alignment), models[b].moved(alignment)
-            loss, accuracy = measure.loss(models[a], between(ours, theirs))
-            share = distance(ours, theirs) / distance(models[a].state, models[b].state)
-            found.append((accuracy, loss, loss - (ends[a][0] + ends[b][0]) / 2, share, seconds))
-            if arguments.each:
-                row(each, f"{name}, {a} and {b}", accuracy=accuracy, loss=loss, distance=share)
-        middle = [statistics.fmean(column) for column in zip(*found, strict=True)]
-        worst, best = (min, max) if arguments.kind == "vit" else (max, min)
-        column = [values[0 if arguments.kind == "vit" else 1] for values in found]
-        names = ("accuracy", "loss", "barrier", "distance", "seconds")
-        row(table, name, **dict(zip(names, middle, strict=True)), worst=worst(column), best=best(column))
+        pairs = itertools.combinations(models, 2)
+        found = [middle(measure, anchor, donor, VARIANTS[name]) for anchor, donor in pairs]
+        mean = Middle(*(statistics.fmean(column) for column in zip(*map(dataclasses.astuple, found), strict=True)))
+        if vit:
+            values = [100 * one.accuracy for one in found]
+            row = {"ViT": TITLES[name], "accuracy": f"{mean.accuracy:.1%}"}
+            row["worst, best pair"] = f"{min(values):.1f}, {max(values):.1f}%"
+        else:
+            values = [one.loss for one in found]
+            row = {"Llama": TITLES[name], "loss": f"{mean.loss:.3f}"}
+            row["worst, best pair"] = f"{max(values):.3f}, {min(values):.3f}"
+        row |= {"barrier": f"{mean.barrier:.2f}", "distance": f"{mean.distance:.2f}"}
+        table.add(row | {"seconds": f"{mean.seconds:.1f}" if VARIANTS[name] else ""})
+
+
+def gains(
+    measure: Measure, new: Model, old: Model, tuned: dict[str, Model], options: MatchOptions | None, scales: list[float]
+) -> dict[tuple[str, float], float]:
+    """What fine-tunes of an old base are worth on a new one, by domain and scale: nats gained over the new base."""
+    alignment, found = align(new, old, options), {}
+    base, origin = new.folded(alignment), old.moved(alignment)
+    for domain, fine in tuned.items():
+        before, moved = measure.loss(new, base, domain)[0], fine.moved(alignment)
+        for scale in scales:
+            state = {key: base[key] + scale * (moved[key] - origin[key]) for key in base}
+            found[domain, scale] = before - measure.loss(new, state, domain)[0]
+    return found
+
+
+def fine_tunes(folder: Path, domains: list[str], ending: str = "") -> dict[str, Model]:
+    return {domain: open_model(folder, f"llama-0-{domain}{ending}") for domain in domains}
 
 
 def transport(arguments: argparse.Namespace, measure: Measure) -> None:
-    """Fine-tunes of llama-0 carried to the other seeds: gain over the new base in nats."""
-    old = open_model(arguments.checkpoints, "llama-0")
-    suffix = "-long" if arguments.long else ""
-    tuned = {d: open_model(arguments.checkpoints, f"llama-0-{d}{suffix}") for d in arguments.domains}
-    home, table = Table(f"transport-home{suffix}"), Table(f"transport{suffix}")
-    for domain, fine in tuned.items():
-        losses = [measure.loss(m, m.state, domain)[0] for m in (old, fine)]
-        row(home, domain, gain=losses[0] - losses[1])
+    """Fine-tunes of llama-0 carried to the other seeds: gain over the new base in nats, mean (each)."""
+    old, long = open_model(arguments.checkpoints, "llama-0"), arguments.long
+    tuned = fine_tunes(arguments.checkpoints, arguments.domains, "-long" if long else "")
+    found: dict[tuple[str, float], dict[str, str]] = {}
     for name in arguments.variants:
-        gains: dict[tuple[str, float], list[float]] = {}
-        for seed in arguments.seeds:
-            new = open_model(arguments.checkpoints, f"llama-{seed}")
-            alignment = align(new, old, VARIANTS[name])
-            base, origin = new.folded(alignment), old.moved(alignment)
-            for domain, fine in tuned.items():
-                before = measure.loss(new, base, domain)[0]
-                moved = fine.moved(alignment)
-                for scale in arguments.scales:
-                    state = {key: base[key] + scale * (moved[key] - origin[key]) for key in base}
-                    gain = before - measure.loss(new, state, domain)[0]
-                    gains.setdefault((domain, scale), []).append(gain)
-        for (domain, scale), values in gains.items():
-            each = " ".join(f"{value:.3f}" for value in values)
-            row(table, f"{name}, {domain}, scale {scale}", gain=statistics.fmean(values), each=each)
+        each = [
+            gains(
+                measure,
+                open_model(arguments.checkpoints, f"llama-{seed}"),
+                old,
+                tuned,
+                VARIANTS[name],
+                arguments.scales,
+            )
+            for seed in arguments.seeds
+        ]
+        for key in each[0]:
+            values = [one[key] for one in each]
+            cell = f"{statistics.fmean(values):.3f} ({', '.join(f'{value:.3f}' for value in values)})"
+            found.setdefault(key, {})[TITLES[name] if VARIANTS[name] else "plain addition"] = cell
+    table = Table("transport-long" if long else "transport")
+    for (domain, scale), cells in found.items():
+        table.add({"scale": f"{DOMAINS[domain]}, {scale:g}", **cells})
 
 
 def near(arguments: argparse.Namespace, measure: Measure) -> None:
-    """Two fine-tunes of one base, half-half: mean loss of the two domains, and the maps' distance from the identity."""
-    table = Table("near")
-    for suffix in ("", "-long"):
-        a, b = (open_model(arguments.checkpoints, f"llama-0-{d}{suffix}") for d in ("english", "c"))
+    """Two fine-tunes of one base, half-half: mean loss of the two domains."""
+    found: dict[str, dict[str, str]] = {name: {"case": TITLES[name]} for name in arguments.variants}
+    for ending in ("", "-long"):
+        a, b = fine_tunes(arguments.checkpoints, ["english", "c"], ending).values()
         for name in arguments.variants:
-            begin = time.perf_counter()
             alignment = align(a, b, VARIANTS[name])
-            seconds = time.perf_counter() - begin
             state = between(a.folded(alignment), b.moved(alignment))
             losses = [measure.loss(a, state, domain)[0] for domain in ("english", "c")]
-            far = [max(t.distances().values()) for t in alignment.transforms.values()]
-            row(
-                table,
-                f"{'long' if suffix else 'short'}, {name}",
-                loss=statistics.fmean(losses),
-                moved=max(far, default=0.0),
-                seconds=seconds,
-            )
+            found[name]["long" if ending else "short"] = f"{statistics.fmean(losses):.3f}"
+    table = Table("near")
+    for row in found.values():
+        table.add(row)
+
+
+def to_base(base: Model, others: list[Model], options: MatchOptions) -> list[Alignment]:
+    return [align(base, other, options) for other in others]
+
+
+def to_mean(base: Model, others: list[Model], options: MatchOptions) -> list[Alignment]:
+    sources = {model.name: model.state for model in (base, *others)}
+    found = match_to_mean(base.architecture, sources, base.name, options)
+    return [found[model.name] for model in others]
 
 
 def means(arguments: argparse.Namespace, measure: Measure) -> None:
     """Uniform averages of several ViTs: every one to the base, and all to their mean; every model is the base once."""
     options = VARIANTS["rotation"]
     assert options is not None
+    models = [open_model(arguments.checkpoints, f"vit-{seed}") for seed in arguments.seeds]
     table = Table("means")
-    for count in range(2, len(arguments.seeds) + 1):
-        for way in ("to the base", "to the mean"):
+    for words, way in (("each to the base", to_base), ("all to their mean (`anchor: mean`)", to_mean)):
+        cells = {"case": words}
+        for count in range(2, len(models) + 1):
             found = []
-            for turn in range(len(arguments.seeds)):
-                seeds = [arguments.seeds[(turn + i) % len(arguments.seeds)] for i in range(count)]
-                models = {str(s): open_model(arguments.checkpoints, f"{arguments.kind}-{s}") for s in seeds}
-                base = models[str(seeds[0])]
-                others = {name: model for name, model in models.items() if model is not base}
-                if way == "to the base":
-                    alignments = {name: align(base, model, options) for name, model in others.items()}
-                else:
-                    sources = {name: model.state for name, model in models.items()}
-                    alignments = match_to_mean(base.architecture, sources, str(seeds[0]), options)
-                moved = [model.moved(alignments[name]) for name, model in others.items()]
-                found.append(measure.loss(base, between(base.folded(alignments[str(seeds[1])]), *moved)))
-            loss, accuracy = (statistics.fmean(column) for column in zip(*found, strict=True))
-            row(table, f"{count} models, {way}", accuracy=accuracy, loss=loss)
-
-
-def weigh(power: float | None) -> None:
-    """Let tensors count in another way, for comparison: each divided by its anchor's norm to a power."""
-    if power is None:
-        return
-    exponent = -power
-
-    class Weighted(Statistics):
-        """Sums of weighted squared distances instead of logarithms."""
-
-        apart = whole = 0.0
-
-        def _weight(self, entries: int, norm: float, other: float, lifted: float) -> float:
-            if self.equal:
-                return super()._weight(entries, norm, other, lifted)
-            weight = norm**exponent
-            self.apart, self.whole = self.apart + weight * lifted, self.whole + weight * norm
-            return float(weight)
-
-        @property
-        def objective(self) -> float:
-            return self.apart / self.whole if self.whole else super().objective
-
-    matching.Statistics = Weighted  # type: ignore[misc]
+            for turn in range(len(models)):
+                base, *others = (models[(turn + i) % len(models)] for i in range(count))
+                alignments = way(base, others, options)
+                moved = [model.moved(alignment) for model, alignment in zip(others, alignments, strict=True)]
+                found.append(measure.loss(base, between(base.folded(alignments[0]), *moved))[1])
+            cells[str(count)] = f"{statistics.fmean(found):.1%}"
+        table.add(cells)
 
 
 TASKS = {task.__name__: task for task in (midpoints, transport, near, means)}
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--checkpoints", type=Path, required=True)
@@ -271,25 +278,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["none", "local", "rotation"])
     parser.add_argument("--scales", type=float, nargs="+", default=[0.75, 1.0])
-    parser.add_argument("--domains", nargs="+", choices=("english", "c", "cpp"), default=["english", "c"])
+    parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=["english", "c"])
     parser.add_argument("--windows", type=int, default=128)
-    parser.add_argument("--both", action="store_true", help="each of a pair is the anchor once")
-    parser.add_argument("--each", action="store_true", help="a line for every pair")
     parser.add_argument("--long", action="store_true", help="carry the long fine-tunes")
-    parser.add_argument("--weighting", choices=WEIGHTINGS, default="by agreement")
-    parser.add_argument("--mean-row", action="store_true", help="count what all rows of an output head share, too")
-    parser.add_argument("--passes", type=int, help="at most so many passes")
-    parser.add_argument("--least-gain", type=float, help="stop when a pass gains less than this fraction")
-    arguments = parser.parse_args()
+    return parser
+
+
+def quiet() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    weigh(WEIGHTINGS[arguments.weighting])
-    if arguments.mean_row:
-        stream._logits_axis = lambda info: None
-    matching.MOST_PASSES = arguments.passes or matching.MOST_PASSES
-    matching.LEAST_GAIN = matching.LEAST_GAIN if arguments.least_gain is None else arguments.least_gain
+
+
+def main() -> None:
+    arguments = options().parse_args()
+    quiet()
     TASKS[arguments.task](arguments, Measure(arguments.checkpoints, arguments.windows))
 
 

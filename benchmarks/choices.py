@@ -1,0 +1,109 @@
+"""What was chosen in matching residual streams, against other choices: how tensors count, and when passes stop.
+
+    python benchmarks/choices.py --checkpoints C
+
+C holds what benchmarks/train_checkpoints.py wrote. Each row is matched anew under one other choice: half-half of every
+pair of four ViTs and of three Llamas, and fine-tunes of llama-0 carried to the other two at scale 1; all under a
+rotation of the stream, means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from record import Table
+from residual import DOMAINS, VARIANTS, Measure, fine_tunes, gains, middle, open_model, quiet
+
+from rotation_merge.architectures import Architecture
+from rotation_merge.matching import model as matching
+from rotation_merge.matching import stream
+from rotation_merge.matching.stream import Statistics
+
+WEIGHTINGS = {"as they stand": 0.0, "each over the root of its norm": 0.5, "each over its norm": 1.0}
+"""How tensors count in the streams' products, but for the default: over the anchor's norm to a power."""
+LEAST = {"3%": 0.03, "1%": 0.01, "0.1%": 0.001}
+
+OPTIONS = VARIANTS["rotation"]
+
+
+def weighted(power: float) -> type[Statistics]:
+    """Statistics in which each tensor counts over a power of its anchor's squared norm; sums, not logarithms."""
+
+    class Weighted(Statistics):
+        apart = whole = 0.0
+
+        @classmethod
+        def of(cls, architecture: Architecture, blocks: Iterable[Statistics]) -> Statistics:
+            found = list(blocks)
+            total = super().of(architecture, found)
+            for name in ("apart", "whole"):
+                setattr(total, name, sum(getattr(one, name) for one in found))
+            return total
+
+        def _weight(self, entries: int, norm: float, other: float, lifted: float) -> float:
+            if self.equal:
+                return super()._weight(entries, norm, other, lifted)
+            weight = norm**-power
+            self.apart, self.whole = self.apart + weight * lifted, self.whole + weight * norm
+            return weight
+
+        @property
+        def objective(self) -> float:
+            return self.apart / self.whole if self.whole else super().objective
+
+    return Weighted
+
+
+@contextmanager
+def chosen(power: float | None = None, least: float = matching.LEAST_GAIN, mean_row: bool = False) -> Iterator[None]:
+    """Other choices in matching; None: tensors count by agreement."""
+    axis = (lambda info: None) if mean_row else stream._logits_axis
+    with (
+        patch.object(matching, "Statistics", Statistics if power is None else weighted(power)),
+        patch.object(matching, "LEAST_GAIN", least),
+        patch.object(stream, "_logits_axis", axis),
+    ):
+        yield
+
+
+def measured(folder: Path, measure: Measure) -> dict[str, str]:
+    """The cells of a row, under what is chosen now."""
+    vits, llamas = ([open_model(folder, f"{kind}-{i}") for i in range(n)] for kind, n in (("vit", 4), ("llama", 3)))
+    halves = [[middle(measure, a, b, OPTIONS) for a, b in itertools.combinations(kind, 2)] for kind in (vits, llamas)]
+    tuned = fine_tunes(folder, list(DOMAINS))
+    carried = [gains(measure, new, llamas[0], tuned, OPTIONS, [1.0]) for new in llamas[1:]]
+    return {
+        "ViT accuracy": f"{statistics.fmean(one.accuracy for one in halves[0]):.1%}",
+        "Llama barrier": f"{statistics.fmean(one.barrier for one in halves[1]):.3f}",
+        **{words: f"{statistics.fmean(one[name, 1.0] for one in carried):.3f}" for name, words in DOMAINS.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoints", type=Path, required=True)
+    folder = parser.parse_args().checkpoints
+    quiet()
+    measure, first = Measure(folder, 128), "tensors weighted"
+    usual, table = measured(folder, measure), Table("weighting")
+    table.add({first: "by agreement (default)", **usual})
+    for words, power in WEIGHTINGS.items():
+        with chosen(power):
+            table.add({first: words, **measured(folder, measure)})
+    with chosen(mean_row=True):
+        table.add({first: "by agreement, heads with their mean row", **measured(folder, measure)})
+    table, first = Table("least-gain"), "passes stop at a gain below"
+    table.add({first: f"{matching.LEAST_GAIN:.1%} (default)", **usual})
+    for words, least in LEAST.items():
+        with chosen(least=least):
+            table.add({first: words, **measured(folder, measure)})
+
+
+if __name__ == "__main__":
+    main()
