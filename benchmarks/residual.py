@@ -97,7 +97,7 @@ class Measure:
         """Nats and accuracy."""
         config = AutoConfig.from_pretrained(self.folder / like.name)
         kind: Any = ViTForImageClassification if like.name.startswith("vit") else LlamaForCausalLM
-        network = kind.from_pretrained(None, config=config, state_dict=dict(state)).eval()
+        network = kind.from_pretrained(None, config=config, state_dict=dict(state), dtype=torch.float32).eval()
         if like.name.startswith("vit"):
             _, _, pixels, labels = data.digits()
             logits = network(pixel_values=pixels).logits
