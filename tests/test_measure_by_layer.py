@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rotation_merge.averaging.record import checkpoint_of, record
 from rotation_merge.samples.data import Data
 from rotation_merge.samples.functions import architecture_of
 from rotation_merge.samples.runner import Runner
+from rotation_merge.samples.streamed import streamed_model
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
 FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
@@ -99,8 +101,64 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in whole:
         torch.testing.assert_close(found[key], whole[key])
     assert sorted(p.name for p in path.iterdir() if "unfinished" in p.name) == []
-    for extra, words in ((["--kinds", "kfac"], "need gradients"), (["--data", "self"], "give a file as --data")):
-        refused = run(*given[:2], *(extra if "--data" in extra else [*given[2:], *extra]))
-        assert refused.exit_code == 2
-        assert words in refused.output
-        assert "--whole" in refused.output
+    for extra in (["--kinds", "kfac,fisher"], ["--data", "self", "--samples", "3"]):
+        wanted = [*given[:2], *(extra if "--data" in extra else [*given[2:], *extra]), "--length", "12"]
+        for how in ("whole", "by-layer"):
+            assert run(*wanted, f"--{how}", "--out", tmp_path / how).exit_code == 0
+        assert (tmp_path / "by-layer").read_bytes() == (tmp_path / "whole").read_bytes()
+        for how in ("whole", "by-layer"):
+            (tmp_path / how).unlink()
+
+
+GRADIENTS = MeasureOptions(("gram", "kfac", "fisher"))
+TOGETHER = [case for case in FAMILIES if case.family not in ("clip", "dinov2")]  # those with a head
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case.family)
+def test_gradients_through_layers_that_come_and_go_are_those_of_the_whole_model(case: Case, tmp_path: Path) -> None:
+    model = make(case)
+    given: Any = inputs(case, model)
+    config, state = save(model, tmp_path / "model")
+    own = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    with exactly():
+        streamed = streamed_model(own, state, resolve(config, list(state), case.name), torch.float64)
+        pair = [
+            Measurement(one, architecture_of(one), [given], "none").run(
+                GRADIENTS, Unfinished(tmp_path / name, {}), lambda *_: None
+            )
+            for name, one in (("whole", model), ("streamed", streamed))
+        ]
+    assert pair[0].loss_scale == pair[1].loss_scale
+    assert pair[0].tensors.keys() == pair[1].tensors.keys()
+    for key, wanted in pair[0].tensors.items():
+        assert torch.equal(pair[1].tensors[key].load(), wanted.load()), key
+
+
+class Counted(dict[str, torch.Tensor]):
+    """A source that counts how often each tensor is read."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__(state)
+        self.reads: Counter[str] = Counter()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.reads[name] += 1
+        return super().__getitem__(name)
+
+
+def test_weights_are_read_on_the_way_forth_and_back_and_let_go_between(tmp_path: Path) -> None:
+    case = next(case for case in ALL if case.family == "llama")
+    config, state = save(make(case), tmp_path / "model")
+    own = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    source = Counted(state)
+    model = streamed_model(own, source, resolve(config, list(state), case.name), torch.float64)
+    weights = [name for name in state if name.endswith("down_proj.weight")]
+    assert all(source.reads[name] == 0 for name in weights)
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    embedded = model.get_input_embeddings()(ids).requires_grad_()
+    logits = model(inputs_embeds=embedded).logits
+    assert all(source.reads[name] == 1 for name in weights)
+    assert all(model.get_parameter(name).isnan().all() for name in weights)
+    logits.sum().backward()
+    assert [source.reads[name] for name in weights] == [2] * (len(weights) - 1) + [1]  # the last layer was still there
+    assert embedded.grad.isfinite().all()

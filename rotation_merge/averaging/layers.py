@@ -1,7 +1,7 @@
 """Measuring a model that does not fit in memory: the weights and the sums of one layer at a time.
 
-What is seen, and how, is as in `measure`: norms run without gain and shift, hidden states are those of that run. Only
-what needs no gradients can be measured in this way.
+What is seen, and how, is as in `measure`: norms run without gain and shift, hidden states are those of that run. Each
+weight is read once. What needs gradients goes through a model whose layers read their weights whenever they run.
 """
 
 from __future__ import annotations
@@ -21,33 +21,29 @@ from rotation_merge.averaging.passes import Pass, Progress, Unfinished, stored_i
 from rotation_merge.averaging.sums import Collector, Wanted, finished
 from rotation_merge.averaging.tap import Tapped, Watcher
 from rotation_merge.checkpoints.models import Model
-from rotation_merge.errors import StatisticsError
 from rotation_merge.samples.runner import Runner, empty_model
+from rotation_merge.samples.streamed import streamed_model
 from rotation_merge.samples.written import SELF
 
-WITHOUT_GRADIENTS = ("gram", "moments")
+WITHOUT_GRADIENTS = frozenset({"gram", "moments"})
 """Kinds of statistics that can be measured layer by layer."""
 
 
-def without_weights(checkpoint: Model, options: MeasureOptions, data: str) -> Any:
-    """A model that is to be run layer by layer, without weights: what data are read for.
+def in_layers(checkpoint: Model, options: MeasureOptions, data: str, device: str) -> tuple[Any, bool]:
+    """A model that is not to be in memory as a whole, and whether gradients are asked of it.
+
+    It has no weights at all where it is only to be looked at; where it is to write text, or gradients are to go through
+    it, its layers read their weights as they run.
 
     Raises:
-        StatisticsError: what is asked for needs the whole model.
+        CheckpointError: it cannot be run in that way.
     """
-    beyond = sorted(set(options.kinds) - set(WITHOUT_GRADIENTS))
-    kinds = " and ".join(WITHOUT_GRADIENTS)
-    for wanted, what, remedy in (
-        (beyond, f"kinds {', '.join(beyond)} need gradients", f"measure {kinds} alone"),
-        (data == SELF, "text of its own is written by a whole model", "give a file as --data"),
-    ):
-        if wanted:
-            raise StatisticsError(
-                f"does not fit in memory as a whole, or is not to, and {what}",
-                where=str(checkpoint.reference),
-                remedy=f"{remedy}, or use --whole where there is more memory",
-            )
-    return empty_model(checkpoint.reference.config())
+    gradients = not WITHOUT_GRADIENTS.issuperset(options.kinds)
+    config = checkpoint.reference.config()
+    if not gradients and data != SELF:
+        return empty_model(config), False
+    name = str(checkpoint.reference)
+    return streamed_model(config, checkpoint, checkpoint.architecture, torch.float32, device, name), gradients
 
 
 class ByLayer:

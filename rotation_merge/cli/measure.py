@@ -65,10 +65,10 @@ def command(
 
     Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. No data are needed with
     '--data self' (language models) and '--data synthetic' (image models). An interrupted run goes on where it was.
-    A model that does not fit in memory is run layer by layer from its files; then kinds are gram and moments, and it
-    cannot write its own text.
+    A model that does not fit in memory is run layer by layer from its files, which are read once for gram and moments,
+    and again for every batch where gradients are asked for and for every token of '--data self'.
     """
-    from rotation_merge.averaging.layers import without_weights
+    from rotation_merge.averaging.layers import in_layers
     from rotation_merge.averaging.measure import MeasureOptions
     from rotation_merge.averaging.passes import fits
     from rotation_merge.averaging.record import checkpoint_of, place_beside, record
@@ -80,11 +80,11 @@ def command(
     place = Path(out) if out is not None else place_beside(checkpoint.reference)
     used = usable_device(device)
     apart = not fits(checkpoint.shapes, used) if by_layer is None else by_layer
-    loaded = without_weights(checkpoint, options, data) if apart else load(model).to(used)
+    loaded, runs = in_layers(checkpoint, options, data, used) if apart else (load(model).to(used), True)
     limit = samples or (SAMPLES if data in SOURCES else None)
     found = read_batches(data, model, loaded, limit, batch_size, length, seed)
     progress = Progress()
-    made = record(checkpoint, None if apart else loaded, found, data, options, place, progress, used)
+    made = record(checkpoint, loaded if runs else None, found, data, options, place, progress, used)
     progress.close()
     if as_json:
         print_json({"file": str(place), **made})

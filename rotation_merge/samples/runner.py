@@ -10,7 +10,7 @@ of the layers stays in memory from its turn on. Models that transformers stores 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -170,11 +170,11 @@ class Runner:
         names = [info.names] if not info.tied else [info.names, *((tied,) for tied in info.tied)]
         return any(all(name in self.source for name in some) for some in names)
 
-    def fill_all(self) -> Any:
-        """The model with all of its weights, run as a whole from now on."""
+    def fill_all(self, late: Collection[str] = ()) -> Any:
+        """The model with all of its weights but those tensors that come late, run as a whole from now on."""
         for block in self.architecture.blocks:
             if not self.whole:
-                self._fill(block)
+                self._fill(block, late)
         for hook in self._hooks:
             hook.remove()
         return self.model
@@ -217,12 +217,12 @@ class Runner:
         if layer is not None:
             layer.forward = lambda *_, **__: self._replay(done.name)
 
-    def _fill(self, block: Block) -> None:
+    def _fill(self, block: Block, late: Collection[str] = ()) -> None:
         self.opened.add(block.name)
         if self.whole:
             return
         for info in block.tensors:
-            if self._claimed[info.name] is block and "." in info.name:
+            if self._claimed[info.name] is block and "." in info.name and info.name not in late:
                 self._read(info)
 
     @torch.no_grad()
