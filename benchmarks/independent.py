@@ -1,4 +1,4 @@
-"""The pairs of different seeds that come with the package, half and half, under larger and larger groups.
+"""Pairs that come with the package, half and half, under larger and larger groups: two seeds, and two fine-tunes.
 
     python benchmarks/independent.py
 
@@ -8,9 +8,9 @@ Loss of the middle and barrier by `rotation-merge barrier`, relative distance by
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import Any
 
+from averaging import call
 from record import Table
 
 from rotation_merge.samples.demo import CHECKPOINTS
@@ -22,38 +22,38 @@ WORDS = {
     "the same and signed permutations of the residual stream": [*LOCAL, *SIGNED],
     "the same and a rotation of the residual stream": [*LOCAL, *ROTATION],
 }
-DATA = {"llama": ["--data", "demo:python", "--limit", "128"], "vit": ["--data", "demo:digits"]}
+PYTHON = ["--data", "demo:python", "--limit", "128"]
+PAIRS = {
+    "independent-llama": ("llama-0", "llama-1", PYTHON, list(WORDS)),
+    "independent-vit": ("vit-0", "vit-1", ["--data", "demo:digits"], [w for w in WORDS if "signed" not in w]),
+    "near-barrier": ("llama-0-english", "llama-0-c", PYTHON, list(WORDS)[:1]),
+}
+"""By table: the pair, what it is measured on, and what is aligned; LayerNorm does not let signs pass."""
 
 
 def run(*arguments: str) -> Any:
-    done = subprocess.run(["rotation-merge", *arguments, "--json"], check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)
+    return json.loads(call(*arguments, "--json"))
 
 
 def main() -> None:
-    for kind, data in DATA.items():
-        pair = [str(CHECKPOINTS / f"{kind}-{seed}") for seed in (0, 1)]
-        table = Table(f"independent-{kind}")
-        shown = False
-        for words, options in WORDS.items():
-            if kind == "vit" and "signed" in words:
-                continue  # LayerNorm does not let signs pass
-            plain, aligned = run("barrier", *pair, *data, "--points", "5", *options)[0]["curves"]
-            gap = run("compare", *pair, *options)["gaps"][-1]
-            if not shown:
-                table.add(row("none", plain, kind, gap["distance_before"]))
-                shown = True
-            table.add(row(words, aligned, kind, gap["distance_after"]))
+    for name, (anchor, donor, data, words) in PAIRS.items():
+        pair, table = [str(CHECKPOINTS / anchor), str(CHECKPOINTS / donor)], Table(name)
+        measure = "accuracy" if "demo:digits" in data else "loss"
+        for i, title in enumerate(words):
+            plain, aligned = run("barrier", *pair, *data, "--points", "5", *WORDS[title])[0]["curves"]
+            gap = run("compare", *pair, *WORDS[title])["gaps"][-1]
+            if i == 0:
+                table.add(row("none", plain, measure, gap["distance_before"]))
+            table.add(row(title, aligned, measure, gap["distance_after"]))
 
 
-def row(words: str, curve: dict[str, Any], kind: str, distance: float) -> dict[str, str]:
+def row(words: str, curve: dict[str, Any], measure: str, distance: float) -> dict[str, str]:
     middle = curve["t"].index(0.5)
     line = [(1 - t) * curve["loss"][0] + t * curve["loss"][-1] for t in curve["t"]]
     barrier = max(loss - straight for loss, straight in zip(curve["loss"], line, strict=True))
-    value = f"{curve['accuracy'][middle]:.1%}" if kind == "vit" else f"{curve['loss'][middle]:.3f}"
     return {
         "alignment": words,
-        "accuracy in the middle" if kind == "vit" else "loss in the middle": value,
+        f"{measure} in the middle": f"{curve[measure][middle]:{'.1%' if measure == 'accuracy' else '.3f'}}",
         "barrier": f"{barrier:.3f}",
         "relative distance": f"{distance:.3f}",
     }
