@@ -6,7 +6,7 @@ PYTEST ?= -n 2 --durations 10
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install test demo lint format clean mutants wheel release
+.PHONY: install test demo lint format clean mutants papers wheel release
 
 install: $(VENV)/installed
 
@@ -22,6 +22,13 @@ test: install
 # Lines broken one at a time, and whether the tests notice: ten minutes, going on where it was stopped.
 mutants: install
 	nice -n 19 $(BIN)/python tests/mutants.py
+
+# The papers' tables and figures (docs/papers.md): trains what is missing, and goes on where it was stopped.
+CHECKPOINTS ?= checkpoints
+papers: install
+	$(BIN)/python benchmarks/train_checkpoints.py papers --out $(CHECKPOINTS)
+	$(BIN)/python benchmarks/papers/apparatus.py --checkpoints $(CHECKPOINTS)
+	$(BIN)/python benchmarks/record.py
 
 demo: install
 	$(BIN)/rotation-merge demo

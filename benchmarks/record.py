@@ -45,10 +45,11 @@ class Table:
     Args:
         name: of the file and in the pages' comments.
         note: what a reader must know of this run beyond its command.
+        folder: where the file is kept.
     """
 
-    def __init__(self, name: str, note: str = "") -> None:
-        self.path, self.rows = RESULTS / f"{name}.json", list[Row]()
+    def __init__(self, name: str, note: str = "", folder: Path = RESULTS) -> None:
+        self.path, self.rows = folder / f"{name}.json", list[Row]()
         self.run = {
             "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *map(_quoted, sys.argv[1:])]),
             "commit": _commit(),
@@ -64,7 +65,7 @@ class Table:
             print(_line(row), _line(["---"] * len(row)), sep="\n")
         print(_line(row.values()), flush=True)
         self.rows.append(dict(row))
-        RESULTS.mkdir(exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         content = {**self.run, "rows": self.rows}
         self.path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

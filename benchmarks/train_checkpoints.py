@@ -4,6 +4,8 @@
     python benchmarks/train_checkpoints.py vit --seed 0
     python benchmarks/train_checkpoints.py vit --seed 0 --digits 01234
     python benchmarks/train_checkpoints.py llama --seed 0
+    python benchmarks/train_checkpoints.py vit --seed 0 --width 32
+    python benchmarks/train_checkpoints.py papers --out checkpoints
     python benchmarks/train_checkpoints.py finetune --base checkpoints/llama-0 --domain english --schedule short
     python benchmarks/train_checkpoints.py adapter --base checkpoints/llama-0 --teacher checkpoints/llama-0-english
     python benchmarks/train_checkpoints.py ship checkpoints/llama-0
@@ -59,12 +61,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
-def new_vit() -> ViTForImageClassification:
+def new_vit(width: int = 64) -> ViTForImageClassification:
     config = ViTConfig(
-        hidden_size=64,
+        hidden_size=width,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=128,
+        num_attention_heads=max(1, width // 16),
+        intermediate_size=2 * width,
         image_size=8,
         patch_size=2,
         num_channels=1,
@@ -76,14 +78,15 @@ def new_vit() -> ViTForImageClassification:
     return ViTForImageClassification(config)
 
 
-def new_llama() -> LlamaForCausalLM:
+def new_llama(width: int = 96) -> LlamaForCausalLM:
+    """`width` is a multiple of 48: heads of 16, three to a key/value head."""
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=96,
-        intermediate_size=256,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
         num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
+        num_attention_heads=width // 16,
+        num_key_value_heads=width // 48,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         use_cache=False,
@@ -156,17 +159,17 @@ def text_batches(domain: str, generator: torch.Generator, size: int = 16) -> Ite
         yield {"input_ids": ids, "labels": ids}
 
 
-def train_vit(seed: int, steps: int | None, digits: str = DIGITS) -> PreTrainedModel:
+def train_vit(seed: int, steps: int | None, digits: str = DIGITS, width: int = 64) -> PreTrainedModel:
     """A ViT that has seen images of some digits only; its head has ten outputs all the same."""
-    model = new_vit()
+    model = new_vit(width)
     steps = steps or 60 * math.ceil(int(known(data.digits()[1], digits).sum()) / 64)
     batches = image_batches(torch.Generator().manual_seed(seed), digits)
     fit(model, batches, steps, warm_cosine(steps, 100, 0.0), lr=2e-3, weight_decay=0.05, betas=(0.9, 0.99))
     return model
 
 
-def train_llama(seed: int, steps: int | None) -> PreTrainedModel:
-    model = new_llama()
+def train_llama(seed: int, steps: int | None, width: int = 96) -> PreTrainedModel:
+    model = new_llama(width)
     steps = steps or 2000
     batches = text_batches("python", torch.Generator().manual_seed(seed))
     fit(model, batches, steps, warm_cosine(steps, 100, 0.05), lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95))
@@ -295,7 +298,9 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--out", type=Path, default=Path("checkpoints"))
     images = commands.add_parser("vit", parents=[training])
     images.add_argument("--digits", default=DIGITS, help="those it learns")
-    commands.add_parser("llama", parents=[training])
+    images.add_argument("--width", type=int, default=64)
+    causal = commands.add_parser("llama", parents=[training])
+    causal.add_argument("--width", type=int, default=96, help="a multiple of 48")
     tune = commands.add_parser("finetune", parents=[training])
     tune.add_argument("--base", type=Path, required=True)
     tune.add_argument("--domain", choices=("english", "c", "cpp"), required=True)
@@ -308,7 +313,24 @@ def parser() -> argparse.ArgumentParser:
     for command in (shipping, commands.add_parser("evaluate")):
         command.add_argument("checkpoints", type=Path, nargs="+")
     commands.add_parser("texts")
+    missing = commands.add_parser("papers", help="what benchmarks/papers needs and OUT lacks")
+    missing.add_argument("--out", type=Path, default=Path("checkpoints"))
     return main
+
+
+PAPERS = {
+    **{f"vit-{seed}": f"vit --seed {seed}" for seed in range(2, 6)},
+    **{f"vit-w{w}-{seed}": f"vit --seed {seed} --width {w}" for w in (32, 128) for seed in range(4)},
+    **{f"llama-w{w}-{seed}": f"llama --seed {seed} --width {w} --steps 500" for w in (48, 96, 144) for seed in (0, 1)},
+    "llama-1-c": "finetune --domain c",
+}
+"""What benchmarks/papers measures on beside the checkpoints that come with the package: name, and how it is trained."""
+
+
+def base_of(name: str, out: Path) -> Path:
+    """The checkpoint that another is a fine-tune of."""
+    base = name.rpartition("-")[0]
+    return out / base if (out / base).exists() else data.CHECKPOINTS / base
 
 
 def main() -> None:
@@ -316,6 +338,11 @@ def main() -> None:
     torch.set_num_threads(1)  # sums, and so the weights, depend on the number of threads
     if args.command == "texts":
         write_texts()
+    elif args.command == "papers":
+        for name, words in PAPERS.items():
+            if not (args.out / name).exists() and not (data.CHECKPOINTS / name).exists():
+                base = ["--base", str(base_of(name, args.out))] if words.startswith("finetune") else []
+                _train(parser().parse_args([*words.split(), *base, "--out", str(args.out)]))
     elif args.command in ("ship", "evaluate"):
         for path in args.checkpoints:
             if args.command == "ship":
@@ -335,11 +362,13 @@ def _train(args: argparse.Namespace) -> None:
         name = f"{args.base.name}-{args.domain}" + ("-long" if args.schedule == "long" else "")
         model = finetune(args.base, args.domain, args.schedule, args.seed, args.steps)
     elif args.command == "vit":
-        name = f"vit-{args.seed}" + (f"-digits-{args.digits}" if args.digits != DIGITS else "")
-        model = train_vit(args.seed, args.steps, args.digits)
+        width = f"w{args.width}-" if args.width != 64 else ""
+        name = f"vit-{width}{args.seed}" + (f"-digits-{args.digits}" if args.digits != DIGITS else "")
+        model = train_vit(args.seed, args.steps, args.digits, args.width)
     else:
-        name = f"llama-{args.seed}"
-        model = train_llama(args.seed, args.steps)
+        short = args.width != 96 or args.steps
+        name = f"llama-w{args.width}-{args.seed}" if short else f"llama-{args.seed}"
+        model = train_llama(args.seed, args.steps, args.width)
     save(model, args.out / name)
     print(f"{name}: {_line(evaluate(model))}")
 

@@ -1,0 +1,166 @@
+"""What every script of this folder begins with: its arguments, where checkpoints lie, rows that are kept.
+
+    python benchmarks/papers/table2.py [--quick] [--checkpoints DIR] [--seeds N] [--out DIR] [--again]
+    python benchmarks/papers/apparatus.py      all scripts, one after another (`make papers`)
+
+A script is one table or figure. It has `TABLES` (columns by name of the table: `benchmarks/results/NAME.json`, shown
+on docs/papers.md), `rows`, which yields (name of a table, row), and, where it draws, `PICTURES`: by file in
+docs/pictures a function that makes the SVG of the rows of all tables, by name. It ends with `run(__name__)`.
+
+What took long is asked for by `given.kept(key, compute)`: found in the journal DIR/papers.jsonl, it is not computed
+again. `--quick` uses what comes with the package, one seed, few samples, and writes to a folder of its own.
+
+Import this module first: it makes the other benchmarks importable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(folder) for folder in (HERE, HERE.parent) if str(folder) not in sys.path]
+
+import torch  # noqa: E402
+from record import RESULTS, ROOT, Row, Table  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+from rotation_merge.samples.demo import CHECKPOINTS as SHIPPED  # noqa: E402
+
+PICTURES = ROOT / "docs" / "pictures"
+SHARED = {Path(__file__).stem, "digits", "drawing", "merges"}
+"""Modules of this folder that are no table or figure."""
+
+
+@dataclass
+class Given:
+    """What a script was asked for.
+
+    Attributes:
+        quick: seconds, with what comes with the package.
+        seeds: how many seeds, or pairs of them, where there are several.
+        checkpoints: where the trained ones lie (`benchmarks/train_checkpoints.py papers`).
+        out: where tables are written.
+        scratch: for files that nobody needs afterwards.
+    """
+
+    quick: bool
+    seeds: int
+    checkpoints: Path
+    out: Path
+    scratch: Path
+    again: bool = False
+    journal: dict[str, Any] = field(default_factory=dict)
+
+    def model(self, name: str) -> Path:
+        """A checkpoint by name: a trained one, or one that comes with the package."""
+        found = [folder / name for folder in (self.checkpoints, SHIPPED) if (folder / name / "config.json").exists()]
+        if not found:
+            wanted = f"python benchmarks/train_checkpoints.py papers --out {self.checkpoints}"
+            raise SystemExit(f"no checkpoint {name} in {self.checkpoints}; train it: {wanted}")
+        return found[0]
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Seeds of models that were trained independently: (0, 1), (2, 3), ..."""
+        return [(2 * number, 2 * number + 1) for number in range(self.seeds)]
+
+    def kept(self, key: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` returns (anything that JSON holds), or has returned in an earlier run under this key."""
+        key = f"quick: {key}" if self.quick else key
+        if key not in self.journal:
+            self.journal[key] = compute()
+            self.journal_file.parent.mkdir(parents=True, exist_ok=True)
+            with self.journal_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "value": self.journal[key]}) + "\n")
+        return self.journal[key]
+
+    @property
+    def journal_file(self) -> Path:
+        return (self.out if self.quick else self.checkpoints) / "papers.jsonl"
+
+    def read_journal(self) -> None:
+        if self.journal_file.exists() and not self.again:
+            lines = self.journal_file.read_text(encoding="utf-8").splitlines()
+            self.journal = {entry["key"]: entry["value"] for entry in map(json.loads, lines)}
+
+
+def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
+    """Mean and standard deviation over seeds, as a cell."""
+    shown = form.format(fmean(values))
+    return f"{shown} ± {form.format(stdev(values))}" if len(values) > 1 else shown
+
+
+def parser(words: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="what comes with the package, one seed, few samples")
+    made.add_argument("--seeds", type=int, default=3, help="seeds, or pairs of them")
+    made.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), help="what make papers trained")
+    made.add_argument("--out", type=Path, help="for tables and pictures; by default those of the pages")
+    made.add_argument("--again", action="store_true", help="compute again what an earlier run has kept")
+    return made
+
+
+def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row]]:
+    """A script's tables, written and drawn; `name` is its `__name__`, and nothing happens where it is imported."""
+    module = sys.modules[name]
+    if arguments is None and name != "__main__":
+        return {}
+    asked = parser(module.__doc__).parse_args(arguments)
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    quick = asked.quick
+    out = asked.out or (Path(tempfile.mkdtemp(prefix="papers-")) if quick else RESULTS)
+    note = "" if quick else "several runs: what an earlier one had kept was not computed again"
+    with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
+        given = Given(quick, 1 if quick else asked.seeds, asked.checkpoints, out, Path(scratch), asked.again)
+        given.read_journal()
+        tables = {table: Table(table, note, out) for table in module.TABLES}
+        for table, row in module.rows(given):
+            if tuple(row) != tuple(module.TABLES[table]):
+                raise SystemExit(f"{table}: columns {list(row)}, promised were {list(module.TABLES[table])}")
+            tables[table].add(row)
+    found = {table: written.rows for table, written in tables.items()}
+    for file, text in pictures(module, out if quick else RESULTS, found).items():
+        ((asked.out or out if quick else PICTURES) / file).write_text(text, encoding="utf-8")
+    return found
+
+
+def pictures(module: ModuleType, results: Path, found: dict[str, list[Row]] | None = None) -> dict[str, str]:
+    """The SVGs that a script draws of its rows, by file."""
+    found = found or {table: rows_of(table, results) for table in module.TABLES}
+    return {file: draw(found) for file, draw in getattr(module, "PICTURES", {}).items()}
+
+
+def rows_of(table: str, results: Path = RESULTS) -> list[Row]:
+    """A table's rows as they were written."""
+    return list(json.loads((results / f"{table}.json").read_text(encoding="utf-8"))["rows"])
+
+
+def scripts() -> Iterator[ModuleType]:
+    """Every table and figure, imported."""
+    for path in sorted(HERE.glob("*.py")):
+        if path.stem not in SHARED:
+            yield importlib.import_module(path.stem)
+
+
+def main() -> None:
+    """All scripts with the same arguments, and how long each takes."""
+    for module in scripts():
+        began = time.process_time()
+        run(module.__name__, sys.argv[1:])
+        print(f"{module.__name__}: {time.process_time() - began:.0f} s of processor time\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Pairs of ViTs on scikit-learn's digits, trained from different seeds: what table 2 and figures 3 and 4 are about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from apparatus import Given
+from fit import images
+from merges import Judged, Pair, judged
+from refit import accuracy
+
+SAMPLES = 300
+"""Training images without labels, for statistics, plans, learned matching and refit."""
+
+
+def pair(given: Given, seeds: tuple[int, int]) -> Pair:
+    batches = images(32 if given.quick else SAMPLES, False, 16 if given.quick else 32)
+    scratch = given.scratch / "vit-{}-{}".format(*seeds)
+    scratch.mkdir()
+    np.savez(scratch / "images.npz", pixel_values=np.concatenate([batch["pixel_values"] for batch in batches]))
+    anchor, donor = (given.model(f"vit-{seed}") for seed in seeds)
+    return Pair(anchor, donor, scratch, scratch / "images.npz", batches, 2 if given.quick else 600)
+
+
+def pairs(given: Given) -> dict[str, Callable[[], Pair]]:
+    return {f"ViTs {a} and {b}": lambda seeds=(a, b): pair(given, seeds) for a, b in given.pairs()}
+
+
+def accuracies(given: Given) -> Judged:
+    """Percent of the 540 test digits, by average and matching, of each pair."""
+    return judged(given, f"accuracy, {SAMPLES} images", pairs(given), percent)
+
+
+def percent(path: Path) -> float:
+    return 100 * accuracy(str(path))

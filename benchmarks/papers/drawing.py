@@ -1,0 +1,92 @@
+"""Small SVGs for light and dark pages, the same bytes for the same figures: bars and lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from rotation_merge.report.svg import number, ticks
+
+GREY = "#858c94"
+COLOURS = (GREY, "#3a9d5d", "#d97d1a", "#3d85c6", "#a05fb5", "#c0504d", "#2ca6a4", "#b8860b")
+LEFT, RIGHT, TOP = 46, 10, 14
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], y_label: str, width: int = 640, height: int = 210) -> str:
+    """Bars side by side, in groups: value by name of the bar, by name of the group. All groups have the same bars."""
+    names = list(next(iter(groups.values())))
+    y1 = max(value for group in groups.values() for value in group.values())
+    frame = _Frame(width, height, (0.0, len(groups)), (0.0, y1))
+    parts = frame.axes(y_label, f"{y_label} by {', '.join(groups)}")
+    step = 0.8 / len(names)
+    for index, (title, group) in enumerate(groups.items()):
+        parts.append(frame.text(index + 0.5, f"{escape(title)}", frame.height + 16, "middle"))
+        for place, (name, value) in enumerate(group.items()):
+            x, top = frame.at(index + 0.1 + place * step, value)
+            wide = frame.at(index + 0.1 + (place + 1) * step, 0)[0] - x - 1
+            hint = f"<title>{escape(title)}, {escape(name)}: {number(value)}</title>"
+            box = f'x="{x:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{frame.height - top:.1f}"'
+            parts.append(f'<rect {box} fill="{COLOURS[place]}">{hint}</rect>')
+    return frame.done(parts, names)
+
+
+def lines(
+    found: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x_label: str,
+    y_label: str,
+    width: int = 520,
+    height: int = 230,
+) -> str:
+    """One line a name, of (xs, ys); all ys are finite."""
+    xs, ys = ([value for line in found.values() for value in line[side]] for side in (0, 1))
+    frame = _Frame(width, height, (min(xs), max(xs)), (min(ys), max(ys)))
+    parts = frame.axes(y_label, f"{y_label} by {x_label}")
+    for x in ticks(min(xs), max(xs), 8):
+        parts.append(frame.text(x, number(x), frame.height + 16, "middle"))
+    parts.append(frame.text(max(xs), escape(x_label), frame.height + 30, "end"))
+    for colour, (name, (across, up)) in zip(COLOURS, found.items(), strict=False):
+        points = " ".join("{:.1f},{:.1f}".format(*frame.at(x, y)) for x, y in zip(across, up, strict=True))
+        hint = f"<title>{escape(name)}</title>"
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2">{hint}</polyline>')
+    return frame.done(parts, list(found))
+
+
+class _Frame:
+    """Axes of a picture whose plot ends `height` below the top; a legend of as many lines as it needs stands below."""
+
+    def __init__(self, width: int, height: int, xs: tuple[float, float], ys: tuple[float, float]) -> None:
+        self.width, self.height = width, height
+        self.x, self.y = (xs[0], xs[1] if xs[1] > xs[0] else xs[0] + 1), (ys[0], ys[1] if ys[1] > ys[0] else ys[0] + 1)
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        across = (x - self.x[0]) / (self.x[1] - self.x[0])
+        up = (y - self.y[0]) / (self.y[1] - self.y[0])
+        return LEFT + across * (self.width - LEFT - RIGHT), self.height - up * (self.height - TOP)
+
+    def text(self, x: float, words: str, y: float, anchor: str) -> str:
+        return f'<text x="{self.at(x, 0)[0]:.1f}" y="{y:.0f}" text-anchor="{anchor}">{words}</text>'
+
+    def axes(self, y_label: str, title: str) -> list[str]:
+        parts = [f"<title>{escape(title)}</title>", f'<text x="4" y="11">{escape(y_label)}</text>']
+        for value in ticks(*self.y):
+            y = self.at(self.x[0], value)[1]
+            parts.append(
+                f'<path d="M{LEFT} {y:.1f}H{self.width - RIGHT}" stroke="{GREY}" stroke-opacity="0.3"/>'
+                f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>'
+            )
+        return parts
+
+    def done(self, parts: list[str], names: Sequence[str]) -> str:
+        """The whole SVG, with the names in their colours below."""
+        x, y = LEFT, self.height + 48
+        for colour, name in zip(COLOURS, names, strict=False):
+            if x > LEFT and x + 7 * len(name) + 24 > self.width:
+                x, y = LEFT, y + 17
+            parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 15}" y="{y}">{escape(name)}</text>')
+            x += 7 * len(name) + 32
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {y + 10}" role="img" '
+            f'font-family="system-ui, sans-serif" font-size="12" fill="{GREY}">'
+        )
+        return "\n".join([head, *parts, "</svg>\n"])

@@ -1,0 +1,76 @@
+"""Figure 4 of "Beyond the Permutation Symmetry of Transformers": distance of whole models after each matching.
+
+Frobenius norm of donor minus anchor over all tensors, as a share of what it is without matching. Git Re-Basin permutes
+neurons, heads and what is inside them, in its second row the residual stream too; OT moves the donor by hard plans from
+weights, with the residual stream in place or moved. Where the residual stream is turned, both models' norms are folded,
+and so they are in the distance that it is compared with. Learned matching lowers a loss, not a distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from apparatus import Given, run, spread
+from averaging import merge
+from digits import pair
+from drawing import bars
+from merges import MATCHINGS, RESIDUAL, STILL, Pair
+from record import Row
+from residual import State, open_model
+
+from rotation_merge.matching.model import match_model
+from rotation_merge.matching.options import MatchOptions
+
+NAME = "papers-figure4"
+TABLES = {NAME: ("matching", "distance")}
+PERMUTATIONS = {"attention": "permutation", "heads": "permutation", "rescale": False}
+HARD = {**STILL, "delegate": "ot_fusion", "plan": "hard"}
+WAYS: dict[str, MatchOptions | dict[str, Any] | None] = {
+    "none": None,
+    "Git Re-Basin": MatchOptions(**PERMUTATIONS),
+    "Git Re-Basin, residual": MatchOptions(**PERMUTATIONS, residual="permutation"),
+    "OT": {**HARD, "stream": "identity"},
+    "OT, residual": HARD,
+    "rotation": MATCHINGS["no rescaling"],
+    "rotation, rescaling": MATCHINGS["both"],
+    "residual rotation": MATCHINGS[RESIDUAL],
+}
+"""By words: options of our matching, parameters of a merge by transport plans, or nothing."""
+
+
+def rows(given: Given) -> Iterator[tuple[str, Row]]:
+    opened = [pair(given, seeds) for seeds in given.pairs()]
+    for words in WAYS:
+        found = [given.kept(f"distance, {one.donor}, {words}", lambda p=one, w=words: share(p, w)) for one in opened]
+        yield NAME, {"matching": words, "distance": spread(found, "{:.3f}")}
+
+
+def share(pair: Pair, words: str) -> float:
+    """The distance after a matching over that without it."""
+    anchor, donor = pair.models()
+    way = WAYS[words]
+    if way is None:
+        return 1.0
+    if isinstance(way, dict):  # the merge is halfway
+        merge(pair.anchor, pair.donor, pair.scratch / "halfway", way)
+        middle = open_model(pair.scratch, "halfway").state
+        return 2 * distance(middle, anchor.state) / distance(donor.state, anchor.state)
+    found = match_model(anchor.architecture, anchor.state, donor.state, way)
+    fixed = {**anchor.state, **anchor.folded(found)}
+    return distance({**donor.state, **donor.moved(found)}, fixed) / distance(
+        {**donor.state, **donor.folded(found)}, fixed
+    )
+
+
+def distance(one: State, other: State) -> float:
+    return float(sum((one[name].double() - other[name].double()).square().sum() for name in one)) ** 0.5
+
+
+def picture(tables: Mapping[str, Sequence[Row]]) -> str:
+    shares = {row["matching"]: float(row["distance"].split(" ")[0]) for row in tables[NAME]}
+    return bars({"distance after matching": shares}, "of the distance without matching", width=520)
+
+
+PICTURES = {"papers-figure4.svg": picture}
+run(__name__)

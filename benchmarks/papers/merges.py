@@ -1,0 +1,131 @@
+"""Two models half and half: every way to average them after every way to match them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from apparatus import Given
+from averaging import METHODS, call, merge
+from residual import Model, open_model
+from safetensors.torch import save_file
+
+from rotation_merge.learning.fit import fit
+from rotation_merge.learning.records import FitOptions
+from rotation_merge.matching.model import Alignment, match_model
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.samples.functions import load
+
+NONE, RESIDUAL, LEARNED = "no matching", "residual", "learned"
+FULL = MatchOptions(heads="permutation", residual="rotation")
+MATCHINGS: dict[str, MatchOptions | None] = {
+    NONE: None,
+    "no rescaling": MatchOptions(rescale=False),
+    "FFN only": MatchOptions(attention="none", rescale=False),
+    "attention only": MatchOptions(ffn="none"),
+    "both": MatchOptions(),
+    RESIDUAL: FULL,
+    LEARNED: FULL,
+}
+"""The paper's own (heads in their order) without and with its parts, then two of ours that turn the residual stream."""
+STILL = {"attention": "none", "ffn": "none", "heads": "none", "rescale": False}
+AVERAGES: dict[str, dict[str, Any]] = {
+    **{name: METHODS[name] for name in ("Simple", "Fisher", "RegMean", "OT-ACTS-EMD", "OT-ACTS", "OT-WTS", "K-FAC")},
+    "refit": {"delegate": "refit", "ridge": 0.001, "data": True},
+}
+"""Parameters of a recipe by name; `data` stands for the pair's samples. The last two are not in the paper."""
+QUICK = ("Simple",)
+"""Those of a quick run."""
+MEASURED = {"regmean": "gram", "fisher": "fisher", "kfac": "kfac"}
+
+
+@dataclass
+class Pair:
+    """Two checkpoints.
+
+    Attributes:
+        data: file of samples, without labels.
+        batches: the same as batches, for learned matching; `steps` of it.
+        parameters: of every recipe.
+    """
+
+    anchor: Path
+    donor: Path
+    scratch: Path
+    data: Path
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    steps: int = 600
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+    def alignment(self, matching: str) -> Alignment | None:
+        """How the donor is moved; None: not at all."""
+        chosen = MATCHINGS[matching]
+        if chosen is None:
+            return None
+        if matching == LEARNED:
+            models = load(str(self.anchor)), load(str(self.donor))
+            return fit(models[0], models[1], self.batches, chosen, FitOptions(steps=self.steps)).alignments[0]
+        first, second = self.models()
+        return match_model(first.architecture, first.state, second.state, chosen)
+
+    def models(self) -> tuple[Model, Model]:
+        return tuple(open_model(path.parent, path.name) for path in (self.anchor, self.donor))  # type: ignore[return-value]
+
+    def aligned(self, matching: str) -> tuple[Path, Path]:
+        """Both as checkpoints in the same coordinates, neither with another function."""
+        folder = self.scratch / matching.replace(" ", "-")
+        paths = folder / "anchor", folder / "donor"
+        if not folder.exists():
+            alignment, models = self.alignment(matching), self.models()
+            for number, (path, model) in enumerate(zip(paths, models, strict=True)):
+                shutil.copytree(self.donor if number else self.anchor, path)
+                if alignment is not None:
+                    state = model.moved(alignment) if number else model.folded(alignment)
+                    save_file({**model.state, **state}, path / "model.safetensors", {"format": "pt"})
+        return paths
+
+    def merged(self, average: str, matching: str) -> tuple[Path, float]:
+        """Where the merge of the two lies, and the seconds that it took without matching and measuring."""
+        parameters = {**AVERAGES[average], **STILL, **self.parameters}
+        paths = self.aligned(matching)
+        if kind := MEASURED.get(parameters["delegate"]):
+            for path in paths:
+                self.measure(path, kind)
+        if parameters.pop("data", None):
+            parameters["data"] = str(self.data)
+        if parameters["delegate"] == "refit":
+            parameters["samples"] = sum(len(next(iter(batch.values()))) for batch in self.batches)
+        out = paths[0].parent / "merged"
+        _, seconds = merge(paths[0], paths[1], out, parameters, f"-{kind}")
+        return out, seconds
+
+    def measure(self, path: Path, kind: str) -> Path:
+        """The statistics of one model on the samples, once."""
+        file = path.parent / f"{path.name}-{kind}.safetensors"
+        if not file.exists():
+            call("measure", path, "--data", self.data, "--kinds", kind, "--out", file)
+        return file
+
+
+Judged = dict[tuple[str, str], list[float]]
+"""What a judge says of the merges of several pairs, by average and matching."""
+
+
+def judged(given: Given, key: str, pairs: dict[str, Callable[[], Pair]], judge: Callable[[Path], float]) -> Judged:
+    """The judge's word on every merge of every pair, kept from run to run under the pair's name."""
+    opened = cache(lambda name: pairs[name]())
+    found: Judged = {}
+    for name in pairs:
+        for matching in MATCHINGS:
+            for average in QUICK if given.quick else AVERAGES:
+
+                def one(name: str = name, average: str = average, matching: str = matching) -> float:
+                    return judge(opened(name).merged(average, matching)[0])
+
+                said = given.kept(f"{key}, {name}, {average}, {matching}", one)
+                found.setdefault((average, matching), []).append(said)
+    return found

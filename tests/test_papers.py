@@ -1,0 +1,44 @@
+"""The scripts of benchmarks/papers run in seconds on what comes with the package, and their pictures are up to date."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks" / "papers"))
+apparatus = importlib.import_module("apparatus")
+SCRIPTS = list(apparatus.scripts())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all scripts, so that each finds what another has kept."""
+    return tmp_path_factory.mktemp("papers")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_script_gives_the_rows_that_it_promises(script: ModuleType, folder: Path) -> None:
+    found = apparatus.run(script.__name__, ["--quick", "--out", str(folder), "--checkpoints", "absent"])
+    assert set(found) == set(script.TABLES)
+    for table, rows in found.items():
+        assert rows == apparatus.rows_of(table, folder)
+        assert rows
+        assert all(tuple(row) == tuple(script.TABLES[table]) for row in rows)
+    for file in getattr(script, "PICTURES", {}):
+        assert (folder / file).read_text(encoding="utf-8").startswith("<svg ")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_pictures_are_drawn_of_the_results(script: ModuleType) -> None:
+    """Of those whose full results are there."""
+    if not all((apparatus.RESULTS / f"{table}.json").exists() for table in script.TABLES):
+        return
+    for file, text in apparatus.pictures(script, apparatus.RESULTS).items():
+        assert (apparatus.PICTURES / file).read_text(encoding="utf-8") == text, (
+            f"run benchmarks/papers/{script.__name__}.py"
+        )
