@@ -243,7 +243,9 @@ class Planted:
         """The same with a head of its own, stored and declared."""
         architecture = resolve(self.config, list(self.state), self.case.name, untie=True)
         state = self.state | {
-            t.name: self.state[t.tied[0]].clone() for t in architecture.tensors() if t.tied and t.name not in self.state
+            t.name: next(self.state[name] for name in t.tied if name in self.state).clone()
+            for t in architecture.tensors()
+            if t.tied and t.name not in self.state
         }
         if len(state) == len(self.state) and not self.config.get("tie_word_embeddings"):
             return self

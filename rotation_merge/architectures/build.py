@@ -174,7 +174,7 @@ def _linear(scope: Scope, path: str, spec: TensorSpec | None, conv1d: bool) -> l
         return []
     stacked = "{e}" in path
     rows = spec.axes[1] if conv1d or stacked else spec.axes[0]
-    bias = TensorSpec(axes=[spec.axes[0], rows] if stacked else [rows], optional=True)
+    bias = TensorSpec(axes=[spec.axes[0], rows] if stacked else [rows], optional=True, common=spec.common_bias)
     return [*_tensor(scope, f"{path}.weight", spec), *_tensor(scope, f"{path}.bias", bias)]
 
 

@@ -80,6 +80,7 @@ class TensorSpec(Strict):
         tied: tensors whose weights it shares when it is not stored itself.
         offset: 1 where it holds gains that are 1 + weight.
         common: a space of translations: its rows meet only in a softmax, so that one vector may be added to all.
+        common_bias: of a linear map, the space (of size 1) of the number that may be added to all of its bias.
     """
 
     axes: list[AxisLabel]
@@ -89,6 +90,7 @@ class TensorSpec(Strict):
     tied: list[str] = Field(default_factory=list)
     offset: float = 0.0
     common: str | None = None
+    common_bias: str | None = None
 
 
 class NormSpec(Strict):

@@ -251,14 +251,13 @@ def _check_tied(member: Member, folded: Sequence[str], untie: bool) -> None:
 
 def _check_head(member: Member, untie: bool) -> None:
     """A head whose rows are to be shifted is there, and no embedding is moved with it."""
-    if member.tied is None:
-        there = any(info.common is not None and info.common.head for info in member.architecture.tensors())
-        what, remedy = "needs a head whose logits only a softmax sees, which this model has not", "leave it out"
-    else:
-        there = untie
+    if member.tied is not None and not untie:
         what, remedy = f"needs a head of its own, '{member.tied[0]}' is tied to the embedding", "set 'untie: true'"
-    if not there:
-        raise RecipeError(f"'shift_head: true' {what}", where=member.name, remedy=remedy)
+    elif any(info.common is not None and info.common.head for info in member.architecture.tensors()):
+        return
+    else:
+        what, remedy = "needs a head whose logits only a softmax sees, which this model has not", "leave it out"
+    raise RecipeError(f"'shift_head: true' {what}", where=member.name, remedy=remedy)
 
 
 @dataclass(frozen=True)
