@@ -17,8 +17,9 @@ import yaml
 from record import ROOT, Table
 
 from rotation_merge.checking import donors_of
-from rotation_merge.cli.barrier import measure, measure_carried
-from rotation_merge.cli.show import Progress, quieten
+from rotation_merge.checking.matchings import ALIGNED, PLAIN
+from rotation_merge.checking.paths import Paths
+from rotation_merge.cli.show import quieten
 from rotation_merge.report.curves import Barrier
 from rotation_merge.samples.data import read_batches
 from rotation_merge.samples.demo import CHECKPOINTS
@@ -160,11 +161,8 @@ def show(case: Case, table: Table, scratch: Path) -> None:
     for name, loss, right, words in (*rows, ("this recipe", *merged, verdict)):
         row = {"case": case.name, "model": name, "loss": f"{loss:.3f}", "accuracy": f"{right:.1%}", "verdict": words}
         table.add(row)
-    donor = donors_of(str(recipe))[0]
-    if donor.origin is None:
-        barrier = measure(donor, case.data[-1], POINTS, Progress(), READING)
-    else:
-        barrier = measure_carried(str(recipe), donor, case.data[-1], POINTS, Progress(), READING)
+    paths = Paths(str(recipe), donors_of(str(recipe)), case.data[-1:], POINTS, READING)
+    barrier = paths.barriers([PLAIN, ALIGNED])[0]
     picture(barrier, PICTURES / f"gallery-{case.name}.svg")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import yaml
 from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.options import MergeOptions
@@ -9,7 +11,7 @@ from mergekit.options import MergeOptions
 from rotation_merge.checkpoints.heads import head_names
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.options import CHOICES, NOTHING
+from rotation_merge.matching.options import MatchOptions
 from rotation_merge.planning.presets import settle_presets
 from rotation_merge.recipe.document import Document, documents
 from rotation_merge.recipe.donor import RecipeDonor
@@ -51,11 +53,11 @@ def donors_of(path: str) -> list[RecipeDonor]:
     return result
 
 
-def carried_recipe(path: str, donor: RecipeDonor, scale: float, aligned: bool = True) -> str:
+def carried_recipe(path: str, donor: RecipeDonor, scale: float, matched: MatchOptions | None = None) -> str:
     """A recipe for the anchor plus a multiple of one donor's task vector, carried over as the recipe at `path` says.
 
     Args:
-        aligned: False: added as it is.
+        matched: what to match in the place of what the recipe says, files of transforms included.
     """
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
     config = recipe.config
@@ -63,9 +65,8 @@ def carried_recipe(path: str, donor: RecipeDonor, scale: float, aligned: bool = 
     own = next(m.parameters or {} for m in config.models or [] if str(m.model) == donor.name)
     preset = next((PRESETS[found] for model, found in recipe.relations.items() if str(model) == donor.name), {})
     values = {**preset, **(config.parameters or {}), **own}
-    still = {name: getattr(NOTHING, name) for name in CHOICES}
-    options = {name: values[name] for name in OPTIONS if name in values} if aligned else still
-    chosen = [name for name in OF_MODEL if name in values and (aligned or name != "alignment")]
+    options = {name: values[name] for name in OPTIONS if name in values} if matched is None else asdict(matched)
+    chosen = [name for name in OF_MODEL if name in values and (matched is None or name != "alignment")]
     document = MergeConfiguration.model_validate(
         {
             "merge_method": METHOD,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, pstdev
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError
@@ -52,7 +53,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Barrier:
-    """Paths between an anchor and a donor, aligned and not."""
+    """Paths between two models, a curve for each matching.
+
+    Attributes:
+        anchor, donor: the models at the ends: the anchor and a donor, two donors, or a model and the centre of all.
+        options: of the matching that the recipe or the command asks for.
+        over_anchors: by curve, the barrier of this path with each model in turn as the anchor, by its name.
+    """
 
     anchor: str
     donor: str
@@ -61,17 +68,31 @@ class Barrier:
     examples: int
     options: dict[str, Any]
     curves: list[Curve]
+    over_anchors: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        measures = {
-            c.name: {"barrier": c.barrier(), "below_line": c.gain()[0], "middle_loss": c.loss[c.middle()]}
-            for c in self.curves
-        }
-        return {"measures": measures, **asdict(self)}
+        return {"measures": {c.name: self._measures(c) for c in self.curves}, **asdict(self)}
+
+    def _measures(self, curve: Curve) -> dict[str, float]:
+        found = {"barrier": curve.barrier(), "below_line": curve.gain()[0], "middle_loss": curve.loss[curve.middle()]}
+        if turns := list(self.over_anchors.get(curve.name, {}).values()):
+            found |= {"mean_over_anchors": fmean(turns), "spread_over_anchors": pstdev(turns)}
+        return found
+
+    def words(self) -> list[str]:
+        """What is to be said of the curves."""
+        found = [words for curve in self.curves if (words := curve.verdict())]
+        for name, turns in self.over_anchors.items():
+            least, most, mean = min(turns.values()), max(turns.values()), fmean(turns.values())
+            found.append(
+                f"over {len(turns)} anchors the barrier, {name}, is {least:.4f} to {most:.4f}, mean {mean:.4f}"
+            )
+        return found
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Barrier:
-        fields = {name: data[name] for name in cls.__dataclass_fields__}
+        fields = {"over_anchors": {}, **data}
+        fields = {name: fields[name] for name in cls.__dataclass_fields__}
         return cls(**{**fields, "curves": [Curve(**curve) for curve in fields["curves"]]})
 
     def write(self, path: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.report.curves import Barrier
 
-COLOURS = ("#8a8f98", "#2f6fde", "#d9822b", "#3a9d5d")
-MARKS = "ox+*"
+COLOURS = ("#8a8f98", "#2f6fde", "#d9822b", "#3a9d5d", "#c9504a", "#8a5fc7", "#1f9aa5", "#b5872b")
+MARKS = "ox+*#@%="
+MOST_CURVES = len(COLOURS)
+"""Curves in one picture."""
 
 
 def save_barrier(barrier: Barrier, path: str) -> None:
-    """Write a barrier's curves to a PNG, SVG or PDF file.
+    """Write a barrier's curves to a PNG, SVG or PDF file, up to `MOST_CURVES` of them.
 
     Raises:
         RotationMergeError: matplotlib is not installed, or does not know the file's ending.
@@ -26,7 +28,7 @@ def save_barrier(barrier: Barrier, path: str) -> None:
     for curve, colour in zip(barrier.curves, COLOURS, strict=False):
         label = f"{curve.name} (barrier {curve.barrier():.3g})"
         axes.plot(curve.t, curve.loss, marker="o", markersize=3, color=colour, label=label)
-    axes.set_xlabel("from the anchor (0) to the donor (1)")
+    axes.set_xlabel(f"from {_short(barrier.anchor)} (0) to {_short(barrier.donor)} (1)")
     axes.set_ylabel("loss (nats)")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -36,6 +38,11 @@ def save_barrier(barrier: Barrier, path: str) -> None:
         raise RotationMergeError(f"{error}", where=path, remedy="end the name in .png, .svg or .pdf") from error
     finally:
         pyplot.close(figure)
+
+
+def _short(name: str) -> str:
+    """A model's name for an axis: the last piece of its path."""
+    return name if "(" in name else name.rstrip("/").rpartition("/")[2]
 
 
 def text_plot(barrier: Barrier, height: int = 12, width: int = 56) -> str:

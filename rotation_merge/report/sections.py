@@ -196,21 +196,16 @@ def spaces(rows: Sequence[SpaceRow]) -> str:
 
 def barrier(found: Barrier) -> str:
     """Loss along the path, where it was measured."""
-    styles = ("s4", "s0", "s1", "s2")
-    losses = [
-        svg.Line(f"{c.name} (barrier {c.barrier():.3g} nats)", c.t, c.loss, s, dashed=s == "s4")
-        for c, s in zip(found.curves, styles, strict=False)
-    ]
-    rates = [
-        svg.Line(c.name, c.t, [100 * a for a in c.accuracy], s, dashed=s == "s4")
-        for c, s in zip(found.curves, styles, strict=False)
-    ]
-    x = "from the anchor (0) to the donor (1)"
+    styles = [("s4", True), *((f"s{i % 4}", i >= 4) for i in range(len(found.curves)))]
+    drawn = list(zip(found.curves, styles, strict=False))
+    losses = [svg.Line(f"{c.name} (barrier {c.barrier():.3g} nats)", c.t, c.loss, *style) for c, style in drawn]
+    rates = [svg.Line(c.name, c.t, [100 * a for a in c.accuracy], *style) for c, style in drawn]
+    x = "from the first (0) to the second (1)"
     hint = f"{found.task}, {found.examples} examples of {found.data}"
     cards = card("Loss on the path (nats)", hint, svg.chart(losses, x, "loss", whole_x=False))
     cards += card("Accuracy on the path (%)", hint, svg.chart(rates, x, "accuracy", whole_x=False))
     title = f"Barrier: {escape(found.anchor)} to {escape(found.donor)}"
-    said = "".join(f"<p>{escape(words)}.</p>" for words in filter(None, (c.verdict() for c in found.curves)))
+    said = "".join(f"<p>{escape(words)}.</p>" for words in found.words())
     return f'<h2>{title}</h2><div class="grid-cards">{cards}</div>{said}'
 
 

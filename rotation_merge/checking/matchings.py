@@ -1,0 +1,169 @@
+"""Ways of matching side by side: their names, and the models that each of them makes of an anchor and its donors."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rotation_merge.checking.donors import RecipeDonor, carried_recipe
+from rotation_merge.checkpoints.aligned import Storage, empty_report, match_pair, write_aligned
+from rotation_merge.checkpoints.pair import Pair, open_pair, read_alignment
+from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.options import NOTHING, MatchOptions
+from rotation_merge.report.plots import MOST_CURVES
+from rotation_merge.samples.functions import load
+from rotation_merge.seam.merging import merge_recipe
+
+Tick = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Matching:
+    """One way to bring donors to their anchor.
+
+    Attributes:
+        options: what to match; None: what each donor's own options or file say.
+        file: of transforms that are applied instead.
+    """
+
+    name: str
+    options: MatchOptions | None = None
+    file: str | None = None
+
+    def of(self, donor: RecipeDonor) -> RecipeDonor:
+        """The donor, to be matched in this way."""
+        if self.file is None and self.options is None:
+            return donor
+        return replace(donor, options=self.options or NOTHING, file=self.file)
+
+
+PLAIN, ALIGNED = Matching("plain", NOTHING), Matching("aligned")
+"""Nothing is matched; what the recipe or the command asks for."""
+
+NAMED = {
+    "neurons": MatchOptions(attention="none", rescale=False),
+    "rotation": MatchOptions(ffn="none", rescale=False),
+    "paper": MatchOptions(rescale="sequential"),
+    "permutation": MatchOptions(attention="permutation", heads="permutation", rescale=False, residual="permutation"),
+    "local": MatchOptions(heads="permutation"),
+    "residual": MatchOptions(heads="permutation", residual="largest"),
+}
+"""Matchings by name: the order of FFN neurons alone; rotations alone, of heads in their order; both, and scales after
+them (the ICML 2025 paper's); permutations of neurons, heads, their dimensions and the stream (Git Re-Basin's); all
+local groups; these and the largest group of the stream."""
+
+
+def matchings(text: str | None) -> list[Matching]:
+    """What `--compare` asks for, the plain path first; without it plain and aligned.
+
+    Args:
+        text: names of `NAMED`, `aligned` and NAME=FILE, with commas between.
+
+    Raises:
+        RecipeError: a name is not known, or comes twice; too many.
+    """
+    found = [PLAIN]
+    for word in (text or "aligned").split(","):
+        name, given, file = (part.strip() for part in word.partition("="))
+        if name == PLAIN.name and not given:
+            continue
+        if given and (not file or not name):
+            raise RecipeError(f"'{word.strip()}' names no file", where="--compare", remedy="write learned=FILE")
+        if not given and name != ALIGNED.name and name not in NAMED:
+            known = nearest(name, [PLAIN.name, ALIGNED.name, *NAMED])
+            raise RecipeError(f"there is no matching '{name}'", where="--compare", remedy=f"{known}; a file: name=FILE")
+        if any(name == other.name for other in found):
+            raise RecipeError(f"'{name}' comes twice", where="--compare", remedy="give each curve a name of its own")
+        chosen = ALIGNED if name == ALIGNED.name else Matching(name, NAMED.get(name))
+        found.append(Matching(name, file=file) if given else chosen)
+    if len(found) > MOST_CURVES:
+        remedy = f"a picture holds {MOST_CURVES} curves, the plain one among them"
+        raise RecipeError(f"{len(found)} matchings", where="--compare", remedy=remedy)
+    return found
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Loaded models as a matching leaves them.
+
+    Attributes:
+        anchors: for each donor the anchor that it fits: as it was, or with norms folded as the donor's are.
+    """
+
+    anchors: list[Any]
+    donors: list[Any]
+
+    def one_gauge(self) -> bool:
+        """Whether all donors fit one anchor, and so one another."""
+        first = dict(self.anchors[0].named_parameters())
+        for other in self.anchors[1:]:
+            own = dict(other.named_parameters())
+            if own.keys() != first.keys() or not all(torch.allclose(own[name], first[name]) for name in own):
+                return False
+        return True
+
+
+@contextmanager
+def moved(
+    given: str, anchor: Any, donors: Sequence[RecipeDonor], matching: Matching, tick: Tick | None
+) -> Iterator[Moved]:
+    """The models that a matching makes; files that they are read from are there as long as they are.
+
+    Args:
+        given: the recipe, where donors come from one.
+        anchor: loaded, as it is.
+    """
+    with tempfile.TemporaryDirectory(prefix="rotation-merge-") as scratch:
+        ends = []
+        for number, donor in enumerate(map(matching.of, donors)):
+            folder = os.path.join(scratch, str(number))
+            if donor.origin is not None:
+                ends.append(_carried(given, donor, matching, folder))
+            elif matching is PLAIN:
+                ends.append((anchor, load(donor.name, like=donor.anchor)))
+            else:
+                ends.append(_aligned(opened(donor), donor, anchor, folder, tick))
+        yield Moved([still for still, _ in ends], [end for _, end in ends])
+
+
+def opened(donor: RecipeDonor) -> Pair:
+    """Anchor and donor, checked to fit together under the donor's options, or under its file.
+
+    Raises:
+        RotationMergeError: they do not.
+    """
+    options = donor.options if donor.file is None else NOTHING
+    return open_pair(donor.anchor, donor.name, options, donor.untie, unsupported=donor.unsupported)
+
+
+def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, folder: str, tick: Tick | None) -> tuple[Any, Any]:
+    """Both models, the donor aligned by its file, or by matching where it has none."""
+    if donor.file is None:
+        alignment, report = match_pair(pair, tick)
+    else:
+        alignment, report = read_alignment(pair, donor.file, donor.untie), empty_report(pair)
+    storage = Storage(dtype="float32", untie=donor.untie)
+    write_aligned(pair, alignment, report, os.path.join(folder, "donor"), storage)
+    if alignment.folded:
+        still = os.path.join(folder, "anchor")
+        itself = replace(pair, donor=pair.anchor)
+        write_aligned(itself, Alignment({}, alignment.folded), report, still, storage)
+        anchor = load(still)
+    return anchor, load(os.path.join(folder, "donor"))
+
+
+def _carried(recipe: str, donor: RecipeDonor, matching: Matching, folder: str) -> tuple[Any, Any]:
+    """The anchor, and the anchor with the donor's task vector added: carried over, or as it is."""
+    ends = []
+    for scale in (0.0, 1.0):
+        out = os.path.join(folder, f"{scale:.0f}")
+        merge_recipe(carried_recipe(recipe, donor, scale, matching.options), out)
+        ends.append(load(out))
+    return ends[0], ends[1]

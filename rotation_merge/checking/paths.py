@@ -1,0 +1,169 @@
+"""Loss on straight paths under several matchings: anchor to donors, between donors, from each to their centre."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rotation_merge.checking.donors import RecipeDonor
+from rotation_merge.checking.matchings import PLAIN, Matching, Moved, Tick, moved, opened
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.labels import labels
+from rotation_merge.matching.options import VaryingOptions
+from rotation_merge.report.curves import Barrier, Curve
+from rotation_merge.samples.data import Data, read_batches
+from rotation_merge.samples.evaluate import path
+from rotation_merge.samples.functions import load
+
+LOG = logging.getLogger(__name__)
+
+CENTRE = "the centre"
+"""What the mean of three or more models is called."""
+
+Place = tuple[int, int]
+"""A path by the numbers of its ends: 0 is the anchor, then the donors, then the centre."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Paths between an anchor and its donors, and how they are measured.
+
+    With one donor there is the path from the anchor to it. With more, those between donors that are aligned to the
+    anchor, and from every model to the centre (their mean), stand behind those from the anchor to each.
+
+    Attributes:
+        given: the recipe, where donors come from one.
+        sources: of data.
+        points: models on each path.
+        reading: limit, batch_size and length of the data.
+        tick: told about progress.
+    """
+
+    given: str
+    donors: Sequence[RecipeDonor]
+    sources: Sequence[str]
+    points: int
+    reading: dict[str, Any]
+    tick: Tick = lambda *_: None
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of the models, the anchor's first."""
+        return [self.donors[0].anchor, *(donor.title for donor in self.donors)]
+
+    @cached_property
+    def places(self) -> list[Place]:
+        count = len(self.names)
+        return list(itertools.combinations(range(count), 2)) + [(i, count) for i in range(count) if count > 2]
+
+    def barriers(self, matchings: Sequence[Matching], each: bool = False) -> list[Barrier]:
+        """Every path on each of the data, with a curve for every matching.
+
+        Args:
+            each: also the barriers with every model as the anchor in turn.
+
+        Raises:
+            RotationMergeError: models do not fit together, or cannot be the anchor in turn.
+        """
+        self.check(matchings, each)
+        anchor = load(self.names[0])
+        data = [read_batches(source, self.names[0], anchor, **self.reading) for source in self.sources]
+        curves: dict[tuple[Place, int], list[Curve]] = {}
+        for matching in matchings:
+            with moved(self.given, anchor, self.donors, matching, self.tick) as models:
+                for key, curve in self._curves(models, data, matching.name):
+                    curves.setdefault(key, []).append(curve)
+        turns = self._turns(anchor, data, matchings) if each else {}
+        return [
+            self._barrier(place, number, data[number], curves[place, number], turns)
+            for place, number in itertools.product(self.places, range(len(data)))
+        ]
+
+    def check(self, matchings: Sequence[Matching], each: bool) -> None:
+        """All that can be wrong with models and matchings, by their headers."""
+        for donor, matching in itertools.product(self.donors, matchings):
+            if donor.origin is None:
+                opened(matching.of(donor))
+            elif matching.file is not None:
+                remedy = "give it in the recipe, as 'alignment' under the donor"
+                raise RecipeError(f"no file moves {donor.title}", where="--compare", remedy=remedy)
+            if matching.file is not None and len(self.donors) > 1:
+                raise RecipeError("a file is for two models", where=matching.file, remedy="give two")
+        first = self.donors[0].options
+        alike = all(d.options == first and not isinstance(d.options, VaryingOptions) for d in self.donors)
+        bound = any(d.origin or d.file or m.file for d in self.donors for m in matchings)
+        if each and (bound or not alike):
+            what = "the models cannot be the anchor in turn: a file or a base binds them, or options differ"
+            raise RecipeError(what, where=self.given, remedy="measure without --anchors each")
+
+    def _curves(self, models: Moved, data: Sequence[Data], name: str) -> Iterator[tuple[tuple[Place, int], Curve]]:
+        """The curves of one matching; of models in different gauges only those from the anchor to each."""
+        everyone = [models.anchors[0], *models.donors]
+        alike = models.one_gauge()
+        if alike and len(everyone) > 2:
+            everyone.append(mean(everyone))
+        for first, second in self.places:
+            if first == 0 and second < len(self.names):
+                a, b = models.anchors[second - 1], models.donors[second - 1]
+            elif alike:
+                a, b = everyone[first], everyone[second]
+            else:
+                LOG.warning("%s: norms are folded for some donors only; no path between them is measured", name)
+                return
+            for number, one in enumerate(data):
+                yield ((first, second), number), path(a, b, one, self.points, name, self.tick)
+
+    def _turns(
+        self, anchor: Any, data: Sequence[Data], matchings: Sequence[Matching]
+    ) -> dict[tuple[Place, int, str], dict[str, float]]:
+        """The barriers with every other model as the anchor, by path, number of the data and matching."""
+        found: dict[tuple[Place, int, str], dict[str, float]] = {}
+        for turn in range(1, len(self.names)):
+            name, others = self.names[turn], [n for i, n in enumerate(self.names) if i != turn]
+            donors = [replace(self.donors[0], anchor=name, name=other) for other in others]
+            now = load(name)
+            if labels(now.config.to_dict()) != labels(anchor.config.to_dict()):
+                data = [read_batches(source, name, now, **self.reading) for source in self.sources]
+            for matching in (m for m in matchings if m is not PLAIN):
+                with moved(self.given, now, donors, matching, self.tick) as models:
+                    rest = models.donors
+                    everyone = [*rest[:turn], models.anchors[0], *rest[turn:]]
+                    still = Moved([everyone[0]] * len(rest), everyone[1:])
+                    for (place, number), curve in self._curves(still, data, matching.name):
+                        found.setdefault((place, number, matching.name), {})[name] = curve.barrier()
+        return found
+
+    def _barrier(
+        self,
+        place: Place,
+        number: int,
+        data: Data,
+        curves: list[Curve],
+        turns: dict[tuple[Place, int, str], dict[str, float]],
+    ) -> Barrier:
+        first, second = (self.names[end] if end < len(self.names) else CENTRE for end in place)
+        over = {
+            curve.name: {self.names[0]: curve.barrier(), **turns[place, number, curve.name]}
+            for curve in curves
+            if (place, number, curve.name) in turns
+        }
+        donor = self.donors[place[1] - 1 if place[0] == 0 and second != CENTRE else 0]
+        facts = (self.sources[number], data.task, data.examples, asdict(donor.options))
+        return Barrier(first, second, *facts, curves, over)
+
+
+@torch.no_grad()
+def mean(models: Sequence[Any]) -> Any:
+    """The model whose weights are the mean of all; it computes with the first's config."""
+    centre = copy.deepcopy(models[0])
+    each = [dict(model.named_parameters()) for model in models]
+    for name, parameter in centre.named_parameters():
+        parameter.copy_(sum(weights[name] for weights in each) / len(each))
+    return centre
