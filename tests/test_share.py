@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from hub_support import Hub, at_home, served
 from huggingface_hub import ModelCard
 from plugin_support import from_file, make, merged, one_error, recipe_for, state, twin
 
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.sharing.completed import completed
 from rotation_merge.sharing.manifest import FILE, Manifest
 from rotation_merge.sharing.names import Renaming, given_names, left_over
 
@@ -145,6 +148,77 @@ def test_an_aligned_donor_is_published_as_a_fine_tune(local: Any, home: Hub, tmp
     assert run("pull", "me/aligned", tmp_path / "theirs").exit_code == 0
 
 
+def test_a_polished_adapter_is_published_with_its_base(local: Any, home: Hub, tmp_path: Path) -> None:
+    anchor, donor, _, revisions = local
+    flags = ("--samples", 8, "--steps", 6, "--length", 8, "--lora", 2, "--learning-rate", 0.01)
+    far = make("llama", tmp_path / "far", 5)
+    assert run("polish", anchor, tmp_path / "out", "--teachers", far, *flags).exit_code == 0
+    again = run("polish", anchor, tmp_path / "out", "--teachers", donor, *flags)
+    assert "is there already" in one_error(again.output)
+    spelled = f"{anchor.parent}/./{anchor.name}"
+    names = ["--as", f"{spelled}=org/anchor@{revisions['anchor']}", "--as", f"{far}=org/far@1"]
+    assert parsed("push", tmp_path / "out", "me/polished", *names, "--yes")["repository"] == "me/polished"
+    files = home.files("me/polished")
+    found = ModelCard(files["README.md"].decode()).data.to_dict()
+    assert (found["base_model"], found["base_model_relation"]) == ("org/anchor", "adapter")
+    assert found["license"] == "mit"
+    assert "**trained**: `org/anchor@" in files["README.md"].decode()
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/anchor"
+    assert not any(str(anchor.parent).encode() in content for content in files.values())
+    assert run("pull", "me/polished", tmp_path / "theirs").exit_code == 0
+    assert run("report", tmp_path / "theirs").exit_code == 0
+
+
+def test_statistics_beside_a_model_travel(
+    local: Any, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe does not name them; the published one does, and makes the same bytes where they lie beside nothing."""
+    anchor, donor, _, revisions = local
+    monkeypatch.chdir(tmp_path)
+    for model in (anchor, donor):
+        shutil.copytree(model, model.name)
+        assert run("measure", model.name, "--data", "self", "--length", "8", "--samples", "8").exit_code == 0
+    recipe = "# kept\nmerge_method: rotation_merge\nbase_model: anchor\nmodels: [{model: anchor}, {model: donor}]\n"
+    merged(f"{recipe}parameters: {{delegate: regmean, weight: 0.5}}\ndtype: float32\n", tmp_path / "out")
+    names = [x for n in ("anchor", "donor") for x in ("--as", f"./{n}=org/{n}@{revisions[n]}")]
+    assert parsed("push", "out", "me/regmean", *names, "--yes")["repository"] == "me/regmean"
+    for model in ("anchor", "donor"):
+        shutil.rmtree(model)
+    assert run("pull", "me/regmean", "theirs").exit_code == 0
+    text = Path("theirs/recipe.yml").read_text()
+    assert text.startswith("# kept\n")
+    own = [entry["parameters"]["statistics"].partition("@")[0] for entry in yaml.safe_load(text)["models"]]
+    assert own == [f"me/regmean/statistics/{n}-statistics.safetensors" for n in (0, 1)]
+    merged(text, tmp_path / "again")
+    assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
+
+
+def test_a_recipe_names_what_lay_beside_its_models() -> None:
+    """However it is written; the rest of the text stays."""
+    text = """# kept
+models:
+- model: a
+- {model: b, parameters: {weight: 1}}
+- model: c
+  parameters:  # its own
+    weight: 0.25
+- model: d
+  parameters:
+- parameters: &x {}
+  model: e
+"""
+    used = [{"of": f"statistics of {name}", "file": f"/x/{name}"} for name in "abcde"]
+    found = completed(text, used)
+    assert [x["parameters"].pop("statistics") for x in yaml.safe_load(found)["models"]] == [f"/x/{n}" for n in "abcde"]
+    assert "# kept" in found
+    assert "# its own" in found
+    assert completed(text, [{"of": "statistics of a", "source": "self"}]) == text
+    with pytest.raises(RotationMergeError, match="no place to name them"):
+        completed(text, [{"of": "statistics of z", "file": "/x/z"}])
+    with pytest.raises(RotationMergeError, match="no place to name them"):
+        completed("models: [{model: a, parameters: &x {weight: 1}}, {model: b, parameters: *x}]", used[:2])
+
+
 def test_samples_travel_where_that_is_said(local: Any, home: Hub, tmp_path: Path) -> None:
     from rotation_merge.samples.demo import CHECKPOINTS
 
@@ -218,6 +292,20 @@ def test_names_are_replaced_whole() -> None:
     assert left_over("see /a/other/x", ["/a/b"]) == "/a/other/x"
     assert left_over("see http://x.org/a/b, a/b", ["/a/b"]) is None
     assert given_names(["./x=y=org/a@b"]) == {"./x=y": "org/a@b"}
+
+
+def test_folders_may_be_called_as_words_are() -> None:
+    renaming = Renaming({"a": "org/a@1", "anchor": "org/x@2"})
+    text = (
+        "a: 1\nmodel: a  # a word\nx: [{model: a, b: anchor}]\n* anchor\nThis is a merge of `a` and an anchor.\n| a |"
+    )
+    after = (
+        "a: 1\nmodel: org/a@1  # a word\nx: [{model: org/a@1, b: org/x@2}]\n* org/x@2\nThis is a merge of `org/a@1` and"
+    )
+    assert renaming.text(text) == f"{after} an anchor.\n| org/a@1 |"
+    report = {"anchor": "anchor", "models": {"anchor": {"hub": None}}, "of": "statistics of a", "notes": ["a merge"]}
+    found = {"anchor": "org/x@2", "models": {"org/x@2": {"hub": None}}, "of": "statistics of org/a@1"}
+    assert renaming.value(report) == {**found, "notes": ["a merge"]}
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:

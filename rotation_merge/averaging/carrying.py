@@ -92,6 +92,8 @@ def carry_with_samples(
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
     sources = {out: bases.tuned(name) for out, name in names.items()}
     alignment, report = aligned(bases, settings, progress)
+    used = [{"of": f"carrying {work}", "source": samples.data, "samples": samples.count} for work in works.values()]
+    report = replace(report, data=used)
     work = Work(bases, bases.carrier(alignment, settings.storage.dtype), report, settings)
     done = []
     for out, source in sources.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rotation_merge.cli.align import check_out
-from rotation_merge.cli.options import device_option, usable_device
+from rotation_merge.cli.options import device_option, usable_device, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.samples.data import KINDS, read_batches, unpadded
@@ -19,6 +19,7 @@ from rotation_merge.samples.data import KINDS, read_batches, unpadded
 if TYPE_CHECKING:
     from rotation_merge.learning.answers import Answered
     from rotation_merge.learning.polish import PolishReport
+    from rotation_merge.report.record import MergeReport
 
 STATE = "state.pt"
 TOGETHER = 16
@@ -68,6 +69,7 @@ class Lists(click.Command):
 @device_option("")
 @json_option
 @shown
+@writes(folders="out")
 def command(
     merged: str,
     out: str,
@@ -140,8 +142,8 @@ def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str
         progress.close()
         if report.gained:
             adapter = ways.lora > 0 and not ways.merge_lora
-            card = _card(merged, out, teachers, sources, report, ways.steps, ways.lora, adapter)
-            _write(student, merged, out, adapter, card)
+            record = _record(merged, teachers, sources, report, ways, adapter)
+            _write(student, merged, out, adapter, record)
     return report
 
 
@@ -187,15 +189,17 @@ def _with_lora(model: Any, rank: int, seed: int) -> Any:
     ).eval()
 
 
-def _write(student: Any, merged: str, out: str, adapter: bool, card: str) -> None:
+def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeReport) -> None:
     """The trained model as a checkpoint in the merge's dtype, or the adapter; whole or not at all."""
     from rotation_merge.checkpoints.aligned import KEPT, OWN
     from rotation_merge.checkpoints.output import staged
+    from rotation_merge.report.html import REPORT_FILE
     from rotation_merge.samples.functions import local_path, stored_dtype
 
     with staged(out) as staging:
         if adapter:
-            student.peft_config["default"].base_model_name_or_path = os.path.abspath(merged)
+            base = os.path.abspath(merged) if os.path.exists(merged) else merged
+            student.peft_config["default"].base_model_name_or_path = base
             student.save_pretrained(staging)
         else:
             model = student.merge_and_unload() if hasattr(student, "merge_and_unload") else student
@@ -205,38 +209,35 @@ def _write(student: Any, merged: str, out: str, adapter: bool, card: str) -> Non
                 wanted = name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json")
                 if wanted and not os.path.exists(os.path.join(staging, name)):
                     shutil.copyfile(os.path.join(source, name), os.path.join(staging, name))
+        record.write(os.path.join(staging, REPORT_FILE))
         with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-            file.write(card)
+            file.write(_card(record, out, local_path(merged)))
 
 
-def _card(
-    merged: str,
-    out: str,
-    teachers: tuple[str, ...],
-    sources: list[str],
-    report: PolishReport,
-    steps: int,
-    lora: int,
-    adapter: bool,
-) -> str:
+def _record(
+    merged: str, teachers: tuple[str, ...], sources: list[str], report: PolishReport, ways: Ways, adapter: bool
+) -> MergeReport:
+    """The report on a model that was trained: what from, by whom, on what."""
     from rotation_merge.checkpoints.models import parse_reference
     from rotation_merge.checkpoints.origin import origins
-    from rotation_merge.report.card import with_metadata
+    from rotation_merge.report.record import MergeReport
+    from rotation_merge.report.run import Run
 
-    what = f"a LoRA of rank {lora}" if lora else "all weights"
-    rows = "\n".join(f"| {t} | {s} |" for t, s in zip(teachers, sources, strict=True))
-    origin = origins([parse_reference(merged)])[merged]
-    metadata = {
-        **({"base_model": origin["hub"]} if origin["hub"] else {}),
-        "base_model_relation": "adapter" if adapter else "finetune",
-        "library_name": "peft" if adapter else "transformers",
-        **({"license": origin["license"]} if origin["license"] else {}),
-        "tags": ["rotation-merge", "distillation"],
-    }
-    return with_metadata(
-        metadata,
-        f"# {os.path.basename(os.path.abspath(out))}\n\n"
-        f"This model was **trained**: `{merged}` was distilled for {steps} steps ({what}), every sample answered by "
-        f"its own teacher, by rotation_merge. {report.verdict()[:1].upper()}{report.verdict()[1:]}.\n\n"
-        f"| teacher | samples |\n|---|---|\n{rows}\n",
+    run, what = Run(), f"a LoRA of rank {ways.lora}" if ways.lora else "all weights"
+    run.note(
+        f"This model was **trained**: `{merged}` was distilled for {ways.steps} steps ({what}), every sample answered "
+        f"by its own teacher, by rotation_merge. {report.verdict()[:1].upper()}{report.verdict()[1:]}."
     )
+    for teacher, source in zip(teachers, sources, strict=True):
+        run.used(f"answers of {teacher}", source, ways.samples)
+    parts = origins(dict.fromkeys(parse_reference(name) for name in (merged, *teachers)))
+    relation = "adapter" if adapter else "finetune"
+    return MergeReport.of(run, merged, "none", "", models=parts, relation=relation, base=merged)
+
+
+def _card(record: MergeReport, out: str, merged: str) -> str:
+    from rotation_merge.report.card import class_of, metadata, section, with_metadata
+
+    name = os.path.basename(os.path.abspath(out))
+    body = f"# {name}\n\n" + "".join(f"{note}\n\n" for note in record.notes) + section(record, name, class_of(merged))
+    return with_metadata(metadata(record, {"tags": ["distillation"]}), body)

@@ -148,8 +148,10 @@ class Averages:
         )
 
     def _book(self, model: ModelReference, reader: ConfigReader) -> Statistics:
-        book = self.books.of(model, self.recipe.of_model("statistics", reader, model))
-        self.run.used(f"statistics of {model}", str(book.made.get("data")), int(book.made.get("samples") or 0))
+        given = self.recipe.of_model("statistics", reader, model)
+        book = self.books.of(model, given)
+        source, count = str(book.made.get("data")), int(book.made.get("samples") or 0)
+        self.run.used(f"statistics of {model}", source, count, None if given else str(book.path))
         return book
 
     def _uncalled(self, book: Statistics | None, info: TensorInfo, moves: Moves, model: ModelReference) -> bool:

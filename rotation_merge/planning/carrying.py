@@ -41,6 +41,7 @@ class Carry(WholeTask):
             found, notes = make(
                 self.donor, self.origin, self.anchor, self.settings, self.samples, lambda *_: bar.update(1)
             )
+        self.run.used(f"carrying {self.donor}", self.samples.data, self.samples.count)
         for note in notes:
             self.run.note(f"`{self.donor}`: {note}")
         return found

@@ -127,7 +127,8 @@ class MergeReport:
         models: where each model came from, by its name here: `hub`, `revision`, `license`, and `adapter` with the same.
         relation: what the result is to its models, in the hub's words: `merge`, `finetune` or `adapter`.
         base: of a fine-tune or an adapter, the one among the models that it is one of.
-        data: the samples that were used, each with `of` (what for), `source` and `samples`.
+        data: the samples that were used, each with `of` (what for), `source` and `samples`; `file` of statistics that
+            lay beside a model.
     """
 
     anchor: str

@@ -86,10 +86,14 @@ class Run:
         with self._lock:
             self.given[donor] = given
 
-    def used(self, of: str, source: str, samples: int) -> None:
-        """Samples that something was computed from; the same ones once."""
+    def used(self, of: str, source: str, samples: int, file: str | None = None) -> None:
+        """Samples that something was computed from; the same ones once.
+
+        Args:
+            file: of statistics that the recipe does not name: where they were found.
+        """
         with self._lock:
-            facts = {"of": of, "source": source, "samples": samples}
+            facts = {"of": of, "source": source, "samples": samples, **({"file": file} if file else {})}
             if facts not in self.data:
                 self.data.append(facts)
 

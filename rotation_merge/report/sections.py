@@ -39,6 +39,7 @@ def sentence(text: str) -> str:
 def header(report: MergeReport, title: str) -> str:
     """Title, and one sentence for each donor."""
     done = f"merged by {report.delegate}" if report.delegate != "none" else "aligned, not merged"
+    done = done if report.relation == "merge" or report.donors() else "trained, not merged"
     lines = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">Anchor <code>{escape(report.anchor)}</code>, {escape(done)}.</p>',

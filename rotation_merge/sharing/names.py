@@ -16,6 +16,9 @@ from rotation_merge.recipe.places import at
 TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")
 """What a local name may become: org/name@revision, a file there, or one of a dataset."""
 
+WORD = re.compile(r"[\w-]+")
+"""A name that might be a word of any text."""
+
 
 def given_names(texts: Iterable[str]) -> dict[str, str]:
     """What `--as LOCAL=org/name@revision` says.
@@ -30,6 +33,13 @@ def given_names(texts: Iterable[str]) -> dict[str, str]:
             raise RotationMergeError(f"--as {text} says nothing", remedy="write --as LOCAL=org/name@revision")
         found[local.rstrip("/") or local] = target
     return found
+
+
+def same_places(given: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+    """What `--as` says, also of other spellings of the same place: `./donor` where a recipe says `donor`."""
+    places = {os.path.realpath(name): target for name, target in given.items() if os.path.exists(name)}
+    others = {name: os.path.realpath(name) for name in known if os.path.exists(name)}
+    return {**{name: places[place] for name, place in others.items() if place in places}, **given}
 
 
 def models_in(recipe: str, report: Mapping[str, Any]) -> list[str]:
@@ -93,24 +103,45 @@ def is_local(name: str) -> bool:
     return os.path.exists(name) or not is_hub_name(name)
 
 
+BY_NAME = ("models", "fingerprints", "files", "whole", "summary")
+"""Entries of reports and of heads of files whose keys are models."""
+
+
 class Renaming:
-    """Local names to names of the hub, wherever they stand in texts; the longest first."""
+    """Local names to names of the hub, wherever they stand in texts; the longest first.
+
+    A folder may be called as a word of any text is (`a`, `anchor`): such a name is one only where something sets it
+    apart, as an entry of YAML, in quotes or in a table.
+    """
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = {name: target for name, target in names.items() if name != target}
-        words = "|".join(re.escape(name) for name in sorted(self.names, key=len, reverse=True))
-        self._pattern = re.compile(rf"(?<![\w./~@-])(?:{words})(?![\w/@-])(?!\.\w)") if words else None
+        paths, words = _alternatives(self.names, words=False), _alternatives(self.names, words=True)
+        before, after = r"(?<![\w./~@-])", r"(?![\w/@-])(?!\.\w)"
+        apart = r"(?:(?<=[`'\"])|(?<=[|:*-] )|(?<= of )|(?<= to ))", r"(?=\s*(?:[`'\"|,}\]#]|$))"
+        known = [f"{before}(?:{paths}){after}"] if paths else []
+        known += [f"{apart[0]}(?:{words}){apart[1]}"] if words else []
+        self._pattern = re.compile("|".join(known), re.MULTILINE) if known else None
 
     def text(self, text: str) -> str:
         return self._pattern.sub(lambda found: self.names[found[0]], text) if self._pattern else text
 
-    def value(self, value: Any) -> Any:
-        """The same of JSON: of keys and words."""
+    def value(self, value: Any, within: str = "") -> Any:
+        """The same of JSON: of words, and of keys where these are paths, or models by what they stand `within`."""
         if isinstance(value, str):
-            return self.text(value)
+            return self.names.get(value) or self.text(value)
         if isinstance(value, Mapping):
-            return {self.text(str(key)): self.value(item) for key, item in value.items()}
-        return [self.value(item) for item in value] if isinstance(value, list) else value
+            by_name = within in BY_NAME
+            return {self._key(str(key), by_name): self.value(item, str(key)) for key, item in value.items()}
+        return [self.value(item, within) for item in value] if isinstance(value, list) else value
+
+    def _key(self, key: str, by_name: bool) -> str:
+        return key if WORD.fullmatch(key) and not by_name else self.names.get(key) or self.text(key)
+
+
+def _alternatives(names: Iterable[str], words: bool) -> str:
+    chosen = (name for name in names if bool(WORD.fullmatch(name)) == words)
+    return "|".join(re.escape(name) for name in sorted(chosen, key=len, reverse=True))
 
 
 def left_over(text: str, local: Iterable[str]) -> str | None:

@@ -11,6 +11,7 @@ import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import escape, glob
 from typing import Any
 
 from rotation_merge.averaging.record import checkpoint_of
@@ -19,6 +20,7 @@ from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.report.card import class_of, measured_in, renewed
 from rotation_merge.report.html import REPORT_FILE, read_report
 from rotation_merge.report.record import MergeReport
+from rotation_merge.sharing.completed import completed
 from rotation_merge.sharing.manifest import FILE, Manifest, sum_of
 from rotation_merge.sharing.names import (
     Renaming,
@@ -28,6 +30,7 @@ from rotation_merge.sharing.names import (
     known_names,
     left_over,
     models_in,
+    same_places,
     written_in,
 )
 
@@ -81,7 +84,9 @@ class Draft:
     def _renaming(self, commit: str) -> Renaming:
         travelling = {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}
         written = {name: os.path.basename(name) for name in written_in(self.recipe)}
-        return Renaming({**written, **self.names, **travelling, os.path.abspath(self.folder): self.repo})
+        known = {**written, **self.names, **travelling}
+        whole = {os.path.abspath(name): target for name, target in known.items() if os.path.exists(name)}
+        return Renaming({**whole, **known, os.path.abspath(self.folder): self.repo})
 
     def first(self) -> list[Item]:
         """What the recipe refers to, which is published first: the recipe names the commit that it is in."""
@@ -181,13 +186,16 @@ def draft(folder: str, repo: str, given: Sequence[str], with_data: bool = False)
     Raises:
         RotationMergeError: there is no report; a local name is left that nothing is known of.
     """
-    report = read_report(os.path.join(folder, REPORT_FILE))
-    recipe = _recipe(folder, report)
+    report = _report(folder)
+    recipe = completed(_recipe(folder, report), report.data)
     facts = report.to_dict()
-    names = {**known_names(facts), **given_names(given)}
+    used = [str(one["source"]) for one in report.data]
+    models = models_in(recipe, facts)
+    read = {name: "data" for name in used if os.path.exists(name)} | files_in(recipe)
+    names = {**known_names(facts), **same_places(given_names(given), [*models, *read])}
     beside: dict[str, str] = {}
     missing: list[str] = []
-    for name, kind in files_in(recipe).items():
+    for name, kind in read.items():
         if name in names:
             continue
         if not os.path.isfile(name) or (kind == "data" and not with_data):
@@ -196,15 +204,30 @@ def draft(folder: str, repo: str, given: Sequence[str], with_data: bool = False)
             inside = os.path.relpath(name, folder)
             taken = not inside.startswith("..")
             beside[name] = inside if taken else f"{kind}/{len(beside)}-{os.path.basename(name)}"
-    missing += [name for name in models_in(recipe, facts) if is_local(name) and name not in names]
-    used = [str(one["source"]) for one in report.data]
-    missing += [n for n in used if os.path.exists(n) and n not in names and n not in beside and n not in missing]
+    here = {name for name, own in report.models.items() if not own.get("hub")}
+    missing += [name for name in models if (is_local(name) or name in here) and name not in names]
     if missing:
-        data = any(name in used or files_in(recipe).get(name) == "data" for name in missing)
-        remedy = f"add --as {missing[0]}=org/name@revision" + (", or --with-data to publish samples" if data else "")
-        what = f"only this machine knows {named(dict.fromkeys(missing))}"
-        raise RotationMergeError(what, where=folder, remedy=remedy)
+        data = any(read.get(name) == "data" and os.path.isfile(name) for name in missing)
+        raise _unknown(folder, missing, data)
     return Draft(folder, repo, report, {n: _pinned(t) for n, t in names.items()}, beside, recipe)
+
+
+def _unknown(folder: str, missing: Sequence[str], data: bool) -> RotationMergeError:
+    """What only this machine knows, and how each is to be mapped; `data`: samples are among it."""
+    remedy = f"add --as {missing[0]}=org/name@revision" + (", or --with-data to publish samples" if data else "")
+    return RotationMergeError(f"only this machine knows {named(dict.fromkeys(missing))}", where=folder, remedy=remedy)
+
+
+def _report(folder: str) -> MergeReport:
+    """
+    Raises:
+        RotationMergeError: there is none; names folders inside that have one.
+    """
+    inside = sorted(glob(os.path.join(escape(folder), "*", REPORT_FILE)))
+    if inside and not os.path.exists(os.path.join(folder, REPORT_FILE)):
+        first = os.path.dirname(inside[0])
+        raise RotationMergeError(f"holds {len(inside)} models", where=folder, remedy=f"push each, as {first}")
+    return read_report(os.path.join(folder, REPORT_FILE))
 
 
 def _recipe(folder: str, report: MergeReport) -> str:
