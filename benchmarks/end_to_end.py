@@ -1,8 +1,7 @@
 """Where the time of an aligned merge goes, against mergekit's plain linear: checking and planning, each kind of task.
 
 The 300M-parameter models of `memory.py`, both merges in one process with one thread, processor seconds. Loading is
-from the page cache. Tasks: LoadTensor, MatchBlock (matching), MoveTensor (applying the transforms and rounding),
-gathering, averaging (ExecuteMergeMethodTask), SaveTensor and FinalizeModel (writing).
+from the page cache; moving the donor's tensors is applying the transforms and rounding.
 
     python benchmarks/end_to_end.py --donor fine-tune
 """
@@ -11,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,15 @@ from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from record import Table
 
-KINDS = {"LabelledLoad": "LoadTensor", "AlignedGather": "GatherTensors"}
+PARTS = {
+    "loading (memory-mapped)": ("LoadTensor", "LabelledLoad"),
+    "gathering, with the check for NaN and infinity": ("GatherTensors", "AlignedGather"),
+    "matching": ("MatchBlock",),
+    "moving the donor's tensors": ("MoveTensor",),
+    "averaging": (),
+    "writing": ("SaveTensor", "FinalizeModel", "TensorWriterTask"),
+}
+"""Tasks by what they do; every other one averages."""
 
 
 def every_task(base: type[Task]) -> list[type[Task]]:
@@ -45,25 +51,25 @@ def timed(execute: Callable[..., Any], name: str, spent: dict[str, float]) -> Ca
     return run
 
 
-def measure(method: str, anchor: Path, other: Path, folder: Path) -> dict[str, float]:
-    """Processor seconds of one merge by kind of task; `rest` is planning, scheduling and everything else."""
+def measure(options: Mapping[str, object], anchor: Path, other: Path, folder: Path) -> dict[str, float]:
+    """Processor seconds of one merge by what its tasks do."""
     import rotation_merge.planning.planner  # noqa: F401  (its tasks are to be found below Task)
 
-    config = MergeConfiguration.model_validate(memory.recipe(method, anchor, other))
+    config = MergeConfiguration.model_validate(memory.recipe(options, anchor, other))
     spent: dict[str, float] = defaultdict(float)
+    parts = {task: part for part, tasks in PARTS.items() for task in tasks}
     originals = {cls: cls.__dict__["execute"] for cls in every_task(Task) if "execute" in cls.__dict__}
     for cls, execute in originals.items():
         if not getattr(execute, "__isabstractmethod__", False):
-            cls.execute = timed(execute, KINDS.get(cls.__name__, cls.__name__), spent)  # type: ignore[method-assign]
+            cls.execute = timed(execute, parts.get(cls.__name__, "averaging"), spent)  # type: ignore[method-assign]
     begin = time.process_time()
     try:
-        run_merge(config, str(folder / method), MergeOptions(quiet=True, copy_tokenizer=False))
+        run_merge(config, str(folder / "out"), MergeOptions(quiet=True, copy_tokenizer=False))
     finally:
         for cls, execute in originals.items():
             cls.execute = execute  # type: ignore[method-assign]
     total = time.process_time() - begin
-    parts = {name: seconds for name, seconds in spent.items() if seconds > 0.005}
-    return {"total": total, **parts, "rest": total - sum(spent.values())}
+    return {**spent, "checks, planning, scheduling": total - sum(spent.values()), "all": total}
 
 
 def main() -> None:
@@ -73,16 +79,11 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config, architecture = memory.llama(arguments.layers)
-        state = memory.random_state(architecture, 1)
-        other = memory.write(memory.donor(arguments.donor, architecture, state), config, folder / "donor")
-        anchor = memory.write(state, config, folder / "anchor")
-        plain, aligned = (measure(method, anchor, other, folder) for method in ("linear", "rotation_merge"))
+    with memory.written(arguments.donor, arguments.layers) as places:
+        plain, aligned = (measure(options, *places) for options in ({}, memory.OPTIONS))
     table = Table("merge-parts")
-    for part in dict.fromkeys([*aligned, *plain]):
-        cells = (f"{found[part]:.2f}" if part in found else "" for found in (plain, aligned))
+    for part in (*PARTS, "checks, planning, scheduling", "all"):
+        cells = (f"{found[part]:.2f}" if found.get(part, 0.0) >= 0.005 else "" for found in (plain, aligned))
         table.add(dict(zip(("part", "plain linear", "aligned"), (part, *cells), strict=True)))
 
 

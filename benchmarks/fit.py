@@ -133,7 +133,7 @@ def vits(root: Path, args: argparse.Namespace) -> None:
                     "parents": f"{ends[0][0]:.1f} / {ends[1][0]:.1f} %",
                     "middle": f"{middle[0]:.1f} %",
                     "barrier (nats)": f"{barrier:.3f}",
-                    "processor time": seconds,
+                    "time": seconds,
                     "from": result.report.start,
                 }
             )
@@ -147,7 +147,7 @@ def joint(root: Path, args: argparse.Namespace) -> None:
     plain, learned = measure(models, None, even, on_digits), measure(models, result, even, on_digits)
     cells = {"parents": ", ".join(f"{a:.1f} % ({loss:.3f})" for a, loss in parents)}
     cells |= {name: f"{a:.1f} % ({loss:.3f})" for name, (a, loss) in (("plain", plain), ("learned", learned))}
-    Table("fit-joint").add(cells | {"processor time": seconds})
+    Table("fit-joint").add(cells | {"time": seconds})
 
 
 def llamas(root: Path, args: argparse.Namespace) -> None:
@@ -170,7 +170,7 @@ def llamas(root: Path, args: argparse.Namespace) -> None:
                 "barrier, plain": f"{before:.3f}",
                 "learned": f"{after:.3f}",
                 "ratio": f"1/{before / after:.1f}",
-                "processor time": seconds,
+                "time": seconds,
             }
         )
 
@@ -186,7 +186,7 @@ def finetunes(root: Path, args: argparse.Namespace) -> None:
         means = mean(rows["plain"]), mean(rows["learned"])
         which = "far (2000 steps at 3e-3)" if ending else "near (300 steps at 3e-4)"
         cells = {"plain": f"{means[0]:.3f}", "learned": f"{means[1]:.3f}", "from": result.report.start}
-        table.add({"fine-tunes": which, **cells, "processor time": seconds})
+        table.add({"fine-tunes": which, **cells, "time": seconds})
 
 
 def step(root: Path, args: argparse.Namespace) -> None:

@@ -5,8 +5,10 @@ merged half and half by `mergekit-yaml`, each merge in a process of its own. The
 (its weights plus 2% noise), a planted twin (the anchor moved by a random element of every local group), or an
 independent model. Goals: peak memory at most 1.25 times plain linear; wall time at most 1.5 times for the fine-tune.
 
-    python benchmarks/memory.py --repeats 3
-    python benchmarks/memory.py --repeats 1 --donors fine-tune --residual rotation
+    python benchmarks/memory.py --repeats 2
+    python benchmarks/memory.py --residual
+
+With `--residual`, one merge each of the fine-tune: plain, with local spaces, and with larger and larger stream groups.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,14 +32,22 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.architectures.build import required
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import transform_state
 
-OPTIONS = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "rescale": True}
-RESIDUAL: dict[str, object] = {}
-KINDS = ("fine-tune", "planted", "independent")
+OPTIONS: dict[str, object] = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "rescale": True}
+STREAMS: dict[str, dict[str, object]] = {
+    "mergekit's linear": {},
+    "local spaces": OPTIONS,
+    "and residual signed permutation": {**OPTIONS, "residual": "signed_permutation"},
+    "and residual rotation (`untie: true`)": {**OPTIONS, "residual": "rotation", "untie": True},
+}
+KINDS = {
+    "fine-tune": "fine-tune of the anchor (2% noise)",
+    "planted": "planted twin",
+    "independent": "independent model (one repeat)",
+}
 
 
 def llama(layers: int) -> tuple[LlamaConfig, Architecture]:
@@ -60,9 +73,10 @@ def random_state(architecture: Architecture, seed: int) -> dict[str, torch.Tenso
     """Weights of the size that training gives them; norm gains near one."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
-    named = architecture.named()
-    for name in required(architecture):
-        shape = [axis.size or 32000 for axis in named[name].axes]
+    for name, tensor in architecture.named().items():
+        if tensor.optional:
+            continue
+        shape = [axis.size or 32000 for axis in tensor.axes]
         noise = torch.randn(shape, generator=generator)
         state[name] = (1 + 0.1 * noise if len(shape) == 1 else 0.02 * noise).bfloat16()
     return state
@@ -88,56 +102,84 @@ def write(state: dict[str, torch.Tensor], config: LlamaConfig, where: Path) -> P
     return where
 
 
-def recipe(method: str, anchor: Path, other: Path) -> dict[str, object]:
+def recipe(options: Mapping[str, object], anchor: Path, other: Path) -> dict[str, object]:
+    """Half and half; no options: by mergekit's own linear."""
     models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in (anchor, other)]
-    parameters = {"delegate": "linear", **OPTIONS, **RESIDUAL} if method == "rotation_merge" else {}
     return {
-        "merge_method": method,
+        "merge_method": "rotation_merge" if options else "linear",
         "base_model": str(anchor),
         "models": models,
-        "parameters": parameters,
+        "parameters": {"delegate": "linear", **options} if options else {},
         "dtype": "bfloat16",
     }
 
 
-def run(method: str, anchor: Path, other: Path, folder: Path) -> tuple[float, float]:
-    """Seconds and peak resident megabytes of one merge."""
-    path = folder / f"{method}.yml"
-    path.write_text(yaml.safe_dump(recipe(method, anchor, other)))
+@dataclass(frozen=True)
+class Cost:
+    """Seconds on the wall, seconds of processor time, and peak resident megabytes of one merge."""
+
+    wall: float
+    processor: float
+    peak: float
+
+
+def run(options: Mapping[str, object], anchor: Path, other: Path, folder: Path) -> Cost:
+    """One merge in a process of its own, on one thread."""
+    path = folder / "recipe.yml"
+    path.write_text(yaml.safe_dump(recipe(options, anchor, other)))
     command = [Path(sys.executable).with_name("mergekit-yaml"), path, folder / "out", "--quiet"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     begin = time.perf_counter()
     with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
+        process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=environment)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         sys.exit((folder / "log").read_text())
-    return time.perf_counter() - begin, used.ru_maxrss / 1024
+    return Cost(time.perf_counter() - begin, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
 
-def compare(kind: str, repeats: int, layers: int) -> dict[str, object]:
+@contextmanager
+def written(kind: str, layers: int) -> Iterator[tuple[Path, Path, Path]]:
+    """Anchor, donor, and the folder that they are in."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config, architecture = llama(layers)
         state = random_state(architecture, 1)
         other = write(donor(kind, architecture, state), config, folder / "donor")
-        anchor = write(state, config, folder / "anchor")
-        del state
-        results: dict[str, list[tuple[float, float]]] = {"linear": [], "rotation_merge": []}
-        for _ in range(repeats):
-            for method, values in results.items():
-                values.append(run(method, anchor, other, folder))
-    seconds = {m: statistics.median(v[0] for v in values) for m, values in results.items()}
-    peak = {m: max(v[1] for v in values) for m, values in results.items()}
+        yield write(state, config, folder / "anchor"), other, folder
+
+
+def compare(kind: str, repeats: int, layers: int) -> dict[str, object]:
+    found: list[tuple[Cost, Cost]] = []
+    with written(kind, layers) as places:
+        for _ in range(1 if kind == "independent" else repeats):
+            found.append((run({}, *places), run(OPTIONS, *places)))
+    plain, aligned = zip(*found, strict=True)
+    wall, processor = (
+        [statistics.median(getattr(cost, clock) for cost in side) for side in (plain, aligned)]
+        for clock in ("wall", "processor")
+    )
+    peak = [max(cost.peak for cost in side) for side in (plain, aligned)]
     return {
-        "donor": kind,
-        "plain linear": f"{seconds['linear']:.1f} s",
-        "aligned": f"{seconds['rotation_merge']:.1f} s",
-        "wall ratio": f"{seconds['rotation_merge'] / seconds['linear']:.2f}",
-        "peak, plain linear": f"{peak['linear']:.0f} MB",
-        "peak, aligned": f"{peak['rotation_merge']:.0f} MB",
-        "memory ratio": f"{peak['rotation_merge'] / peak['linear']:.2f}",
+        "donor": KINDS[kind],
+        "plain linear": f"{wall[0]:.1f} s",
+        "aligned": f"{wall[1]:.1f} s",
+        "wall ratio": f"{wall[1] / wall[0]:.2f}",
+        "processor ratio": f"{processor[1] / processor[0]:.2f}",
+        "peak, plain linear": f"{peak[0]:.0f} MB",
+        "peak, aligned": f"{peak[1]:.0f} MB",
+        "memory ratio": f"{peak[1] / peak[0]:.2f}",
     }
+
+
+def streams(layers: int) -> None:
+    table = Table("residual-memory")
+    with written("fine-tune", layers) as places:
+        for case, options in STREAMS.items():
+            cost = run(options, *places)
+            cells = {"seconds": f"{cost.wall:.1f}", "processor": f"{cost.processor:.1f}", "peak MB": f"{cost.peak:.0f}"}
+            table.add({"case": case, **cells})
 
 
 def main() -> None:
@@ -145,11 +187,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--donors", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--residual", choices=("permutation", "signed_permutation", "rotation"))
+    parser.add_argument("--residual", action="store_true")
     arguments = parser.parse_args()
     if arguments.residual:
-        RESIDUAL.update(residual=arguments.residual, untie=arguments.residual == "rotation")
-    table = Table("residual-memory" if arguments.residual else "memory")
+        return streams(arguments.layers)
+    table = Table("memory")
     for kind in arguments.donors:
         table.add(compare(kind, arguments.repeats, arguments.layers))
 
