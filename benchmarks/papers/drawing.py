@@ -1,8 +1,9 @@
-"""Small SVGs for light and dark pages, the same bytes for the same figures: bars and lines."""
+"""Small SVGs for light and dark pages, the same bytes for the same figures: bars, lines and shaded planes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from rotation_merge.report.svg import number, ticks
@@ -51,6 +52,83 @@ def lines(
     return frame.done(parts, list(found))
 
 
+Panel = tuple[Sequence[float], Sequence[Sequence[float]], Mapping[str, tuple[float, float]]]
+"""Edges of a plane (x from, x to, y from, y to), values by row from below and column, points by name."""
+SHADES, FINE, LEAST = 12, 48, 0.01
+"""Shades, places across a side, and the value below which all are one shade."""
+
+
+def plane(panels: Mapping[str, Panel], label: str, side: int = 290) -> str:
+    """Values over planes, side by side: the darker a place, the larger its value, on one logarithmic scale."""
+    every = [max(value, LEAST) for _, rows, _ in panels.values() for row in rows for value in row]
+    low, high = math.log(min(every)), math.log(max(every))
+    parts = [f"<title>{escape(label)}, over planes: {escape('; '.join(panels))}</title>"]
+    for index, (title, (edges, rows, marks)) in enumerate(panels.items()):
+        left, top = index * (side + 24), 20
+        x0, x1, y0, y1 = edges
+        parts.append(f'<text x="{left}" y="13">{escape(title)}</text>')
+        parts += _shades(rows, low, high, left, top, side)
+        at = {
+            name: (left + side * (x - x0) / (x1 - x0), top + side * (y1 - y) / (y1 - y0))
+            for name, (x, y) in marks.items()
+        }
+        for end, colour in (("B", COLOURS[5]), ("B'", COLOURS[2])):
+            (ax, ay), (bx, by) = at["A"], at[end]
+            parts.append(f'<path d="M{ax:.1f} {ay:.1f}L{bx:.1f} {by:.1f}" stroke="{colour}" stroke-width="1.5"/>')
+        for name, (x, y) in at.items():
+            colour = COLOURS[1] if name == "A" else COLOURS[2] if "'" in name else COLOURS[5]
+            parts.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{5 if len(name.strip(chr(39))) == 1 else 4}" fill="{colour}"/>'
+            )
+            parts.append(
+                f'<text x="{x + 8:.1f}" y="{y - 6:.1f}" fill="{colour}" font-weight="bold">{escape(name)}</text>'
+            )
+    width, y = max(len(panels) * (side + 24) - 24, 560), side + 42
+    for shade in range(SHADES + 1):
+        parts.append(f'<rect x="{20 * shade}" y="{y - 10}" width="20" height="12" {_fill(shade)}/>')
+    words = f"{label}: from {number(math.exp(low))} to {number(math.exp(high))}, logarithmic"
+    parts.append(f'<text x="{20 * SHADES + 30}" y="{y}">{escape(words)}</text>')
+    return "\n".join([_head(width, y + 10), *parts, "</svg>\n"])
+
+
+def _fill(shade: int) -> str:
+    return f'fill="{COLOURS[3]}" fill-opacity="{shade / SHADES:.2f}"'
+
+
+def _shades(
+    rows: Sequence[Sequence[float]], low: float, high: float, left: float, top: float, side: float
+) -> Iterator[str]:
+    """Runs of one shade, row by row, of values interpolated between those that are known."""
+    cell = side / FINE
+    for i in range(FINE):
+        shades = []
+        for j in range(FINE):
+            value = _between(rows, (FINE - i - 0.5) / FINE, (j + 0.5) / FINE)
+            shades.append(round(SHADES * (math.log(max(value, LEAST)) - low) / ((high - low) or 1.0)))
+        start = 0
+        for j in range(1, FINE + 1):
+            if j == FINE or shades[j] != shades[start]:
+                box = f'x="{left + start * cell:.1f}" y="{top + i * cell:.1f}" width="{(j - start) * cell:.1f}"'
+                yield f'<rect {box} height="{cell:.1f}" {_fill(shades[start])} shape-rendering="crispEdges"/>'
+                start = j
+
+
+def _between(rows: Sequence[Sequence[float]], v: float, u: float) -> float:
+    """Bilinear interpolation at a place in the unit square."""
+    y, x = v * (len(rows) - 1), u * (len(rows[0]) - 1)
+    i, j = min(int(y), len(rows) - 2), min(int(x), len(rows[0]) - 2)
+    a, b = y - i, x - j
+    upper = (1 - b) * rows[i + 1][j] + b * rows[i + 1][j + 1]
+    return (1 - a) * ((1 - b) * rows[i][j] + b * rows[i][j + 1]) + a * upper
+
+
+def _head(width: float, height: float) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'font-family="system-ui, sans-serif" font-size="12" fill="{GREY}">'
+    )
+
+
 class _Frame:
     """Axes of a picture whose plot ends `height` below the top; a legend of as many lines as it needs stands below."""
 
@@ -85,8 +163,4 @@ class _Frame:
             parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
             parts.append(f'<text x="{x + 15}" y="{y}">{escape(name)}</text>')
             x += 7 * len(name) + 32
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {y + 10}" role="img" '
-            f'font-family="system-ui, sans-serif" font-size="12" fill="{GREY}">'
-        )
-        return "\n".join([head, *parts, "</svg>\n"])
+        return "\n".join([_head(self.width, y + 10), *parts, "</svg>\n"])

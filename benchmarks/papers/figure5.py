@@ -1,0 +1,62 @@
+"""Figure 5 of "Beyond the Permutation Symmetry of Transformers": loss on the path between two models, by matching.
+
+What `rotation-merge barrier --compare` draws: the paper's four curves (none, FFN only, attention only, both), Git
+Re-Basin's permutations, and the residual stream turned, too. ViTs of other seeds on all 540 test digits, Llamas on 64
+windows of Python text. `barrier` is the largest excess over the line between the ends; the paper's LB is the range of
+the loss on the path, the ends among it. Mean and spread over pairs; the picture shows the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from apparatus import Given, run, spread
+from drawing import lines
+from landscape import CALLED, LLAMAS, VITS, pairs
+from record import Row
+
+NAME, PATHS = "papers-figure5", "papers-figure5-paths"
+TABLES = {
+    NAME: ("models", "matching", "barrier", "range", "loss in the middle", "accuracy in the middle"),
+    PATHS: ("models", "matching", "losses"),
+}
+KINDS = (VITS, LLAMAS)
+
+
+def rows(given: Given) -> Iterator[tuple[str, Row]]:
+    names = [name for name in CALLED if not given.quick or name in ("plain", "permutation")]
+    for kind in KINDS:
+        found = [two.paths(names, 3 if given.quick else 11) for two in pairs(given, kind)]
+        for number, name in enumerate(names):
+            curves = [barrier.curves[number] for barrier in found]
+            assert {curve.name for curve in curves} == {name}
+            head = {"models": kind, "matching": CALLED[name]}
+            middle = [curve.middle() for curve in curves]
+            right = spread([100 * c.accuracy[i] for c, i in zip(curves, middle, strict=True)])
+            yield (
+                NAME,
+                {
+                    **head,
+                    "barrier": spread([curve.barrier() for curve in curves], "{:.3f}"),
+                    "range": spread([max(curve.loss) - min(curve.loss) for curve in curves], "{:.3f}"),
+                    "loss in the middle": spread([c.loss[i] for c, i in zip(curves, middle, strict=True)], "{:.3f}"),
+                    "accuracy in the middle": right,
+                },
+            )
+            yield PATHS, {**head, "losses": " ".join(f"{loss:.4f}" for loss in curves[0].loss)}
+
+
+def drawn(kind: str) -> Callable[[Mapping[str, Sequence[Row]]], str]:
+    def picture(tables: Mapping[str, Sequence[Row]]) -> str:
+        found = {}
+        for row in tables[PATHS]:
+            if row["models"] == kind:
+                losses = [float(loss) for loss in row["losses"].split()]
+                found[row["matching"]] = ([i / (len(losses) - 1) for i in range(len(losses))], losses)
+        return lines(found, "from one model (0) to the other (1)", "loss, nats")
+
+    return picture
+
+
+PICTURES = {f"papers-figure5-{kind.lower()}.svg": drawn(kind) for kind in KINDS}
+run(__name__)

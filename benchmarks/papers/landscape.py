@@ -1,0 +1,145 @@
+"""Pairs of models, and what any weights between them are worth: what figures 2, 5, 6 and the reviews' questions ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from apparatus import Given
+from residual import Model, State
+
+from rotation_merge.checking import RecipeDonor
+from rotation_merge.checking.matchings import NAMED, matchings
+from rotation_merge.checking.paths import Paths
+from rotation_merge.matching.model import match_model
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.report.curves import Barrier
+from rotation_merge.samples.data import Data, read_batches
+from rotation_merge.samples.evaluate import evaluate
+from rotation_merge.samples.functions import architecture_of, load
+
+VITS, LLAMAS, TUNED = "ViTs", "Llamas", "fine-tunes of one Llama"
+DATA = {VITS: "demo:digits", LLAMAS: "demo:python", TUNED: "demo:python"}
+WINDOWS = 64
+"""Held-out texts of 128 bytes that Llamas are measured on; ViTs on all 540 test digits."""
+CALLED = {
+    "plain": "none",
+    "neurons": "FFN only",
+    "rotation": "attention only",
+    "paper": "both",
+    "permutation": "Git Re-Basin",
+    "residual": "residual",
+}
+"""What the tables call our named matchings: the paper's words where it has some. `both` is the paper's own."""
+
+
+@dataclass(frozen=True)
+class Two:
+    """Two checkpoints of one kind, by their names."""
+
+    given: Given
+    kind: str
+    anchor: str
+    donor: str
+
+    @property
+    def names(self) -> str:
+        return f"{self.anchor} {self.donor}"
+
+    @cached_property
+    def models(self) -> tuple[Model, Model]:
+        loaded = {name: load(str(self.given.model(name))) for name in (self.anchor, self.donor)}
+        return tuple(Model(name, m.state_dict(), architecture_of(m)) for name, m in loaded.items())  # type: ignore[return-value]
+
+    @cached_property
+    def network(self) -> Any:
+        return load(str(self.given.model(self.anchor)))
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        limit = 8 if self.given.quick else 540 if self.kind == VITS else WINDOWS
+        return {"limit": limit, "batch_size": 64, "length": 128}
+
+    @cached_property
+    def data(self) -> Data:
+        return read_batches(DATA[self.kind], str(self.given.model(self.anchor)), self.network, **self.reading)
+
+    def kept(self, key: str, compute: Callable[[], Any]) -> Any:
+        return self.given.kept(f"landscape, {self.names}, {key}", compute)
+
+    def worth(self, state: State) -> tuple[float, float]:
+        """Loss and accuracy of weights."""
+        self.network.load_state_dict(state)
+        return evaluate(self.network, self.data)
+
+    def moved(self, options: MatchOptions | None) -> tuple[State, State, State]:
+        """Anchor, donor and donor as matched, all with norms folded where matching folds them."""
+        first, second = self.models
+        if options is None:
+            return first.state, second.state, second.state
+        found = match_model(first.architecture, first.state, second.state, options)
+        still = {**first.state, **first.folded(found)}, {**second.state, **second.folded(found)}
+        return *still, {**second.state, **second.moved(found)}
+
+    def halfway(self, options: MatchOptions | None) -> tuple[float, float]:
+        """Loss and accuracy of the average."""
+        anchor, _, donor = self.moved(options)
+        return self.worth(mixed({"anchor": anchor, "donor": donor}, [0.5, 0.5]))
+
+    def paths(self, names: Sequence[str], points: int) -> Barrier:
+        """The curves of named matchings, `plain` among them."""
+
+        def compute() -> dict[str, Any]:
+            ends = [str(self.given.model(name)) for name in (self.anchor, self.donor)]
+            donors = [RecipeDonor(*ends, MatchOptions())]
+            found = Paths(ends[0], donors, [DATA[self.kind]], points, self.reading).barriers(matchings(",".join(names)))
+            return found[0].to_dict()
+
+        return Barrier.from_dict(self.kept(f"paths by {points}, {', '.join(names)}", compute))
+
+
+def mixed(states: dict[str, State], shares: Sequence[float]) -> State:
+    """Their sum with these shares."""
+    first, *_ = states.values()
+    return {
+        name: torch.stack([share * state[name] for share, state in zip(shares, states.values(), strict=True)]).sum(0)
+        for name in first
+    }
+
+
+def pairs(given: Given, kind: str) -> list[Two]:
+    """Pairs of models of one kind: of different seeds, or two fine-tunes of one base."""
+    if kind == TUNED:
+        return [Two(given, kind, "llama-0-english", "llama-0-c")]
+    stem, seeds = ("vit", given.pairs()) if kind == VITS else ("llama", [(0, 1), (2, 3), (0, 2)][: given.seeds])
+    return [Two(given, kind, f"{stem}-{a}", f"{stem}-{b}") for a, b in seeds]
+
+
+PARTS = {"attention": MatchOptions(ffn="none", rescale="sequential"), "all local groups": NAMED["local"]}
+"""What is matched in a layer: what the paper matches in figure 6, and what else can be."""
+
+
+def parts(given: Given) -> list[str]:
+    return list(PARTS)[:1] if given.quick else list(PARTS)
+
+
+def subsets(two: Two) -> dict[str, str]:
+    """Which layers are matched, by words: none, single ones, the last few, all; of a quick run the fewest."""
+    last = len({block.index for block in two.models[0].architecture.blocks} - {None}) - 1
+    if two.given.quick:
+        return {"none": "", "layer 0 only": "0", "all": f"0-{last}"}
+    single = {f"layer {i} only": str(i) for i in range(last + 1)}
+    tails = {f"last {last + 1 - i}": f"{i}-{last}" for i in range(last - 1, 0, -1)}
+    return {"none": "", **single, **tails, "all": f"0-{last}"}
+
+
+def by_layers(two: Two, part: str) -> dict[str, list[float]]:
+    """Loss and accuracy of the average by the layers that were matched."""
+    found = {}
+    for words, chosen in subsets(two).items():
+        options = MatchOptions(**{**vars(PARTS[part]), "layers": chosen}) if chosen else None
+        found[words] = two.kept(f"half, {part}, {words}", lambda o=options: list(two.halfway(o)))
+    return found
