@@ -28,7 +28,7 @@ def data_for(path: Path, where: Path, rows: int = 24) -> str:
 
     model, draw = load(str(path)), torch.Generator().manual_seed(0)
     batches = [random_batch(model, draw) for _ in range(rows // 2)]
-    arrays = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}
+    arrays = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}  # as processors give
     np.savez(where, **arrays)
     return str(where)
 
@@ -91,9 +91,11 @@ def test_twins_give_the_anchor_by_fisher(family: str, twins: dict[str, tuple[Pat
 LAYOUTS = {
     "dinov2": "pixels, layer scales",
     "falcon": "grouped heads in one tensor",
+    "gemma3_vlm": "a picture in each text",
     "gpt_oss": "experts in one tensor, gates and neurons in turn",
     "lfm2": "two kinds of layers, one without attention",
     "phi3": "maps in one tensor",
+    "qwen2_5_vl": "patches of all pictures in a row",
     "t5": "encoder and decoder, one embedding",
 }
 

@@ -18,6 +18,7 @@ from rotation_merge.averaging.scores import answers, scores
 from rotation_merge.averaging.sums import Collector, Sums, Wanted, finished, has_gradient
 from rotation_merge.averaging.tap import Tapped
 from rotation_merge.errors import StatisticsError
+from rotation_merge.samples.arrays import one_by_one
 
 Batch = Mapping[str, Tensor]
 
@@ -80,7 +81,7 @@ class Measurement:
         self.tapped = Tapped.of(model, architecture)
         _expert_by_expert(model)
         self.device = next(model.parameters()).device
-        first = examples(batches[0])[0]
+        first = one_by_one(batches[0])[0]
         probe = Probe()
         with torch.no_grad(), self.tapped.watched(probe):
             plain = self.outputs(first)
@@ -179,7 +180,7 @@ class Measurement:
         if "fisher" not in options.kinds:
             return []
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        parts = [part for batch in self.batches for part in examples(batch)]
+        parts = [part for batch in self.batches for part in one_by_one(batch)]
         blocks: dict[str, dict[str, Tensor]] = {}
         for block in self.architecture.blocks:
             names = [name for info in block.tensors for name in info.names if name in parameters]
@@ -196,7 +197,7 @@ class Measurement:
         options: MeasureOptions,
         own: dict[str, Tensor],
         blocks: frozenset[str],
-        parts: list[Batch],
+        parts: Sequence[Batch],
     ) -> Pass:
         def run(step: int, sums: Sums) -> None:
             one = parts[step]
@@ -219,14 +220,6 @@ class Measurement:
             return {key: (total / len(parts)).to(self._dtype()) for key, total in sums.items()}
 
         return Pass("Fisher", blocks, len(parts), run, finish)
-
-
-def examples(batch: Batch) -> list[Batch]:
-    """Each example of a batch by itself; the batch, where its tensors do not count examples (patches of images)."""
-    lengths = {len(tensor) for tensor in batch.values()}
-    if len(lengths) != 1:
-        return [batch]
-    return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(lengths.pop())]
 
 
 def check_watched(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.Module, must: bool) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import DataError
+from rotation_merge.samples.arrays import Apart, one_by_one, words_alone
 from rotation_merge.samples.examples import KINDS, read_examples, tokenizer_of
 from rotation_merge.samples.functions import Batch, check_kind
 from rotation_merge.samples.sentence import is_sentence_model
@@ -64,13 +65,18 @@ def read_batches(
         examples: Any = write_samples(source, model, model_path, limit or SAMPLES, length, seed)
     else:
         examples = read_examples(source, model_path, model, length)
-    count = len(next(iter(examples.values()))) if isinstance(examples, dict) else len(examples)
+    if isinstance(examples, Apart):
+        batches = examples.batches[:limit]
+        count = len(batches)
+    else:
+        whole = len(next(iter(examples.values()))) if isinstance(examples, dict) else len(examples)
+        count = min(whole, limit) if limit else whole
+        if isinstance(examples, dict):
+            _check_inputs(examples, model, source)
+        rows = range(count)
+        batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, count, batch_size)]
     if count == 0:
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
-    rows = range(min(count, limit) if limit else count)
-    if isinstance(examples, dict):
-        _check_inputs(examples, model, source)
-    batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
     check_kind(model, batches[0], source)
     for batch in batches:
         _check_tokens(batch, model, source)
@@ -79,8 +85,8 @@ def read_batches(
         generator = torch.Generator().manual_seed(seed)
         batches = [_masked(batch, model_path, generator) for batch in batches]
     elif task == "next token" and "labels" not in batches[0]:
-        batches = [{**b, "labels": _labels(b)} for b in batches]
-    return Data(batches, task, len(rows))
+        batches = [{**b, "labels": _labels(b, model.config)} for b in batches]
+    return Data(batches, task, count)
 
 
 def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -> dict[str, Any]:
@@ -151,7 +157,8 @@ def _check_tokens(batch: Batch, model: Any, source: str) -> None:
 def _task(model: Any, batch: Batch) -> str:
     """What a loss can be measured of."""
     name = type(model).__name__
-    if "input_ids" in batch and name.endswith(("ForCausalLM", "LMHeadModel")):
+    sees = "ForConditionalGeneration" in name and not getattr(model.config, "is_encoder_decoder", False)
+    if "input_ids" in batch and (sees or name.endswith(("ForCausalLM", "LMHeadModel"))):
         return "next token"
     if "input_ids" in batch and name.endswith("ForMaskedLM") and "labels" not in batch:
         return "masked token"
@@ -186,9 +193,8 @@ def _padded(row: Tensor, length: int, value: int) -> Tensor:
     return torch.nn.functional.pad(row, (0, length - row.shape[-1]), value=value)
 
 
-def _labels(batch: Batch) -> Tensor:
-    mask = batch.get("attention_mask")
-    return batch["input_ids"] if mask is None else batch["input_ids"].masked_fill(mask == 0, -100)
+def _labels(batch: Batch, config: Any) -> Tensor:
+    return batch["input_ids"].masked_fill(~words_alone(batch, config), -100)
 
 
 def _masked(batch: Batch, model_path: str, generator: torch.Generator) -> Batch:
@@ -219,9 +225,10 @@ def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
             continue
         for row in range(len(batch["attention_mask"])):
             begin, end = _real(batch["attention_mask"][row], source)
-            long = batch["attention_mask"].shape[1]
+            shape = batch["attention_mask"].shape[:2]
+            own = one_by_one(batch)[row]
             cut = {
-                name: tensor[row : row + 1, begin:end] if tensor.shape[1:2] == (long,) else tensor[row : row + 1]
+                name: own[name][:, begin:end] if tensor.shape[:2] == shape else own[name]
                 for name, tensor in batch.items()
                 if name != "attention_mask"
             }
@@ -242,12 +249,9 @@ def _real(mask: Tensor, source: str) -> tuple[int, int]:
 
 def _joined(rows: list[Batch], size: int) -> list[Batch]:
     """Examples of one length in batches of at most `size`."""
-    flat = [{name: tensor[i : i + 1] for name, tensor in batch.items()} for batch in rows for i in range(_count(batch))]
+    flat = [example for batch in rows for example in one_by_one(batch)]
+    groups = [flat[i : i + size] for i in range(0, len(flat), size)]
     return [
-        {name: torch.cat([example[name] for example in flat[i : i + size]]) for name in flat[i]}
-        for i in range(0, len(flat), size)
+        {name: torch.cat([e[name] for e in group if name in e]) for name in dict.fromkeys(n for e in group for n in e)}
+        for group in groups
     ]
-
-
-def _count(batch: Batch) -> int:
-    return len(next(iter(batch.values())))

@@ -13,6 +13,7 @@ from torch import Tensor
 from rotation_merge.checkpoints.hub import local_file
 from rotation_merge.checkpoints.vocabulary import is_hollow
 from rotation_merge.errors import DataError, nearest, short
+from rotation_merge.samples.arrays import Apart, by_example
 from rotation_merge.samples.dataset import is_dataset, read_dataset
 from rotation_merge.samples.functions import Batch, local_path
 from rotation_merge.samples.images import preparer, read_images
@@ -26,8 +27,8 @@ KINDS = (
 ARRAYS = (".npz", ".safetensors")
 
 
-def read_examples(source: str, model_path: str, model: Any, length: int) -> dict[str, Tensor] | list[Batch]:
-    """All examples of a source: one tensor for each input of the model, or, of various lengths, one batch each.
+def read_examples(source: str, model_path: str, model: Any, length: int) -> dict[str, Tensor] | list[Batch] | Apart:
+    """All examples of a source: one tensor for each input of the model, or one for each example.
 
     Raises:
         DataError: names the file and what it should hold.
@@ -43,7 +44,7 @@ def read_examples(source: str, model_path: str, model: Any, length: int) -> dict
         if path.is_dir():
             return read_images(path, local_path(model_path), model.config)
         if path.suffix in ARRAYS:
-            return _arrays(path)
+            return by_example(_arrays(path), model, source)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"cannot be read ({error})", where=source, remedy=f"give {KINDS}") from error
@@ -116,9 +117,6 @@ def _arrays(path: Path) -> dict[str, Tensor]:
 
         with np.load(path, allow_pickle=False) as file:
             found = {name: torch.as_tensor(file[name]) for name in file.files}
-    if len({len(array) for array in found.values()}) != 1:
-        lengths = ", ".join(f"{name} {len(array)}" for name, array in found.items())
-        raise ValueError(f"arrays of different lengths: {lengths or 'none'}")
     return {name: array.float() if array.is_floating_point() else array.long() for name, array in found.items()}
 
 
