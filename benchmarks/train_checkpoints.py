@@ -322,6 +322,7 @@ PAPERS = {
     **{f"vit-{seed}": f"vit --seed {seed}" for seed in range(2, 6)},
     **{f"vit-w{w}-{seed}": f"vit --seed {seed} --width {w}" for w in (32, 128) for seed in range(4)},
     **{f"llama-w{w}-{seed}": f"llama --seed {seed} --width {w} --steps 500" for w in (48, 96, 144) for seed in (0, 1)},
+    **{f"llama-{seed}": f"llama --seed {seed}" for seed in (2, 3)},
     "llama-1-c": "finetune --domain c",
 }
 """What benchmarks/papers measures on beside the checkpoints that come with the package: name, and how it is trained."""

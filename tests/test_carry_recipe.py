@@ -41,7 +41,11 @@ def test_a_scale_multiplies_the_change(models: tuple[str, dict[str, Path]], tmp_
 
 @pytest.mark.parametrize(
     ("parameters", "flags"),
-    [({"carry": "refit", "scale": 1.0}, ("--carry", "refit", "--scale", 1)), ({"scale": "auto"}, ("--scale", "auto"))],
+    [
+        ({"carry": "refit", "scale": 1.0}, ("--carry", "refit", "--scale", 1)),
+        ({"carry": "distil", "scale": 1.0, "steps": 2}, ("--steps", 2, "--scale", 1)),
+        ({"scale": "auto"}, ("--scale", "auto")),
+    ],
 )
 def test_recipe_and_command_agree(
     parameters: dict[str, Any], flags: tuple[object, ...], models: tuple[str, dict[str, Path]], tmp_path: Path

@@ -38,7 +38,7 @@ from transformers.utils import logging  # noqa: E402
 from rotation_merge.samples.demo import CHECKPOINTS as SHIPPED  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
-SHARED = {Path(__file__).stem, "digits", "drawing", "landscape", "merges"}
+SHARED = {Path(__file__).stem, "carried", "digits", "drawing", "landscape", "merges"}
 """Modules of this folder that are no table or figure."""
 
 

@@ -1,0 +1,264 @@
+"""Fine-tunes carried to other bases: the models and tasks that `transport`, `ablations` and `scales` measure.
+
+Llamas: fine-tunes of Llama 0 for English and C go to Llamas of other seeds; what these know by themselves is Python.
+ViTs: ViT 0 is tuned here, for 100 steps, on digits drawn faintly, in thick strokes, or mirrored; what the other ViTs
+know by themselves are the digits as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from apparatus import Given
+from corpora import documents
+from residual import Model, align, open_model, text
+from torch import Tensor
+from train_checkpoints import CONTEXT, fit, save, warm_cosine
+from transformers import AutoConfig, ViTForImageClassification
+
+from rotation_merge.averaging.carry_scale import Scaled
+from rotation_merge.averaging.transport import REGULARISATION, Plans, block_plans, transported, weight_points
+from rotation_merge.matching.carry import Carrier
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.state import read_block, unstack
+from rotation_merge.planning.fusing import How, PlanStreams
+from rotation_merge.samples import demo
+from rotation_merge.samples.data import Data
+from rotation_merge.samples.evaluate import evaluate
+from rotation_merge.samples.functions import load
+from rotation_merge.samples.written import self_written
+
+STEPS = 100
+"""Of tuning a ViT."""
+FEW = {"Llamas": 8, "ViTs": 50}
+"""Samples that scales are learned from: windows of 128 bytes, or images, five a class."""
+NOT_ALIGNED, GIT_RE_BASIN, OT, TRANSFUSION, OURS = "none", "Git Re-Basin", "OT", "TransFusion", "ours"
+METHODS: dict[str, MatchOptions | str | None] = {
+    NOT_ALIGNED: None,
+    GIT_RE_BASIN: MatchOptions(attention="permutation", residual="permutation", rescale=False),
+    OT: OT,
+    TRANSFUSION: MatchOptions(attention="permutation", heads="spectral", residual="permutation", rescale=False),
+    OURS: MatchOptions(heads="permutation", residual="rotation"),
+}
+
+IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "faint": lambda pixels: (pixels + 0.5) / 2 - 0.5,
+    "thick": lambda pixels: torch.nn.functional.max_pool2d(pixels, 2, 1, 1)[..., 1:, 1:],
+    "mirrored": lambda pixels: pixels.flip(3),
+}
+"""Tasks of the ViTs: what becomes of the digits."""
+
+Found = dict[str, list[float]]
+"""By scale: gain on the task in nats and in points of accuracy, and what is lost of the own skill in both."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One fine-tune of the old base, and what to measure it on.
+
+    Attributes:
+        test, few: of its task; few samples to learn from, with labels.
+        own, own_few: of what the new bases know by themselves.
+    """
+
+    task: str
+    tuned: Model
+    test: Data
+    few: Data
+    own: Data
+    own_few: Callable[[str], Data]
+
+
+@dataclass
+class Family:
+    """Models of one kind: the old base, its fine-tunes, and the new bases by name."""
+
+    name: str
+    given: Given
+    old: Model
+    works: list[Work]
+    seeds: tuple[int, ...]
+
+    @property
+    def bases(self) -> list[str]:
+        kind = self.old.name.rpartition("-")[0]
+        return [f"{kind}-{seed}" for seed in self.seeds]
+
+    def path(self, base: str) -> str:
+        return str(self.given.model(base))
+
+    def carried(self, base: str, method: MatchOptions | str | None) -> dict[str, Scaled]:
+        """The new base with the change of every fine-tune, by task, whatever the scale."""
+        folder = self.given.model(base)
+        new, config = open_model(folder.parent, folder.name), AutoConfig.from_pretrained(folder)
+        options = method if isinstance(method, MatchOptions) else None
+        carrier = Carrier(new.architecture, self.old.state, new.state, align(new, self.old, options))
+        found = {work.task: Scaled(carrier, work.tuned.state, config) for work in self.works}
+        if isinstance(method, str):
+            plans = _plans(new, self.old)
+            for work in self.works:
+                found[work.task].ends = dict(_transported(carrier, work.tuned, plans))
+        return found
+
+    def alone(self, base: str, work: Work, ends: Scaled) -> list[tuple[float, float]]:
+        """Losses and accuracies of a new base by itself: on the task, and on what it knows."""
+
+        def compute() -> list[tuple[float, float]]:
+            return [evaluate(ends.model(0.0), data) for data in (work.test, work.own)]
+
+        first, second = self.given.kept(f"carried, {self.name}, {base} alone, {work.task}", compute)
+        return [(first[0], first[1]), (second[0], second[1])]
+
+    @cached_property
+    def home(self) -> dict[str, list[float]]:
+        """What fine-tuning gained at home, by task: nats, points."""
+
+        def compute() -> dict[str, list[float]]:
+            still = Carrier(self.old.architecture, self.old.state, self.old.state, Alignment({}))
+            config = AutoConfig.from_pretrained(self.path(self.old.name))
+            found = {}
+            for work in self.works:
+                ends = Scaled(still, work.tuned.state, config)
+                found[work.task] = gained(evaluate(ends.model(0.0), work.test), ends.model(1.0), work.test)
+            return found
+
+        return dict(self.given.kept(f"carried, {self.name}, at home", compute))
+
+    def share(self, gains: Mapping[str, float]) -> float:
+        """Mean over tasks of the gain in nats, in percent of what fine-tuning gained at home."""
+        return sum(100 * gain / self.home[task][0] for task, gain in gains.items()) / len(gains)
+
+
+def families(given: Given, llamas: bool = False) -> Iterator[Family]:
+    """ViTs, and Llamas: in quick runs only where `llamas` says so."""
+    seeds = tuple(range(1, 1 + given.seeds))
+    yield Family("ViTs", given, _base(given, "vit-0"), _images(given), seeds)
+    if llamas or not given.quick:
+        yield Family("Llamas", given, _base(given, "llama-0"), _texts(given), seeds)
+
+
+def gained(before: tuple[float, float], model: Any, data: Data) -> list[float]:
+    """How much lower a model's loss is than before, in nats, and how much higher its accuracy, in points."""
+    loss, right = evaluate(model, data)
+    return [before[0] - loss, 100 * (right - before[1])]
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------
+
+
+def _base(given: Given, name: str) -> Model:
+    folder = given.model(name)
+    return open_model(folder.parent, folder.name)
+
+
+def _texts(given: Given) -> list[Work]:
+    windows = 4 if given.quick else 48
+    own = _next(text("python")[:windows])
+    written = _Written()
+    return [
+        Work(
+            task,
+            _base(given, f"llama-0-{short}"),
+            _next(text(short)[:windows]),
+            _next(_training(short, FEW["Llamas"])),
+            own,
+            written,
+        )
+        for task, short in (("English", "english"), ("C", "c"))[: 1 if given.quick else None]
+    ]
+
+
+class _Written:
+    """Text that a base writes itself, once for each."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Data] = {}
+
+    def __call__(self, path: str) -> Data:
+        if path not in self.found:
+            self.found[path] = _next(self_written(load(path), path, FEW["Llamas"]))
+        return self.found[path]
+
+
+def _training(domain: str, count: int) -> Tensor:
+    """Windows of a domain's training text, evenly spread."""
+    tokens = torch.frombuffer(bytearray(b"".join(documents(domain)[0])), dtype=torch.uint8).long()
+    step = len(tokens) // count
+    return torch.stack([tokens[number * step : number * step + CONTEXT] for number in range(count)])
+
+
+def _next(windows: Tensor) -> Data:
+    return Data([{"input_ids": part, "labels": part} for part in windows.split(32)], "next token", len(windows))
+
+
+def _images(given: Given) -> list[Work]:
+    pixels, labels, unseen, answers = demo.digits()
+    count = 1 if given.quick else FEW["ViTs"] // 10
+    few = torch.cat([(labels == digit).nonzero()[:count, 0] for digit in range(10)])
+    own, own_few = _classes(unseen, answers), _classes(pixels[few], labels[few])
+    works = []
+    for task in list(IMAGES)[: 1 if given.quick else None]:
+        drawn = IMAGES[task]
+        tuned = _tuned(given, task, drawn(pixels), labels)
+        test, small = _classes(drawn(unseen), answers), _classes(drawn(pixels[few]), labels[few])
+        works.append(Work(task, tuned, test, small, own, lambda _: own_few))
+    return works
+
+
+def _classes(pixels: Tensor, labels: Tensor) -> Data:
+    return Data([{"pixel_values": pixels, "labels": labels}], "class", len(labels))
+
+
+def _tuned(given: Given, task: str, pixels: Tensor, labels: Tensor) -> Model:
+    """ViT 0 tuned on a task."""
+    steps = 10 if given.quick else STEPS
+    model = ViTForImageClassification.from_pretrained(given.model("vit-0"), dtype=torch.float32)
+    draw = torch.Generator().manual_seed(0)
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        while True:
+            for rows in torch.randperm(len(pixels), generator=draw).split(64):
+                yield {"pixel_values": pixels[rows], "labels": labels[rows]}
+
+    fit(model, batches(), steps, warm_cosine(steps, 10, 0.05), lr=5e-4, weight_decay=0.05, betas=(0.9, 0.99))
+    name = f"vit-0-{task}"
+    save(model, given.scratch / name)
+    return open_model(given.scratch, name)
+
+
+# --- optimal transport of a change -----------------------------------------------------------------------------
+
+
+def _plans(new: Model, old: Model) -> Plans:
+    """Soft plans from the old base's coordinates to the new one's, from weights, as delegate `ot_fusion` makes them."""
+    how = How(hard=False, regularisation=REGULARISATION["weights"])
+    task = PlanStreams(
+        key="streams", label="", architecture=new.architecture, anchor=new.state, donor=old.state, how=how
+    )
+    found = task.execute()
+    for block in new.architecture.blocks:
+        donor = {
+            key: transported(tensor, info, found, None)
+            for key, tensor in read_block(block, old.state).items()
+            if (info := block.tensor(key)) is not None
+        }
+        points = [weight_points(block, tensors) for tensors in (donor, read_block(block, new.state))]
+        found |= block_plans(block, *points, how.hard, how.regularisation)
+    return found
+
+
+def _transported(carrier: Carrier, tuned: Model, plans: Plans) -> Iterator[tuple[str, tuple[str, Tensor, Tensor]]]:
+    """A fine-tune's change moved by plans, as `Scaled` has it."""
+    for block in carrier.architecture.blocks:
+        old, fine, new = (read_block(block, source) for source in (carrier.old, tuned.state, carrier.new))
+        for info in block.tensors:
+            if info.key in new:
+                moved = transported(fine[info.key] - old[info.key], info, plans, None)
+                starts = unstack(info, new[info.key])
+                for name, change in unstack(info, moved.float()).items():
+                    yield name, (block.name, starts[name], change)
