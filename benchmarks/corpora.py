@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
+TORCH = Path(str(find_spec("torch").origin)).parent  # type: ignore[union-attr]
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__pycache__"}
 
 
 def documents(domain: str) -> tuple[list[bytes], list[bytes]]:
-    """Training and held-out documents of one domain: python, english, c or cpp.
+    """Training and held-out documents of one domain: python, english, c, cpp, torch or c10.
 
     python: the standard library without installed packages, tests, `encodings` (tables) and `pydoc_data` (English);
     english: the help texts of `pydoc_data.topics`, each paragraph once (topics repeat each other), twenty a document;
-    c: CPython's own headers; cpp: the headers of GCC's C++ library in /usr/include/c++, those of the newest version.
+    c: CPython's own headers; cpp: the headers of GCC's C++ library in /usr/include/c++, those of the newest version;
+    torch, c10: the sources of torch.nn, and the headers of torch's C++ library c10.
     """
     if domain == "english":
         from pydoc_data.topics import topics
@@ -26,6 +29,8 @@ def documents(domain: str) -> tuple[list[bytes], list[bytes]]:
         root, pattern = {
             "python": (Path(sysconfig.get_path("stdlib")), "*.py"),
             "c": (Path(sysconfig.get_path("include")), "*.h"),
+            "torch": (TORCH / "nn", "*.py"),
+            "c10": (TORCH / "include" / "c10", "*.h"),
             "cpp": (max(Path("/usr/include/c++").glob("*"), key=lambda p: int(p.name), default=Path("absent")), "*"),
         }[domain]
         names = sorted(path.relative_to(root) for path in root.rglob(pattern) if path.is_file())

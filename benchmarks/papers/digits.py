@@ -11,7 +11,7 @@ from fit import images
 from merges import Judged, Pair, judged
 from refit import accuracy
 
-SAMPLES = 300
+SAMPLES = 200
 """Training images without labels, for statistics, plans, learned matching and refit."""
 
 
@@ -21,7 +21,7 @@ def pair(given: Given, seeds: tuple[int, int]) -> Pair:
     scratch.mkdir()
     np.savez(scratch / "images.npz", pixel_values=np.concatenate([batch["pixel_values"] for batch in batches]))
     anchor, donor = (given.model(f"vit-{seed}") for seed in seeds)
-    return Pair(anchor, donor, scratch, scratch / "images.npz", batches, 2 if given.quick else 600)
+    return Pair(anchor, donor, scratch, scratch / "images.npz", batches, 2 if given.quick else 300)
 
 
 def pairs(given: Given) -> dict[str, Callable[[], Pair]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from apparatus import Given
 from averaging import METHODS, call, merge
-from residual import Model, open_model
+from residual import Model, State, open_model
 from safetensors.torch import save_file
 
 from rotation_merge.learning.fit import fit
@@ -34,10 +34,10 @@ MATCHINGS: dict[str, MatchOptions | None] = {
 """The paper's own (heads in their order) without and with its parts, then two of ours that turn the residual stream."""
 STILL = {"attention": "none", "ffn": "none", "heads": "none", "rescale": False}
 AVERAGES: dict[str, dict[str, Any]] = {
-    **{name: METHODS[name] for name in ("Simple", "Fisher", "RegMean", "OT-ACTS-EMD", "OT-ACTS", "OT-WTS", "K-FAC")},
+    **{name: METHODS[name] for name in ("Simple", "Fisher", "RegMean", "OT-ACTS-EMD", "OT-ACTS", "OT-WTS")},
     "refit": {"delegate": "refit", "ridge": 0.001, "data": True},
 }
-"""Parameters of a recipe by name; `data` stands for the pair's samples. The last two are not in the paper."""
+"""Parameters of a recipe by name; `data` stands for the pair's samples. The last is not in the paper."""
 QUICK = ("Simple",)
 """Those of a quick run."""
 MEASURED = {"regmean": "gram", "fisher": "fisher", "kfac": "kfac"}
@@ -58,7 +58,7 @@ class Pair:
     scratch: Path
     data: Path
     batches: list[dict[str, Any]] = field(default_factory=list)
-    steps: int = 600
+    steps: int = 300
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def alignment(self, matching: str) -> Alignment | None:
@@ -77,16 +77,21 @@ class Pair:
 
     def aligned(self, matching: str) -> tuple[Path, Path]:
         """Both as checkpoints in the same coordinates, neither with another function."""
-        folder = self.scratch / matching.replace(" ", "-")
-        paths = folder / "anchor", folder / "donor"
-        if not folder.exists():
-            alignment, models = self.alignment(matching), self.models()
-            for number, (path, model) in enumerate(zip(paths, models, strict=True)):
-                shutil.copytree(self.donor if number else self.anchor, path)
-                if alignment is not None:
-                    state = model.moved(alignment) if number else model.folded(alignment)
-                    save_file({**model.state, **state}, path / "model.safetensors", {"format": "pt"})
+        options = MATCHINGS[matching]
+        folded = "-folded" if options is not None and options.residual == "rotation" else ""
+        paths = self.scratch / f"anchor{folded}", self.scratch / f"donor-{matching.replace(' ', '-')}"
+        if not paths[1].exists():
+            alignment, (anchor, donor) = self.alignment(matching), self.models()
+            self.write(self.donor, paths[1], donor.state, donor.moved(alignment) if alignment else {})
+            if not paths[0].exists():
+                self.write(self.anchor, paths[0], anchor.state, anchor.folded(alignment) if alignment else {})
         return paths
+
+    def write(self, like: Path, path: Path, state: State, changed: State) -> None:
+        """A checkpoint in float32, `changed` instead of some of its tensors."""
+        shutil.copytree(like, path)
+        tensors = {name: tensor.contiguous() for name, tensor in {**state, **changed}.items()}
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
     def merged(self, average: str, matching: str) -> tuple[Path, float]:
         """Where the merge of the two lies, and the seconds that it took without matching and measuring."""
@@ -99,15 +104,16 @@ class Pair:
             parameters["data"] = str(self.data)
         if parameters["delegate"] == "refit":
             parameters["samples"] = sum(len(next(iter(batch.values()))) for batch in self.batches)
-        out = paths[0].parent / "merged"
+        out = self.scratch / "merged"
         _, seconds = merge(paths[0], paths[1], out, parameters, f"-{kind}")
         return out, seconds
 
     def measure(self, path: Path, kind: str) -> Path:
         """The statistics of one model on the samples, once."""
-        file = path.parent / f"{path.name}-{kind}.safetensors"
+        file = self.scratch / f"{path.name}-{kind}.safetensors"
         if not file.exists():
-            call("measure", path, "--data", self.data, "--kinds", kind, "--out", file)
+            few = ("--samples", 64) if kind == "fisher" else ()
+            call("measure", path, "--data", self.data, "--kinds", kind, "--out", file, *few)
         return file
 
 

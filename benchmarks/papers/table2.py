@@ -1,8 +1,8 @@
 """Table 2 of "Beyond the Permutation Symmetry of Transformers": two ViTs merged, by average and by matching.
 
 Accuracy on scikit-learn's test digits, halves of two ViTs of other seeds, mean and spread over pairs. Statistics,
-plans, learned matching and refit see 300 training images without labels, and statistics are measured after matching.
-Two matchings (residual, learned) and two averages (K-FAC, refit) are not in the paper.
+plans, learned matching and refit see 200 training images without labels (Fisher 64), and statistics are measured after
+matching. Two matchings (residual, learned) and refit are not in the paper.
 """
 
 from __future__ import annotations
