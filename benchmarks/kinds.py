@@ -1,7 +1,8 @@
 """A task for small encoders that has the same classes in several domains: what kind of token a byte of code belongs to.
 
-A sample is 47 bytes of code, and before them once more the byte asked for, the one behind the first 16. Domains are CPython's library and torch.nn
-(Python), CPython's headers (C) and torch's c10 (C++), each with every tenth file held out (`corpora.documents`).
+A sample is 47 bytes of code, and before them once more the byte asked for, which is the one behind the first 16.
+Domains are CPython's library and torch.nn (Python), CPython's headers (C) and torch's c10 (C++), each with every tenth
+file held out (`corpora.documents`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ C_WORDS = (
     "extern float for friend if ifdef ifndef include inline int long namespace noexcept nullptr operator override "
     "private protected public return short signed sizeof static struct switch template this typedef typename union "
     "unsigned using virtual void volatile while"
-).split()
+)
 STRING = r'"(?:\\.|[^"\\\n])*"|' + r"'(?:\\.|[^'\\\n])*'"
 COMMENTS = {"python": r"\#[^\n]*", "c": r"/\*[\s\S]*?\*/|//[^\n]*"}
 STRINGS = {"python": rf'"""[\s\S]*?"""|{STRING}', "c": STRING}
-WORDS = {"python": kwlist, "c": C_WORDS}
+WORDS = {"python": "|".join(kwlist), "c": C_WORDS.replace(" ", "|")}
 
 
 def language(domain: str) -> str:
@@ -42,18 +43,25 @@ def language(domain: str) -> str:
 def tokens(code: str, domain: str) -> Iterator[tuple[str, int, int]]:
     """Kind, start and end of every token but white space."""
     of = language(domain)
-    number = r"\b\d[\w.]*"
-    pattern = rf"({COMMENTS[of]})|({STRINGS[of]})|({number})|\b({'|'.join(WORDS[of])})\b|([^\W\d]\w*)|([^\w\s])"
+    numeral = r"\b\d[\w.]*"
+    pattern = rf"({COMMENTS[of]})|({STRINGS[of]})|({numeral})|\b({WORDS[of]})\b|([^\W\d]\w*)|([^\w\s])"
     for match in re.finditer(pattern, code):
         yield KINDS[match.lastindex - 1], *match.span()  # type: ignore[operator]
 
 
 @cache
 def samples(domain: str, held_out: bool, each: int) -> tuple[Tensor, Tensor]:
-    """`each` samples of every kind: bytes (N, 1 + 47) and kinds (N,), drawn from the tokens, one byte of each."""
+    """`each` samples of every kind: bytes (N, 1 + 47) and kinds (N,), one byte of a token each.
+
+    Documents are read in random order until there are three times as many of every kind.
+    """
     draw = torch.Generator().manual_seed(int(held_out))
     found: dict[str, list[bytes]] = {kind: [] for kind in KINDS}
-    for document in documents(domain)[held_out]:
+    everything = documents(domain)[held_out]
+    for number in torch.randperm(len(everything), generator=draw).tolist():
+        if min(map(len, found.values())) >= 3 * each:
+            break
+        document = everything[number]
         code = document.decode("latin-1")
         for kind, start, end in tokens(code, domain):
             first = start + int(torch.randint(end - start, (), generator=draw)) - BEFORE

@@ -5,6 +5,8 @@
     python benchmarks/train_checkpoints.py vit --seed 0 --digits 01234
     python benchmarks/train_checkpoints.py llama --seed 0
     python benchmarks/train_checkpoints.py vit --seed 0 --width 32
+    python benchmarks/train_checkpoints.py encoder --seed 0
+    python benchmarks/train_checkpoints.py classifier --base checkpoints/encoder-0 --domain c10
     python benchmarks/train_checkpoints.py papers --out checkpoints
     python benchmarks/train_checkpoints.py finetune --base checkpoints/llama-0 --domain english --schedule short
     python benchmarks/train_checkpoints.py adapter --base checkpoints/llama-0 --teacher checkpoints/llama-0-english
@@ -25,10 +27,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import kinds
 import torch
 from corpora import documents, excerpt, unseen
 from torch import Tensor, nn
 from transformers import (
+    BertForMaskedLM,
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -176,6 +181,24 @@ def train_llama(seed: int, steps: int | None, width: int = 96) -> PreTrainedMode
     return model
 
 
+def train_encoder(seed: int, steps: int | None) -> PreTrainedModel:
+    """A byte-level BERT that fills in hidden bytes of Python code."""
+    model, steps = kinds.encoder(BertForMaskedLM), steps or 400
+    batches = kinds.masked(torch.Generator().manual_seed(seed))
+    fit(model, batches, steps, warm_cosine(steps, steps // 10, 0.05), lr=2e-3, weight_decay=0.01)
+    return model
+
+
+def train_classifier(base: Path, domain: str, seed: int, steps: int | None) -> PreTrainedModel:
+    """An encoder with a head of its own that tells kinds of tokens in one domain."""
+    model, steps = kinds.encoder(BertForSequenceClassification), steps or 300
+    body = BertForMaskedLM.from_pretrained(base, dtype=torch.float32).bert.state_dict()
+    model.bert.load_state_dict(body, strict=False)  # the pooler is new
+    batches = kinds.labelled(domain, torch.Generator().manual_seed(seed))
+    fit(model, batches, steps, warm_cosine(steps, steps // 10, 0.05), lr=1e-3, weight_decay=0.01)
+    return model
+
+
 def finetune(base: Path, domain: str, schedule: str, seed: int, steps: int | None) -> PreTrainedModel:
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     before = [weight.detach().clone() for weight in model.parameters()]
@@ -218,8 +241,11 @@ def adapter(base: Path, teacher: Path, seed: int, out: Path, rank: int = 2, step
 
 @torch.no_grad()
 def evaluate(model: PreTrainedModel) -> dict[str, float]:
-    """Accuracy and loss on the test digits, or loss in nats per byte on each of the shipped texts."""
+    """Accuracy and loss on test digits, or nats per byte of each shipped text, or accuracy on token kinds by domain."""
     model = model.float().eval()
+    if model.config.model_type == "bert":
+        domains = kinds.DOMAINS if isinstance(model, BertForSequenceClassification) else ()
+        return {domain: kinds.accuracy(model, domain) for domain in domains}
     if model.config.model_type == "vit":
         _, _, pixels, labels = data.digits()
         output = model(pixel_values=pixels, labels=labels)
@@ -301,6 +327,10 @@ def parser() -> argparse.ArgumentParser:
     images.add_argument("--width", type=int, default=64)
     causal = commands.add_parser("llama", parents=[training])
     causal.add_argument("--width", type=int, default=96, help="a multiple of 48")
+    commands.add_parser("encoder", parents=[training])
+    telling = commands.add_parser("classifier", parents=[training])
+    telling.add_argument("--base", type=Path, required=True)
+    telling.add_argument("--domain", choices=kinds.DOMAINS, required=True)
     tune = commands.add_parser("finetune", parents=[training])
     tune.add_argument("--base", type=Path, required=True)
     tune.add_argument("--domain", choices=("english", "c", "cpp"), required=True)
@@ -324,6 +354,9 @@ PAPERS = {
     **{f"llama-w{w}-{seed}": f"llama --seed {seed} --width {w} --steps 500" for w in (48, 96, 144) for seed in (0, 1)},
     **{f"llama-{seed}": f"llama --seed {seed}" for seed in (2, 3)},
     "llama-1-c": "finetune --domain c",
+    **{f"encoder-{seed}": f"encoder --seed {seed}" for seed in (0, 1)},
+    **{f"encoder-0-{domain}": f"classifier --domain {domain}" for domain in kinds.DOMAINS},
+    **{f"encoder-1-{domain}": f"classifier --domain {domain}" for domain in ("torch", "c10")},
 }
 """What benchmarks/papers measures on beside the checkpoints that come with the package: name, and how it is trained."""
 
@@ -342,7 +375,7 @@ def main() -> None:
     elif args.command == "papers":
         for name, words in PAPERS.items():
             if not (args.out / name).exists() and not (data.CHECKPOINTS / name).exists():
-                base = ["--base", str(base_of(name, args.out))] if words.startswith("finetune") else []
+                base = ["--base", str(base_of(name, args.out))] if "--domain" in words else []
                 _train(parser().parse_args([*words.split(), *base, "--out", str(args.out)]))
     elif args.command in ("ship", "evaluate"):
         for path in args.checkpoints:
@@ -362,6 +395,11 @@ def _train(args: argparse.Namespace) -> None:
     if args.command == "finetune":
         name = f"{args.base.name}-{args.domain}" + ("-long" if args.schedule == "long" else "")
         model = finetune(args.base, args.domain, args.schedule, args.seed, args.steps)
+    elif args.command == "encoder":
+        name, model = f"encoder-{args.seed}", train_encoder(args.seed, args.steps)
+    elif args.command == "classifier":
+        name = f"{args.base.name}-{args.domain}"
+        model = train_classifier(args.base, args.domain, args.seed, args.steps)
     elif args.command == "vit":
         width = f"w{args.width}-" if args.width != 64 else ""
         name = f"vit-{width}{args.seed}" + (f"-digits-{args.digits}" if args.digits != DIGITS else "")

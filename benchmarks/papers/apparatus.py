@@ -38,8 +38,6 @@ from transformers.utils import logging  # noqa: E402
 from rotation_merge.samples.demo import CHECKPOINTS as SHIPPED  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
-SHARED = {Path(__file__).stem, "carried", "digits", "drawing", "landscape", "merges"}
-"""Modules of this folder that are no table or figure."""
 
 
 @dataclass
@@ -150,7 +148,7 @@ def rows_of(table: str, results: Path = RESULTS) -> list[Row]:
 def scripts() -> Iterator[ModuleType]:
     """Every table and figure, imported."""
     for path in sorted(HERE.glob("*.py")):
-        if path.stem not in SHARED:
+        if "\nrun(__name__)" in path.read_text(encoding="utf-8"):
             yield importlib.import_module(path.stem)
 
 

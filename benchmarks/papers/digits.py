@@ -30,7 +30,7 @@ def pairs(given: Given) -> dict[str, Callable[[], Pair]]:
 
 def accuracies(given: Given) -> Judged:
     """Percent of the 540 test digits, by average and matching, of each pair."""
-    return judged(given, f"accuracy, {SAMPLES} images", pairs(given), percent)
+    return judged(given, f"accuracy, {SAMPLES} images", pairs(given), lambda out, _: percent(out))
 
 
 def percent(path: Path) -> float:

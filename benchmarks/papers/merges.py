@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -51,6 +52,7 @@ class Pair:
         data: file of samples, without labels.
         batches: the same as batches, for learned matching; `steps` of it.
         parameters: of every recipe.
+        matchings: options by name.
     """
 
     anchor: Path
@@ -60,10 +62,11 @@ class Pair:
     batches: list[dict[str, Any]] = field(default_factory=list)
     steps: int = 300
     parameters: dict[str, Any] = field(default_factory=dict)
+    matchings: dict[str, MatchOptions | None] = field(default_factory=lambda: MATCHINGS)
 
     def alignment(self, matching: str) -> Alignment | None:
         """How the donor is moved; None: not at all."""
-        chosen = MATCHINGS[matching]
+        chosen = self.matchings[matching]
         if chosen is None:
             return None
         if matching == LEARNED:
@@ -77,7 +80,7 @@ class Pair:
 
     def aligned(self, matching: str) -> tuple[Path, Path]:
         """Both as checkpoints in the same coordinates, neither with another function."""
-        options = MATCHINGS[matching]
+        options = self.matchings[matching]
         folded = "-folded" if options is not None and options.residual == "rotation" else ""
         paths = self.scratch / f"anchor{folded}", self.scratch / f"donor-{matching.replace(' ', '-')}"
         if not paths[1].exists():
@@ -117,21 +120,26 @@ class Pair:
         return file
 
 
-Judged = dict[tuple[str, str], list[float]]
+Judged = dict[tuple[str, str], list[Any]]
 """What a judge says of the merges of several pairs, by average and matching."""
 
 
-def judged(given: Given, key: str, pairs: dict[str, Callable[[], Pair]], judge: Callable[[Path], float]) -> Judged:
+def judged(
+    given: Given,
+    key: str,
+    pairs: Mapping[str, Callable[[], Pair]],
+    judge: Callable[[Path, Pair], Any],
+    matchings: Iterable[str] = MATCHINGS,
+    averages: Iterable[str] = AVERAGES,
+) -> Judged:
     """The judge's word on every merge of every pair, kept from run to run under the pair's name."""
     opened = cache(lambda name: pairs[name]())
     found: Judged = {}
-    for name in pairs:
-        for matching in MATCHINGS:
-            for average in QUICK if given.quick else AVERAGES:
+    for name, matching, average in itertools.product(pairs, matchings, QUICK if given.quick else averages):
 
-                def one(name: str = name, average: str = average, matching: str = matching) -> float:
-                    return judge(opened(name).merged(average, matching)[0])
+        def one(name: str = name, average: str = average, matching: str = matching) -> Any:
+            return judge(opened(name).merged(average, matching)[0], opened(name))
 
-                said = given.kept(f"{key}, {name}, {average}, {matching}", one)
-                found.setdefault((average, matching), []).append(said)
+        said = given.kept(f"{key}, {name}, {average}, {matching}", one)
+        found.setdefault((average, matching), []).append(said)
     return found

@@ -1,0 +1,108 @@
+"""Table 3 of "Beyond the Permutation Symmetry of Transformers": seconds of training, of matching and of each merge.
+
+Processor seconds on one thread, of one pair each: ViTs, encoders that tell kinds of tokens, and a whole RoBERTa-base
+with random weights, whose donor is a fine-tune (2% noise) or drawn anew. Training is measured over 20 steps and
+multiplied. Statistics count to the merge that needs them, as in the paper: gram or Fisher diagonal of both models.
+Merges run through mergekit, files included; Simple of RoBERTa-base is an average in memory, as theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import digits
+import kinds
+import texts
+import torch
+from apparatus import Given, run
+from merges import Pair
+from record import Row
+from train_checkpoints import fit, image_batches, new_vit, warm_cosine
+from transformers import BertForSequenceClassification, RobertaConfig, RobertaForMaskedLM
+
+from rotation_merge.architectures import resolve
+from rotation_merge.matching.model import match_model
+from rotation_merge.matching.options import MatchOptions
+
+NAME = "papers-table3"
+OURS = ("ViT", "encoder", "RoBERTa-base, fine-tune", "RoBERTa-base, drawn anew")
+PAPER = {
+    "training": ("", "3071.49"),
+    "matching": ("3.48", "1.71"),
+    "Simple": ("0.22", "0.09"),
+    "Fisher": ("83.67", "69.57"),
+    "RegMean": ("71.02", "36.44"),
+}
+"""Seconds in the paper's table 3: its ViT, its RoBERTa."""
+TABLES = {NAME: ("what", *OURS, "paper, ViT", "paper, RoBERTa")}
+AVERAGES = ("Simple", "Fisher", "RegMean", "OT-ACTS", "refit")
+
+
+def rows(given: Given) -> Iterator[tuple[str, Row]]:
+    found: dict[str, dict[str, float]] = {}
+    found["ViT"] = given.kept("seconds, ViT", lambda: of_pair(digits.pair(given, (0, 1)), vit_training(given), "both"))
+    found["encoder"] = given.kept("seconds, encoder", lambda: of_encoders(given))
+    for column, noise in zip(OURS[2:], (0.02, None), strict=True):
+        found[column] = given.kept(f"seconds, {column}", lambda n=noise: of_roberta(given.quick, n))
+    for what in ("training", "matching", *AVERAGES):
+        ours = {column: f"{found[column][what]:.2f}" if what in found[column] else "" for column in OURS}
+        yield NAME, {"what": what, **ours, **dict(zip(TABLES[NAME][-2:], PAPER.get(what, ("", "")), strict=True))}
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def trained(model: Any, batches: Any, steps: int, quick: bool) -> float:
+    """Seconds of so many steps, measured over 20."""
+    some = 1 if quick else 20
+    next(batches)  # reads the data
+    return seconds(lambda: fit(model, batches, some, warm_cosine(some, 1, 0.0))) * steps / some
+
+
+def vit_training(given: Given) -> float:
+    return trained(new_vit(), image_batches(torch.Generator().manual_seed(0)), 1200, given.quick)
+
+
+def of_encoders(given: Given) -> dict[str, float]:
+    """Training: of the classifier, not of its base."""
+    model = kinds.encoder(BertForSequenceClassification)
+    batches = kinds.labelled("c", torch.Generator().manual_seed(0))
+    names = "encoder-0-c", "encoder-0-c10"
+    return of_pair(texts.classifiers(given, names), trained(model, batches, 300, given.quick), texts.MATCH)
+
+
+def of_pair(pair: Pair, training: float, matching: str) -> dict[str, float]:
+    pair.aligned(matching)
+    found = {"training": training, "matching": median(seconds(lambda: pair.alignment(matching)) for _ in range(3))}
+    for average in AVERAGES:
+        if average != "refit" or pair.batches:
+            found[average] = seconds(lambda a=average: pair.merged(a, matching))
+    return found
+
+
+def of_roberta(quick: bool, noise: float | None) -> dict[str, float]:
+    """Matching by the paper's groups, and the average in memory."""
+    config = RobertaConfig(vocab_size=50265, num_hidden_layers=1 if quick else 12, max_position_embeddings=514)
+    if quick:
+        config.update({"vocab_size": 64, "hidden_size": 48, "intermediate_size": 96})
+    torch.manual_seed(0)
+    anchor = RobertaForMaskedLM(config).state_dict()
+    torch.manual_seed(1)
+    donor = RobertaForMaskedLM(config).state_dict()
+    if noise is not None:
+        donor = {
+            name: x + noise * (x.std() if x.numel() > 1 else 0) * torch.randn_like(x) for name, x in anchor.items()
+        }
+    values = {**config.to_dict(), "architectures": ["RobertaForMaskedLM"]}
+    architecture = resolve(values, list(anchor), "RoBERTa-base")
+    matching = seconds(lambda: match_model(architecture, anchor, donor, MatchOptions()))
+    return {"matching": matching, "Simple": seconds(lambda: [(anchor[name] + donor[name]) / 2 for name in anchor])}
+
+
+run(__name__)

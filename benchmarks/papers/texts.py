@@ -1,0 +1,108 @@
+"""Pairs of text models: classifiers of tokens with heads of their own, and byte-level Llamas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import kinds
+import numpy as np
+import torch
+from apparatus import Given
+from corpora import documents
+from merges import RESIDUAL, Pair
+from torch import Tensor
+from train_checkpoints import save
+from transformers import BertForSequenceClassification
+
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.samples import demo
+from rotation_merge.samples.functions import load
+
+NONE, MATCH = "no matching", "match"
+CLASSIFIERS = {NONE: None, MATCH: MatchOptions(), RESIDUAL: MatchOptions(heads="permutation", residual="permutation")}
+"""Norms stand behind the residual sum there, so that the residual stream may be permuted, not turned."""
+LLAMAS = {NONE: None, MATCH: MatchOptions(), RESIDUAL: MatchOptions(heads="permutation", residual="rotation")}
+AVERAGES = ("Simple", "Fisher", "RegMean", "OT-ACTS")
+SAMPLES = 128
+"""For statistics and plans: of both domains in equal parts, without labels."""
+
+
+def domain_of(path: Path) -> str:
+    """The domain that a checkpoint has learned, by its name."""
+    last = path.name.rpartition("-")[2]
+    return "python" if last.isdigit() else last
+
+
+def classifier(given: Given, name: str) -> Path:
+    """By name; in a quick run one with random weights, since none comes with the package."""
+    path = given.scratch / name
+    if given.quick and not path.exists():
+        torch.manual_seed(int(name.split("-")[1]))
+        save(kinds.encoder(BertForSequenceClassification), path)
+    return path if given.quick else given.model(name)
+
+
+def classifiers(given: Given, names: tuple[str, str]) -> Pair:
+    anchor, donor = (classifier(given, name) for name in names)
+    count = 4 if given.quick else SAMPLES // 2
+    ids = [kinds.samples(domain_of(path), False, 60 if given.quick else 1000)[0][:count] for path in (anchor, donor)]
+    return _pair(given, (anchor, donor), torch.cat(ids), CLASSIFIERS, {"heads_of": "each"})
+
+
+def llamas(given: Given, names: tuple[str, str]) -> Pair:
+    anchor, donor = (given.model(name) for name in names)
+    ids = [_windows(domain_of(path), 4 if given.quick else SAMPLES // 2) for path in (anchor, donor)]
+    return _pair(given, (anchor, donor), torch.cat(ids), LLAMAS, {})
+
+
+def _windows(domain: str, count: int) -> Tensor:
+    """Of training text, 128 bytes each, spread over its documents."""
+    text = torch.frombuffer(bytearray(b"".join(documents(domain)[0])), dtype=torch.uint8)
+    starts = torch.arange(count) * (len(text) // count)
+    return text[starts[:, None] + torch.arange(128)].long()
+
+
+def _pair(given: Given, paths: tuple[Path, Path], ids: Tensor, matchings: Any, parameters: dict[str, Any]) -> Pair:
+    scratch = given.scratch / "_".join(path.name for path in paths)
+    scratch.mkdir()
+    mixed = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+    np.savez(scratch / "samples.npz", input_ids=mixed.numpy())
+    return Pair(*paths, scratch, scratch / "samples.npz", parameters=parameters, matchings=matchings)
+
+
+def told(out: Path, pair: Pair) -> dict[str, float]:
+    """Percent of token kinds that a merge tells, each head in its own domain; and both heads in all other domains."""
+    own, (head,) = (domain_of(pair.anchor), domain_of(pair.donor)), (out / "heads").iterdir()
+    models = [load(str(path)) for path in (out, head)]
+    inside = [kinds.accuracy(model, domain, 60) for model, domain in zip(models, own, strict=True)]
+    outside = [kinds.accuracy(model, domain, 60) for model in models for domain in kinds.DOMAINS if domain not in own]
+    return {"own": 100 * fmean(inside), "other": 100 * fmean(outside)}
+
+
+def told_alone(given: Given, name: str) -> dict[str, float]:
+    """The same of one classifier."""
+    path = classifier(given, name)
+    model, own = load(str(path)), domain_of(path)
+    right = {domain: 100 * kinds.accuracy(model, domain, 60) for domain in kinds.DOMAINS}
+    return {"own": right[own], "other": fmean(value for domain, value in right.items() if domain != own)}
+
+
+@torch.no_grad()
+def nats(path: Path, *domains: str) -> dict[str, float]:
+    """Nats per byte of held-out text: in the domains that the models have learned, and in the others."""
+    model, losses = load(str(path)), {}
+    for domain in demo.NAMES:
+        ids = demo.windows(domain)[:64]
+        losses[domain] = float(model(input_ids=ids, labels=ids).loss)
+    return {
+        "own": fmean(losses[domain] for domain in domains),
+        "other": fmean(loss for domain, loss in losses.items() if domain not in domains),
+    }
+
+
+def nats_alone(given: Given, name: str) -> dict[str, float]:
+    """The same of one Llama."""
+    path = given.model(name)
+    return nats(path, domain_of(path))
