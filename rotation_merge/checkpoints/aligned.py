@@ -170,7 +170,7 @@ def _write_beside(like: Model, out: str, storage: Storage) -> None:
         if os.path.isfile(path) and name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json"):
             shutil.copyfile(path, os.path.join(out, name))
     with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
-        config = {**json.load(file), **like.relabelled}
+        config = {**json.load(file), **like.rewritten}
     if storage.dtype is not None:
         config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
     if storage.untie:

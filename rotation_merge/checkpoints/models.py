@@ -52,6 +52,7 @@ class Model:
     Attributes:
         rows: what puts its classes into the order of the anchor that it is read for (`matching/labels.py`); its config,
             fingerprint and `stored` tensors stay those of its files.
+        sizes: entries of its config that are not those of its files, where it was widened.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Model:
         self.reference, self.options, self.unsupported, self.untie = reference, options, unsupported, untie
         self._heads: dict[str, Shapes] = {}
         self.rows: Rows = {}
-        self.note = ""
+        self.note, self.sizes = "", dict[str, int]()
 
     def _head(self, path: str) -> Shapes:
         """Shapes of the tensors in one of its files; each file's head is read once."""
@@ -282,12 +283,12 @@ class Model:
                     )
 
     @property
-    def relabelled(self) -> dict[str, Any]:
-        """The entries of its config that are others for its classes standing in the anchor's order."""
+    def rewritten(self) -> dict[str, Any]:
+        """The entries of its config that are others for its sizes, and its classes' order, being the anchor's."""
         if not self.rows:
-            return {}
+            return {**self.sizes}
         own, (_, order) = labels(self.config), next(iter(self.rows.values()))
-        return named_rows(tuple(own[i] for i in order))
+        return {**self.sizes, **named_rows(tuple(own[i] for i in order))}
 
     @property
     def stored(self) -> Stored:
@@ -365,6 +366,9 @@ class Models:
         if reference not in self._opened:
             self._opened[reference] = Model(reference, self.options, self.unsupported, self.untie)
         return self._opened[reference]
+
+    def __setitem__(self, reference: ModelReference, model: Model) -> None:
+        self._opened[reference] = model
 
     def check(self, anchor: ModelReference, others: Iterable[ModelReference]) -> None:
         """All models exist, are whole, and are of the anchor's architecture and sizes.

@@ -18,6 +18,7 @@ from rotation_merge.checkpoints.hub import is_absent, local_file
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.vocabulary import matched_on, other_order, shared_rows
+from rotation_merge.checkpoints.widened import widened
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.file import AlignmentFile, check_fingerprints, load_alignment, save_alignment
 from rotation_merge.matching.fingerprint import Fingerprint
@@ -122,10 +123,12 @@ def open_pair(
     words: bool = True,
     unsupported: str = "error",
     excluded: Callable[[str], bool] = lambda _: False,
+    widths: bool = False,
 ) -> Pair:
     """Two checkpoints, checked to fit together under these options.
 
     Args:
+        widths: bring a smaller donor to the anchor's sizes first.
         words: whether their vocabularies must be of one size, too.
         unsupported: as in a recipe: whether what is not known is refused or taken along.
         excluded: says of a tensor that it need not fit.
@@ -133,8 +136,10 @@ def open_pair(
     Raises:
         RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
     """
-    models = Models(MergeOptions(), unsupported)
+    models = Models(MergeOptions(), unsupported, untie and widths)
     first, second = parse_reference(anchor), parse_reference(donor)
+    if widths:
+        models[second] = widened(models[second], models[first])
     models.check(first, [second])
     a, d = models[first], models[second]
     architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)

@@ -22,6 +22,9 @@ from rotation_merge.errors import CheckpointError
     "--alignment", "alignment_file", metavar="FILE", help="Also write the transforms, for recipes' 'alignment:'."
 )
 @click.option("--half", is_flag=True, help="Store the maps of --alignment in half precision.")
+@click.option(
+    "--widths", is_flag=True, help="Bring a DONOR with fewer neurons, heads or a narrower stream to ANCHOR's sizes."
+)
 @click.option("--shard-size", default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
 @click.option("--dtype", help="Storage of the output; the donor's if not given.")
 @device_option(" to compute on")
@@ -43,6 +46,7 @@ def command(
     as_json: bool,
     untie: bool,
     verify: bool,
+    widths: bool,
     **values: Any,
 ) -> int:
     """Write DONOR in ANCHOR's coordinates to OUT.
@@ -64,7 +68,7 @@ def command(
     shard_bytes = parse_size(shard_size)
     options = match_options(values)
     device = usable_device(device)
-    pair = open_pair(anchor, donor, options, untie, device)
+    pair = open_pair(anchor, donor, options, untie, device, widths=widths)
     progress = Progress()
     alignment, report = match_pair(pair, progress)
     proof: Proof | None = None
