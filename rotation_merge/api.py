@@ -13,12 +13,14 @@ from rotation_merge.architectures import resolve
 from rotation_merge.architectures.registry import tied_head
 from rotation_merge.checkpoints.halves import NOTE, language_half
 from rotation_merge.checkpoints.headers import check_codes, codes
+from rotation_merge.checkpoints.widened import widening, words
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.member import Member
 from rotation_merge.matching.model import aligned_tensors, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.pair import check_pair
+from rotation_merge.matching.widen import Widened
 from rotation_merge.report.record import MergeReport
 from rotation_merge.report.run import Run
 
@@ -33,7 +35,8 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
             is aligned to the anchor's language half.
         anchor: state dict or module of the same architecture and sizes; not modified.
         config: the models' config: a transformers config, or the dictionary in config.json.
-        **options: as in a recipe: attention, heads, ffn, rescale, residual, layers, untie.
+        **options: as in a recipe: attention, heads, ffn, rescale, residual, layers, untie; widths: bring a smaller
+            donor (a module, whose config is known) to the anchor's sizes first.
 
     Returns:
         The aligned donor's state dict (names and dtypes as the donor's; a classifier's classes in the anchor's order,
@@ -45,7 +48,7 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     Example:
         >>> aligned, report = align(donor, anchor, anchor.config, heads="permutation")  # doctest: +SKIP
     """
-    untie = bool(options.pop("untie", False))
+    untie, widths = bool(options.pop("untie", False)), bool(options.pop("widths", False))
     chosen = MatchOptions.from_values(options)
     mine, theirs = _state(donor), _state(anchor)
     given = _config(config, anchor)
@@ -55,6 +58,12 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
         mine = half.all_of(mine, theirs)
         second = _member("donor", half.config(first.config, second.config), mine, untie)
         second = replace(second, note=f"The donor {NOTE.format(anchor='the anchor')}.")
+    if widths and (grown := widening(second, first, untie)) is not None:
+        config, wide = grown
+        source = Widened(mine, wide)
+        noted = words(second, first, config)
+        mine = {name: source[name] for name in mine}
+        second = replace(_member("donor", config, mine, untie), note=noted)
     checked = check_pair(first, second, chosen, untie=untie)
     if odd := sorted(set(mine) ^ set(theirs)):
         raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="align models of one class")

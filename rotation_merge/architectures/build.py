@@ -72,7 +72,9 @@ def lay_out(spec: ArchitectureSpec, config: Mapping[str, Any]) -> Architecture:
     values = variables(spec, config)
     root = Scope(spec, values, "", {})
     streams = {
-        name: Space(name, "stream", {"size": integer(root, stream.size, f"size of stream {name}")})
+        name: Space(
+            name, "stream", {"size": integer(root, stream.size, f"size of stream {name}")}, rooted=stream.rooted
+        )
         for name, stream in spec.streams.items()
         if holds(root, stream.when)
     }

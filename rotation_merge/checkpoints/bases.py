@@ -69,6 +69,9 @@ class Bases:
             RotationMergeError: it is missing, damaged, or no fine-tune of that base.
         """
         pair = open_pair(str(self.old.reference), path, NOTHING, True, self.pair.device)
+        if self.old.sizes:
+            new, untie = str(self.new.reference), self.old.untie
+            pair = open_pair(new, path, NOTHING, untie, self.pair.device, words=False, widths=True)
         pair.donor.rows = label_rows(self.new.member, pair.donor.member)
         return self._named(pair.sources[1], pair.donor)
 
@@ -107,14 +110,17 @@ class Bases:
         return Carrier(self.architecture, old, new, alignment, self.rows, dtype_from_name(dtype))
 
 
-def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True) -> Bases:
+def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True, widths: bool = False) -> Bases:
     """Two bases of one architecture and size; their vocabularies may differ, and the form that their files have:
     experts apart or in one tensor.
+
+    Args:
+        widths: bring a smaller old base, and what was trained on it, to the new one's sizes.
 
     Raises:
         RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
     """
-    pair = open_pair(new, old, NOTHING, untie, device, words=False)
+    pair = open_pair(new, old, NOTHING, untie, device, words=False, widths=widths)
     donor = _in_form_of(pair.architecture, pair.checked.donor)
     return Bases(replace(pair, checked=replace(pair.checked, donor=donor)))
 

@@ -43,6 +43,7 @@ class Settings:
         alignment: a file of maps to apply instead of matching.
         scale: what every change is multiplied by.
         lora: rank of the adapters that whole fine-tunes are written as; 0: as models.
+        widths: bring a smaller old base to the new one's sizes.
     """
 
     match: MatchOptions = field(default_factory=MatchOptions)
@@ -51,6 +52,7 @@ class Settings:
     device: str = "cpu"
     lora: int = 0
     storage: Storage = field(default_factory=Storage)
+    widths: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,12 @@ def carry_all(
     """
     adapters = {out: Adapter(path) for out, path in works.items() if is_adapter(path)}
     whole = {out: path for out, path in works.items() if out not in adapters}
-    bases = open_bases(new, old, settings.device, untie=settings.storage.untie or not whole or bool(settings.lora))
+    if adapters and settings.widths:
+        first = next(iter(adapters.values())).path
+        remedy = f"name {old}+{first} in its place, and --lora RANK"
+        raise CheckpointError("is an adapter, which is not widened", where=first, remedy=remedy)
+    untie = settings.storage.untie or not whole or bool(settings.lora)
+    bases = open_bases(new, old, settings.device, untie, settings.widths)
     tuned = {out: bases.tuned(path) for out, path in whole.items()}
     alignment, report = aligned(bases, settings, progress)
     if whole and not settings.lora:

@@ -60,6 +60,8 @@ def command(
     from rotation_merge.checkpoints.pair import open_pair, write_alignment
     from rotation_merge.samples.proof import Proof, prove
 
+    if widths and not (verify and out is not None):
+        raise click.UsageError("--widths needs OUT, whose outputs are compared with the donor's: leave out --no-verify")
     if out is None and alignment_file is None:
         raise click.UsageError("name OUT, or a file for --alignment")
     if out is not None:

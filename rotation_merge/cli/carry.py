@@ -41,6 +41,7 @@ from rotation_merge.errors import RotationMergeError
     help="Of the change: a number; auto: by samples held out, for weights in each block.",
 )
 @click.option("--lora", default=0, metavar="RANK", help="Write a whole fine-tune's change as an adapter.")
+@click.option("--widths", is_flag=True, help="OLD_BASE is smaller: bring it and WORK to NEW_BASE's sizes first.")
 @click.option("--shard-size", default="5B", show_default=True, help="Largest weight file of a model, e.g. 500M.")
 @click.option("--dtype", help="Storage of a carried model; the new base's if not given.")
 @device_option(" to compute on")
@@ -63,6 +64,7 @@ def command(
     seed: int,
     scale: str,
     lora: int,
+    widths: bool,
     shard_size: str,
     dtype: str | None,
     device: str,
@@ -95,7 +97,11 @@ def command(
     asked = any(context.get_parameter_source(name) is not ParameterSource.DEFAULT for name in ("data", "samples"))
     if asked and way == "weights" and factor is not None:
         raise RotationMergeError("weights are carried without samples", remedy="add --scale auto, or --carry refit")
-    settings = Settings(options, alignment_file, 1.0 if factor is None else factor, device, lora, storage)
+    if widths and (factor is None or way != "weights"):
+        raise RotationMergeError(
+            "with --widths the change is carried by weights alone", remedy="leave out --carry, and name a --scale"
+        )
+    settings = Settings(options, alignment_file, 1.0 if factor is None else factor, device, lora, storage, widths)
     progress = Progress()
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     check_places(work, places)

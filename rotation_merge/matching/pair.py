@@ -234,7 +234,7 @@ def _refuse_differing(
         raise CheckpointError(
             f"'{what}' has {words} in {anchor.name}",
             where=donor.name,
-            remedy="only models of equal sizes and symmetries can be aligned",
+            remedy="only models of equal sizes and symmetries can be aligned; 'rotation-merge align --widths' widens",
         )
 
 

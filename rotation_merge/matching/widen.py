@@ -3,7 +3,8 @@ r"""A model as one of larger sizes that computes the same: zeros around its weig
 New neurons and heads are read by nobody: their rows and columns are zero. A stream of d coordinates becomes one of d'
 whose new coordinates are zero. A norm then takes its mean square over d' instead of d: all that writes the stream is
 multiplied by c = sqrt(d'/d), so that the epsilon counts as before, and what the norm gives out, c times as large, meets
-a gain divided by c. A LayerNorm's mean stays zero if every writer is centred, as for rotations (`fold`). Rectangular
+a gain divided by c. A LayerNorm's mean stays zero if every writer is centred (layer scales folded into it), as for
+rotations (`fold`). Rectangular
 semi-orthogonal maps between models of two widths are rotations of the larger one on such models.
 """
 
@@ -53,6 +54,8 @@ class Widening:
             name: math.sqrt(theirs[name].sizes["size"] / own.streams[name].sizes["size"]) for name in streams
         }
         self.centred = tuple(name for name in sorted(streams) if own.layer_normed(name))
+        scaled = {scale.stream for block in own.blocks for scale in block.scales}
+        self.folded = tuple(name for name in self.centred if name in scaled)
         self.normed = {
             name: {_stem(k) for b in own.blocks for n in b.norms if n.stream == name for k in n.reads}
             for name in streams
@@ -71,9 +74,9 @@ class Widening:
         assert stored is not None
         larger = self.larger[block.name][info.key]
         factor = self._factor(block, info)
-        if info.axes == larger.axes and factor == 1.0:
+        result = fold_tensor(block, info, get, self.folded, self.centred)
+        if result is stored and info.axes == larger.axes and factor == 1.0:
             return stored
-        result = fold_tensor(block, info, get, (), self.centred)
         result = result.to(torch.promote_types(result.dtype, torch.float32))
         if factor != 1.0:
             offset = next((norm.offset for norm in block.norms if norm.gain == info.key), 0.0)
@@ -90,7 +93,7 @@ class Widening:
             name, role = part.space.name, part.role
             width = self.factors.get(name)
             if width is not None and role == "write":
-                found *= width
+                found *= 1.0 if self._rooted(info, part.space) else width
             elif width is not None and role == "read":
                 found *= self._read(block, info, stem, name, width)
             elif width is not None and role == "gain":
@@ -103,13 +106,22 @@ class Widening:
         """A reader of the stream itself sees it larger; one beside a tied head gets back what that does not need."""
         if stem not in self.normed[stream]:
             return 1 / width
-        return width if any(self._feeds_tied(norm) and stem in map(_stem, norm.reads) for norm in block.norms) else 1.0
+        if not any(self._feeds_tied(norm) and stem in map(_stem, norm.reads) for norm in block.norms):
+            return 1.0
+        return 1.0 if self.own.streams[stream].rooted else width
 
-    def _gain(self, block: Block, info: TensorInfo, stream: str, width: float) -> float:
-        norm = next((n for n in block.norms if n.stream == stream and n.gain == info.key), None)
+    def _gain(self, block: Block, info: TensorInfo, name: str, width: float) -> float:
+        norm = next((n for n in block.norms if n.stream == name and n.gain == info.key), None)
         if norm is None or not norm.reads:  # a layer scale, or a norm that writes the stream, which is to be larger
             return 1.0
-        return width**2 if self._feeds_tied(norm) else width
+        if not self._feeds_tied(norm):
+            return width
+        return width if self.own.streams[name].rooted else width**2
+
+    @staticmethod
+    def _rooted(info: TensorInfo, stream: Space) -> bool:
+        """Whether a tensor is an embedding that the model itself multiplies by the root of the stream's size."""
+        return stream.rooted and info.vocabulary_axis is not None
 
     def _feeds_tied(self, norm: Norm) -> bool:
         named = (spell(read, self.own.base, self.own.spelling) for read in norm.reads)
@@ -152,8 +164,16 @@ class Widening:
                 raise refuse("has heads whose number decides what each of them does (ALiBi, shared biases)")
         elif own.kind == "stream":
             self._check_stream(own.name, refuse)
-        elif own.kind not in ("ffn", "translation"):
+        elif own.kind == "ffn":
+            if any(self._normed(info, own) for info in self.own.tensors()):
+                raise refuse("is normalised, and zeros would count in its norm")
+        elif own.kind != "translation":
             raise refuse(f"is a space of kind {own.kind}")
+
+    @staticmethod
+    def _normed(info: TensorInfo, space: Space) -> bool:
+        """Whether a tensor is a gain of a space."""
+        return len(info.axes) == 1 and not info.key.endswith(".bias") and space in info.spaces()
 
     def _check_stream(self, name: str, refuse: Callable[[str], CheckpointError]) -> None:
         groups = self.own.stream_groups[name]
