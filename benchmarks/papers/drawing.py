@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from rotation_merge.report.svg import number, ticks
@@ -67,7 +68,11 @@ def plane(panels: Mapping[str, Panel], label: str, side: int = 290) -> str:
         left, top = index * (side + 24), 20
         x0, x1, y0, y1 = edges
         parts.append(f'<text x="{left}" y="13">{escape(title)}</text>')
-        parts += _shades(rows, low, high, left, top, side)
+        parts += [
+            f'<g transform="translate({left} {top}) scale({side / FINE:.4f})" shape-rendering="crispEdges">',
+            *(f'<path {_fill(shade)} d="{runs}"/>' for shade, runs in sorted(_shades(rows, low, high).items())),
+            "</g>",
+        ]
         at = {
             name: (left + side * (x - x0) / (x1 - x0), top + side * (y1 - y) / (y1 - y0))
             for name, (x, y) in marks.items()
@@ -95,22 +100,18 @@ def _fill(shade: int) -> str:
     return f'fill="{COLOURS[3]}" fill-opacity="{shade / SHADES:.2f}"'
 
 
-def _shades(
-    rows: Sequence[Sequence[float]], low: float, high: float, left: float, top: float, side: float
-) -> Iterator[str]:
-    """Runs of one shade, row by row, of values interpolated between those that are known."""
-    cell = side / FINE
+def _shades(rows: Sequence[Sequence[float]], low: float, high: float) -> dict[int, str]:
+    """Runs of one shade, row by row from above, of values interpolated between those that are known; by shade."""
+    found: dict[int, str] = {}
     for i in range(FINE):
-        shades = []
-        for j in range(FINE):
-            value = _between(rows, (FINE - i - 0.5) / FINE, (j + 0.5) / FINE)
-            shades.append(round(SHADES * (math.log(max(value, LEAST)) - low) / ((high - low) or 1.0)))
+        values = [max(_between(rows, (FINE - i - 0.5) / FINE, (j + 0.5) / FINE), LEAST) for j in range(FINE)]
+        shades = [round(SHADES * (math.log(value) - low) / ((high - low) or 1.0)) for value in values]
         start = 0
-        for j in range(1, FINE + 1):
-            if j == FINE or shades[j] != shades[start]:
-                box = f'x="{left + start * cell:.1f}" y="{top + i * cell:.1f}" width="{(j - start) * cell:.1f}"'
-                yield f'<rect {box} height="{cell:.1f}" {_fill(shades[start])} shape-rendering="crispEdges"/>'
-                start = j
+        for shade, run in itertools.groupby(shades):
+            wide = len(list(run))
+            found[shade] = found.get(shade, "") + f"M{start} {i}h{wide}v1h-{wide}z"
+            start += wide
+    return found
 
 
 def _between(rows: Sequence[Sequence[float]], v: float, u: float) -> float:
