@@ -1,6 +1,7 @@
 """What arrives of fine-tunes and a LoRA carried to another base: the shipped Llamas, on texts that training never saw.
 
     python benchmarks/carry.py            weights and refit, to benchmarks/results/carry.json
+    python benchmarks/carry.py scale      scales of each block, to benchmarks/results/carry-scale.json
     python benchmarks/carry.py distil     50 steps from the refit on, to benchmarks/results/carry-distil.json
 
 Llama 0's fine-tunes for English and C, and its LoRA for English, go to Llama 1 (another seed): added as they are, moved
@@ -32,7 +33,7 @@ NAMES = {
     "llama-0-c": "fine-tune for C",
     "llama-0-lora-english": "LoRA for English",
 }
-DISTIL = "distil" in sys.argv[1:]
+ASKED = next((word for word in ("scale", "distil") if word in sys.argv[1:]), "")
 WHOLE = MatchOptions(heads="permutation", residual="rotation")
 OLD, NEW = (str(demo.CHECKPOINTS / name) for name in ("llama-0", "llama-1"))
 
@@ -55,7 +56,11 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
     def scaled() -> Any:
         return carry_with_samples({out: work}, OLD, NEW, Settings(WHOLE), Samples(solve=False))
 
-    if DISTIL:
+    scale = 0.5 if adapter else 0.75
+    moved = {f"weights, scale {scale}": weights(WHOLE, scale)}
+    if ASKED == "scale":
+        return {**moved, "weights, scale of each block by held-out samples": scaled}
+    if ASKED == "distil":
         what = {0: "" if adapter else "all weights", 16: "an adapter of rank 16"}
         return {
             f"{what[lora]}{', ' * bool(what[lora])}{words}": refit(lora, scale, 50)
@@ -63,11 +68,9 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
             if not (adapter and lora)
             for words, scale in {"scale 1": 1.0, "scale by held-out samples, own text kept": None}.items()
         }
-    scale = 0.5 if adapter else 0.75
     found = {
         f"added as it is, scale {scale}": weights(NOTHING, scale),
-        f"weights, scale {scale}": weights(WHOLE, scale),
-        "weights, scale of each block by held-out samples": scaled,
+        **moved,
         "refit, scale 1": refit(0, 1.0),
         "refit, scale by held-out samples": refit(0, None),
     }
@@ -76,7 +79,7 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    table = Table("carry-distil" if DISTIL else "carry")
+    table = Table(f"carry-{ASKED}" if ASKED else "carry")
     for name, text in (("llama-0-english", "english"), ("llama-0-c", "c"), ("llama-0-lora-english", "english")):
         work = str(demo.CHECKPOINTS / name)
         adapter = "lora" in name

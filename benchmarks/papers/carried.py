@@ -7,9 +7,12 @@ know by themselves are the digits as they are.
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,10 +97,10 @@ class Family:
 
     def carried(self, base: str, method: MatchOptions | str | None) -> dict[str, Scaled]:
         """The new base with the change of every fine-tune, by task, whatever the scale."""
-        folder = self.given.model(base)
-        new, config = open_model(folder.parent, folder.name), AutoConfig.from_pretrained(folder)
+        new, config = _base(self.given, base), AutoConfig.from_pretrained(self.path(base))
         options = method if isinstance(method, MatchOptions) else None
-        carrier = Carrier(new.architecture, self.old.state, new.state, align(new, self.old, options))
+        alignment = _alignment(self.given.model(base), self.given.model(self.old.name), options)
+        carrier = Carrier(new.architecture, self.old.state, new.state, alignment)
         found = {work.task: Scaled(carrier, work.tuned.state, config) for work in self.works}
         if isinstance(method, str):
             plans = _plans(new, self.old)
@@ -152,8 +155,17 @@ def gained(before: tuple[float, float], model: Any, data: Data) -> list[float]:
 
 
 def _base(given: Given, name: str) -> Model:
-    folder = given.model(name)
+    return _opened(given.model(name))
+
+
+@functools.cache
+def _opened(folder: Path) -> Model:
     return open_model(folder.parent, folder.name)
+
+
+@functools.cache
+def _alignment(new: Path, old: Path, options: MatchOptions | None) -> Alignment:
+    return align(_opened(new), _opened(old), options)
 
 
 def _texts(given: Given) -> list[Work]:
@@ -204,7 +216,7 @@ def _images(given: Given) -> list[Work]:
     works = []
     for task in list(IMAGES)[: 1 if given.quick else None]:
         drawn = IMAGES[task]
-        tuned = _tuned(given, task, drawn(pixels), labels)
+        tuned = _tuned(given.model("vit-0"), task, 10 if given.quick else STEPS)
         test, small = _classes(drawn(unseen), answers), _classes(drawn(pixels[few]), labels[few])
         works.append(Work(task, tuned, test, small, own, lambda _: own_few))
     return works
@@ -214,11 +226,12 @@ def _classes(pixels: Tensor, labels: Tensor) -> Data:
     return Data([{"pixel_values": pixels, "labels": labels}], "class", len(labels))
 
 
-def _tuned(given: Given, task: str, pixels: Tensor, labels: Tensor) -> Model:
-    """ViT 0 tuned on a task."""
-    steps = 10 if given.quick else STEPS
-    model = ViTForImageClassification.from_pretrained(given.model("vit-0"), dtype=torch.float32)
-    draw = torch.Generator().manual_seed(0)
+@functools.cache
+def _tuned(base: Path, task: str, steps: int) -> Model:
+    """A ViT tuned on a task."""
+    model = ViTForImageClassification.from_pretrained(base, dtype=torch.float32)
+    pixels, labels, _, _ = demo.digits()
+    pixels, draw = IMAGES[task](pixels), torch.Generator().manual_seed(0)
 
     def batches() -> Iterator[dict[str, Tensor]]:
         while True:
@@ -226,9 +239,9 @@ def _tuned(given: Given, task: str, pixels: Tensor, labels: Tensor) -> Model:
                 yield {"pixel_values": pixels[rows], "labels": labels[rows]}
 
     fit(model, batches(), steps, warm_cosine(steps, 10, 0.05), lr=5e-4, weight_decay=0.05, betas=(0.9, 0.99))
-    name = f"vit-0-{task}"
-    save(model, given.scratch / name)
-    return open_model(given.scratch, name)
+    with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
+        save(model, Path(scratch) / f"{base.name}-{task}")
+        return open_model(Path(scratch), f"{base.name}-{task}")
 
 
 # --- optimal transport of a change -----------------------------------------------------------------------------
