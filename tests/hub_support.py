@@ -1,8 +1,8 @@
 """A small stand-in of the hub's HTTP interface: repositories with commits, in memory, served by a thread.
 
 Reached as the hub is: through `HF_ENDPOINT`, which `huggingface_hub` reads when it is imported (`at_home` sets what it
-has read in this process). It knows what a push and a pull ask for: creating a repository, upload modes, commits, what
-a revision holds, files.
+has read in this process). It knows what a push and a pull ask for: creating a repository, upload modes, large files by
+way of git-lfs's batches, commits, what a revision holds, files.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ import yaml
 
 Files = dict[str, bytes]
 
+LARGE = (".safetensors", ".bin", ".model")
+"""Endings of files that the hub wants by way of git-lfs (or of Xet, which stands in front of it)."""
+
 
 class Hub(ThreadingHTTPServer):
     """Repositories by kind and name (`models/org/name`): a list of commits, each an id and all files."""
@@ -33,6 +36,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, list[tuple[str, Files]]] = {}
+        self.blobs: dict[str, bytes] = {}
         self.asked: list[str] = []
 
     @property
@@ -123,10 +127,41 @@ class Handler(BaseHTTPRequestHandler):
         tag = hashlib.sha256(content).hexdigest()
         return self.answer(content, ETag=f'"{tag}"', X_Repo_Commit=found[0])
 
+    def read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
+
+    def do_PUT(self) -> None:
+        """A large file; kept where it is what its name says."""
+        path, content = self.path.lstrip("/"), self.read_body()
+        self.server.asked.append(f"PUT {path}")
+        oid = hashlib.sha256(content).hexdigest()
+        self.server.blobs[oid] = content
+        self.answer(b"", 200 if path == f"blobs/{oid}" else 400)
+
+    def batch(self, body: bytes) -> None:
+        """Where large files are to be sent to, https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md."""
+        objects = json.loads(body)["objects"]
+        for one in objects:
+            if one["oid"] not in self.server.blobs:
+                place = f"{self.server.url}/blobs/{one['oid']}"
+                one["actions"] = {"upload": {"href": place}, "verify": {"href": f"{place}/verify"}}
+        self.json({"transfer": "basic", "objects": objects})
+
     def do_POST(self) -> None:
         path = urlsplit(self.path).path.lstrip("/")
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.read_body()
         self.server.asked.append(f"POST {path}")
+        if path.endswith(".git/info/lfs/objects/batch"):
+            return self.batch(body)
+        if match := re.fullmatch(r"blobs/([0-9a-f]{64})/verify", path):
+            return self.json({}, 200 if len(self.server.blobs.get(match[1], b"")) == json.loads(body)["size"] else 404)
         if path == "api/repos/create":
             wanted = json.loads(body)
             name = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
@@ -141,9 +176,14 @@ class Handler(BaseHTTPRequestHandler):
             return self.missing("Repo")
         if match[2] == "preupload":
             paths = [file["path"] for file in json.loads(body)["files"]]
-            return self.json({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]})
+            modes = [(p, "lfs" if p.endswith(LARGE) else "regular") for p in paths]
+            return self.json({"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes]})
         lines = [json.loads(line) for line in body.decode().splitlines()]
         files = {x["value"]["path"]: base64.b64decode(x["value"]["content"]) for x in lines if x["key"] == "file"}
+        large = {x["value"]["path"]: x["value"]["oid"] for x in lines if x["key"] == "lfsFile"}
+        if not set(large.values()) <= set(self.server.blobs):
+            return self.json({"error": "a large file was not sent"}, 400)
+        files |= {place: self.server.blobs[oid] for place, oid in large.items()}
         name = self.server.commit(match[1], files)
         repo = match[1].removeprefix("models/")
         return self.json({"commitOid": name, "commitUrl": f"{self.server.url}/{repo}/commit/{name}"})
@@ -161,7 +201,8 @@ def served() -> Iterator[Hub]:
 
 
 def at_home(hub: Hub, cache: Path, patch: pytest.MonkeyPatch) -> None:
-    """What `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_TOKEN` and no `HF_HUB_OFFLINE` would have set before the imports."""
+    """What `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_DISABLE_XET` and no `HF_HUB_OFFLINE` would have set before
+    the imports."""
     from huggingface_hub import constants
     from huggingface_hub.hf_api import api
 
@@ -169,5 +210,6 @@ def at_home(hub: Hub, cache: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(constants, "ENDPOINT", hub.url)
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     patch.setattr(constants, "HF_HUB_CACHE", str(cache))
     patch.setattr(api, "endpoint", hub.url)

@@ -9,7 +9,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import escape, glob
 from typing import Any
@@ -248,11 +248,10 @@ def _pinned(target: str) -> str:
     if "@" in target or target.count("/") != 1:
         return target
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return f"{target}@{HfApi().model_info(target).sha}"
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
+    except Exception as error:  # as in `_asked`
         what = f"no revision of it is known ({short(error)})"
         raise RotationMergeError(what, where=target, remedy=f"write {target}@REVISION") from error
 
@@ -260,11 +259,10 @@ def _pinned(target: str) -> str:
 def _licence(hub: str, revision: str | None) -> str | None:
     """What a repository's card says of its licence, if it can be asked."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return licence(os.path.dirname(hf_hub_download(hub, "README.md", revision=revision)))
-    except (OSError, HfHubHTTPError, HFValidationError):
+    except Exception:  # as in `_asked`
         return None
 
 
@@ -324,16 +322,29 @@ def publish(plan: Draft, private: bool = False) -> str:
         RotationMergeError: the hub refuses, or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     api, commit = HfApi(), ""
+
+    def send(items: Sequence[Item], message: str) -> str:
+        operations = [CommitOperationAdd(item.place, item.source) for item in items]
+        return str(_asked(plan.repo, api.create_commit, plan.repo, operations, commit_message=message).oid)
+
+    early = plan.first()
+    plan.items(UNKNOWN)  # what it refuses is refused before anything is sent
+    _asked(plan.repo, api.create_repo, plan.repo, private=private, exist_ok=True)
+    if early:
+        commit = send(early, "What the recipe reads")
+    return send(plan.items(commit), "Merge, recipe, report and card")
+
+
+def _asked(repo: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """What the hub says.
+
+    Raises:
+        RotationMergeError: it refuses, or cannot be reached.
+    """
     try:
-        api.create_repo(plan.repo, private=private, exist_ok=True)
-        if early := plan.first():
-            operations = [CommitOperationAdd(item.place, item.source) for item in early]
-            commit = api.create_commit(plan.repo, operations, commit_message="What the recipe reads").oid
-        operations = [CommitOperationAdd(item.place, item.source) for item in plan.items(commit)]
-        return str(api.create_commit(plan.repo, operations, commit_message="Merge, recipe, report and card").oid)
-    except (OSError, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
+        return function(*given, **named)
+    except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
         remedy = "log in with 'hf auth login', and check the repository's name"
-        raise RotationMergeError(f"cannot be published ({short(error)})", where=plan.repo, remedy=remedy) from error
+        raise RotationMergeError(f"cannot be published ({short(error)})", where=repo, remedy=remedy) from error
