@@ -201,7 +201,7 @@ def served() -> Iterator[Hub]:
 
 
 def at_home(hub: Hub, cache: Path, patch: pytest.MonkeyPatch) -> None:
-    """What `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_DISABLE_XET` and no `HF_HUB_OFFLINE` would have set before
+    """What `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_DISABLE_XET`, no `HF_HUB_OFFLINE` would have set before
     the imports."""
     from huggingface_hub import constants
     from huggingface_hub.hf_api import api

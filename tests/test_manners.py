@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from rotation_merge.cli import app as cli
 from rotation_merge.cli import show
-from rotation_merge.cli.app import app
+from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.samples.demo import CHECKPOINTS
 
 LLAMAS = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
@@ -31,6 +32,71 @@ def test_an_error_is_json_where_json_was_asked_for():
     }
 
 
+NOWHERE: dict[str, list[str]] = {
+    "check": ["nowhere"],
+    "inspect": ["nowhere"],
+    "align": ["nowhere", "nowhere", "out"],
+    "carry": ["nowhere", "out", "--from", "nowhere", "--to", "nowhere"],
+    "verify": ["nowhere", "nowhere"],
+    "compare": ["nowhere", "nowhere"],
+    "barrier": ["nowhere", "nowhere", "--data", "demo:python"],
+    "merge": ["nowhere", "nowhere", "out"],
+    "doctor": ["nowhere"],
+    "polish": ["nowhere", "out", "--teachers", "nowhere"],
+    "fit": ["nowhere", "nowhere", "--data", "demo:python", "--alignment", "out"],
+    "evaluate": ["nowhere", "--data", "demo:python"],
+    "measure": ["nowhere", "--data", "self", "--out", "out"],
+    "trace": ["nowhere", "tensor"],
+    "methods": ["--nowhere"],
+    "architectures": ["--draft", "nowhere"],
+    "show": ["nowhere"],
+    "push": ["nowhere", "org/name"],
+    "pull": ["nowhere", "out"],
+    "fingerprint": ["nowhere"],
+    "report": ["nowhere"],
+    "demo": ["--only", "nowhere"],
+}
+"""Every command, given what is not there."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_not_there_is_one_line_in_every_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As text and as JSON; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    result = run(name, *NOWHERE[name])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert sum("Error: " in line for line in result.stderr.splitlines()) == 1, result.stderr
+    assert "nowhere" in result.stderr
+    assert "Traceback" not in result.stderr
+    result = run(name, *NOWHERE[name], "--json")
+    assert result.exit_code == 2
+    assert "nowhere" in str(json.loads(result.stdout)["error"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_interrupted_and_read_as_a_shell_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    given = [word for word in NOWHERE[name] if not word.startswith("--nowhere")]
+    given = [] if name == "demo" else given
+    monkeypatch.setattr(show.os, "dup2", lambda *_: None)
+    for error, code, said in ((KeyboardInterrupt(), 130, "Interrupted"), (BrokenPipeError(), 141, "")):
+        monkeypatch.setattr(show, "_run", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
+        result = run(name, *given)
+        assert (result.exit_code, result.stdout) == (code, ""), result.output
+        assert result.stderr.startswith(said)
+        assert bool(result.stderr) == bool(said)
+
+
+def test_ctrl_c_while_libraries_come_up_ends_with_130(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli, "import_module", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    result = run("check", "recipe.yml")
+    assert (result.exit_code, result.stderr) == (130, "Interrupted.\n")
+
+
 def test_what_is_there_is_not_written_over(tmp_path: Path):
     file = tmp_path / "maps.safetensors"
     file.write_text("mine")
@@ -41,6 +107,8 @@ def test_what_is_there_is_not_written_over(tmp_path: Path):
         ["report", tmp_path, "--out", file],
         ["align", *LLAMAS, tmp_path],
         ["carry", LLAMAS[0], tmp_path, "--from", LLAMAS[0], "--to", LLAMAS[1]],
+        ["polish", LLAMAS[0], tmp_path, "--teachers", LLAMAS[1]],
+        ["pull", "org/name", tmp_path],
     ):
         result = run(*arguments)
         assert result.exit_code == 2, arguments

@@ -105,13 +105,25 @@ def test_divergence_is_zero_for_the_parent_itself():
     assert judge.measure(load(str(CHECKPOINTS / "llama-1"))).score > 0.01
 
 
+def test_samples_are_drawn_from_the_whole_file(tmp_path: Path):
+    """A file that begins with one kind of text says nothing of the other where its first samples are taken."""
+    (tmp_path / "x.txt").write_text("a" * 4000 + "b" * 4000)
+    model = load(str(CHECKPOINTS / "llama-0"))
+    read = [read_batches(str(tmp_path / "x.txt"), str(CHECKPOINTS / "llama-0"), model, 32, 8, 16, mixed=m)
+            for m in (False, True)]  # fmt: skip
+    kinds = [[set(batch["input_ids"].flatten().tolist()) for batch in data.batches] for data in read]
+    assert kinds[0] == [{ord("a")}] * 4
+    assert kinds[1] == [{ord("a"), ord("b")}] * 4
+    assert [data.examples for data in read] == [32, 32]
+
+
 def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
     batches = [{"input_ids": torch.arange(6).reshape(2, 3) + 10 * i} for i in range(16)]
     sets = split([Data(batches, "next token", 32)], seed=1)
     seen = [set(b["input_ids"].flatten().tolist()) for part in (sets.training, sets.deciding, sets.reported)
             for b in part[0].batches]  # fmt: skip
     assert sum(map(len, seen)) == len(set().union(*seen)) == 96
-    assert [len(p[0].batches) for p in (sets.training, sets.deciding, sets.reported)] == [12, 2, 2]
+    assert [len(p[0].batches) for p in (sets.training, sets.deciding, sets.reported)] == [8, 4, 4]
     with pytest.raises(DataError, match="too few"):
         split([Data(batches[:3], "next token", 6)], seed=1)
     ones = [torch.ones(1, length, dtype=torch.int64) for length in (2, 4)]

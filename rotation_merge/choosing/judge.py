@@ -18,7 +18,7 @@ from rotation_merge.samples.data import Data
 from rotation_merge.samples.evaluate import of_floats
 from rotation_merge.samples.functions import Batch
 
-HELD_OUT = 0.25
+HELD_OUT = 0.5
 """Share of the samples that no merge sees; half of them choose, the other half is reported."""
 MOST_KEPT = 1 << 27
 """Numbers that the parents' answers may take in memory."""

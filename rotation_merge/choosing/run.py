@@ -169,7 +169,7 @@ class Choice:
             raise DataError(f"{len(wish.data)} data for {len(wish.models)} models", remedy="give one, or one for each")
         limit = wish.samples * 2 if wish.samples else None
         found = [
-            read_batches(source, wish.models[0], model, limit, wish.batch_size, wish.length, wish.seed)
+            read_batches(source, wish.models[0], model, limit, wish.batch_size, wish.length, wish.seed, mixed=True)
             for source in wish.data
         ]
         return split(found, wish.seed)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -38,6 +41,11 @@ COMMANDS = {
 MODULES = {"show": "show_file"}
 """Modules of commands that are called otherwise."""
 
+INTERRUPTED = 130
+"""Exit code of a process that Ctrl-C ended."""
+
+JSON = f"{__name__}.json"
+
 
 class LazyGroup(click.Group):
     """Imports a command's module when the command is asked for, so that help and completion stay quick."""
@@ -48,7 +56,11 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = import_module(f"rotation_merge.cli.{MODULES.get(cmd_name, cmd_name)}").command
+        try:
+            command = import_module(f"rotation_merge.cli.{MODULES.get(cmd_name, cmd_name)}").command
+        except KeyboardInterrupt:  # libraries take seconds to come up, and click would end this with 1
+            click.echo("Interrupted.", err=True)
+            sys.exit(INTERRUPTED)
         assert isinstance(command, click.Command)
         if not any(parameter.name == "verbose" for parameter in command.params):
             say_more = click.Option(
@@ -56,6 +68,22 @@ class LazyGroup(click.Group):
             )
             command.params.append(say_more)
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Wrong usage is JSON, too, where that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            if not ctx.meta[JSON]:
+                raise
+            name = error.ctx.command_path if error.ctx is not None else ctx.command_path
+            fault = {"what": error.format_message(), "where": None, "remedy": f"see '{name} --help'"}
+            click.echo(json.dumps({"error": fault}, indent=1))
+            sys.exit(error.exit_code)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

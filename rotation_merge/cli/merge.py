@@ -160,12 +160,14 @@ def _show(found: Outcome, out: str | None) -> None:
     else:
         say(
             f"{found.best_parent} alone is better than every merge that was tried ({parent.score:.4f} against "
-            f"{found.best.score:.4f}): use it"
-            + (", or carry the others' changes over to it (finetuned_from)." if out is None else ".")
+            f"{found.best.score:.4f}): use it."
         )
         if found.ensemble.score < parent.score:
             scores = f"{found.ensemble.score:.4f}, {parent.score:.4f}"
-            say(f"All of them side by side are better than each alone ({scores}): serve them so, or distil them.")
+            distil = f"rotation-merge polish {found.best_parent} OTHER --teachers {' '.join(found.parents)}"
+            say(
+                f"All of them side by side are better than each alone ({scores}): serve them so, or distil them: '{distil}'."
+            )
     if out is not None:
         say(f"Written to {out}; mergekit-yaml {out}/recipe.yml OTHER gives the same weights.", "green")
     elif not found.worth_it:

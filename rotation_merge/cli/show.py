@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from rotation_merge.cli.app import INTERRUPTED
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.seam.console import BAD_INPUT, OneLineError, one_line
 
@@ -21,8 +22,8 @@ LOG = logging.getLogger(__name__)
 Command = Callable[..., int | None]
 
 
-INTERRUPTED, BROKEN_PIPE = 130, 141
-"""Exit codes of a process ended by Ctrl-C, and of one whose output nobody reads any more."""
+BROKEN_PIPE = 141
+"""Exit code of a process whose output nobody reads any more."""
 
 RESUMES = ("fit", "measure", "merge", "polish")
 """Commands that go on where they were interrupted."""

@@ -46,6 +46,7 @@ def read_batches(
     batch_size: int = 32,
     length: int = 128,
     seed: int = 0,
+    mixed: bool = False,
 ) -> Data:
     """Read data for a model.
 
@@ -56,7 +57,8 @@ def read_batches(
         model: the loaded model; says what inputs and labels it takes.
         limit: at most so many examples; so many are made where they are made.
         length: tokens in a window of running text.
-        seed: of the masks for masked language models, and of samples that are made.
+        seed: of the masks for masked language models, of samples that are made, and of drawing.
+        mixed: take examples from everywhere in the file, drawn, not the first ones in their order.
 
     Raises:
         DataError: names the file and what it should hold.
@@ -73,7 +75,8 @@ def read_batches(
         count = min(whole, limit) if limit else whole
         if isinstance(examples, dict):
             _check_inputs(examples, model, source)
-        rows = range(count)
+        draw = torch.Generator().manual_seed(seed)
+        rows: Sequence[int] = torch.randperm(whole, generator=draw).tolist()[:count] if mixed else range(count)
         batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, count, batch_size)]
     if count == 0:
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
@@ -176,7 +179,8 @@ def _task(model: Any, batch: Batch) -> str:
 
 def _batch(examples: Any, rows: Sequence[int]) -> Batch:
     if isinstance(examples, dict):
-        return {name: array[rows[0] : rows[-1] + 1] for name, array in examples.items()}
+        part = slice(rows[0], rows[-1] + 1) if isinstance(rows, range) else list(rows)
+        return {name: array[part] for name, array in examples.items()}
     chosen = [examples[row] for row in rows]
     longest = max(example["input_ids"].shape[-1] for example in chosen)
     ids = torch.stack([_padded(example["input_ids"], longest, -1) for example in chosen])

@@ -33,7 +33,7 @@ def command(only: tuple[str, ...], keep: Path | None, as_json: bool) -> None:
     """
     from rotation_merge.cli.show import shown
 
-    shown(_run)(only or tuple(STAGES), keep, as_json)
+    shown(_run)(only=only or tuple(STAGES), keep=keep, as_json=as_json)
 
 
 def _run(only: tuple[str, ...], keep: Path | None, as_json: bool) -> int:
