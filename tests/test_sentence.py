@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rotation_merge.choosing import run as search
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import transform_state
+from rotation_merge.samples.data import read_batches
 from rotation_merge.samples.functions import load
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
@@ -87,8 +89,6 @@ def moved(model: Path, where: Path, residual: str = "permutation") -> Path:
     options = MatchOptions(heads="permutation", residual=residual)
     gauge = random_gauge(source.architecture, options, torch.Generator().manual_seed(3))
     changed = transform_state(source.architecture, tensors, gauge)
-    import shutil
-
     shutil.copytree(model, where)
     save_file({n: t.contiguous() for n, t in changed.items() if "_Dense" not in n}, where / "model.safetensors")
     for place in where.glob("*_Dense"):
@@ -114,8 +114,6 @@ def pairs(models: dict[str, Path]) -> Path:
     path = models["anchor"].parent / "pairs.csv"
     rows = [["sentence1", "sentence2", "score"], *([a, b, "0"] for a, b in zip(texts[::2], texts[1::2], strict=True))]
     write(path, rows)
-    from rotation_merge.samples.data import read_batches
-
     model = load(str(models["anchor"]))
     data = read_batches(str(path), str(models["anchor"]), model)
     cosines = torch.cat([model(**{n: t for n, t in b.items() if n != "labels"}).logits for b in data.batches])
@@ -142,6 +140,26 @@ def test_embeddings_are_those_of_the_modules_one_by_one(models: dict[str, Path])
         pooled = act(pooled @ dense["linear.weight"].T + dense["linear.bias"])
     wanted = pooled / pooled.norm(dim=1, keepdim=True)
     torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).text_embeds, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_default_prompt_stands_before_every_text(models: dict[str, Path], pairs: Path, tmp_path: Path):
+    """As sentence-transformers encodes; no more tokens than the folder says."""
+    path = tmp_path / "prompted"
+    shutil.copytree(models["anchor"], path)
+    plain, settings = load(str(path)), path / "config_sentence_transformers.json"
+    ids = [b["input_ids"] for b in read_batches(str(pairs), str(path), plain, 4).batches]
+    settings.write_text(json.dumps({"prompts": {"query": "w7 w8 "}, "default_prompt_name": "query"}))
+    found = [b["input_ids"] for b in read_batches(str(pairs), str(path), plain, 4).batches]
+    assert torch.equal(found[0][..., 2:], ids[0])
+    assert (found[0][..., :2] == torch.tensor([7, 8])).all()
+    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 3}))
+    assert read_batches(str(pairs), str(path), plain, 4).batches[0]["input_ids"].shape[-1] == 3
+    settings.write_text(json.dumps({"default_prompt_name": "query"}))
+    assert "not among its prompts" in one_error(run("evaluate", path, "--data", pairs).output)
+    settings.write_text(json.dumps({"prompts": {"query": "w7 "}, "default_prompt_name": "query"}))
+    pooling = path / "1_Pooling" / "config.json"
+    pooling.write_text(json.dumps({**json.loads(pooling.read_text()), "include_prompt": False}))
+    assert "its pooling leaves out the prompt" in one_error(run("evaluate", path, "--data", pairs).output)
 
 
 def test_align_takes_the_stream_and_the_dense_maps_along(models: dict[str, Path], tmp_path: Path):
@@ -227,6 +245,28 @@ def test_measured_by_spearman_on_pairs(models: dict[str, Path], pairs: Path):
     plain, aligned = (curve["loss"] for curve in barrier["curves"])
     assert plain[1] > aligned[1] + 0.02
     assert aligned[1] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_averages_with_inputs_take_pairs_as_texts(models: dict[str, Path], pairs: Path, tmp_path: Path):
+    """By regmean the anchor and itself in other coordinates give the anchor back, dense maps included; what does not
+    know the modules behind the transformer says so."""
+    anchor, twin = models["anchor"], models["twin"]
+    recipe = recipe_for("linear", anchor, twin, residual="permutation")
+    for entry in recipe["models"]:
+        file = tmp_path / f"{Path(entry['model']).name}.safetensors"
+        assert run("measure", entry["model"], "--data", pairs, "--out", file).exit_code == 0
+        entry["parameters"]["statistics"] = str(file)
+    assert "2_Dense.linear.weight.gram" in load_file(file)
+    recipe["parameters"]["delegate"] = "regmean"
+    assert mergekit_yaml(recipe, tmp_path / "out").exit_code == 0
+    assert parsed("evaluate", tmp_path / "out", "--data", pairs)[0]["spearman"] == pytest.approx(1, abs=1e-3)
+    refit = recipe_for("linear", anchor, twin)
+    refit["parameters"] |= {"delegate": "refit", "data": str(pairs)}
+    assert "knows nothing of what stands behind it" in one_error(mergekit_yaml(refit, tmp_path / "refit").output)
+    bad = run("measure", anchor, "--data", pairs, "--kinds", "fisher", "--out", tmp_path / "f.safetensors")
+    assert "no head that gives probabilities" in one_error(bad.output)
+    bad = run("polish", anchor, tmp_path / "polished", "--teachers", twin, "--data", pairs)
+    assert "whose modules are not trained" in one_error(bad.output)
 
 
 def test_merge_chooses_by_it(models: dict[str, Path], pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

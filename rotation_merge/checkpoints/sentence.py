@@ -97,7 +97,28 @@ def _settings(folder: str, kind: str, path: str) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as error:
         where = os.path.join(folder, path, "config.json")
         raise CheckpointError(f"lacks {error}", where=where, remedy="download it again") from error
-    return {"modes": chosen or ["mean"]}
+    kept = {} if config.get("include_prompt", True) else {"include_prompt": False}
+    return {"modes": chosen or ["mean"], **kept}
+
+
+def reading(folder: str) -> tuple[str, int | None]:
+    """What sentence-transformers puts before every text if nothing else is asked for, and how many tokens it reads.
+
+    Raises:
+        CheckpointError: the settings are damaged, or name a prompt that is not there.
+    """
+    where, lengths = (os.path.join(folder, name) for name in BESIDE[1:])
+    settings = read_json(where) if os.path.isfile(where) else {}
+    prompts, name = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    if not isinstance(prompts, dict) or (name is not None and name not in prompts):
+        what = f"its default_prompt_name is '{name}', which is not among its prompts"
+        raise CheckpointError(what, where=where, remedy="mend the file")
+    most = read_json(lengths).get("max_seq_length") if os.path.isfile(lengths) else None
+    prompt = str(prompts[name]) if name is not None else ""
+    if prompt and any(module.get("include_prompt") is False for module in read_modules(folder)):
+        what = f"its pooling leaves out the prompt '{prompt}' that stands before every text, which is not supported"
+        raise CheckpointError(what, where=folder, remedy="take default_prompt_name out, and put prompts into the data")
+    return prompt, most if isinstance(most, int) and most > 0 else None
 
 
 class SentenceLoader:

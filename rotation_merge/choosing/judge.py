@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rotation_merge.durable import replacing
 from rotation_merge.errors import DataError
+from rotation_merge.report.curves import FIGURES
 from rotation_merge.samples.data import Data
 from rotation_merge.samples.evaluate import of_floats
 from rotation_merge.samples.functions import Batch
@@ -149,8 +150,7 @@ class Judge:
     @property
     def figure(self) -> str:
         """What `Figures.accuracy` is called."""
-        names = {"regression": "Pearson", "similarity": "Spearman"}
-        return names.get(self.sets[0].task, "accuracy")
+        return FIGURES.get(self.sets[0].task, "accuracy")
 
     @property
     def unit(self) -> str:

@@ -132,17 +132,17 @@ def _save(barriers: list[Barrier], directory: str) -> None:
 def _show(barrier: Barrier) -> None:
     curves = barrier.curves
     few = len(curves) <= NARROW
-    shares = curves if few else []
+    shares, form = curves if few else [], ".1%" if barrier.figure == "accuracy" else ".4f"
     rows = [
-        (f"{t:.3g}", *(f"{c.loss[i]:.4f}" for c in curves), *(f"{c.accuracy[i]:.1%}" for c in shares))
+        (f"{t:.3g}", *(f"{c.loss[i]:.4f}" for c in curves), *(f"{c.accuracy[i]:{form}}" for c in shares))
         for i, t in enumerate(curves[0].t)
     ]
     title = f"{barrier.anchor} to {barrier.donor} on {barrier.data} ({barrier.task}, {barrier.examples} examples)"
-    headers = ("position", *(f"loss, {c.name}" for c in curves), *(f"accuracy, {c.name}" for c in shares))
+    headers = ("position", *(f"loss, {c.name}" for c in curves), *(f"{barrier.figure}, {c.name}" for c in shares))
     table(title, headers, rows, numbers=range(len(headers)))
     if not few:
-        heads = ("matching", "barrier", "loss in the middle", "accuracy")
-        table("", heads, [_figures(curve) for curve in curves], numbers=(1, 2, 3))
+        heads = ("matching", "barrier", "loss in the middle", barrier.figure)
+        table("", heads, [_figures(curve, form) for curve in curves], numbers=(1, 2, 3))
     if on_terminal():
         say(text_plot(barrier))
     words = [f"{curve.barrier():.4f} {curve.name}" for curve in curves]
@@ -152,9 +152,9 @@ def _show(barrier: Barrier) -> None:
         say(f"{said[:1].upper()}{said[1:]}.")
 
 
-def _figures(curve: Curve) -> tuple[str, ...]:
+def _figures(curve: Curve, form: str) -> tuple[str, ...]:
     middle = curve.middle()
-    return curve.name, f"{curve.barrier():.4f}", f"{curve.loss[middle]:.4f}", f"{curve.accuracy[middle]:.1%}"
+    return curve.name, f"{curve.barrier():.4f}", f"{curve.loss[middle]:.4f}", f"{curve.accuracy[middle]:{form}}"
 
 
 def _unit(barrier: Barrier) -> str:

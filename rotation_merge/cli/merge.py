@@ -164,10 +164,8 @@ def _show(found: Outcome, out: str | None) -> None:
         )
         if found.ensemble.score < parent.score:
             scores = f"{found.ensemble.score:.4f}, {parent.score:.4f}"
-            distil = f"rotation-merge polish {found.best_parent} OTHER --teachers {' '.join(found.parents)}"
-            say(
-                f"All of them side by side are better than each alone ({scores}): serve them so, or distil them: '{distil}'."
-            )
+            say(f"All of them side by side are better than each alone ({scores}): serve them so, or distil them:")
+            say(f"rotation-merge polish {found.best_parent} OTHER --teachers {' '.join(found.parents)}")
     if out is not None:
         say(f"Written to {out}; mergekit-yaml {out}/recipe.yml OTHER gives the same weights.", "green")
     elif not found.worth_it:

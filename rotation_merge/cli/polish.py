@@ -125,11 +125,15 @@ def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str
     Raises:
         RotationMergeError: models, data or the place are of no use.
     """
+    from rotation_merge.checkpoints.sentence import read_modules
     from rotation_merge.learning.polish import PolishOptions, polish
     from rotation_merge.learning.unfinished import Unfinished
-    from rotation_merge.samples.functions import load
+    from rotation_merge.samples.functions import load, local_path
 
     check_out(out, merged, *teachers)
+    if read_modules(local_path(merged)):
+        what = "is a folder of sentence-transformers, whose modules are not trained"
+        raise RotationMergeError(what, where=merged, remedy="merge with 'delegate: regmean'")
     progress = Progress()
     with Unfinished(out) as work:
         answered = _ask(work.path, merged, teachers, sources, ways.samples, ways.length, ways.seed, ways.device)

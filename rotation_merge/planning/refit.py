@@ -73,6 +73,13 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
     readers = _readers(config)
     _check_layers(config, donors)
     _check_models(list(readers), donors)
+    for model in readers:
+        if donors.models[model].modules:
+            what = (
+                "delegate refit solves a transformer's maps and knows nothing of what stands behind it (modules.json)"
+            )
+            remedy = "use 'delegate: regmean', with statistics of pairs of texts"
+            raise RecipeError(what, where=str(model), remedy=remedy)
     weights = {model: _number("weight", reader, model, 1.0) for model, reader in readers.items()}
     total = sum(weights.values())
     if min(weights.values()) < 0 or total <= 0:

@@ -16,6 +16,9 @@ FILE = "barrier.json"
 LEAST_GAIN = 1e-4
 """What a merge has to be better by than the line between its parents, to be said so."""
 
+FIGURES = {"regression": "Pearson", "similarity": "Spearman"}
+"""What stands beside the loss, by task, where that is no accuracy."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -69,6 +72,11 @@ class Barrier:
     options: dict[str, Any]
     curves: list[Curve]
     over_anchors: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def figure(self) -> str:
+        """What a curve's `accuracy` is."""
+        return FIGURES.get(self.task, "accuracy")
 
     def to_dict(self) -> dict[str, Any]:
         return {"measures": {c.name: self._measures(c) for c in self.curves}, **asdict(self)}

@@ -212,8 +212,12 @@ def _masked(batch: Batch, model_path: str, generator: torch.Generator) -> Batch:
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, token), "labels": labels}
 
 
+NO_PAIRS = torch.empty(0, 0)
+
+
 def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
     """The same examples without padding: those of one length together, in the order of their lengths' first examples.
+    Pairs of texts, whose embeddings are compared, are taken as texts by themselves, without scores.
 
     Args:
         source: what to call the data in errors.
@@ -224,6 +228,8 @@ def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
     groups: dict[int, list[Batch]] = {}
     size = max((len(next(iter(batch.values()))) for batch in batches), default=1)
     for batch in batches:
+        if batch.get("input_ids", NO_PAIRS).ndim == 3:
+            batch = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask") if name in batch}
         if "attention_mask" not in batch:
             groups.setdefault(-1, []).append(batch)
             continue

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.checkpoints.hub import local_file
+from rotation_merge.checkpoints.sentence import reading
 from rotation_merge.checkpoints.vocabulary import is_hollow
 from rotation_merge.errors import DataError, nearest, short
 from rotation_merge.samples.arrays import Apart, by_example
@@ -132,9 +133,12 @@ def _records(text: str, source: str, model_path: str, length: int, model: Any) -
 def _encoded(records: Sequence[Any], source: str, model_path: str, length: int, model: Any) -> list[Batch]:
     """Records with `text` (and `text_pair`) or `input_ids`, and a label where there is one, as one batch each.
 
-    Two texts are read as one input, divided; by a model that gives embeddings, as two inputs (2, tokens).
+    Two texts are read as one input, divided; by a model that gives embeddings, as two inputs (2, tokens), each with its
+    default prompt before it.
     """
     tokenizer, result, apart = None, [], is_sentence_model(model)
+    prompt, most = reading(local_path(model_path)) if apart else ("", None)
+    length = min(length, most or length)
     for number, record in enumerate(records, 1):
         where = f"{source}, record {number}"
         if not isinstance(record, dict) or not ({"text", "input_ids"} & set(record)):
@@ -146,7 +150,7 @@ def _encoded(records: Sequence[Any], source: str, model_path: str, length: int, 
             if apart and len(both) < 2:
                 remedy = f"give pairs: columns {PAIRS[0][0]}, {PAIRS[0][1]} and score"
                 raise DataError("holds one text, embeddings are measured on two", where=where, remedy=remedy)
-            given = [[text] for text in both] if apart else [both]
+            given = [[prompt + text] for text in both] if apart else [both]
             ids: Any = [tokenizer(*texts, truncation=True, max_length=length)["input_ids"] for texts in given]
             longest = max(map(len, ids))
             ids = [row + [-1] * (longest - len(row)) for row in ids] if apart else ids[0]
