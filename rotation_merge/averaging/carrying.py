@@ -63,7 +63,7 @@ class Samples:
     steps: int = 0
     solve: bool = True
 
-    def read(self, batch_size: int = AT_ONCE) -> dict[str, int]:
+    def read(self, batch_size: int = AT_ONCE) -> dict[str, Any]:
         """How they are read."""
         return {"limit": self.count, "batch_size": batch_size, "length": self.length, "seed": self.seed}
 
