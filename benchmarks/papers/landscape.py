@@ -114,8 +114,8 @@ def pairs(given: Given, kind: str) -> list[Two]:
     """Pairs of models of one kind: of different seeds, or two fine-tunes of one base."""
     if kind == TUNED:
         return [Two(given, kind, "llama-0-english", "llama-0-c")]
-    stem, seeds = ("vit", given.pairs()) if kind == VITS else ("llama", [(0, 1), (2, 3), (0, 2)][: given.seeds])
-    return [Two(given, kind, f"{stem}-{a}", f"{stem}-{b}") for a, b in seeds]
+    stem, seeds = ("vit", given.pairs()) if kind == VITS else ("llama", [(0, 1), (2, 3)])
+    return [Two(given, kind, f"{stem}-{a}", f"{stem}-{b}") for a, b in seeds[: given.seeds]]
 
 
 PARTS = {"attention": MatchOptions(ffn="none", rescale="sequential"), "all local groups": NAMED["local"]}
