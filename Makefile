@@ -1,8 +1,9 @@
 # `make test`, `make demo` and `make lint` first make a virtual environment and install from the lock, if need be.
 PYTHON ?= python3
 VENV ?= .venv
-# Tests run in two processes with one thread each; `make test PYTEST="-k heads"` picks some.
-PYTEST ?= -n 2 --durations 10
+# Tests run in two processes with one thread each, a file in one of them, as its tests share models;
+# `make test PYTEST="-k heads"` picks some.
+PYTEST ?= -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 

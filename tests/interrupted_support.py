@@ -1,92 +1,88 @@
-"""Programs killed at any moment, and directories that load as a model only if they are one."""
+"""Commands in forked processes, killed at any moment; directories that load as a model only if they are one."""
 
 from __future__ import annotations
 
-import json
+import gc
+import logging
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
+from mergekit.io.tasks import LoaderCache
 from transformers import AutoModelForCausalLM
 
-MERGE = "from mergekit.scripts.run_yaml import main"
-OURS = "from rotation_merge.cli.app import app as main; import rotation_merge.checkpoints.aligned"
+PROGRAMS = {entry.name: entry for entry in entry_points(group="console_scripts")}
+torch.set_num_threads(1)  # a forked process has no other threads
 
-SERVER = """
-import json, os, signal, sys, time
-import rotation_merge.planning.planner, torch
-PROGRAM
-torch.set_num_threads(1)
-print("ready", flush=True)
-for line in sys.stdin:
-    delay, number, watched, arguments = json.loads(line)
+
+def start(name: str, arguments: Sequence[object], said: Path, prepare: Callable[[], object] = int) -> int:
+    """A command in a forked process, which has imported everything: a tiny merge takes well under a second.
+
+    Args:
+        said: folder that takes what it writes, as `out` and `err`.
+        prepare: done in the process before.
+
+    Returns:
+        The id of the process, to wait for.
+    """
+    program = PROGRAMS[name].load()
     child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(1, 2)
+    if child:
+        return child
+    code = 1
+    try:
+        gc.freeze()
+        prepare()
+        sys.stdout, sys.stderr = (open(said / file, "w", encoding="utf-8") for file in ("out", "err"))  # noqa: SIM115
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            os.dup2(stream.fileno(), number)
+        logging.root.handlers.clear()
+        logging.root.setLevel(logging.WARNING)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit it ignored
-        try:
-            main(arguments, standalone_mode=False)
-        except SystemExit as end:
-            os._exit(end.code or 0)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    ended = 0, 0
-    while watched and not os.path.exists(watched) and not ended[0]:
-        time.sleep(0.0005)
-        ended = os.waitpid(child, os.WNOHANG)
-    if number and not ended[0]:
-        time.sleep(delay)
-        os.kill(child, number)
-    print(os.waitstatus_to_exitcode((ended if ended[0] else os.waitpid(child, 0))[1]), flush=True)
-"""
-"""Forks a program for every request: it has imported everything, so a tiny merge takes well under a second.
-
-It sends the signals itself, since only a parent knows for sure that a process id still is its child's.
-"""
+        LoaderCache.loaders.clear()
+        sys.argv = [name, *map(str, arguments)]
+        program()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-@contextmanager
-def serve(program: str) -> Iterator[subprocess.Popen[str]]:
-    """A server for one of the programs above."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SERVER.replace("PROGRAM", program)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
+def forked(name: str, *arguments: object, prepare: Callable[[], object] = int) -> subprocess.CompletedProcess[str]:
+    """A command in a forked process, waited for."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = os.waitstatus_to_exitcode(os.waitpid(start(name, arguments, Path(folder), prepare), 0)[1])
+        out, err = (Path(folder, file).read_text("utf-8") for file in ("out", "err"))
+    return subprocess.CompletedProcess([name, *arguments], code, out, err)
 
 
-def run(
-    server: subprocess.Popen[str],
-    *arguments: object,
-    after: float = 0.0,
-    signal_number: int = 0,
-    watched: Path | str = "",
-) -> int:
-    """A run of the program, sent a signal (0: none) some seconds after it began, or after a path has appeared.
+def run(name: str, *arguments: object, after: float = 0.0, signal_number: int = 0, watched: Path | str = "") -> int:
+    """A command, sent a signal (0: none) some seconds after it began, or after a path has appeared.
 
     Returns:
         Its exit code.
     """
-    assert server.stdin is not None
-    assert server.stdout is not None
-    request = [after, int(signal_number), str(watched), [str(argument) for argument in arguments]]
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    return int(server.stdout.readline())
+    with tempfile.TemporaryDirectory() as folder:
+        child, ended = start(name, arguments, Path(folder)), (0, 0)
+        while watched and not os.path.exists(watched) and not ended[0]:
+            time.sleep(0.0005)
+            ended = os.waitpid(child, os.WNOHANG)
+        if signal_number and not ended[0]:
+            time.sleep(after)
+            os.kill(child, signal_number)
+        return os.waitstatus_to_exitcode((ended if ended[0] else os.waitpid(child, 0))[1])
 
 
 def load(where: Path) -> dict[str, torch.Tensor] | None:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
-@contextmanager
-def only_new() -> Iterator[None]:
-    """What there is already is not looked at."""
+def forget() -> None:
+    """What there is already is not looked at any more."""
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def alive() -> int:

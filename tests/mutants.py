@@ -71,6 +71,10 @@ FITS = tuple(
         "three_models_are_learned_jointly[True]",
     )
 )
+CARRYING = ("carry_change", "carry_distil", "carry_losses", "carry_scale", "carry_solution", "carrying", "change")
+CARRIES = ("test_carry_recipe.py", "test_carry_refit.py")
+REFITTING = ("refit", "refit_method", "stages")
+MEASURES = ("test_measuring.py", "test_averaging.py", "test_measure_by_layer.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/groups": ("test_groups.py", "test_group_laws.py", "test_add_group.py"),
     "rotation_merge/linalg/scaling.py": ("test_linalg.py", "test_laws_of_matching.py"),
@@ -89,13 +93,23 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/matching/stream.py": ("test_residual.py",),
     "rotation_merge/matching/model.py": ("test_mean.py", "test_residual.py"),
     "rotation_merge/planning": MERGES,
-    "rotation_merge/planning/averages.py": ("test_averaging.py",),
+    "rotation_merge/planning/ahead.py": ("test_workers.py", *MERGES),
+    "rotation_merge/planning/averages.py": ("test_averaging.py", "test_carry.py"),
+    "rotation_merge/planning/carrying.py": ("test_carry_recipe.py",),
     "rotation_merge/planning/fusing.py": ("test_ot_fusion.py",),
+    "rotation_merge/planning/keeping.py": ("test_save_alignment.py",),
     "rotation_merge/planning/refit.py": ("test_refit_sources.py", "test_refit.py"),
+    "rotation_merge/planning/refit_tasks.py": ("test_refit_sources.py", "test_refit.py"),
+    "rotation_merge/planning/session.py": ("test_session.py", "test_save_alignment.py"),
+    "rotation_merge/planning/wanted.py": ("test_averaging.py", "test_ot_fusion.py"),
     "rotation_merge/recipe": ("test_recipe_reader.py", "test_cli_bad_inputs.py", "test_own_delegates.py"),
-    "rotation_merge/averaging": ("test_averaging.py",),
-    "rotation_merge/averaging/transport.py": ("test_ot_fusion.py",),
+    "rotation_merge/averaging": ("test_averaging.py", "test_carry.py"),
     "rotation_merge/averaging/activations.py": ("test_ot_fusion.py",),
+    "rotation_merge/averaging/carry.py": ("test_carry.py",),
+    **{f"rotation_merge/averaging/{name}.py": CARRIES for name in CARRYING},
+    **{f"rotation_merge/averaging/{name}.py": ("test_refit_sources.py", "test_refit.py") for name in REFITTING},
+    **{f"rotation_merge/averaging/{name}.py": MEASURES for name in ("layers", "measure", "passes", "record", "sums")},
+    "rotation_merge/averaging/transport.py": ("test_ot_fusion.py",),
     "rotation_merge/report/estimate.py": ("test_estimate.py",),
 }
 """The tests that cover a file or a folder; the longest name that fits counts."""
@@ -312,6 +326,7 @@ def report() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--count", type=int, default=sys.maxsize, help="mutants tried at most")
     parser.add_argument("--seed", type=int, default=0, help="order in which mutants are tried")
     parser.add_argument("--limit", type=float, default=120, help="CPU seconds that the tests of one mutant may take")
     parser.add_argument("--files", nargs="*", help="files of the package; default: all of TESTS")
@@ -329,9 +344,7 @@ def main() -> None:
     everything = [mutant for path in paths for mutant in mutants(path)]
     random.Random(args.seed).shuffle(everything)
     before, until, green = known(), time.monotonic() + 60 * args.minutes, set()
-    for mutant in everything:
-        if mutant.key in before:
-            continue
+    for mutant in [one for one in everything if one.key not in before][: args.count]:
         if time.monotonic() > until:
             break
         tests = tests_of(mutant.file)

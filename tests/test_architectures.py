@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ALL, Case, Planted, difference, further, inputs, make, outputs, planted
+from tiny_models import ALL, Case, Planted, difference, further, outputs, planted
 
 from rotation_merge.architectures import Architecture, families, registry, resolve
 from rotation_merge.architectures.schema import OUTSIDE, ArchitectureSpec
@@ -130,8 +130,8 @@ def test_names_of_a_loaded_module_work_too(case: Case) -> None:
     First without rescaling, so that heads are moved by elements of O(d) alone; then neurons with it, which tells rows
     that are multiplied from gates.
     """
-    model = make(case)
-    given = inputs(case, model)
+    found = planted(case)
+    model, given = found.made, found.given
     expected = outputs(model, given)
     config = {**model.config.to_dict(), "architectures": [case.class_name]}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -142,6 +142,7 @@ def test_names_of_a_loaded_module_work_too(case: Case) -> None:
     assert difference(outputs(model, given), expected) <= 1e-9
     model.load_state_dict(moved(architecture, before, MatchOptions(attention="none")))
     assert difference(outputs(model, given), expected) <= 1e-9
+    model.load_state_dict(before)
 
 
 @by_case

@@ -26,8 +26,9 @@ def planted(anchor: Path, donor: Path, config: dict[str, Any], options: MatchOpt
     """A twin of the anchor: other weights, same function."""
     shutil.copytree(anchor, donor)
     state = load_file(anchor / "model.safetensors")
-    gauge = random_gauge(resolve(config, list(state), "anchor"), options, torch.Generator().manual_seed(3))
-    moved = transform_state(resolve(config, list(state), "anchor"), state, gauge)
+    architecture = resolve(config, list(state), "anchor")
+    gauge = random_gauge(architecture, options, torch.Generator().manual_seed(3))
+    moved = transform_state(architecture, state, gauge)
     save_file(moved, donor / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from interrupted_support import forked
 from plugin_support import command, make, one_error, recipe_for, state, twin, write_recipe
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -425,7 +426,7 @@ def test_in_a_process_of_its_own(bench: Bench) -> None:
 def test_traceback_on_request(bench: Bench) -> None:
     bench.parameters["delegate"] = "lienar"
     path = write_recipe(bench.recipe, bench.folder / "recipe.yml")
-    assert "Traceback" in command("mergekit-yaml", path, bench.out, "-vv").stderr
+    assert "Traceback" in forked("mergekit-yaml", path, bench.out, "-vv").stderr
 
 
 def test_other_methods_are_left_alone(bench: Bench) -> None:
@@ -434,7 +435,7 @@ def test_other_methods_are_left_alone(bench: Bench) -> None:
         merge_method="linear", parameters={"unknown": 1}, models=[{"model": str(bench.folder / "none")}]
     )
     path = write_recipe(bench.recipe, bench.folder / "recipe.yml")
-    result = command("mergekit-yaml", path, bench.out)
+    result = forked("mergekit-yaml", path, bench.out)
     assert result.returncode == 1
     assert "Traceback" in result.stderr
 
@@ -447,7 +448,7 @@ def test_mergekit_pytorch_refuses(bench: Bench) -> None:
         ],
     }
     path = write_recipe(recipe, bench.folder / "recipe.yml")
-    result = command("mergekit-pytorch", path, bench.folder / "merged")
+    result = forked("mergekit-pytorch", path, bench.folder / "merged")
     assert result.returncode == 2
     assert "mergekit-yaml" in one_error(result.stderr)
     assert not (bench.folder / "merged").exists()

@@ -94,8 +94,9 @@ def test_scales_are_searched_block_by_block() -> None:
     found, zero, there = search(list(wanted), losses)
     assert found == wanted
     assert (sum(zero), sum(there)) == (4.25, 3.0)
-    found, zero, there = search(list(wanted), lambda scales: (sum(scales.values()), 0.0))
-    assert (set(found.values()), zero) == ({0.0}, there)
+    for worse in (1.0, 0.0):
+        found, zero, there = search(list(wanted), lambda scales, worse=worse: (worse * sum(scales.values()), 0.0))
+        assert (set(found.values()), zero) == ({0.0}, there)
 
 
 def test_scales_of_what_weights_carry(lessons: tuple[Path, list[Path]], tmp_path: Path) -> None:

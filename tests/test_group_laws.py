@@ -311,10 +311,17 @@ def test_groups_refuse_nothing_that_they_give(degree: int, rescale: bool) -> Non
         Space("ffn", "ffn", {"size": 5}, degree=degree),
         Space("moe", "experts", {"size": 5, "count": 4}, degree=degree),
         attention(rotary=2),
+        Space("mixer", "mixer", {"groups": 3, "per_group": 2, "shared": 4, "own": 5}),
     ]
-    for group in [admitted(space, wanted) for space in spaces]:
+    for group in [*(admitted(space, wanted) for space in spaces), *STREAMS[2:]]:
         assert group.refuses(group.identity()) is None
         assert group.refuses(group.random(gen(3))) is None
+
+
+@pytest.mark.parametrize(("norm", "each"), [("rms_head", 1), ("rms_all", 2)])
+def test_gains_are_of_each_group_of_heads_where_the_norm_is_of_all_heads(norm: str, each: int) -> None:
+    found = admitted(attention(norm=norm)).random(gen(1))
+    assert found.gains.batch == each
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3])

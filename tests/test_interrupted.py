@@ -9,23 +9,16 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from interrupted_support import MERGE, assert_whole_or_not_at_all, equal, load, run, serve
-from plugin_support import command, merged, one_error, recipe_for, state, write_recipe
+from interrupted_support import assert_whole_or_not_at_all, equal, forked, load, run
+from plugin_support import merged, one_error, recipe_for, state, write_recipe
 
 from rotation_merge.checkpoints import output
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    with serve(MERGE) as process:
-        yield process
-
-
-def test_killed_twenty_times(deep_pair: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_killed_twenty_times(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Into the same directory, where an older merge lies, with other shards each time."""
     anchor, donor = deep_pair
     old_recipe = {**recipe_for("linear", anchor, donor), "merge_method": "linear", "parameters": {}}
@@ -34,7 +27,7 @@ def test_killed_twenty_times(deep_pair: tuple[Path, Path], server: subprocess.Po
     recipe = write_recipe(recipe_for("linear", anchor, donor), tmp_path / "recipe.yml")
     fresh = tmp_path / "fresh" / "out"
     begin = time.perf_counter()
-    assert run(server, recipe, fresh, "--quiet") == 0
+    assert run("mergekit-yaml", recipe, fresh, "--quiet") == 0
     usual = time.perf_counter() - begin
     new = state(fresh)
     assert not equal(old, new)
@@ -44,10 +37,10 @@ def test_killed_twenty_times(deep_pair: tuple[Path, Path], server: subprocess.Po
         target = out if i % 2 else tmp_path / "work" / f"new{i}"
         flags = ("--quiet", "--out-shard-size", chance.choice([4000, 9000, 10**9]))
         moment = usual * chance.uniform(0.05, 1.0)
-        killed += run(server, recipe, target, *flags, after=moment, signal_number=signal.SIGKILL) != 0
+        killed += run("mergekit-yaml", recipe, target, *flags, after=moment, signal_number=signal.SIGKILL) != 0
         assert_whole_or_not_at_all(tmp_path / "work", old, new)
     assert killed >= 5
-    assert run(server, recipe, out, "--quiet", "--out-shard-size", 5000) == 0
+    assert run("mergekit-yaml", recipe, out, "--quiet", "--out-shard-size", 5000) == 0
     assert equal(load(out) or {}, new)
     assert not list(out.glob(".*"))
     assert len(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]) == len(new)
@@ -111,13 +104,13 @@ def test_killed_at_every_step_of_the_exchange(
     raise AssertionError("the exchange never came to its end")
 
 
-def test_interrupted_by_the_user(deep_pair: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_interrupted_by_the_user(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Ctrl-C: nothing is left, not even the directories above the output."""
     recipe = write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
     outcomes = []
     for delay in (0.05, 0.15, 0.3):
         out = tmp_path / "deep" / "er" / "out"
-        outcomes.append(run(server, recipe, out, "--quiet", after=delay, signal_number=signal.SIGINT))
+        outcomes.append(run("mergekit-yaml", recipe, out, "--quiet", after=delay, signal_number=signal.SIGINT))
         if outcomes[-1]:
             assert not (tmp_path / "deep").exists()
         else:
@@ -128,10 +121,10 @@ def test_interrupted_by_the_user(deep_pair: tuple[Path, Path], server: subproces
 @pytest.mark.parametrize("flags", [(), ("--no-safe-serialization",), ("--async-write",)])
 def test_files_that_cannot_grow(deep_pair: tuple[Path, Path], tmp_path: Path, flags: tuple[str, ...]) -> None:
     recipe = write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
-    result = command(
+    result = forked(
         "mergekit-yaml",
         *(recipe, tmp_path / "out", "--quiet", *flags),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+        prepare=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
     )
     assert result.returncode == 2, result.stderr
     error = one_error(result.stderr)
@@ -149,7 +142,7 @@ def test_full_disk(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
         pytest.skip("needs the right to mount a small file system")
     try:
         recipe = write_recipe(recipe_for("linear", *deep_pair), tmp_path / "recipe.yml")
-        result = command("mergekit-yaml", recipe, small / "out", "--quiet")
+        result = forked("mergekit-yaml", recipe, small / "out", "--quiet")
         assert result.returncode == 2, result.stderr
         assert "disk is full" in one_error(result.stderr)
         assert list(small.iterdir()) == []

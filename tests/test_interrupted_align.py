@@ -7,9 +7,7 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from click.testing import CliRunner
-from interrupted_support import OURS, assert_whole_or_not_at_all, equal, load, run, serve
+from interrupted_support import assert_whole_or_not_at_all, equal, load, run
 from mergekit.io.tasks import LoaderCache
 from plugin_support import make, state, twin
 from safetensors import safe_open
@@ -32,12 +30,6 @@ from rotation_merge.matching.model import Alignment
 
 OLD = ("--heads", "none", "--ffn", "none", "--shard-size", "20000")
 NEW = ("--heads", "permutation", "--residual", "signed_permutation", "--html")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    with serve(OURS) as process:
-        yield process
 
 
 def content(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -62,7 +54,7 @@ def assert_whole_files(folder: Path, architecture: Any, *known: tuple[dict[str, 
     return found
 
 
-def test_killed_sixteen_times(deep_pair: tuple[Path, Path], server: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_killed_sixteen_times(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Now into a new place, now over another checkpoint and alignment file in equal shards, while these are written."""
     anchor, donor = deep_pair
     architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict(), list(state(anchor)), "anchor")
@@ -79,7 +71,7 @@ def test_killed_sixteen_times(deep_pair: tuple[Path, Path], server: subprocess.P
             *options,
         )
         begin = time.perf_counter()
-        assert run(server, *arguments) == 0
+        assert run("rotation-merge", *arguments) == 0
         usual = time.perf_counter() - begin
     old, new = state(before / "out"), state(fresh / "out")
     files = content(before / "map.safetensors"), content(fresh / "map.safetensors")
@@ -95,12 +87,23 @@ def test_killed_sixteen_times(deep_pair: tuple[Path, Path], server: subprocess.P
         staging = work / out / f".{out}.partial" if (work / out).exists() else work / f".{out}.partial"
         early, writing = i % 2 == 0, chance.uniform(0.0, 0.04)
         moment, watched = (usual * chance.uniform(0.05, 1.0), "") if early else (writing, staging)
-        killed += run(server, *arguments, after=moment, signal_number=signal.SIGKILL, watched=watched) != 0
+        killed += run("rotation-merge", *arguments, after=moment, signal_number=signal.SIGKILL, watched=watched) != 0
         assert_whole_or_not_at_all(work, old, new)
         assert assert_whole_files(work, architecture, *files) >= 1
     assert killed >= 5
     assert (
-        run(server, "align", "--force", anchor, donor, work / "out", "--alignment", work / "map.safetensors", *NEW) == 0
+        run(
+            "rotation-merge",
+            "align",
+            "--force",
+            anchor,
+            donor,
+            work / "out",
+            "--alignment",
+            work / "map.safetensors",
+            *NEW,
+        )
+        == 0
     )
     assert equal(load(work / "out") or {}, new)
     assert equal(content(work / "map.safetensors")[0], files[1][0])

@@ -19,7 +19,7 @@ from rotation_merge.matching.block import match_block, squared_distances
 from rotation_merge.matching.experts import _collect, _Layer, match_experts
 from rotation_merge.matching.ffn import match_ffn
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.nearest import _project, nearest_order
+from rotation_merge.matching.nearest import _open_pairs, _project, _still_open, nearest_order
 from rotation_merge.matching.neurons import Neurons
 from rotation_merge.matching.options import MatchOptions
 
@@ -143,6 +143,15 @@ def test_the_quick_proof_never_accepts_a_wrong_order():
     assert nearest_order(neurons) is None  # the donor's own order looks right, two neurons are exchanged
     found = match_ffn(space, sides_of(anchor, donor), MatchOptions())
     assert found.element.permutation.index[0, [3, 8]].tolist() == [8, 3]
+
+
+@pytest.mark.parametrize(("price", "told"), [(1 - 5e-6, True), (1 - 5e-5, False)])
+def test_pairs_that_rounding_may_hide_stay_open(price: float, told: bool):
+    """At distance one: within 1e-5 of the prices of the pair, float32 cannot say."""
+    left, right = torch.tensor([[0.0], [9.0]]), torch.tensor([[5.0], [1.0]])
+    halves, one = torch.full((2,), price / 2, dtype=torch.float64), torch.tensor([1])
+    assert (_open_pairs(left, right, halves, one - 1)[1].tolist() == [1]) == told
+    assert (_still_open(left, right, halves, one - 1, one)[1].tolist() == [1]) == told
 
 
 def test_the_quick_proof_looks_at_the_right_pairs():

@@ -34,7 +34,7 @@ def run(*arguments: object) -> Result:
 def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """Two near fine-tunes, judged by text that they write themselves."""
     out = tmp_path_factory.mktemp("merge") / "out"
-    result = run(ENGLISH, C, out, *SMALL, "--budget", "8s", "--anyway", "--json")
+    result = run(ENGLISH, C, out, *SMALL, "--budget", "3s", "--anyway", "--json")
     assert result.exit_code == 0, result.output
     return out, json.loads(result.stdout)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
+from interrupted_support import forked
 from plugin_support import (
-    command,
     one_error,
     recipe_for,
     relative_distances,
@@ -83,7 +83,7 @@ def test_mergekit_multi_in_a_process_of_its_own(pair: Pair, tmp_path: Path) -> N
     first = {"name": "first", **recipe_for("slerp", *pair, t=0.5)}
     path = tmp_path / "stages.yml"
     path.write_text(yaml.safe_dump(first, sort_keys=False))
-    result = command("mergekit-multi", path, "--intermediate-dir", tmp_path / "stages", "--quiet")
+    result = forked("mergekit-multi", path, "--intermediate-dir", tmp_path / "stages", "--quiet")
     assert result.returncode == 0, result.stderr
     distances = relative_distances(state(tmp_path / "stages" / "first"), state(pair[0]))
     assert max(distances.values()) <= 1e-5
@@ -198,6 +198,6 @@ def test_relative_paths_without_a_network(pair: Pair, tmp_path: Path) -> None:
     for name, model in zip(("anchor", "donor"), pair, strict=True):
         (tmp_path / name).symlink_to(model)
     write_recipe(recipe_for("linear", Path("anchor"), Path("donor")), tmp_path / "recipe.yml")
-    result = command("mergekit-yaml", "recipe.yml", "out", "--quiet", cwd=tmp_path)
+    result = forked("mergekit-yaml", "recipe.yml", "out", "--quiet", prepare=lambda: os.chdir(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "### Alignment" in (tmp_path / "out" / "README.md").read_text()

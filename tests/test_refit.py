@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from memory_support import alive, only_new
+from memory_support import alive, forget
 from plugin_support import merged, mergekit_yaml, one_error, state
 from residual_support import Checkpoint, checkpoint, recipe, report, twin
 from tiny_models import ALL, Case, exactly, inputs, make, save
@@ -280,7 +280,8 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
             seen.append(alive())
             return tensor
 
-        with only_new(), exactly():
+        forget()
+        with exactly():
             store = Store(str(tmp_path / "states"))
             teachers = [few.runner(Copies(few.states[k]), [few.given[k]], store, str(k)) for k in range(2)]
             merge = few.runner(Copies(few.states[0]), few.given, store, "merge")

@@ -13,7 +13,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -200,12 +200,16 @@ class Planted:
     """A tiny model as a checkpoint, with what it answers; made once for all tests of a process, never changed.
 
     Attributes:
+        made: the model that was saved; who puts other tensors into it puts its own back.
+        loaded: the model that was loaded again; its tensors are those that were last asked for.
         config: as mergekit reads it.
         state: its tensors, as they are named on disk; of an untied one, the head among them.
         folder: where other tensors are put for `differs`.
     """
 
     case: Case
+    made: Any
+    loaded: Any
     config: dict[str, Any]
     state: dict[str, Tensor]
     folder: Path
@@ -222,21 +226,19 @@ class Planted:
         return tuple(name for name, groups in self.architecture.stream_groups.items() if "rotation" in groups)
 
     @functools.cached_property
-    def _loaded(self) -> Any:
-        """The model in `folder`, if all that it has is called there as on disk, or is tied to such; else None."""
-        model = reload(self.case, self.folder, self.state)
-        own = model.state_dict(keep_vars=True)
+    def _same_names(self) -> bool:
+        """Whether all that the loaded model has is called there as on disk, or is tied to such."""
+        own = self.loaded.state_dict(keep_vars=True)
         known = {own[name].data_ptr() for name in self.state if name in own}
-        same = self.state.keys() <= own.keys() and all(tensor.data_ptr() in known for tensor in own.values())
-        return model if same else None
+        return self.state.keys() <= own.keys() and all(tensor.data_ptr() in known for tensor in own.values())
 
     def differs(self, state: dict[str, Tensor]) -> float:
         """Largest difference of the outputs with other tensors from those of the model itself."""
-        model = self._loaded
-        if model is None or state.keys() != self.state.keys():
-            model = reload(self.case, self.folder, state)
-        else:
+        if self._same_names and state.keys() == self.state.keys():
+            model = self.loaded
             model.load_state_dict(state, strict=False)
+        else:
+            model = reload(self.case, self.folder, state)
         return difference(outputs(model, self.given), self.expected)
 
     def untied(self) -> Planted:
@@ -252,9 +254,8 @@ class Planted:
         folder = Path(tempfile.mkdtemp(dir=_folder()))
         config = {**json.loads((self.folder / "config.json").read_text()), "tie_word_embeddings": False}
         (folder / "config.json").write_text(json.dumps(config))
-        return Planted(
-            self.case, self.config | {"tie_word_embeddings": False}, state, folder, self.given, self.expected
-        )
+        loaded, config = reload(self.case, folder, state), self.config | {"tie_word_embeddings": False}
+        return replace(self, loaded=loaded, config=config, state=state, folder=folder)
 
 
 @functools.cache
@@ -282,7 +283,8 @@ def _planted(family: str, name: str, class_name: str) -> Planted:
     folder = Path(tempfile.mkdtemp(dir=_folder()))
     config, state = save(model, folder)
     state = {key: tensor.clone() for key, tensor in state.items()}
-    return Planted(case, config, state, folder, given, outputs(reload(case, folder, state), given))
+    loaded = reload(case, folder, state)
+    return Planted(case, model, loaded, config, state, folder, given, outputs(loaded, given))
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

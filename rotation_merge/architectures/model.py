@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from rotation_merge.groups.stream import STREAM_GROUPS, StreamGroup
 
@@ -122,12 +124,12 @@ class Axis:
     depth: int = 0
     label: str = "fixed"
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parts of all pieces that live in a space."""
         return tuple(part for piece in self.pieces for part in piece if part.space.kind != "fixed")
 
-    @property
+    @cached_property
     def size(self) -> int | None:
         """Length the dimension must have; None where the architecture does not say."""
         return sum(math.prod(factors_of(piece)) for piece in self.pieces) if self.pieces else None
@@ -201,6 +203,7 @@ class Block:
     Attributes:
         name: module path, which recipe filters see: `model.layers.3`.
         index: layer number, None before and after the layers.
+        known: what has been found out about it and is asked for again and again, by who found it.
     """
 
     name: str
@@ -211,9 +214,14 @@ class Block:
     spaces: dict[str, Space] = field(default_factory=dict)
     norms: tuple[Norm, ...] = ()
     scales: tuple[Scale, ...] = ()
+    known: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    @cached_property
+    def _by_key(self) -> dict[str, TensorInfo]:
+        return {info.key: info for info in reversed(self.tensors)}
 
     def tensor(self, key: str) -> TensorInfo | None:
-        return next((t for t in self.tensors if t.key == key), None)
+        return self._by_key.get(key)
 
 
 @dataclass(frozen=True)

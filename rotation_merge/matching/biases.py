@@ -10,7 +10,7 @@ Task vectors are carried by their maps alone: the change of the outer product W_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,13 +46,14 @@ class Unseen:
         return [role for role, holder in own.items() if holder is not None and holder.key == info.key]
 
 
-def unseen(block: Block) -> Iterator[Unseen]:
+def unseen(block: Block) -> tuple[Unseen, ...]:
     """Of every attention space of a block that has such biases."""
-    for space in block.spaces.values():
-        if space.kind == "attention" and not space.visible_bias:
-            found = _of_space(block, space)
-            if found.keys is not None or found.values is not None:
-                yield found
+    if unseen.__name__ not in block.known:
+        spaces = [s for s in block.spaces.values() if s.kind == "attention" and not s.visible_bias]
+        found = [_of_space(block, space) for space in spaces]
+        block.known[unseen.__name__] = tuple(u for u in found if u.keys is not None or u.values is not None)
+    known: tuple[Unseen, ...] = block.known[unseen.__name__]
+    return known
 
 
 def _of_space(block: Block, space: Space) -> Unseen:
@@ -96,8 +97,7 @@ def inputs(block: Block, info: TensorInfo) -> list[str]:
 
 def holders(block: Block, keys: Collection[str]) -> list[str]:
     """Those of some keys of a block whose tensors hold unseen biases: what is needed of the anchor."""
-    known = list(unseen(block))
-    return [key for key in keys for one in known if (info := block.tensor(key)) is not None and one.of(info)]
+    return [key for key in keys for one in unseen(block) if (info := block.tensor(key)) is not None and one.of(info)]
 
 
 def with_biases(

@@ -136,7 +136,7 @@ class VaryingOptions(MatchOptions):
         return VaryingOptions(whole, self._of)  # type: ignore[attr-defined]
 
     def at(self, architecture: Architecture, block: Block) -> MatchOptions:
-        last = len(architecture.layers(block.module)) - 1 if block.index is not None else 0
+        last = len(architecture.layers(block.module)) - 1
         place = 0.0 if block.index is None else block.index / last if last else 1.0
         found: MatchOptions = self._of(block.name, place)  # type: ignore[attr-defined]
         return found
