@@ -38,10 +38,11 @@ def lines(
     y_label: str,
     width: int = 520,
     height: int = 230,
+    room: float = 0.0,
 ) -> str:
-    """One line a name, of (xs, ys); all ys are finite."""
+    """One line a name, of (xs, ys); all ys are finite. `room`: a share of their range that is left free above them."""
     xs, ys = ([value for line in found.values() for value in line[side]] for side in (0, 1))
-    frame = _Frame(width, height, (min(xs), max(xs)), (min(ys), max(ys)))
+    frame = _Frame(width, height, (min(xs), max(xs)), (min(ys), max(ys) + room * (max(ys) - min(ys))))
     parts = frame.axes(y_label, f"{y_label} by {x_label}")
     for x in ticks(min(xs), max(xs), 8):
         parts.append(frame.text(x, number(x), frame.height + 16, "middle"))

@@ -99,7 +99,7 @@ def _sweep(tables: Mapping[str, Sequence[Row]], models: str, column: str, words:
             xs, ys = found.setdefault(row["method"], ([0.0], [0.0]))
             xs.append(float(row["scale"]))
             ys.append(float(row[column].split(" ")[0]))
-    return lines(found, "scale", words)
+    return lines(found, "scale", words, room=0.1)
 
 
 PICTURES = {
