@@ -28,7 +28,7 @@ class Orthogonal(MatrixElement):
         return cls(random_orthogonal(batch, size, generator))
 
     def inverse(self) -> Orthogonal:
-        return Orthogonal(self.matrix.mT)
+        return Orthogonal(self.matrix.mT.contiguous())
 
     def act(self, x: Tensor, batch_dim: int, dim: int, dual: bool = False) -> Tensor:
         return act_by_matrices(self.matrix, x, batch_dim, dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,25 +14,28 @@ from torch.func import functional_call
 from torch.nn.utils import stateless
 
 from rotation_merge.architectures import Architecture
-from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.architectures.registry import tied_head
 from rotation_merge.errors import CheckpointError
 from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.biases import with_biases
+from rotation_merge.learning.mixing import Mixed, Mixing, Parents
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.member import Member
 from rotation_merge.matching.model import Transforms
-from rotation_merge.matching.state import TensorSource, read_block, unstack
+from rotation_merge.matching.state import TensorSource, unstack
 from rotation_merge.samples.functions import architecture_of
 
 Batch = Mapping[str, Tensor]
 
 
+def lookalike(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules, with the very same tensors in them."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
 def checkpointed(model: nn.Module) -> nn.Module:
     """A copy under gradient checkpointing, which transformers only does while training: the layers that can are said to
     be training, and nothing in the copy drops anything, so that it computes what the model computes."""
-    found = copy.deepcopy(model).eval()
+    found = lookalike(model).eval()
     cast(Any, found).gradient_checkpointing_enable()
     for module in found.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
@@ -62,21 +65,24 @@ def member_of(model: nn.Module, name: str = "", untie: bool = True) -> Member:
     return Member(name, config, architecture_of(model, untie), shapes, tied_head(config, list(shapes), name))
 
 
+LARGEST_HELD = 1 << 28
+"""Bytes of a mixed model that is made as a whole, with all that its gradients need; of larger ones nothing stays."""
+
+
 @dataclass
 class Path:
     """All models ``w_0 anchor + sum_i w_i moved donor_i``.
 
     Attributes:
         model: an instance of the class, whose own weights are not used.
-        anchor: the anchor's tensors by name, folded, float32.
-        donors: by block and key, each donor's tensors, folded, float32.
+        parents: the tensors of anchor and donors.
+        names: of the model's parameters.
     """
 
     model: nn.Module
     architecture: Architecture
-    anchor: dict[str, Tensor]
-    donors: list[list[dict[str, Tensor]]]
-    parameters: frozenset[str]
+    parents: Parents
+    names: frozenset[str]
 
     @classmethod
     def between(
@@ -87,55 +93,39 @@ class Path:
         donors: Sequence[TensorSource],
         folded: Sequence[str],
         device: torch.device,
+        held: bool | None = None,
     ) -> Path:
-        """Read all models, folding what `folded` asks for."""
-        fold = Fold(architecture, folded)
+        """All models between these, folding what `folded` asks for.
 
-        def blocks(source: TensorSource) -> list[dict[str, Tensor]]:
-            read = [fold.block(block, read_block(block, source)) for block in architecture.blocks]
-            return [{k: t.to(device, torch.float32) for k, t in tensors.items()} for tensors in read]
-
-        base: dict[str, Tensor] = {}
-        for block, tensors in zip(architecture.blocks, blocks(anchor), strict=True):
-            for key, tensor in tensors.items():
-                info = block.tensor(key)
-                if info is not None:
-                    base.update(unstack(info, tensor))
-        names = frozenset(name for name, _ in model.named_parameters())
-        return cls(model, architecture, base, [blocks(donor) for donor in donors], names)
+        Args:
+            held: whether mixed models are made as a whole; by default those of `LARGEST_HELD` bytes at most.
+        """
+        parameters = dict(model.named_parameters())
+        if held is None:
+            held = sum(4 * parameter.numel() for parameter in parameters.values()) <= LARGEST_HELD
+        parents = Parents([anchor, *donors], Fold(architecture, folded), device, held)
+        return cls(model, architecture, parents, frozenset(parameters))
 
     def weights(self, transforms: Sequence[Mapping[str, SpaceTransform]], coefficients: Tensor) -> dict[str, Tensor]:
-        """Tensors of one model on the path.
+        """Tensors of one model on the path, or what stands for them where they are not held.
 
         Args:
             transforms: one mapping a donor.
             coefficients: (1 + donors,), the anchor's first; their sum is one.
         """
-        result = {name: coefficients[0] * tensor for name, tensor in self.anchor.items() if name in self.parameters}
-        for donor, maps, share in zip(self.donors, transforms, coefficients[1:], strict=True):
-            for block, tensors in zip(self.architecture.blocks, donor, strict=True):
-                for info in block.tensors:
-                    if info.key in tensors and info.name in self.parameters:
-                        for name, piece in unstack(info, self._moved(block, info, tensors, maps)).items():
-                            result[name] = result[name] + share * piece
+        mixing = Mixing(self.parents, transforms, coefficients)
+        result: dict[str, Tensor] = {}
+        for block in self.architecture.blocks:
+            for info in block.tensors:
+                stored = self.parents.sources[0]
+                if info.name not in self.names or info.name not in stored:
+                    continue
+                if self.parents.held:
+                    result.update(unstack(info, mixing.mixed(block, info)))
+                    continue
+                for piece, name in enumerate(info.names):
+                    result[name] = Mixed.standing_for(mixing, block, info, piece, stored[name])
         return result
-
-    def _moved(
-        self, block: Block, info: TensorInfo, tensors: Mapping[str, Tensor], maps: Mapping[str, SpaceTransform]
-    ) -> Tensor:
-        """A donor's tensor in new coordinates, with the anchor's unseen biases."""
-
-        def own(key: str) -> Tensor | None:
-            known = block.tensor(key)
-            return None if known is None or key not in tensors else transform_tensor(tensors[key], known, maps)
-
-        def given(key: str) -> Tensor | None:
-            known = block.tensor(key)
-            return None if known is None else self.anchor.get(known.name)
-
-        found = with_biases(block, info, own, given, maps)
-        assert found is not None
-        return found
 
     def holding(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """The model with these weights for as long as gradients flow back: layers under gradient checkpointing are run
@@ -144,7 +134,9 @@ class Path:
 
     def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Any:
         """The model's outputs with these weights."""
-        return functional_call(self.model, dict(weights), args=(), kwargs=dict(batch))
+        mixing = next((weight.mixing for weight in weights.values() if isinstance(weight, Mixed)), None)
+        with nullcontext() if mixing is None else mixing.sparing():
+            return functional_call(self.model, dict(weights), args=(), kwargs=dict(batch))
 
 
 def same_names(anchor: nn.Module, donor: nn.Module) -> None:

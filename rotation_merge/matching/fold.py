@@ -9,6 +9,7 @@ the mean of what it writes is never seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -293,6 +294,16 @@ class Fold:
         gains = any(info.key in (n.gain, n.shift) for n in _norms(block, self.streams))
         gains = gains or any(info.key in (s.gain, *s.writes) for s in block.scales if s.stream in self.streams)
         return written or gains or self.inputs(block, info) != [info.key]
+
+    def on_inputs(self, block: Block, info: TensorInfo, get: Get) -> dict[str, Tensor] | None:
+        """By norm: what folding multiplies the entries along a map's last axis by, (in,); None where it does more."""
+        scales = any(info.key in s.writes for s in block.scales if s.stream in self.streams)
+        if scales or any(p.role == "write" and p.space.name in self.centred for a in info.axes for p in a.parts):
+            return None
+        read = [norm for norm in _norms(block, self.streams) if _reads(info.key, norm)]
+        last = replace(info, axes=info.axes[-1:])
+        ones = torch.ones((), dtype=torch.float64).expand(info.axes[-1].size or 0)
+        return {norm.gain: times_gain(ones, last, _gain(norm, get), norm.stream) for norm in read}
 
     def inputs(self, block: Block, info: TensorInfo) -> list[str]:
         """Keys of the tensors that a folded one is computed from, itself included."""

@@ -1,0 +1,125 @@
+"""A fit that holds no mixed weights: forward and gradients are those of the whole mixed model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from test_fit import tiny_llama, token_batches
+from torch import Tensor
+
+from rotation_merge.checking.proof import exactly
+from rotation_merge.learning import engine
+from rotation_merge.learning.engine import Path, untie_heads
+from rotation_merge.learning.fit import fit
+from rotation_merge.learning.mixing import Mixed, Mixing
+from rotation_merge.learning.records import FitOptions
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.samples.functions import architecture_of
+
+FAMILIES = ("llama", "mixtral", "gpt2", "t5", "deberta_v2", "vit", "deepseek")
+"""Maps of every kind: heads in groups, stacked experts, transposed maps, shared tables, biases, latents."""
+
+FIRST = {case.family: case for case in reversed(tiny_models.ALL)}
+WIDEST = MatchOptions(heads="permutation", residual="largest")
+
+
+def leaves(held: Any) -> Iterator[Tensor]:
+    if isinstance(held, Tensor) and held.is_floating_point():
+        yield held
+    elif isinstance(held, dict | list | tuple):
+        for one in held.values() if isinstance(held, dict) else held:
+            yield from leaves(one)
+    elif is_dataclass(held):
+        vars(held).pop("_learned", None)  # as it was before it was learned
+        yield from leaves([getattr(held, own.name) for own in fields(held)])
+
+
+def outputs_and_gradients(path: Path, gauges: list, share: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
+    moved = [tensor.requires_grad_(True) for tensor in (share, *leaves(gauges))]
+    with exactly():
+        weights = path.weights(gauges, share)
+        with path.holding(weights):
+            found = dict(tiny_models._floating("", path.outputs(weights, given)))
+            sum(x.square().sum() for x in found.values()).backward()
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in moved]
+    for tensor in moved:
+        tensor.grad = None
+    return [*(x.detach() for x in found.values()), *gradients]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_held_is_the_same_as_all_held(family: str, monkeypatch: pytest.MonkeyPatch):
+    """Three models, all in float64: with maps on activations, on weights, and the whole model mixed."""
+    case = FIRST[family]
+    models = [tiny_models.make(case, seed) for seed in range(3)]
+    architecture = architecture_of(models[0], untie=True)
+    folded = architecture.folds({s: groups[-1] for s, groups in architecture.stream_groups.items()})
+    if folded:
+        for model in models:
+            untie_heads(model, architecture)
+    given = tiny_models.inputs(case, models[0])
+    states = [dict(model.state_dict()) for model in models]
+    generator = torch.Generator().manual_seed(0)
+    gauges = [random_gauge(architecture, WIDEST, generator) for _ in states[1:]]
+    share = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    found = []
+    for held, acting in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(Mixing, "_less", lambda *_, acting=acting: acting)
+        path = Path.between(models[0], architecture, states[0], states[1:], folded, torch.device("cpu"), held)
+        assert held != any(isinstance(x, Mixed) for x in path.weights(gauges, share).values())
+        found.append(outputs_and_gradients(path, gauges, share, given))
+    for other in found[1:]:
+        for wanted, tensor in zip(found[0], other, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=1e-10, atol=1e-10 * max(1.0, float(wanted.abs().max())))
+
+
+@pytest.mark.parametrize("acting", [False, True])
+def test_mixed_weights_are_gone_when_the_forward_is_done(acting: bool, monkeypatch: pytest.MonkeyPatch):
+    made: list[weakref.ref[Tensor]] = []
+    plainly = Mixing._plainly
+
+    def watched(self: Mixing, *given: Any) -> Tensor:
+        found = plainly(self, *given)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Mixing, "_plainly", watched)
+    monkeypatch.setattr(Mixing, "_less", lambda *_: acting)
+    models = [tiny_llama(seed) for seed in range(2)]
+    architecture = architecture_of(models[0], untie=True)
+    states = [dict(model.state_dict()) for model in models]
+    path = Path.between(models[0], architecture, states[0], states[1:], (), torch.device("cpu"), held=False)
+    share = torch.tensor([0.5, 0.5], requires_grad=True)
+    weights = path.weights([{}], share)
+    loss = path.outputs(weights, token_batches(1)[0]).logits.square().mean()
+    assert len(made) == (5 if acting else 20)  # norms alone; all but the embedding
+    assert not any(one() is not None for one in made)
+    loss.backward()
+    assert share.grad is not None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"permutations": True}, {"checkpointing": True}, {"half": True}],
+    ids=["plain", "permutations", "checkpointing", "stored in half precision"],
+)
+def test_fits_that_hold_nothing_go_the_same_way(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """With orders of neurons, layers run again, and parents that stay as they are stored."""
+    found = []
+    for held in (True, False):
+        monkeypatch.setattr(engine, "LARGEST_HELD", 1 << 20 if held else 0)
+        models = [tiny_llama(seed) for seed in range(2)]
+        for model in models if options.get("half") else []:
+            for parameter in model.parameters():
+                parameter.data = parameter.bfloat16().float() if held else parameter.bfloat16()
+        chosen = FitOptions(steps=3, objective="distill", start="identity", **options)
+        found.append(fit(*models, token_batches(), options=chosen).report)
+    assert [row[2:] for row in found[1].history] == [pytest.approx(row[2:], abs=1e-5) for row in found[0].history]
+    assert found[1].after == pytest.approx(found[0].after, abs=1e-5)
