@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.errors import RecipeError
-from rotation_merge.learning.engine import Batch, Path, checkpointed, member_of, same_names, untie_heads
+from rotation_merge.learning.engine import Batch, Path, checkpointed, lookalike, member_of, same_names, untie_heads
 from rotation_merge.learning.objective import (
     Teachers,
     attention_mask,
@@ -27,10 +27,12 @@ from rotation_merge.learning.objective import (
     labels_loss,
     mix,
     unlabelled,
+    weighed,
 )
 from rotation_merge.learning.parameters import LearnedTransforms, identities
 from rotation_merge.learning.records import LOOKS, FitOptions, FitReport
 from rotation_merge.learning.resume import State, fit_mark
+from rotation_merge.learning.together import Together
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
@@ -117,7 +119,7 @@ class _Fit:
                 self.parents[number] = copy.deepcopy(self.parents[number])
                 take_rows(self.parents[number], checked.rows)
         if self.folded and any(info.tied for info in self.architecture.tensors()):
-            self.parents = [copy.deepcopy(parent) for parent in self.parents]
+            self.parents = [lookalike(parent) for parent in self.parents]
             for parent in self.parents:
                 untie_heads(parent, self.architecture)
         states = [dict(p.state_dict()) for p in self.parents]
@@ -131,7 +133,8 @@ class _Fit:
         self.batches = [{k: v.to(self.device) for k, v in b.items()} for b in batches]
         self.held_out, self.training = shuffled[:held], shuffled[held:]
         self.objective = choose(options.objective, self.batches[0])
-        self.teachers = Teachers(self.parents)
+        self.together = Together()
+        self.teachers = Teachers([self._speaker(number) for number in range(len(self.parents))])
         self.generator = torch.Generator().manual_seed(options.seed + 1)
 
     # --- losses ------------------------------------------------------------------------------------------------
@@ -139,17 +142,39 @@ class _Fit:
     def loss(
         self, weights: dict[str, Tensor], batch: Batch, taught: list[Tensor] | None, coefficients: Tensor
     ) -> Tensor:
-        """Loss of one model on one batch: by its labels, or against what its parents taught."""
-        with self._precision():
-            outputs = self.path.outputs(weights, batch)
-            if taught is None:
-                return labels_loss(outputs)
-            return distillation(outputs, taught, coefficients, attention_mask(batch))
+        """Loss of one model on one batch: by its labels, or against what its parents taught.
+
+        Of several processes each has the share that its rows have in the loss of all: their sum is the loss.
+        """
+        mass = torch.zeros((), device=self.device)
+        value = mass
+        if next(iter(batch.values())).shape[0]:
+            with self._precision():
+                outputs = self.path.outputs(weights, batch)
+                if taught is None:
+                    value = labels_loss(outputs)
+                else:
+                    value = distillation(outputs, taught, coefficients, attention_mask(batch))
+            mass = weighed(self.parents[0], outputs, batch, taught, coefficients).to(mass)
+        if self.together.count == 1:
+            return value
+        total = self.together.total(mass)
+        return value * mass / total if float(mass) else mass
 
     def lesson(self, index: int) -> tuple[Batch, list[Tensor] | None]:
         """A batch as it is, and the parents' answers unless its labels count."""
-        batch = self.batches[index]
+        batch = self.together.part(self.batches[index])
         return (batch, None) if self.objective == "labels" else (unlabelled(batch), self.teachers(index, batch))
+
+    def _speaker(self, number: int) -> Callable[..., Any]:
+        """A parent that answers in float32 at least."""
+        parent = self.parents[number]
+        if all(p.dtype in (torch.float32, torch.float64) for p in parent.parameters()):
+            return parent
+        share = torch.zeros(len(self.parents), device=self.device)
+        share[number] = 1.0
+        alone: list[Transforms] = [{} for _ in self.parents[1:]]
+        return lambda **batch: self.path.outputs(self.path.weights(alone, share), batch)
 
     def next_lesson(self) -> tuple[Batch, list[Tensor] | None]:
         """A batch drawn from the training samples, or a mix of two with the parents' answers.
@@ -162,6 +187,7 @@ class _Fit:
         if not mixable or float(torch.rand((), generator=self.generator)) >= self.options.mixing:
             return self.lesson(index)
         mixed = mix(batch, unlabelled(self.batches[self._pick()]), self.generator)
+        mixed = self.together.part(mixed)
         return mixed, self.teachers.answer(mixed)
 
     def _pick(self) -> int:
@@ -179,8 +205,8 @@ class _Fit:
         for share in (0.0, 0.25, 0.5, 0.75, 1.0):
             coefficients = self._along(share)
             weights = self.path.weights(transforms, coefficients)
-            values = [float(self.loss(weights, *self.lesson(index), coefficients)) for index in self.held_out]
-            losses[share] = sum(values) / len(values)
+            values = [self.loss(weights, *self.lesson(index), coefficients) for index in self.held_out]
+            losses[share] = sum(map(float, map(self.together.total, values))) / len(values)
         inner = [losses[s] for s in (0.25, 0.5, 0.75)]
         line = [losses[0.0] + s * (losses[1.0] - losses[0.0]) for s in (0.25, 0.5, 0.75)]
         barrier = max(value - straight for value, straight in zip(inner, line, strict=True))
@@ -230,7 +256,7 @@ class _Fit:
 
     def run(self) -> FitResult:
         began = time.perf_counter()
-        starts = self.starts()
+        starts = self.together.agreed(self.starts)
         scores = {name: self.score(transforms) for name, transforms in starts.items()}
         plain = scores.get("identity") or self.score([{} for _ in self.parents[1:]])
         name = min(scores, key=lambda n: scores[n][0])
@@ -258,7 +284,7 @@ class _Fit:
         steps = self.options.steps
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
         mark = fit_mark(self.parents, self.batches, self.match, self.options) if self.options.state else ""
-        state = State(self.options.state, learned, optimiser, schedule, self.generator, mark)
+        state = State(self.options.state, learned, optimiser, schedule, self.generator, mark, self.together)
         first, best = state.restore(report)
         every = max(1, steps // LOOKS)
         report.history = report.history or [(0, 0.0, report.before, report.barrier_before)]
@@ -270,15 +296,22 @@ class _Fit:
             optimiser.zero_grad()
             with self.path.holding(weights):
                 loss = self.loss(weights, *lesson, coefficients)
-                loss.backward()
+                if loss.requires_grad:
+                    loss.backward()
+            self.together.gradients(learned.parameters())
             nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
             optimiser.step()
             schedule.step()
-            late = self.options.minutes and time.perf_counter() - began > 60 * self.options.minutes
+            seconds = self.together.agreed(lambda: time.perf_counter() - began)
+            late = self.options.minutes and seconds > 60 * self.options.minutes
             if (step + 1) % every == 0 or step + 1 == steps or late:
-                best = self._judge(learned, report, best, step + 1, time.perf_counter() - began)
+                best = self._judge(learned, report, best, step + 1, seconds)
                 state.save(step + 1, best, report)
-            figures = {"loss": float(loss.detach()), "held out": report.after, "barrier": report.barrier_after}
+            figures = {
+                "loss": float(self.together.total(loss)),
+                "held out": report.after,
+                "barrier": report.barrier_after,
+            }
             self.watch(step + 1, steps, figures)
             if late:
                 break

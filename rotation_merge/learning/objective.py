@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ KEPT = 1 << 30
 class Teachers:
     """The parents' outputs on every batch; kept where there is room (`KEPT`), else computed again when asked."""
 
-    def __init__(self, parents: Sequence[nn.Module]) -> None:
+    def __init__(self, parents: Sequence[Callable[..., Any]]) -> None:
         self.parents = parents
         self._kept: dict[int, list[Tensor]] = {}
         self._size = 0
@@ -77,6 +77,8 @@ class Teachers:
     @torch.no_grad()
     def answer(self, batch: Batch) -> list[Tensor]:
         """The parents' outputs on a batch that will not come again."""
+        if not len(next(iter(batch.values()))):
+            return []
         return [main_output(parent(**batch)).float() for parent in self.parents]
 
 
@@ -120,6 +122,23 @@ def labels_loss(outputs: Any) -> Tensor:
     if loss is None:
         raise RecipeError(f"{type(outputs).__name__} has no loss for these labels", remedy="use objective 'distill'")
     return loss
+
+
+def weighed(
+    model: nn.Module, outputs: Any, batch: Batch, taught: Sequence[Tensor] | None, coefficients: Tensor
+) -> Tensor:
+    """What the loss of some rows is a mean over, so that the parts of a batch can be put together."""
+    rows = torch.tensor(float(next(iter(batch.values())).shape[0]))
+    if taught is None:
+        labels = batch["labels"]
+        shifted = getattr(model, "loss_type", "") == "ForCausalLM"
+        counted = labels[:, 1:] if shifted else labels
+        return rows if labels.ndim == 1 or labels.is_floating_point() else (counted != -100).sum()
+    if not is_distribution(outputs):
+        target = sum(c * t for c, t in zip(coefficients, taught, strict=True))
+        return torch.as_tensor(target).double().square().sum()
+    mask = attention_mask(batch)
+    return mask.sum() if mask is not None and mask.shape == taught[0].shape[:-1] else rows
 
 
 def attention_mask(batch: Mapping[str, Tensor]) -> Tensor | None:

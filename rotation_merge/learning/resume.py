@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rotation_merge.durable import replacing
 from rotation_merge.errors import AlignmentError
 from rotation_merge.learning.records import FitOptions
+from rotation_merge.learning.together import Together
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.options import MatchOptions
 
@@ -49,11 +50,14 @@ class State:
         schedule: torch.optim.lr_scheduler.LRScheduler,
         generator: torch.Generator,
         mark: str,
+        together: Together | None = None,
     ) -> None:
         """
         Args:
             mark: what the fit is of (see `fit_mark`); a state of anything else is refused.
+            together: the processes that fit; the first of them reads and writes.
         """
+        self.together = together or Together()
         self.path, self.learned, self.optimiser, self.mark = path, learned, optimiser, mark
         self.schedule, self.generator = schedule, generator
 
@@ -64,10 +68,11 @@ class State:
             AlignmentError: the file is damaged or of another fit.
         """
         start = {name: tensor.detach().clone() for name, tensor in self.learned.state_dict().items()}
-        if self.path is None or not self.path.exists():
+        stored = self.together.agreed(self._stored)
+        if stored is None:
             return 0, start
         try:
-            held = torch.load(io.BytesIO(self.path.read_bytes()), weights_only=True)
+            held = torch.load(io.BytesIO(stored), weights_only=True)
             if held["mark"] != self.mark:
                 raise AlignmentError(
                     "holds the state of another fit (other models, data or options)",
@@ -90,9 +95,12 @@ class State:
             ) from error
         return held["step"], held["best"]
 
+    def _stored(self) -> bytes | None:
+        return self.path.read_bytes() if self.path is not None and self.path.exists() else None
+
     def save(self, step: int, best: dict[str, Tensor], report: Any) -> None:
         """Write the state, whole or not at all."""
-        if self.path is None:
+        if self.path is None or self.together.rank:
             return
         state = {
             "mark": self.mark,
@@ -109,5 +117,5 @@ class State:
 
     def remove(self) -> None:
         """The fit is done."""
-        if self.path is not None:
+        if self.path is not None and not self.together.rank:
             self.path.unlink(missing_ok=True)
