@@ -21,7 +21,8 @@ def pair(given: Given, seeds: tuple[int, int]) -> Pair:
     scratch.mkdir()
     np.savez(scratch / "images.npz", pixel_values=np.concatenate([batch["pixel_values"] for batch in batches]))
     anchor, donor = (given.model(f"vit-{seed}") for seed in seeds)
-    return Pair(anchor, donor, scratch, scratch / "images.npz", batches, 2 if given.quick else 300)
+    learned = (2, "identity") if given.quick else (300, "auto")
+    return Pair(anchor, donor, scratch, scratch / "images.npz", batches, *learned)
 
 
 def pairs(given: Given) -> dict[str, Callable[[], Pair]]:

@@ -50,7 +50,7 @@ class Pair:
 
     Attributes:
         data: file of samples, without labels.
-        batches: the same as batches, for learned matching; `steps` of it.
+        batches: the same as batches, for learned matching; `steps` of it from `start`.
         parameters: of every recipe.
         matchings: options by name.
     """
@@ -61,6 +61,7 @@ class Pair:
     data: Path
     batches: list[dict[str, Any]] = field(default_factory=list)
     steps: int = 300
+    start: str = "auto"
     parameters: dict[str, Any] = field(default_factory=dict)
     matchings: dict[str, MatchOptions | None] = field(default_factory=lambda: MATCHINGS)
 
@@ -71,7 +72,9 @@ class Pair:
             return None
         if matching == LEARNED:
             models = load(str(self.anchor)), load(str(self.donor))
-            return fit(models[0], models[1], self.batches, chosen, FitOptions(steps=self.steps)).alignments[0]
+            return fit(
+                models[0], models[1], self.batches, chosen, FitOptions(steps=self.steps, start=self.start)
+            ).alignments[0]
         first, second = self.models()
         return match_model(first.architecture, first.state, second.state, chosen)
 

@@ -1,7 +1,7 @@
 """Table 3 of "Beyond the Permutation Symmetry of Transformers": seconds of training, of matching and of each merge.
 
-Processor seconds on one thread, of one pair each: ViTs, encoders that tell kinds of tokens, and a whole RoBERTa-base
-with random weights, whose donor is a fine-tune (2% noise) or drawn anew. Training is measured over 20 steps and
+Processor seconds on one thread, of one pair each: ViTs, encoders of table 1, and a whole RoBERTa-base, both with
+random weights; the latter's donor is a fine-tune (2% noise) or drawn anew. Training is measured over 20 steps and
 multiplied. Statistics count to the merge that needs them, as in the paper: gram or Fisher diagonal of both models.
 Merges run through mergekit, files included; Simple of RoBERTa-base is an average in memory, as theirs.
 """
@@ -74,7 +74,9 @@ def of_encoders(given: Given) -> dict[str, float]:
     model = kinds.encoder(BertForSequenceClassification)
     batches = kinds.labelled("c", torch.Generator().manual_seed(0))
     names = "encoder-0-c", "encoder-0-c10"
-    return of_pair(texts.classifiers(given, names), trained(model, batches, 300, given.quick), texts.MATCH)
+    return of_pair(
+        texts.classifiers(given, names, trained=False), trained(model, batches, 300, given.quick), texts.MATCH
+    )
 
 
 def of_pair(pair: Pair, training: float, matching: str) -> dict[str, float]:

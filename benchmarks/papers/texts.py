@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import kinds
 import numpy as np
 import torch
-from apparatus import Given
+from apparatus import Given, spread
 from corpora import documents
-from merges import RESIDUAL, Pair
+from merges import RESIDUAL, Pair, judged
+from record import Row
 from torch import Tensor
 from train_checkpoints import save
 from transformers import BertForSequenceClassification
@@ -25,6 +27,16 @@ CLASSIFIERS = {NONE: None, MATCH: MatchOptions(), RESIDUAL: MatchOptions(heads="
 """Norms stand behind the residual sum there, so that the residual stream may be permuted, not turned."""
 LLAMAS = {NONE: None, MATCH: MatchOptions(), RESIDUAL: MatchOptions(heads="permutation", residual="rotation")}
 AVERAGES = ("Simple", "Fisher", "RegMean", "OT-ACTS")
+TITLES = {NONE: "{}", MATCH: "+ match", RESIDUAL: "+ match, residual"}
+Pairs = list[tuple[str, str]]
+Columns = dict[str, tuple[Pairs, str]]
+"""Pairs by title, and which of a judge's words on them is shown."""
+Work = tuple[
+    Callable[[Given, tuple[str, str]], Pair],
+    Callable[[Path, Pair], dict[str, float]],
+    Callable[[Given, str], dict[str, float]],
+]
+"""How a pair is opened, a merge of it judged, and a model by its name."""
 SAMPLES = 128
 """For statistics and plans: of both domains in equal parts, without labels."""
 
@@ -35,17 +47,17 @@ def domain_of(path: Path) -> str:
     return "python" if last.isdigit() else last
 
 
-def classifier(given: Given, name: str) -> Path:
-    """By name; in a quick run one with random weights, since none comes with the package."""
-    path = given.scratch / name
-    if given.quick and not path.exists():
+def classifier(given: Given, name: str, trained: bool = True) -> Path:
+    """By name; one with random weights in a quick run, since none comes with the package, or if time alone counts."""
+    path, new = given.scratch / name, given.quick or not trained
+    if new and not path.exists():
         torch.manual_seed(int(name.split("-")[1]))
         save(kinds.encoder(BertForSequenceClassification), path)
-    return path if given.quick else given.model(name)
+    return path if new else given.model(name)
 
 
-def classifiers(given: Given, names: tuple[str, str]) -> Pair:
-    anchor, donor = (classifier(given, name) for name in names)
+def classifiers(given: Given, names: tuple[str, str], trained: bool = True) -> Pair:
+    anchor, donor = (classifier(given, name, trained) for name in names)
     count = 4 if given.quick else SAMPLES // 2
     ids = [kinds.samples(domain_of(path), False, 60 if given.quick else 1000)[0][:count] for path in (anchor, donor)]
     return _pair(given, (anchor, donor), torch.cat(ids), CLASSIFIERS, {"heads_of": "each"})
@@ -102,7 +114,31 @@ def nats(path: Path, *domains: str) -> dict[str, float]:
     }
 
 
+def nats_of(out: Path, pair: Pair) -> dict[str, float]:
+    """Of a merge."""
+    return nats(out, domain_of(pair.anchor), domain_of(pair.donor))
+
+
 def nats_alone(given: Given, name: str) -> dict[str, float]:
     """The same of one Llama."""
     path = given.model(name)
     return nats(path, domain_of(path))
+
+
+def compared(
+    given: Given, key: str, columns: Columns, few: Pairs, work: Work, matchings: dict[str, Any], form: str
+) -> Iterator[Row]:
+    """A row for the models alone, and one for each average with each matching; a quick run sees `few` pairs."""
+    opener, judge, alone = work
+    shown = {title: (few if given.quick else pairs, side) for title, (pairs, side) in columns.items()}
+    named = {"+".join(pair): pair for pairs, _ in shown.values() for pair in pairs}
+    opened = {words: lambda pair=pair: opener(given, pair) for words, pair in named.items()}
+    found = judged(given, key, opened, judge, list(matchings)[: 2 if given.quick else None], AVERAGES)
+    place = {pair: number for number, pair in enumerate(named.values())}
+    each = {m: given.kept(f"{key}, {m} alone", lambda m=m: alone(given, m)) for pair in place for m in pair}
+    own = {title: [each[m][side] for pair in pairs for m in pair] for title, (pairs, side) in shown.items()}
+    yield {"average": "each model alone", **{title: spread(values, form) for title, values in own.items()}}
+    for (average, matching), said in sorted(found.items(), key=lambda item: AVERAGES.index(item[0][0])):
+        cells = {title: [said[place[pair]][side] for pair in pairs] for title, (pairs, side) in shown.items()}
+        words = TITLES[matching].format(average)
+        yield {"average": words, **{title: spread(values, form) for title, values in cells.items()}}
