@@ -352,7 +352,6 @@ PAPERS = {
     **{f"vit-{seed}": f"vit --seed {seed}" for seed in range(2, 6)},
     **{f"llama-{seed}": f"llama --seed {seed}" for seed in (2, 3)},
     **{f"vit-w{w}-{seed}": f"vit --seed {seed} --width {w}" for w in (16, 32) for seed in range(2)},
-    "llama-1-c": "finetune --domain c",
     **{f"encoder-{seed}": f"encoder --seed {seed}" for seed in (0, 1)},
     **{f"encoder-0-{domain}": f"classifier --domain {domain}" for domain in kinds.DOMAINS},
     **{f"encoder-1-{domain}": f"classifier --domain {domain}" for domain in ("torch", "c10")},
