@@ -112,8 +112,10 @@ def make(case: Case, seed: int = 0) -> Any:
             if gain:
                 parameter.mul_(torch.rand(parameter.shape, generator=signs).lt(0.5) * 2 - 1)
         for name, buffer in model.named_buffers():
-            if name.endswith("bias") and buffer.is_floating_point():
+            if name.endswith(("bias", "std_scale")) and buffer.is_floating_point():
                 buffer.copy_(torch.randn_like(buffer))
+            if name.endswith(("put_min", "put_max")):
+                buffer.fill_(-1.5 if name.endswith("min") else 2.0)  # clips some, and not evenly
             if name.endswith("inv_freq"):
                 buffer.data = buffer.float()  # as a loaded model has it
     model.tie_weights()

@@ -55,10 +55,11 @@ SIZES: dict[str, float] = {
 def config_of(spec: ArchitectureSpec) -> dict[str, Any]:
     """The config of a small model of the family, everything optional left at its default."""
     sizes = {key: size for keys, size in SIZES.items() for key in keys.split()}
-    parts = {module.config: sizes for module in spec.modules.values() if module.config}
+    named_parts = {module.config for module in spec.modules.values() if module.config}
+    parts = {part: {**sizes, **spec.example.get(part, {})} for part in sorted(named_parts)}
     headed = [name for name in spec.classes if name not in spec.bare]
     named = {"architectures": headed[:1], "model_type": (spec.model_types or [""])[0]}
-    return {**sizes, **parts, **named, "do_layer_norm_before": True, **spec.example}
+    return {**sizes, **named, "do_layer_norm_before": True, **spec.example, **parts}
 
 
 def sample(spec: ArchitectureSpec) -> Architecture:

@@ -26,6 +26,7 @@ from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMe
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment, aligned_tensors
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.samples.inputs import random_batch
 
 TOLERANCE = 1e-9
 """Largest difference of float64 outputs that rounding explains."""
@@ -102,12 +103,8 @@ class _Tiny:
         model.save_pretrained(folder)
         self.config = transformers.AutoConfig.from_pretrained(folder).to_dict()
         self.state = load_tensors(folder / "model.safetensors")
-        if model.main_input_name != "input_ids":
-            raise ArchitectureError(
-                f"{name} takes {model.main_input_name}", where=spec.family, remedy="only models of text can be proven"
-            )
-        words = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(1))
-        self.given = {"input_ids": words, **({"decoder_input_ids": words} if model.config.is_encoder_decoder else {})}
+        given = random_batch(model, torch.Generator().manual_seed(1))
+        self.given = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
         try:
             self.expected = self.outputs(self.state)
         except RuntimeError as error:  # sizes that its config class accepts and its forward does not
@@ -218,7 +215,7 @@ def _acts(part: Any) -> tuple[str, str]:
 def exactly() -> Iterator[None]:
     """Keep float64 where transformers computes norms, softmax and routers in float32 on purpose."""
     functional, tensor = torch.nn.functional.softmax, torch.Tensor
-    kept = {name: getattr(tensor, name) for name in ("to", "float", "type", "softmax")}
+    kept = {name: getattr(tensor, name) for name in ("to", "float", "type", "softmax", "__matmul__")}
 
     def whole(self: Tensor, *args: Any, **kwargs: Any) -> bool:
         return self.dtype == torch.float64 and (torch.float32 in args or kwargs.get("dtype") == torch.float32)
@@ -237,7 +234,12 @@ def exactly() -> Iterator[None]:
 
         return method
 
+    def product(self: Tensor, other: Tensor) -> Tensor:  # of what was counted, in float32, and what stayed
+        kind = torch.promote_types(self.dtype, other.dtype)
+        return kept["__matmul__"](kept["to"](self, kind), kept["to"](other, kind))
+
     changed = {
+        "__matmul__": product,
         "to": cast("to"),
         "type": cast("type"),
         "float": lambda self: self if self.dtype == torch.float64 else kept["float"](self),

@@ -25,7 +25,7 @@ SEEN = {
 }
 """Arrays of what is seen: the array that counts the patches of each picture, and the config's names of its token."""
 
-BESIDE = {"pixel_values": ("image_sizes",), "pixel_values_videos": ("second_per_grid_ts",)}
+BESIDE = {"pixel_values": ("image_sizes", "image_position_ids"), "pixel_values_videos": ("second_per_grid_ts",)}
 """What else has an entry for each picture."""
 
 
@@ -113,6 +113,9 @@ def _sizes(
         merged = int(getattr(config.vision_config, "spatial_merge_size", 1)) ** 2
         return patches, [count // merged for count in patches]
     ones = [1] * len(arrays[name])
+    if "image_position_ids" in arrays:
+        real = (arrays["image_position_ids"] >= 0).all(-1).sum(-1).tolist()
+        return ones, [count // int(config.vision_config.pooling_kernel_size) ** 2 for count in real]
     if "image_sizes" in arrays and hasattr(config, "spatial_merge_size"):
         unit = int(config.vision_config.patch_size) * int(config.spatial_merge_size)
         return ones, [int(side[0]) // unit * (int(side[1]) // unit) for side in arrays["image_sizes"]]

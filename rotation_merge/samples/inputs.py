@@ -83,7 +83,12 @@ def _around_images(config: Any, image: int, words: Batch, takes: Collection[str]
         size = channels * vision.temporal_patch_size * height * width
         given["pixel_values"] = torch.randn(SIZE * side * side, size, generator=generator)
         given["image_grid_thw"] = torch.tensor([[1, side, side]] * SIZE)
-    elif hasattr(config, "spatial_merge_size"):  # images of any size
+    elif "image_position_ids" in takes:  # patches with their places, so many of which become one
+        tokens, side = 4, 2 * vision.pooling_kernel_size
+        given["pixel_values"] = torch.rand(SIZE, side * side, 3 * height * width, generator=generator)
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
+        given["image_position_ids"] = places.expand(SIZE, -1, -1).contiguous()
+    elif "image_sizes" in takes and hasattr(config, "spatial_merge_size"):  # images of any size
         tokens, side = 4, 2 * config.spatial_merge_size
         shape = SIZE, getattr(vision, "num_channels", 3), side * height, side * width
         given["pixel_values"] = torch.randn(*shape, generator=generator)
@@ -92,7 +97,8 @@ def _around_images(config: Any, image: int, words: Batch, takes: Collection[str]
         given["pixel_values"] = _pixels(vision, generator)
         patches = given["pixel_values"][0, 0].numel() // (height * width)
         whole = int(getattr(config, "vision_feature_select_strategy", "default") == "full")
-        shrunk = round(patches * getattr(config, "downsample_ratio", 1) ** 2) + whole
+        ratio = getattr(config, "downsample_ratio", None) or getattr(vision, "pixel_shuffle_ratio", 1)
+        shrunk = round(patches * ratio**2) + whole
         tokens = getattr(config, "mm_tokens_per_image", shrunk)
     text = words["input_ids"]
     ids = torch.cat([text[:, :2], torch.full((SIZE, tokens), image), text[:, 2:]], 1)
