@@ -15,7 +15,7 @@ from record import Row
 
 NAME = "papers-figure6"
 TABLES = {NAME: ("models", "matched", "layers", "loss", "accuracy")}
-KINDS = {VITS: "vits", LLAMAS: "llamas", TUNED: "tuned"}
+KINDS = (VITS, LLAMAS, TUNED)
 
 
 def rows(given: Given) -> Iterator[tuple[str, Row]]:
@@ -45,5 +45,5 @@ def drawn(kind: str) -> Callable[[Mapping[str, Sequence[Row]]], str]:
     return picture
 
 
-PICTURES = {f"papers-figure6-{file}.svg": drawn(kind) for kind, file in KINDS.items()}
+PICTURES = {f"papers-figure6-{kind.lower()}.svg": drawn(kind) for kind in (VITS, LLAMAS)}
 run(__name__)
