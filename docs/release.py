@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import email
 import importlib.util
 import re
 import subprocess
@@ -74,14 +75,9 @@ def faults_of_wheel(path: Path) -> list[str]:
             return faults
         entries = file.read(f"{info}/entry_points.txt").decode()
         facts = file.read(f"{info}/METADATA").decode()
-    texts = {
-        "rotation-merge = rotation_merge.cli:main": entries,
-        "[mergekit.merge_methods]": entries,
-        f"\nVersion: {version()}\n": facts,
-        "\nLicense-Expression: Apache-2.0\n": facts,
-        "\nDescription-Content-Type: text/markdown\n": facts,
-    }
-    return [f"does not say {words.strip()}" for words, text in texts.items() if words not in text]
+    wanted_entries = ("rotation-merge = rotation_merge.cli:main", "[mergekit.merge_methods]")
+    faults = [f"does not say {words}" for words in wanted_entries if words not in entries]
+    return [*faults, *faults_of_metadata(facts)]
 
 
 def faults_of_sdist(path: Path) -> list[str]:
@@ -89,8 +85,18 @@ def faults_of_sdist(path: Path) -> list[str]:
     stem = path.name.removesuffix(".tar.gz")
     with tarfile.open(path) as file:
         names = {name.removeprefix(f"{stem}/") for name in file.getnames()}
+        member = file.extractfile(f"{stem}/PKG-INFO") if "PKG-INFO" in names else None
+        facts = member.read().decode() if member is not None else ""
     wanted = tracked("rotation_merge", "tests", "docs", "recipes") | {"rotation_merge.pth", "LICENSE", "pyproject.toml"}
-    return [f"lacks {name}" for name in sorted(wanted - names)]
+    return [*(f"lacks {name}" for name in sorted(wanted - names)), *faults_of_metadata(facts)]
+
+
+def faults_of_metadata(text: str) -> list[str]:
+    """What an index would refuse: a page that it cannot render, or none (and `twine check`, where it is installed)."""
+    facts = email.message_from_string(text)
+    wanted = {"Version": version(), "License-Expression": "Apache-2.0", "Description-Content-Type": "text/markdown"}
+    faults = [f"does not say {name}: {value}" for name, value in wanted.items() if facts[name] != value]
+    return faults if str(facts.get_payload()).strip() else [*faults, "has no page for an index"]
 
 
 def checked(out: Path) -> list[Path]:

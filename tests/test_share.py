@@ -149,7 +149,7 @@ def test_local_names_are_refused_with_the_remedy(local: Any, home: Hub, tmp_path
     line = one_error(run("push", out, REPO, "--yes").output)
     assert str(anchor) in line
     assert str(donor) in line
-    assert "--as " in line
+    assert f"add --as {anchor}=org/name@revision --as {donor}=org/name@revision (not on the hub yet" in line
     assert "--as" in one_error(run("push", out, REPO, "--as", "nonsense").output)
     assert (
         "no report" in one_error(run("push", anchor, REPO).output) or "no such file" in run("push", anchor, REPO).output

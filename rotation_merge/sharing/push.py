@@ -41,6 +41,10 @@ UNKNOWN = "REVISION"
 """Stands in a dry run for the commit that the first upload will make."""
 
 
+NAMED = 4
+"""So many names that have to be mapped are written out."""
+
+
 @dataclass(frozen=True)
 class Item:
     """A file to publish: what is here, or its content where that had to change."""
@@ -207,15 +211,19 @@ def draft(folder: str, repo: str, given: Sequence[str], with_data: bool = False)
     here = {name for name, own in report.models.items() if not own.get("hub")}
     missing += [name for name in models if (is_local(name) or name in here) and name not in names]
     if missing:
-        data = any(read.get(name) == "data" and os.path.isfile(name) for name in missing)
-        raise _unknown(folder, missing, data)
+        raise _unknown(folder, missing, [n for n in missing if read.get(n) == "data" and os.path.isfile(n)])
     return Draft(folder, repo, report, {n: _pinned(t) for n, t in names.items()}, beside, recipe)
 
 
-def _unknown(folder: str, missing: Sequence[str], data: bool) -> RotationMergeError:
-    """What only this machine knows, and how each is to be mapped; `data`: samples are among it."""
-    remedy = f"add --as {missing[0]}=org/name@revision" + (", or --with-data to publish samples" if data else "")
-    return RotationMergeError(f"only this machine knows {named(dict.fromkeys(missing))}", where=folder, remedy=remedy)
+def _unknown(folder: str, missing: Sequence[str], data: Sequence[str]) -> RotationMergeError:
+    """What only this machine knows, and how each is to be mapped; `data`: the samples among it."""
+    names = list(dict.fromkeys(missing))
+    others = [name for name in names if name not in data]
+    words = " ".join(f"--as {name}=org/name@revision" for name in others[:NAMED])
+    upload = f" (not on the hub yet: 'hf upload org/name {others[-1]}')" if others else ""
+    samples = "--with-data to publish samples, or --as FILE=datasets/org/name/file@revision" if data else ""
+    remedy = f"add {' and '.join(filter(None, (f'{words}{upload}', samples)))}"
+    return RotationMergeError(f"only this machine knows {named(names)}", where=folder, remedy=remedy)
 
 
 def _report(folder: str) -> MergeReport:
