@@ -4,7 +4,7 @@
     python benchmarks/fit.py joint CHECKPOINTS          four ViTs at once
     python benchmarks/fit.py llamas CHECKPOINTS         pairs of independent Llamas, 200k characters of text
     python benchmarks/fit.py finetunes CHECKPOINTS      near and far fine-tunes of one base
-    python benchmarks/fit.py step CHECKPOINTS           time and memory of one step of a 110M-parameter pair
+    python benchmarks/fit.py step CHECKPOINTS           time and memory of one step of a 300M-parameter pair
 
 CHECKPOINTS holds vit-0 ... vit-3, llama-0 ... llama-2, llama-0-english, llama-0-c and their `-long` kin. Times are
 processor time on one thread, on a GPU wall time.
@@ -190,14 +190,14 @@ def finetunes(root: Path, args: argparse.Namespace) -> None:
 
 
 def step(root: Path, args: argparse.Namespace) -> None:
-    """One measured step of a 110M-parameter pair (random weights), and what a fit of 300 steps would take."""
+    """One measured step of a 300M-parameter pair (random weights), and what a fit of 300 steps would take."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     clock = time.perf_counter if device == "cuda" else time.process_time
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=1024,
         intermediate_size=2816,
-        num_hidden_layers=8,
+        num_hidden_layers=24,
         num_attention_heads=16,
         num_key_value_heads=8,
     )
