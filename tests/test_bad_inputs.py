@@ -481,3 +481,21 @@ def test_errors_in_python_are_exceptions(bench: Bench) -> None:
 )
 def test_what_safetensors_says_in_new_and_old_releases(said: str, means: str) -> None:
     assert means in line(SafetensorError(said))
+
+
+@pytest.mark.parametrize(
+    ("error", "means"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 8 GiB"),
+            "the GPU ran out of memory (tried to allocate 2.00 GiB)",
+        ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
+            "this machine ran out of memory (tried to allocate 64 bytes)",
+        ),
+    ],
+)
+def test_what_torch_says_of_too_little_memory(error: Exception, means: str) -> None:
+    assert line(error).startswith(means)
+    assert "another device" in line(error)

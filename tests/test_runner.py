@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from tiny_models import ALL, Case, difference, exactly, make, outputs, save
 
 from rotation_merge.architectures import resolve
@@ -76,3 +77,13 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RotationMergeError, match="cannot be written to"):
         Store(str(tmp_path / "file"))
+
+
+def test_states_that_find_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    store = Store(str(tmp_path / "spill"))
+    monkeypatch.setattr("rotation_merge.samples.store.save_file", full)
+    with pytest.raises(RotationMergeError, match=r"No space left.*name a folder for 'spill' that has more space"):
+        store.put("a", [torch.zeros(2)])

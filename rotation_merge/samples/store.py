@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,7 +40,12 @@ class Store:
         if key not in self._files:
             self._count += 1
             self._files[key] = os.path.join(self.folder, f"{self._count}.safetensors")
-        save_file({str(i): tensor for i, tensor in enumerate(kept)}, self._files[key])
+        try:
+            save_file({str(i): tensor for i, tensor in enumerate(kept)}, self._files[key])
+        except (SafetensorError, OSError) as error:
+            what = f"hidden states cannot be written ({short(error)})"
+            remedy = "name a folder for 'spill' that has more space, or give fewer samples"
+            raise RotationMergeError(what, where=self.folder, remedy=remedy) from error
 
     def get(self, key: str, device: torch.device | str = "cpu") -> list[Tensor]:
         """The tensors of a key."""

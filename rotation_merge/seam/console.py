@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -60,6 +61,8 @@ def line(error: Exception) -> str:
         case MemoryError():
             return str(RotationMergeError("out of memory", remedy="merge on a machine with more, or in a lower dtype"))
     text = " ".join(f"{error}".split())
+    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
+        return str(_out_of_memory(text))
     if "inline_container" in text:  # how torch reports that a pickle could not be written to its end
         what = "a weight file cannot be written to its end, the disk may be full"
         return str(RotationMergeError(what, remedy="free some space"))
@@ -69,6 +72,17 @@ def line(error: Exception) -> str:
     if type(error) in (RuntimeError, ValueError) and text:
         return text
     return f"{type(error).__name__}: {text or 'no message'}; run again with -vv to see where"
+
+
+def _out_of_memory(text: str) -> RotationMergeError:
+    """What torch says of a device that has not enough."""
+    device = "the GPU" if "DefaultCPUAllocator" not in text else "this machine"
+    wanted = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", text)
+    return RotationMergeError(
+        f"{device} ran out of memory" + (f" (tried to allocate {wanted[1]})" if wanted else ""),
+        remedy="match on another device (merges: without --cuda, or with --low-cpu-memory), or run on fewer samples at "
+        "once (--batch-size; fit: --checkpointing)",
+    )
 
 
 def _file_error(error: Exception) -> RotationMergeError:
