@@ -34,8 +34,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RUN = {"rotation-merge": app, "mergekit-yaml": mergekit_yaml, "mergekit-multi": mergekit_multi}
-OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "mergekit-evolve ")
-"""Beginnings of lines in ```bash blocks that are not run here (`test_evolve_ray.py` runs mergekit-evolve)."""
+OTHER = ("pip ", "pytest ", "python ", "git ", "cd ", "mergekit-evolve ", "torchrun ")
+"""Beginnings of lines in ```bash blocks that are not run here (`test_evolve_ray.py` runs mergekit-evolve,
+`test_fit_together.py` what torchrun starts)."""
 
 PARSED_ONLY = ("demo", "polish", "doctor", "push", "pull")
 """Commands that take long, need the hub, or may rightly say of models with random weights that they are of no use."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
 from test_fit import tiny_llama, token_batches
 from torch import Tensor
 
 from rotation_merge.checking.proof import exactly
+from rotation_merge.cli.app import app
 from rotation_merge.learning import engine
 from rotation_merge.learning.engine import Path, untie_heads
 from rotation_merge.learning.fit import fit
@@ -123,3 +127,23 @@ def test_fits_that_hold_nothing_go_the_same_way(options: dict[str, Any], monkeyp
         found.append(fit(*models, token_batches(), options=chosen).report)
     assert [row[2:] for row in found[1].history] == [pytest.approx(row[2:], abs=1e-5) for row in found[0].history]
     assert found[1].after == pytest.approx(found[0].after, abs=1e-5)
+
+
+@pytest.mark.parametrize("place", ["fit.match_model", "engine.Path.outputs"])
+def test_a_device_without_memory_is_one_line(place: str, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch):
+    """In the middle of matching or learning; no half-written file is left."""
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 8 GiB")
+
+    for seed in range(2):
+        tiny_llama(seed).save_pretrained(tmp_path / str(seed))
+    monkeypatch.setattr(f"rotation_merge.learning.{place}", full)
+    data = tmp_path / "data.safetensors"
+    save_file({"input_ids": token_batches(1)[0]["input_ids"]}, data)
+    given = ["fit", *(str(tmp_path / str(seed)) for seed in range(2)), "--data", str(data), "--batch-size", "2"]
+    result = CliRunner().invoke(app, [*given, "--alignment", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "the GPU ran out of memory (tried to allocate 2.00 GiB); match on another" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.glob("out*"))

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
-import tempfile
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
 from test_fit import tiny_llama, token_batches
-from torch import distributed
 from transformers import ViTConfig, ViTModel
 
+from rotation_merge.cli.app import app
 from rotation_merge.learning.fit import FitResult, fit
 from rotation_merge.learning.records import FitOptions
+from rotation_merge.learning.together import joined
 from rotation_merge.matching.options import MatchOptions
 
 
-def _one(rank: int, count: int, place: str, work: Callable[[int], Any], out: Any) -> None:
+def _one(rank: int, port: int, work: Callable[[int], Any], out: Any) -> None:
+    """As `torchrun` starts a process."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=count)
         out.put((rank, pickle.dumps(work(rank))))  # tensors by value, not by files of this process
-        distributed.destroy_process_group()
     except BaseException as error:
         out.put((rank, error))
 
 
-def together(work: Callable[[int], Any], tmp_path: Path, count: int = 2) -> list[Any]:
-    """What `work` gives in each of some processes that are joined."""
+def together(work: Callable[[int], Any]) -> list[Any]:
+    """What `work` gives in each of two processes, which may join."""
     fork = multiprocessing.get_context("fork")
-    out, place = fork.SimpleQueue(), tempfile.mktemp(dir=tmp_path)
-    started = [fork.Process(target=_one, args=(rank, count, place, work, out)) for rank in range(count)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = fork.SimpleQueue()
+    started = [fork.Process(target=_one, args=(rank, port, work, out)) for rank in range(2)]
     for process in started:
         process.start()
     found = dict(out.get() for _ in started)
@@ -42,7 +49,7 @@ def together(work: Callable[[int], Any], tmp_path: Path, count: int = 2) -> list
     for error in found.values():
         if isinstance(error, BaseException):
             raise error
-    return [pickle.loads(found[rank]) for rank in range(count)]
+    return [pickle.loads(found[rank]) for rank in range(2)]
 
 
 OPTIONS = FitOptions(steps=2, start="identity", learning_rate=0.01)
@@ -74,9 +81,14 @@ def _hidden() -> FitResult:
 
 
 @pytest.mark.parametrize("work", [_llama, lambda: _llama(labels=True), _hidden], ids=["logits", "labels", "hidden"])
-def test_two_processes_with_half_of_each_batch_are_one_with_all(work: Callable[[], FitResult], tmp_path: Path):
+def test_two_processes_with_half_of_each_batch_are_one_with_all(work: Callable[[], FitResult]):
     once = work()
-    results = together(lambda _: work(), tmp_path)
+
+    def both(_: int) -> FitResult:
+        with joined("cpu"):
+            return work()
+
+    results = together(both)
     for result in results:
         assert [row[0] for row in result.report.history] == [row[0] for row in once.report.history]
         for mine, wanted in zip(result.report.history, once.report.history, strict=True):
@@ -86,3 +98,23 @@ def test_two_processes_with_half_of_each_batch_are_one_with_all(work: Callable[[
                 own = result.alignments[0].transforms[name].tensors()[key]
                 torch.testing.assert_close(own, tensor, rtol=1e-3, atol=1e-4)
                 assert torch.equal(own, results[0].alignments[0].transforms[name].tensors()[key])
+
+
+def test_the_first_process_writes_and_speaks(tmp_path: Path):
+    paths = [str(tmp_path / name) for name in ("anchor", "donor")]
+    for seed, path in enumerate(paths):
+        tiny_llama(seed).save_pretrained(path)
+    save_file({"input_ids": torch.cat([b["input_ids"] for b in token_batches(2)])}, tmp_path / "data.safetensors")
+    given = ["fit", *paths, "--data", str(tmp_path / "data.safetensors"), "--batch-size", "4", "--steps", "1"]
+
+    def run(rank: int) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [*given, "--alignment", str(tmp_path / f"of-{rank}"), "--start", "identity"])
+        return result.exit_code, result.output
+
+    (code, said), (other, nothing) = together(run)
+    assert (code, other) == (0, 0), said + nothing
+    assert "written to" in said
+    assert nothing == ""
+    assert (tmp_path / "of-0").exists()
+    assert not (tmp_path / "of-1").exists()
+    assert not list(tmp_path.glob("*.unfinished"))

@@ -14,6 +14,7 @@ from rotation_merge.cli.options import device_option, match_options, matching_op
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError
 from rotation_merge.learning.objective import OBJECTIVES
+from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.options import MatchOptions, VaryingOptions
 from rotation_merge.samples.data import KINDS, described, read_batches
 from rotation_merge.samples.functions import load
@@ -71,34 +72,55 @@ def command(
 
     Begins with weight matching, then follows the loss of the interpolated models. The donor's function is kept
     exactly. Recipes use the file through 'alignment: FILE' under the donor; with several donors, fitted jointly, one
-    file each is written (FILE-1, FILE-2, ...). An interrupted fit goes on where it was.
+    file each is written (FILE-1, FILE-2, ...). An interrupted fit goes on where it was. Under torchrun, processes share
+    each batch; the first one writes.
     """
-    from rotation_merge.checkpoints.pair import check_models
-    from rotation_merge.learning.fit import fit
-    from rotation_merge.learning.records import FitOptions
+    from rotation_merge.learning.together import joined
 
     names, match, untie = _what(models, values, untie)
-    device = usable_device(device)
-    for donor in names[1:]:
-        checked = check_models(names[0], donor, match, untie)
-        for warning in checked.warnings if checked is not None and not as_json else ():
-            say(f"Warning: {warning}", "yellow")
-    loaded = [load(name).to(device) for name in names]
-    found = read_batches(data, names[0], loaded[0], limit=limit, batch_size=batch_size, length=length)
     options = FitOptions(
         **{k: v for k, v in values.items() if k in FitOptions.__dataclass_fields__},
-        half=device.startswith("cuda"),
         checkpointing=checkpointing,
         state=Path(f"{out}.unfinished"),
     )
+    reading = {"limit": limit, "batch_size": batch_size, "length": length}
+    with joined(usable_device(device)) as (together, own):
+        options = replace(options, half=own.startswith("cuda"))
+        return _learn(names, match, options, out, data, reading, own, untie, as_json, first=together.rank == 0)
+
+
+def _learn(
+    names: list[str],
+    match: MatchOptions,
+    options: FitOptions,
+    out: str,
+    data: str,
+    reading: dict[str, Any],
+    device: str,
+    untie: bool,
+    as_json: bool,
+    first: bool,
+) -> int:
+    """Fit, in the first process of several write and say what was found."""
+    from rotation_merge.checkpoints.pair import check_models
+    from rotation_merge.learning.fit import fit
+
+    for donor in names[1:]:
+        checked = check_models(names[0], donor, match, untie)
+        for warning in checked.warnings if checked is not None and first and not as_json else ():
+            say(f"Warning: {warning}", "yellow")
+    loaded = [load(name).to(device) for name in names]
+    found = read_batches(data, names[0], loaded[0], **reading)
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-    with tqdm.tqdm(desc="Learning", total=options.steps, disable=as_json) as bar:
+    with tqdm.tqdm(desc="Learning", total=options.steps, disable=as_json or not first) as bar:
 
         def watch(done: int, total: int, figures: dict[str, float]) -> None:
             bar.update(done - bar.n)
             bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
 
         result = fit(loaded[0], loaded[1:], found.batches, match, options, watch)
+    if not first:
+        return 0
     files = write(names, result, out, {**described(found, data), "seed": options.seed}, untie)
     if as_json:
         print_json({"files": files, **result.report.to_dict()})

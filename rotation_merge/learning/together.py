@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
 
 Result = TypeVar("Result")
+
+PATIENCE = timedelta(days=1)
+"""So long processes wait for the first, which matches weights alone."""
 
 
 class Together:
@@ -52,3 +58,20 @@ class Together:
         found = [decide() if self.rank == 0 else None]
         distributed.broadcast_object_list(found)
         return found[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def joined(device: str) -> Iterator[tuple[Together, str]]:
+    """The processes that `torchrun` has started, joined, and the device of this one; without it, this one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Together(), device
+        return
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+    try:
+        yield Together(), device
+    finally:
+        distributed.destroy_process_group()
