@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,13 @@ def test_scales_are_searched_block_by_block() -> None:
     found, zero, there = search(list(wanted), losses)
     assert found == wanted
     assert (sum(zero), sum(there)) == (4.25, 3.0)
-    for worse in (1.0, 0.0):
-        found, zero, there = search(list(wanted), lambda scales, worse=worse: (worse * sum(scales.values()), 0.0))
+    worse: tuple[Callable[[Collection[float]], float], ...] = (
+        sum,
+        lambda _: 0.0,
+        lambda scales: any(scales) and 1 + sum((scale - 0.5) ** 2 for scale in scales),
+    )
+    for loss in worse:
+        found, zero, there = search(list(wanted), lambda scales, loss=loss: (float(loss(scales.values())), 0.0))
         assert (set(found.values()), zero) == ({0.0}, there)
 
 

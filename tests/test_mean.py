@@ -10,6 +10,7 @@ from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from torch import Tensor
 
+from rotation_merge.matching import mean, model
 from rotation_merge.matching.biases import Aligned
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.model import Transforms, aligned_tensors, match_model
@@ -72,9 +73,11 @@ def test_mean_is_nearer_to_the_truth_than_its_models(tmp_path: Path) -> None:
         assert off[-1] < 0.75 * min(off[:-1]), name
 
 
-def test_spread_falls_round_by_round(tmp_path: Path) -> None:
+def test_spread_falls_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "MOST_PASSES", 4)
+    monkeypatch.setattr(mean, "MOST_ROUNDS", 3)
     models = [checkpoint("llama", "llama", tmp_path / str(i), seed=i) for i in range(3)]
-    sources = {str(i): model.state for i, model in enumerate(models)}
+    sources = {str(i): one.state for i, one in enumerate(models)}
     options = MatchOptions(heads="permutation", residual="rotation")
     architecture = models[0].architecture
     found = match_to_mean(architecture, sources, "0", options)
@@ -118,14 +121,14 @@ def test_mean_refuses_what_it_cannot_do(tmp_path: Path) -> None:
 
 
 def test_sources_of_sources(tmp_path: Path) -> None:
-    model = checkpoint("llama", "llama", tmp_path)
-    state = model.state
+    one = checkpoint("llama", "llama", tmp_path)
+    state = one.state
     name = "lm_head.weight"
-    mean = Mean([state, {n: 3 * x for n, x in state.items() if n == name}])
-    torch.testing.assert_close(mean[name], 2 * state[name])
-    assert name in mean
-    assert "model.norm.weight" not in mean
-    moved = Aligned(model.architecture, {**state, "extra": torch.ones(2)}, {})
+    middle = Mean([state, {n: 3 * x for n, x in state.items() if n == name}])
+    torch.testing.assert_close(middle[name], 2 * state[name])
+    assert name in middle
+    assert "model.norm.weight" not in middle
+    moved = Aligned(one.architecture, {**state, "extra": torch.ones(2)}, {})
     assert moved[name] is state[name]
     assert "extra" in moved
     assert torch.equal(moved["extra"], torch.ones(2))

@@ -20,7 +20,7 @@ from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.model import Alignment, Progress, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sources import Mean
-from rotation_merge.matching.state import TensorSource, read_block
+from rotation_merge.matching.state import Kept, TensorSource, read_block
 
 MOST_ROUNDS = 10
 LEAST_GAIN = 1e-2
@@ -52,7 +52,7 @@ def match_to_mean(
     folded = next((a.folded for a in found.values()), ())
     matched = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))}
     seen: dict[str, TensorSource] = {
-        name: Settled(architecture, Folded(architecture, source, folded) if folded else source, matched)
+        name: Kept(Settled(architecture, Folded(architecture, source, folded) if folded else source, matched))
         for name, source in sources.items()
     }
     frames: dict[str, Transforms] = {base: {}, **{name: a.transforms for name, a in found.items()}}

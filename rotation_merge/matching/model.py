@@ -27,7 +27,7 @@ from rotation_merge.matching.block import (
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors
-from rotation_merge.matching.state import TensorSource, read_block, read_tensor, unstack
+from rotation_merge.matching.state import Kept, TensorSource, read_block, read_tensor, unstack
 from rotation_merge.matching.stream import FLOOR, Statistics, residual_groups
 from rotation_merge.matching.workers import in_order, workers_for
 
@@ -78,7 +78,8 @@ def match_model(
     starts: Mapping[str, Transforms] | None = None,
     fold: bool = True,
 ) -> Alignment:
-    """Match every space that `options` ask for; one block of either model is in memory at a time.
+    """Match every space that `options` ask for; one block of either model is in memory at a time, and what is kept of a
+    model that is read more than once (`Kept`).
 
     Args:
         architecture: of the anchor; both sources go by its tensor names.
@@ -97,6 +98,8 @@ def match_model(
     folded = architecture.folds(streams)
     if folded and fold:
         anchor, donor = Folded(architecture, anchor, folded), Folded(architecture, donor, folded)
+    if streams:
+        anchor, donor = Kept(anchor), Kept(donor)
     walk = _Walk(architecture, anchor, donor, options, progress or (lambda *_: None), streams)
     found: Transforms = {}
     summary: dict[str, object] = {}

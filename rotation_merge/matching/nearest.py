@@ -44,7 +44,7 @@ def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
     for width in _WIDTHS:
         left, right = _folded(anchor, width), _folded(donor, width)
         count = len(_open_pairs(left, right, halves, probe)[0])
-        if count * n <= _MOST_OPEN * n * len(probe) or left.shape[1] == anchor.shape[1]:
+        if count <= _MOST_OPEN * len(probe) or left.shape[1] == anchor.shape[1]:
             break
     if count > _MOST_OPEN * len(probe):
         return None

@@ -22,6 +22,31 @@ class TensorSource(Protocol):
     def __getitem__(self, name: str, /) -> Tensor: ...
 
 
+KEPT = 1 << 26
+"""Bytes of a model that stay in memory where it is read again and again."""
+
+
+class Kept:
+    """A source whose tensors are kept once they have been read, as many as there is room for."""
+
+    def __init__(self, source: TensorSource, room: int = KEPT) -> None:
+        self.source, self.room = source, room
+        self._kept: dict[str, Tensor] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._kept or name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        if name in self._kept:
+            return self._kept[name]
+        tensor = self.source[name]
+        held = tensor.untyped_storage().nbytes()  # of all experts, where it is one of them
+        if held <= self.room:
+            self.room -= held
+            self._kept[name] = tensor
+        return tensor
+
+
 def read_tensor(info: TensorInfo, source: TensorSource) -> Tensor | None:
     """A tensor of the architecture (stacked, if stored in pieces), or None where the source lacks it.
 
