@@ -20,6 +20,14 @@ os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads cost more than
 gc.disable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a GPU are there where there is one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+
+
 def pytest_collection_finish() -> None:
     """What imports have made stays: the search for garbage costs a sixth of the time where it looks at that too."""
     gc.enable()

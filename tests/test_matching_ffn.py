@@ -145,11 +145,11 @@ def test_the_quick_proof_never_accepts_a_wrong_order():
     assert found.element.permutation.index[0, [3, 8]].tolist() == [8, 3]
 
 
-@pytest.mark.parametrize(("price", "told"), [(1 - 5e-6, True), (1 - 5e-5, False)])
+@pytest.mark.parametrize(("price", "told"), [(1 - 1.8e-5, True), (1 - 5e-5, False)])
 def test_pairs_that_rounding_may_hide_stay_open(price: float, told: bool):
-    """At distance one: within 1e-5 of the prices of the pair, float32 cannot say."""
-    left, right = torch.tensor([[0.0], [9.0]]), torch.tensor([[5.0], [1.0]])
-    halves, one = torch.full((2,), price / 2, dtype=torch.float64), torch.tensor([1])
+    """At a squared distance of four: where that and the price are within 1e-5 of one another, float32 cannot say."""
+    left, right = torch.tensor([[0.0], [9.0]]), torch.tensor([[5.0], [2.0]])
+    halves, one = torch.full((2,), 2 * price, dtype=torch.float64), torch.tensor([1])
     assert (_open_pairs(left, right, halves, one - 1)[1].tolist() == [1]) == told
     assert (_still_open(left, right, halves, one - 1, one)[1].tolist() == [1]) == told
 
