@@ -95,7 +95,7 @@ class Given:
 def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
     """Mean and standard deviation over seeds, as a cell."""
     shown = form.format(fmean(values))
-    return f"{shown} ± {form.format(stdev(values))}" if len(values) > 1 else shown
+    return f"{shown} ± {form.format(stdev(values)).lstrip('+')}" if len(values) > 1 else shown
 
 
 def parser(words: str | None) -> argparse.ArgumentParser:
