@@ -43,7 +43,7 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
     opened = [pair(given, seeds) for seeds in given.pairs()]
     for words in list(WAYS)[: 2 if given.quick else None]:
         found = [given.kept(f"distance, {one.donor}, {words}", lambda p=one, w=words: share(p, w)) for one in opened]
-        yield NAME, {"matching": words, "distance": spread(found, "{:.3f}")}
+        yield NAME, {"matching": words, "distance": spread(found, "{:.4f}")}
 
 
 def share(pair: Pair, words: str) -> float:
