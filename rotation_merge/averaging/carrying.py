@@ -17,18 +17,22 @@ from rotation_merge.averaging.carry_distil import Distilled, Lessons, adapter_in
 from rotation_merge.averaging.carry_losses import SCALES, Losses, both
 from rotation_merge.averaging.carry_scale import Scaled, Scales, search
 from rotation_merge.averaging.carry_scale import words as scale_words
+from rotation_merge.averaging.carry_signs import agreeing, votes
 from rotation_merge.averaging.carry_solution import Solution
 from rotation_merge.checkpoints.adapters import Adapter, is_adapter
 from rotation_merge.checkpoints.aligned import write_checkpoint
 from rotation_merge.checkpoints.bases import open_bases
 from rotation_merge.checkpoints.carried import Done, Settings, Work, aligned, card, check_head
 from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
-from rotation_merge.errors import DataError
+from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.learning.polish import PolishOptions
 from rotation_merge.learning.unfinished import Unfinished
+from rotation_merge.matching.factors import dense
 from rotation_merge.matching.model import Progress
-from rotation_merge.matching.sources import Renamed, Replaced
+from rotation_merge.matching.sources import Renamed, Replaced, Respelled
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
+from rotation_merge.matching.tuned import Tuned
+from rotation_merge.samples.arrays import one_by_one
 from rotation_merge.samples.data import Data, read_batches, unpadded
 from rotation_merge.samples.evaluate import evaluate
 from rotation_merge.samples.functions import Batch, architecture_of, load, local_path
@@ -40,6 +44,7 @@ HELD_OUT = 0.25
 """Share of the samples that nothing is solved from."""
 REFITTED = "The new base's maps were solved, one layer after the other, to make the change on samples."
 ALONE = "leave --carry and --scale auto out: weights alone are carried by the tokens that both have"
+SIGNED = "What the weights' alignment moved was kept where the new base's gradients on samples have the same sign."
 DISTILLED = f"{REFITTED} From there on it was **trained** for a few steps."
 
 
@@ -53,6 +58,7 @@ class Samples:
         scale: of the solved change; None: the best on the samples held out.
         steps: of distillation from the refit on; 0: none.
         solve: False: weights alone carry the change, and samples say its scale in each block.
+        signs: weights carry the change, and samples say which of its entries stay.
     """
 
     data: str = SELF
@@ -62,6 +68,7 @@ class Samples:
     scale: float | None = None
     steps: int = 0
     solve: bool = True
+    signs: bool = False
 
     def read(self, batch_size: int = AT_ONCE) -> dict[str, Any]:
         """How they are read."""
@@ -170,6 +177,8 @@ class _Carrying:
 
     @property
     def how(self) -> str:
+        if self.samples.signs:
+            return SIGNED
         return DISTILLED if self.samples.steps else REFITTED
 
     def scaled(self) -> tuple[Scales, list[str]]:
@@ -189,8 +198,13 @@ class _Carrying:
     def solved(self, out: str) -> tuple[Solution, list[str]]:
         """What is carried, at its scale, and what the user should know."""
         data, held_out, own = _samples(self.name, self._new, self.samples)
-        changed = self._refitted(data)
-        notes = [f"Refitted on {data.examples} samples ({self.samples.data})."]
+        on = f"{data.examples} samples ({self.samples.data})"
+        if self.samples.signs:
+            changed, share = self._signed(data)
+            notes = [f"Of the changed entries {share:.1%} go where most of {on} want them, and were kept."]
+        else:
+            changed = self._refitted(data)
+            notes = [f"Refitted on {on}."]
         if self.samples.steps:
             with Unfinished(out) as place:
                 changed, distilled = self._distilled(place, changed, data, held_out, own)
@@ -212,6 +226,28 @@ class _Carrying:
         options = ChangeOptions(rank=self.rank, untie=settings.storage.untie, device=settings.device)
         batches = unpadded(data.batches, self.samples.data)
         return refit_change(self.work.carrier, self._config, self.source, batches, options)[0]
+
+    def _signed(self, data: Data) -> tuple[dict[str, Tensor], float]:
+        """The new base's tensors with the entries that samples agree with, and the share of these."""
+        carrier = self.work.carrier
+        if self.rank:
+            what = "signs of gradients keep single entries, which no adapter of low rank can"
+            raise RotationMergeError(what, where=self.name, remedy="carry a whole model, without --lora")
+        tied = None if self.work.settings.storage.untie else self.work.bases.new.tied_head
+        change: dict[str, Tensor] = {}
+        for block in carrier.architecture.blocks:
+            for key, found in Tuned(carrier, self.source).factors(block, None)[0].items():
+                if (info := block.tensor(key)) is not None and info.name != tied:
+                    change |= unstack(info, dense(found, info))
+        model = self._model({})
+        each = [one for batch in unpadded(data.batches, self.samples.data) for one in one_by_one(batch)]
+        wanted = Respelled(votes(model, each, data.task), architecture_of(model, self._untie), carrier.architecture)
+        kept, share = agreeing(change, {name: wanted[name] for name in change})
+        return {name: carrier.new[name].to(one.dtype) + one for name, one in kept.items()}, share
+
+    @property
+    def _untie(self) -> bool:
+        return self.work.settings.storage.untie
 
     def _model(self, changed: Mapping[str, Tensor]) -> Any:
         """The new base with some tensors changed, by the names of the carrier's architecture."""

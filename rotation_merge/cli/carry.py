@@ -26,10 +26,11 @@ from rotation_merge.errors import RotationMergeError
 @click.option(
     "--carry",
     "way",
-    type=click.Choice(["weights", "refit", "distil"]),
+    type=click.Choice(["weights", "signs", "refit", "distil"]),
     default="weights",
     show_default=True,
-    help="weights: move the change; refit: solve the new base's maps to make it, on samples; distil: train on from it.",
+    help="weights: move the change; signs: and keep what samples agree with of it; refit: solve the new base's maps "
+    "to make it, on samples; distil: train on from it.",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Of distil, which they choose; 50 if not given.")
 @click.option("--data", default="self", show_default=True, help="Samples; self: text that WORK writes.")
@@ -110,7 +111,7 @@ def command(
         from rotation_merge.averaging.carrying import Samples, carry_with_samples
 
         steps = (steps or 50) if way == "distil" else 0
-        run = Samples(data, samples, seed=seed, scale=factor, steps=steps, solve=way != "weights")
+        run = Samples(data, samples, seed=seed, scale=factor, steps=steps, solve=way != "weights", signs=way == "signs")
         done = carry_with_samples(jobs, old, new, settings, run, progress)
     else:
         done = carry_all(jobs, old, new, settings, progress)

@@ -60,8 +60,8 @@ class Tuned:
                 result = (base + scale_at(self.scale, block.name) * moved).to(self.dtype or stored.dtype).contiguous()
                 yield info, unstack(info, result), float(change.square().sum()), before
 
-    def factors(self, block: Block, rank: int) -> tuple[Changes, dict[str, tuple[float, float]]]:
-        """A block's change for the new base as it is stored, that of every matrix cut down to low rank.
+    def factors(self, block: Block, rank: int | None) -> tuple[Changes, dict[str, tuple[float, float]]]:
+        """A block's change for the new base as it is stored, that of every matrix cut down to low rank (None: not).
 
         What norms of folded streams changed goes into the maps that read them.
 
@@ -81,7 +81,9 @@ class Tuned:
             whole = scale_at(self.scale, block.name) * self.carrier.stored(block, info, change.double(), beside)
             if not bool(whole.any()):
                 continue
-            result[info.key] = cut = of_low_rank(whole, info, rank) if len(info.axes) > 1 else whole
+            result[info.key] = cut = (
+                of_low_rank(whole, info, rank) if rank is not None and len(info.axes) > 1 else whole
+            )
             norm = float(whole.square().sum())
             kept[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
         return result, kept

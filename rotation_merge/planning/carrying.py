@@ -102,6 +102,7 @@ def carried(
         scale=None if scale in (None, "auto") else float(scale),
         steps=given["steps"] if way == "distil" else 0,
         solve=way != "weights",
+        signs=way == "signs",
     )
     file, device = recipe.of_model("alignment", reader, model), str(options.device or "cpu")
     task = Carry(

@@ -127,7 +127,13 @@ KEYS = (
     ),
     Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
     Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
-    Key("carry", DONOR_ONLY, ("weights", "refit", "distil"), "how what 'finetuned_from' changed is carried", "weights"),
+    Key(
+        "carry",
+        DONOR_ONLY,
+        ("weights", "signs", "refit", "distil"),
+        "how what 'finetuned_from' changed is carried",
+        "weights",
+    ),
     Key("scale", DONOR_ONLY, ("auto", NUMBER), "of that change; auto (of refit and distil the default): by samples"),
     Key("steps", DONOR_ONLY, (COUNT,), "of 'carry: distil'", 50),
     Key(
