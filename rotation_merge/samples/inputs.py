@@ -97,7 +97,7 @@ def _around_images(config: Any, image: int, words: Batch, takes: Collection[str]
         given["pixel_values"] = _pixels(vision, generator)
         patches = given["pixel_values"][0, 0].numel() // (height * width)
         whole = int(getattr(config, "vision_feature_select_strategy", "default") == "full")
-        ratio: Any = getattr(config, "downsample_ratio", None) or getattr(vision, "pixel_shuffle_ratio", 1)
+        ratio = float(getattr(config, "downsample_ratio", None) or getattr(vision, "pixel_shuffle_ratio", None) or 1)
         shrunk = round(patches * ratio**2) + whole
         tokens = getattr(config, "mm_tokens_per_image", shrunk)
     text = words["input_ids"]
