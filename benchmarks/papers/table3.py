@@ -44,7 +44,9 @@ AVERAGES = ("Simple", "Fisher", "RegMean", "OT-ACTS", "refit")
 
 def rows(given: Given) -> Iterator[tuple[str, Row]]:
     found: dict[str, dict[str, float]] = {}
-    found["ViT"] = given.kept("seconds, ViT", lambda: of_pair(digits.pair(given, (0, 1)), vit_training(given), "both"))
+    found["ViT"] = given.kept(
+        "seconds, ViT", lambda: of_pair(given, digits.pair(given, (0, 1)), vit_training(given), "both")
+    )
     found["encoder"] = given.kept("seconds, encoder", lambda: of_encoders(given))
     for column, noise in zip(OURS[2:], (0.02, None), strict=True):
         found[column] = given.kept(f"seconds, {column}", lambda n=noise: of_roberta(given.quick, n))
@@ -77,14 +79,14 @@ def of_encoders(given: Given) -> dict[str, float]:
     batches = itertools.repeat({"input_ids": ids, "labels": labels})
     names = "encoder-0-c", "encoder-0-c10"
     return of_pair(
-        texts.classifiers(given, names, trained=False), trained(model, batches, 300, given.quick), texts.MATCH
+        given, texts.classifiers(given, names, trained=False), trained(model, batches, 300, given.quick), texts.MATCH
     )
 
 
-def of_pair(pair: Pair, training: float, matching: str) -> dict[str, float]:
+def of_pair(given: Given, pair: Pair, training: float, matching: str) -> dict[str, float]:
     pair.aligned(matching)
     found = {"training": training, "matching": median(seconds(lambda: pair.alignment(matching)) for _ in range(3))}
-    for average in AVERAGES:
+    for average in AVERAGES[: 1 if given.quick else None]:
         if average != "refit" or pair.batches:
             found[average] = seconds(lambda a=average: pair.merged(a, matching))
     return found
