@@ -22,9 +22,11 @@ def command(repo: str, folder: str, no_weights: bool, as_json: bool) -> int:
     recipe names, which wait in the hub's cache. 'mergekit-yaml DIR/recipe.yml OTHER' makes the merge again, and
     'rotation-merge verify DIR OTHER' compares the two.
     """
+    from rotation_merge.sharing.names import check_repository
     from rotation_merge.sharing.pull import pull
 
     name, _, revision = repo.partition("@")
+    check_repository(name)
     watch = (lambda _: None) if as_json else (lambda place: note(f"{place} ..."))
     found = pull(name, revision or None, folder, not no_weights, watch)
     if as_json:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import click
 
 from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, shown, table
-from rotation_merge.errors import RotationMergeError
 
 
 @click.command(
@@ -33,10 +30,10 @@ def command(
     that 'rotation-merge pull' and mergekit-yaml make the merge again. Models become org/name@revision, as they were
     read out of the hub's cache; a path that means nothing elsewhere is refused until --as says what it is called.
     """
+    from rotation_merge.sharing.names import check_repository
     from rotation_merge.sharing.push import CARD, RECIPE, UNKNOWN, draft, publish
 
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise RotationMergeError(f"'{repo}' names no repository", remedy="write org/name")
+    check_repository(repo)
     plan = draft(out, repo, names, with_data)
     if yes:
         commit = publish(plan, private)
