@@ -176,8 +176,9 @@ def test_options_that_do_nothing_beside_alignment_files(case: str) -> None:
     assert [fault.where for fault in found] == ([place] if place else [])
 
 
-def test_a_recipe_of_another_method_ends_as_without_us(tmp_path: Path) -> None:
+def test_a_recipe_of_another_method_ends_as_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a path in it, or its base, is called like our method."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else transformers asks for it
     for folder in ("rotation_merge", "x/rotation_merge-out"):
         stock = {"merge_method": "linear", "base_model": folder, "models": [{"model": str(tmp_path / folder)}]}
         result = mergekit_yaml({**stock, "parameters": {"unknown": 1}}, tmp_path / "out")
