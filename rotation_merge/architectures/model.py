@@ -308,3 +308,8 @@ def spell(name: str, base: str, spelling: Iterable[tuple[str, str]]) -> str:
     for ours, theirs in spelling:
         name = name.replace(ours, theirs)
     return name
+
+
+def stem_of(key: str) -> str:
+    """What a map's weight and bias are called in common."""
+    return key.removesuffix(".weight").removesuffix(".bias")

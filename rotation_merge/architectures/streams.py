@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rotation_merge.architectures.expression import word
-from rotation_merge.architectures.model import Block
+from rotation_merge.architectures.model import Block, stem_of
 from rotation_merge.architectures.schema import ArchitectureSpec
 
 
@@ -25,7 +25,7 @@ def stream_groups(
     layer = any(norm.layer for norm in norms)
     groups = ["none", "permutation"] if layer else ["none", "permutation", "signed_permutation"]
     folds = all(norm.reads for norm in norms) and _read_in_their_blocks(stream, blocks)
-    normed = {_stem(key) for norm in norms for key in norm.reads}
+    normed = {stem_of(key) for norm in norms for key in norm.reads}
     if folds and (not layer or _readers(stream, blocks) <= normed):
         groups.append("rotation")
     limit = word(spec.streams[stream].limit, config, ("none", "permutation", "signed_permutation"))
@@ -34,7 +34,7 @@ def stream_groups(
 
 def _readers(stream: str, blocks: Sequence[Block]) -> set[str]:
     return {
-        _stem(tensor.key)
+        stem_of(tensor.key)
         for block in blocks
         for tensor in block.tensors
         for axis in tensor.axes
@@ -47,15 +47,11 @@ def _read_in_their_blocks(stream: str, blocks: Sequence[Block]) -> bool:
 
     A layer's reader named with its layer is in that layer, or a model of this config has none.
     """
-    own = [{_stem(tensor.key) for tensor in block.tensors} for block in blocks]
+    own = [{stem_of(tensor.key) for tensor in block.tensors} for block in blocks]
     everywhere = {stem for stems in own for stem in stems}
     for block, here in zip(blocks, own, strict=True):
-        reads = {_stem(key) for norm in block.norms if norm.stream == stream for key in norm.reads}
+        reads = {stem_of(key) for norm in block.norms if norm.stream == stream for key in norm.reads}
         elsewhere = (reads & everywhere) - here
         if any(block.index is None or "{i}" not in stem for stem in elsewhere):
             return False
     return True
-
-
-def _stem(key: str) -> str:
-    return key.removesuffix(".weight").removesuffix(".bias")

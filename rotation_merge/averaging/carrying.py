@@ -223,7 +223,7 @@ class _Carrying:
 
     def _refitted(self, data: Data) -> dict[str, Tensor]:
         settings = self.work.settings
-        options = ChangeOptions(rank=self.rank, untie=settings.storage.untie, device=settings.device)
+        options = ChangeOptions(rank=self.rank, untie=self._untie, device=settings.device)
         batches = unpadded(data.batches, self.samples.data)
         return refit_change(self.work.carrier, self._config, self.source, batches, options)[0]
 
@@ -233,11 +233,10 @@ class _Carrying:
         if self.rank:
             what = "signs of gradients keep single entries, which no adapter of low rank can"
             raise RotationMergeError(what, where=self.name, remedy="carry a whole model, without --lora")
-        tied = None if self.work.settings.storage.untie else self.work.bases.new.tied_head
         change: dict[str, Tensor] = {}
         for block in carrier.architecture.blocks:
             for key, found in Tuned(carrier, self.source).factors(block, None)[0].items():
-                if (info := block.tensor(key)) is not None and info.name != tied:
+                if (info := block.tensor(key)) is not None and info.name != self._tied:
                     change |= unstack(info, dense(found, info))
         model = self._model({})
         each = [one for batch in unpadded(data.batches, self.samples.data) for one in one_by_one(batch)]
@@ -249,12 +248,17 @@ class _Carrying:
     def _untie(self) -> bool:
         return self.work.settings.storage.untie
 
+    @property
+    def _tied(self) -> str | None:
+        """A head that stays the embedding's tensor."""
+        return None if self._untie else self.work.bases.new.tied_head
+
     def _model(self, changed: Mapping[str, Tensor]) -> Any:
         """The new base with some tensors changed, by the names of the carrier's architecture."""
         carrier, settings = self.work.carrier, self.work.settings
         source = Replaced(carrier.new, changed)
-        untie, device = settings.storage.untie, settings.device
-        model = Runner(self._config, source, carrier.architecture, [], untie=untie, device=device).fill_all()
+        device = settings.device
+        model = Runner(self._config, source, carrier.architecture, [], untie=self._untie, device=device).fill_all()
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # what is trained is not the source
         return model
@@ -295,18 +299,17 @@ class _Carrying:
 
     def _taken(self, student: Any, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What training changed, by the names of the carrier's architecture."""
-        carrier, untie = self.work.carrier, self.work.settings.storage.untie
-        tied = None if untie else self.work.bases.new.tied_head
+        carrier = self.work.carrier
         with torch.no_grad():
             for name, parameter in student.named_parameters():
                 if name in trained:
                     parameter.copy_(trained[name])
         model = student.merge_and_unload() if self.rank else student
-        named = Renamed(model.state_dict(), architecture_of(model, untie), carrier.architecture)
+        named = Renamed(model.state_dict(), architecture_of(model, self._untie), carrier.architecture)
         found: dict[str, Tensor] = {}
         for info in carrier.architecture.tensors():
             before, after = read_tensor(info, carrier.new), read_tensor(info, named)
-            if info.name == tied or before is None or after is None:
+            if info.name == self._tied or before is None or after is None:
                 continue
             if not torch.equal(before.to(after), after):
                 found |= unstack(info, after.detach())

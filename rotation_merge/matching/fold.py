@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, Block, Norm, TensorInfo
+from rotation_merge.architectures.model import Architecture, Block, Norm, TensorInfo, stem_of
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.apply import join_axis, placed, split_axis
 from rotation_merge.matching.state import TensorSource, read_tensor
@@ -187,8 +187,7 @@ def _norms(block: Block, streams: Iterable[str]) -> list[Norm]:
 
 def _reads(key: str, norm: Norm) -> bool:
     """Whether a tensor is a reader of the norm, or the bias of one."""
-    stem = key.removesuffix(".weight").removesuffix(".bias")
-    return key in norm.reads or stem in norm.reads
+    return key in norm.reads or stem_of(key) in norm.reads
 
 
 def _absorbs_shift(block: Block, norm: Norm) -> bool:

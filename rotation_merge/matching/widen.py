@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rotation_merge.architectures.model import Architecture, Axis, Block, Norm, Space, TensorInfo, factors_of, spell
+from rotation_merge.architectures.model import (
+    Architecture,
+    Axis,
+    Block,
+    Norm,
+    Space,
+    TensorInfo,
+    factors_of,
+    spell,
+    stem_of,
+)
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.apply import join_axis, split_axis
 from rotation_merge.matching.fold import fold_tensor
@@ -42,7 +52,7 @@ class Widening:
     def __init__(self, own: Architecture, wide: Architecture, tied: str | None, where: str, anchor: str) -> None:
         self.own, self.wide = own, wide
         self.names = where, anchor
-        self.tied = None if tied is None else _stem(tied)
+        self.tied = None if tied is None else stem_of(tied)
         theirs = wide.spaces()
         grown = {
             name: (space, theirs[name]) for name, space in own.spaces().items() if space.sizes != theirs[name].sizes
@@ -57,7 +67,7 @@ class Widening:
         scaled = {scale.stream for block in own.blocks for scale in block.scales}
         self.folded = tuple(name for name in self.centred if name in scaled)
         self.normed = {
-            name: {_stem(k) for b in own.blocks for n in b.norms if n.stream == name for k in n.reads}
+            name: {stem_of(k) for b in own.blocks for n in b.norms if n.stream == name for k in n.reads}
             for name in streams
         }
         self.heads = {name: self._counted(*pair) for name, pair in grown.items() if pair[0].kind == "attention"}
@@ -88,25 +98,26 @@ class Widening:
 
     def _factor(self, block: Block, info: TensorInfo) -> float:
         """What the weights are multiplied by, beside the zeros around them."""
-        found, stem = 1.0, _stem(info.key)
+        found = 1.0
         for part in (part for axis in info.axes for part in axis.parts):
             name, role = part.space.name, part.role
             width = self.factors.get(name)
             if width is not None and role == "write":
                 found *= 1.0 if self._rooted(info, part.space) else width
             elif width is not None and role == "read":
-                found *= self._read(block, info, stem, name, width)
+                found *= self._read(block, info, name, width)
             elif width is not None and role == "gain":
                 found /= self._gain(block, info, name, width)
             elif name in self.heads:
                 found *= self.heads[name].get(role, 1.0)
         return found
 
-    def _read(self, block: Block, info: TensorInfo, stem: str, stream: str, width: float) -> float:
+    def _read(self, block: Block, info: TensorInfo, stream: str, width: float) -> float:
         """A reader of the stream itself sees it larger; one beside a tied head gets back what that does not need."""
+        stem = stem_of(info.key)
         if stem not in self.normed[stream]:
             return 1 / width
-        if not any(self._feeds_tied(norm) and stem in map(_stem, norm.reads) for norm in block.norms):
+        if not any(self._feeds_tied(norm) and stem in map(stem_of, norm.reads) for norm in block.norms):
             return 1.0
         return 1.0 if self.own.streams[stream].rooted else width
 
@@ -125,7 +136,7 @@ class Widening:
 
     def _feeds_tied(self, norm: Norm) -> bool:
         named = (spell(read, self.own.base, self.own.spelling) for read in norm.reads)
-        return self.tied is not None and self.tied in map(_stem, named)
+        return self.tied is not None and self.tied in map(stem_of, named)
 
     @staticmethod
     def _fill(info: TensorInfo, tensor: Tensor) -> float:
@@ -237,7 +248,3 @@ def _padded(x: Tensor, dim: int, own: Axis, wide: Axis, fill: float) -> Tensor:
         widths = [0, 0] * behind + [n for extra in reversed(more) for n in (0, extra)]
         pieces[where] = pad(pieces[where], widths, value=fill)
     return join_axis(pieces, dim, wide)
-
-
-def _stem(key: str) -> str:
-    return key.removesuffix(".weight").removesuffix(".bias")

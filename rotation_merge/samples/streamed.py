@@ -80,6 +80,7 @@ class _Stream:
         self.parameters: dict[str, nn.Parameter] = {}
         self.absent: dict[str, Tensor] = {}
         self.latest: tuple[str, dict[str, Tensor]] = ("", {})
+        self.places: dict[int, str] = {}
 
     def take(self, block: Block, infos: list[TensorInfo]) -> None:
         """Have a layer's tensors come and go with its forward."""
@@ -117,6 +118,7 @@ class _Stream:
                 pieces = unstack(info, tensor)
                 found.update((n, piece.to(self.runner.device, self.runner.dtype)) for n, piece in pieces.items())
             self.latest = block, found
+            self.places = {w.untyped_storage().data_ptr(): name for name, w in found.items() if w.numel()}
         return self.latest[1]
 
     def _fill(self, block: str) -> None:
@@ -128,12 +130,10 @@ class _Stream:
             self.parameters[name].data = self.absent[name]
 
     def _pack(self, tensor: Tensor) -> Tensor | _Handle:
-        block, held = self.latest
-        place = tensor.untyped_storage().data_ptr()
-        for name, weight in held.items():
-            if place == weight.untyped_storage().data_ptr() and place != 0:
-                return _Handle(block, name, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        return tensor
+        name = self.places.get(tensor.untyped_storage().data_ptr())
+        if name is None:
+            return tensor
+        return _Handle(self.latest[0], name, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, kept: Tensor | _Handle) -> Tensor:
         if isinstance(kept, Tensor):
