@@ -30,6 +30,7 @@ from pathlib import Path
 import kinds
 import torch
 from corpora import documents, excerpt, unseen
+from journal import FILE, Journal
 from torch import Tensor, nn
 from transformers import (
     BertForMaskedLM,
@@ -264,16 +265,18 @@ def load(path: Path) -> PreTrainedModel:
 
 
 def save(model: PreTrainedModel, path: Path) -> None:
-    """Checkpoint at `path`, with a byte tokenizer beside a Llama and a preprocessor beside a ViT."""
-    shutil.rmtree(path, ignore_errors=True)
-    model.save_pretrained(path)
+    """Checkpoint at `path`, whole or not there: a byte tokenizer beside a Llama, a preprocessor beside a ViT."""
+    part = path.parent / f".{path.name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)
     if model.config.model_type == "vit":
-        (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
-        return
-    (path / "generation_config.json").unlink(missing_ok=True)
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.save(str(path / "tokenizer.json"), pretty=False)
-    (path / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
+        (part / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
+    else:
+        (part / "generation_config.json").unlink(missing_ok=True)
+        byte_tokenizer().backend_tokenizer.save(str(part / "tokenizer.json"), pretty=False)
+        (part / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
+    shutil.rmtree(path, ignore_errors=True)
+    part.rename(path)
 
 
 PREPROCESSOR = {
@@ -351,10 +354,10 @@ def parser() -> argparse.ArgumentParser:
 PAPERS = {
     **{f"vit-{seed}": f"vit --seed {seed}" for seed in range(2, 6)},
     **{f"llama-{seed}": f"llama --seed {seed}" for seed in (2, 3)},
-    **{f"vit-w{w}-{seed}": f"vit --seed {seed} --width {w}" for w in (16, 32) for seed in range(2)},
-    **{f"encoder-{seed}": f"encoder --seed {seed}" for seed in (0, 1)},
-    **{f"encoder-0-{domain}": f"classifier --domain {domain}" for domain in kinds.DOMAINS},
-    **{f"encoder-1-{domain}": f"classifier --domain {domain}" for domain in ("torch", "c10")},
+    **{f"llama-{s}-{of}": f"finetune --seed {s} --domain {of}" for s in (1, 2) for of in ("english", "c")},
+    **{f"vit-w{w}-{seed}": f"vit --seed {seed} --width {w}" for w in (16, 32) for seed in range(6)},
+    **{f"encoder-{seed}": f"encoder --seed {seed}" for seed in range(3)},
+    **{f"encoder-{s}-{of}": f"classifier --seed {s} --domain {of}" for s in range(3) for of in kinds.DOMAINS},
 }
 """What benchmarks/papers measures on beside the checkpoints that come with the package: name, and how it is trained."""
 
@@ -371,10 +374,13 @@ def main() -> None:
     if args.command == "texts":
         write_texts()
     elif args.command == "papers":
+        journal = Journal(args.out / FILE)
         for name, words in PAPERS.items():
             if not (args.out / name).exists() and not (data.CHECKPOINTS / name).exists():
                 base = ["--base", str(base_of(name, args.out))] if "--domain" in words else []
+                began = time.process_time()
                 _train(parser().parse_args([*words.split(), *base, "--out", str(args.out)]))
+                journal.keep(f"trained, {name}", words, "training", time.process_time() - began)
     elif args.command in ("ship", "evaluate"):
         for path in args.checkpoints:
             if args.command == "ship":

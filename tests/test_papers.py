@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks" / "papers"))
 apparatus = importlib.import_module("apparatus")
 SCRIPTS = list(apparatus.scripts())
+Journal = importlib.import_module("journal").Journal
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +43,16 @@ def test_pictures_are_drawn_of_the_results(script: ModuleType) -> None:
         assert (apparatus.PICTURES / file).read_text(encoding="utf-8") == text, (
             f"run benchmarks/papers/{script.__name__}.py"
         )
+
+
+def test_what_is_kept_is_not_computed_again_after_a_run_was_killed(tmp_path: Path) -> None:
+    file = tmp_path / "papers.jsonl"
+    first = Journal(file)
+    assert first.kept("outer", lambda: 1 + first.kept("inner", lambda: 2, "one"), "two") == 3
+    file.write_text(file.read_text() + '{"key": "cut o')
+    second = Journal(file)
+    assert second.kept("outer", lambda: 0, "two") == 3
+    assert second.kept("cut off", lambda: 4, "two") == 4
+    assert Journal(file).kept("cut off", lambda: 0, "two") == 4
+    assert set(second.seconds()) == {"one", "two"}
+    assert Journal(file, again=True).kept("outer", lambda: 0, "two") == 0

@@ -8,7 +8,8 @@ on docs/papers.md), `rows`, which yields (name of a table, row), and, where it d
 docs/pictures a function that makes the SVG of the rows of all tables, by name. It ends with `run(__name__)`.
 
 What took long is asked for by `given.kept(key, compute)`: found in the journal DIR/papers.jsonl, it is not computed
-again. `--quick` uses what comes with the package, one seed, few samples, and writes to a folder of its own.
+again, and its processor seconds stand there, too. `--quick` uses what comes with the package, one seed, few samples,
+and writes to a folder of its own.
 
 Import this module first: it makes the other benchmarks importable.
 """
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from types import ModuleType
@@ -32,12 +33,15 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(folder) for folder in (HERE, HERE.parent) if str(folder) not in sys.path]
 
 import torch  # noqa: E402
+from journal import FILE, Journal  # noqa: E402
 from record import RESULTS, ROOT, Row, Table  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from rotation_merge.samples.demo import CHECKPOINTS as SHIPPED  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
+SECONDS = "papers-seconds"
+"""What training and each script took, on one thread."""
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Given:
         checkpoints: where the trained ones lie (`benchmarks/train_checkpoints.py papers`).
         out: where tables are written.
         scratch: for files that nobody needs afterwards.
+        script: what is running, by name.
     """
 
     quick: bool
@@ -57,8 +62,8 @@ class Given:
     checkpoints: Path
     out: Path
     scratch: Path
-    again: bool = False
-    journal: dict[str, Any] = field(default_factory=dict)
+    script: str
+    journal: Journal
 
     def model(self, name: str) -> Path:
         """A checkpoint by name: a trained one, or one that comes with the package."""
@@ -74,22 +79,7 @@ class Given:
 
     def kept(self, key: str, compute: Callable[[], Any]) -> Any:
         """What `compute` returns (anything that JSON holds), or has returned in an earlier run under this key."""
-        key = f"quick: {key}" if self.quick else key
-        if key not in self.journal:
-            self.journal[key] = compute()
-            self.journal_file.parent.mkdir(parents=True, exist_ok=True)
-            with self.journal_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "value": self.journal[key]}) + "\n")
-        return self.journal[key]
-
-    @property
-    def journal_file(self) -> Path:
-        return (self.out if self.quick else self.checkpoints) / "papers.jsonl"
-
-    def read_journal(self) -> None:
-        if self.journal_file.exists() and not self.again:
-            lines = self.journal_file.read_text(encoding="utf-8").splitlines()
-            self.journal = {entry["key"]: entry["value"] for entry in map(json.loads, lines)}
+        return self.journal.kept(f"quick: {key}" if self.quick else key, compute, self.script)
 
 
 def spread(values: Sequence[float], form: str = "{:.1f}") -> str:
@@ -121,13 +111,17 @@ def run(name: str, arguments: Sequence[str] | None = None) -> dict[str, list[Row
     out = asked.out or (Path(tempfile.mkdtemp(prefix="papers-")) if quick else RESULTS)
     note = "" if quick else "several runs: what an earlier one had kept was not computed again"
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
-        given = Given(quick, 1 if quick else asked.seeds, asked.checkpoints, out, Path(scratch), asked.again)
-        given.read_journal()
+        script = Path(str(module.__file__)).stem
+        journal = Journal((out if quick else asked.checkpoints) / FILE, asked.again)
+        seeds, began = 1 if quick else asked.seeds, time.process_time()
+        given = Given(quick, seeds, asked.checkpoints, out, Path(scratch), script, journal)
         tables = {table: Table(table, note, out) for table in module.TABLES}
         for table, row in module.rows(given):
             if tuple(row) != tuple(module.TABLES[table]):
                 raise SystemExit(f"{table}: columns {list(row)}, promised were {list(module.TABLES[table])}")
             tables[table].add(row)
+        if (rest := f"{script}, what is not kept") not in journal.found:
+            journal.keep(rest, None, script, time.process_time() - began - journal.spent)
     found = {table: written.rows for table, written in tables.items()}
     for file, text in pictures(module, out if quick else RESULTS, found).items():
         ((asked.out or out if quick else PICTURES) / file).write_text(text, encoding="utf-8")
@@ -153,11 +147,15 @@ def scripts() -> Iterator[ModuleType]:
 
 
 def main() -> None:
-    """All scripts with the same arguments, and how long each takes."""
+    """All scripts with the same arguments, and what each of them has taken since nothing was kept."""
     for module in scripts():
-        began = time.process_time()
         run(module.__name__, sys.argv[1:])
-        print(f"{module.__name__}: {time.process_time() - began:.0f} s of processor time\n", flush=True)
+    asked = parser(None).parse_args()
+    if not asked.quick:
+        spent = Journal(asked.checkpoints / FILE).seconds()
+        table = Table(SECONDS, "", asked.out or RESULTS)
+        for what, seconds in {**spent, "all": sum(spent.values())}.items():
+            table.add({"what": what, "seconds": f"{seconds:.0f}", "minutes": f"{seconds / 60:.1f}"})
 
 
 if __name__ == "__main__":
