@@ -75,8 +75,9 @@ class Model:
     def folded(self, alignment: Alignment) -> State:
         return dict(aligned_tensors(self.architecture, self.state, Alignment({}, alignment.folded)))
 
-    def moved(self, alignment: Alignment) -> State:
-        return dict(aligned_tensors(self.architecture, self.state, alignment))
+    def moved(self, alignment: Alignment, anchor: State | None = None) -> State:
+        """As `align` writes it: with the anchor's biases where softmax cannot see them; without anchor its own."""
+        return dict(aligned_tensors(self.architecture, self.state, alignment, anchor))
 
 
 def open_model(folder: Path, name: str) -> Model:

@@ -58,7 +58,7 @@ def share(pair: Pair, words: str) -> float:
         return 2 * distance(middle, anchor.state) / distance(donor.state, anchor.state)
     found = match_model(anchor.architecture, anchor.state, donor.state, way)
     fixed = {**anchor.state, **anchor.folded(found)}
-    return distance({**donor.state, **donor.moved(found)}, fixed) / distance(
+    return distance({**donor.state, **donor.moved(found, anchor.state)}, fixed) / distance(
         {**donor.state, **donor.folded(found)}, fixed
     )
 

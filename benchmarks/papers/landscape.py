@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from apparatus import Given
+from averaging import call
+from digits import SAMPLES
+from fit import images
+from merges import LEARNED
 from residual import Model, State
 
 from rotation_merge.checking import RecipeDonor
@@ -23,6 +29,8 @@ from rotation_merge.samples.functions import architecture_of, load
 
 VITS, LLAMAS, TUNED = "ViTs", "Llamas", "fine-tunes of one Llama"
 DATA = {VITS: "demo:digits", LLAMAS: "demo:python", TUNED: "demo:python"}
+LLAMA_PAIRS = [(0, 1), (2, 3), (1, 2)]
+"""Of seeds; there are four."""
 WINDOWS = 64
 """Held-out texts of 128 bytes that Llamas are measured on; ViTs on all 540 test digits."""
 CALLED = {
@@ -32,6 +40,7 @@ CALLED = {
     "paper": "both",
     "permutation": "Git Re-Basin",
     "residual": "residual",
+    LEARNED: LEARNED,
 }
 """What the tables call our named matchings: the paper's words where it has some. `both` is the paper's own."""
 
@@ -76,27 +85,41 @@ class Two:
         return evaluate(self.network, self.data)
 
     def moved(self, options: MatchOptions | None) -> tuple[State, State, State]:
-        """Anchor, donor and donor as matched, all with norms folded where matching folds them."""
+        """Anchor, donor and donor as `align` writes it, all with norms folded where matching folds them."""
         first, second = self.models
         if options is None:
             return first.state, second.state, second.state
         found = match_model(first.architecture, first.state, second.state, options)
         still = {**first.state, **first.folded(found)}, {**second.state, **second.folded(found)}
-        return *still, {**second.state, **second.moved(found)}
+        return *still, {**second.state, **second.moved(found, first.state)}
 
     def halfway(self, options: MatchOptions | None) -> tuple[float, float]:
         """Loss and accuracy of the average."""
         anchor, _, donor = self.moved(options)
         return self.worth(mixed({"anchor": anchor, "donor": donor}, [0.5, 0.5]))
 
+    @cached_property
+    def ends(self) -> list[str]:
+        """Where they lie."""
+        return [str(self.given.model(name)) for name in (self.anchor, self.donor)]
+
+    def learned(self) -> Path:
+        """The transforms that `fit` learns on training images without labels, as table 2 has them."""
+        batches, file = images(SAMPLES, False, 32), self.given.scratch / f"{self.names}.safetensors"
+        data = file.with_suffix(".npz")
+        np.savez(data, pixel_values=np.concatenate([batch["pixel_values"] for batch in batches]))
+        asked = ["--heads", "permutation", "--residual", "rotation", "--steps", "300", "--batch-size", "32"]
+        call("fit", *self.ends, "--data", data, "--alignment", file, *asked)
+        return file
+
     def paths(self, names: Sequence[str], points: int) -> Barrier:
         """The curves of named matchings, `plain` among them."""
 
         def compute() -> dict[str, Any]:
-            ends = [str(self.given.model(name)) for name in (self.anchor, self.donor)]
-            donors = [RecipeDonor(*ends, MatchOptions())]
-            found = Paths(ends[0], donors, [DATA[self.kind]], points, self.reading).barriers(matchings(",".join(names)))
-            return found[0].to_dict()
+            words = [f"{LEARNED}={self.learned()}" if name == LEARNED else name for name in names]
+            donors = [RecipeDonor(self.ends[0], self.ends[1], MatchOptions())]
+            compared = matchings(",".join(words))
+            return Paths(self.ends[0], donors, [DATA[self.kind]], points, self.reading).barriers(compared)[0].to_dict()
 
         return Barrier.from_dict(self.kept(f"paths by {points}, {', '.join(names)}", compute))
 
@@ -113,9 +136,11 @@ def mixed(states: dict[str, State], shares: Sequence[float]) -> State:
 def pairs(given: Given, kind: str) -> list[Two]:
     """Pairs of models of one kind: of different seeds, or two fine-tunes of one base."""
     if kind == TUNED:
-        return [Two(given, kind, "llama-0-english", "llama-0-c")]
-    stem, seeds = ("vit", given.pairs()) if kind == VITS else ("llama", [(0, 1), (2, 3)])
-    return [Two(given, kind, f"{stem}-{a}", f"{stem}-{b}") for a, b in seeds[: given.seeds]]
+        names = [(f"llama-{seed}-english", f"llama-{seed}-c") for seed in range(given.seeds)]
+    else:
+        stem, seeds = ("vit", given.pairs()) if kind == VITS else ("llama", LLAMA_PAIRS[: given.seeds])
+        names = [(f"{stem}-{a}", f"{stem}-{b}") for a, b in seeds]
+    return [Two(given, kind, *pair) for pair in names]
 
 
 PARTS = {"attention": MatchOptions(ffn="none", rescale="sequential"), "all local groups": NAMED["local"]}

@@ -88,7 +88,7 @@ class Pair:
         paths = self.scratch / f"anchor{folded}", self.scratch / f"donor-{matching.replace(' ', '-')}"
         if not paths[1].exists():
             alignment, (anchor, donor) = self.alignment(matching), self.models()
-            self.write(self.donor, paths[1], donor.state, donor.moved(alignment) if alignment else {})
+            self.write(self.donor, paths[1], donor.state, donor.moved(alignment, anchor.state) if alignment else {})
             if not paths[0].exists():
                 self.write(self.anchor, paths[0], anchor.state, anchor.folded(alignment) if alignment else {})
         return paths

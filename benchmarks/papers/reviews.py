@@ -1,7 +1,7 @@
 """What text and reviews of "Beyond the Permutation Symmetry of Transformers" say beside tables and figures.
 
-Larger models benefit more from matching: ViTs of three widths, one pair of each. The path from a model
-to its own matched self has a barrier. What single layers gain, summed, beside what all layers gain at once.
+Larger models benefit more from matching: ViTs of three widths. The path from a model to its own matched self has a
+barrier. What single layers gain, summed, beside what all layers gain at once. Mean and spread over pairs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
 def widths(given: Given) -> Iterator[tuple[str, Row]]:
     for width in (64,) if given.quick else (16, 32, 64):
         stem = "vit-" if width == 64 else f"vit-w{width}-"
-        twos = [Two(given, VITS, f"{stem}0", f"{stem}1")]
+        twos = [Two(given, VITS, f"{stem}{a}", f"{stem}{b}") for a, b in given.pairs()]
         each = [two.kept("alone", lambda t=two: [t.worth(m.state)[1] for m in t.models]) for two in twos]
         alone = spread([100 * fmean(pair) for pair in each])
         before = [two.kept("half, none", lambda t=two: list(t.halfway(None))) for two in twos]
