@@ -33,10 +33,10 @@ Columns = dict[str, tuple[Pairs, str]]
 """Pairs by title, and which of a judge's words on them is shown."""
 Work = tuple[
     Callable[[Given, tuple[str, str]], Pair],
-    Callable[[Path, Pair], dict[str, float]],
+    Callable[[Given, Path, Pair], dict[str, float]],
     Callable[[Given, str], dict[str, float]],
 ]
-"""How a pair is opened, a merge of it judged, and a model by its name."""
+"""How a pair is opened, a merge of it judged, and a model by its name, in every domain."""
 SAMPLES = 128
 """For statistics and plans: of both domains in equal parts, without labels."""
 
@@ -47,17 +47,18 @@ def domain_of(path: Path) -> str:
     return "python" if last.isdigit() else last
 
 
-def classifier(given: Given, name: str, trained: bool = True) -> Path:
-    """By name; one with random weights in a quick run, since none comes with the package, or if time alone counts."""
-    path, new = given.scratch / name, given.quick or not trained
-    if new and not path.exists():
+def classifier(given: Given, name: str) -> Path:
+    """By name; one with random weights in a quick run, since none comes with the package."""
+    if not given.quick:
+        return given.model(name)
+    if not (path := given.scratch / name).exists():
         torch.manual_seed(int(name.split("-")[1]))
         save(kinds.encoder(BertForSequenceClassification), path)
-    return path if new else given.model(name)
+    return path
 
 
-def classifiers(given: Given, names: tuple[str, str], trained: bool = True) -> Pair:
-    anchor, donor = (classifier(given, name, trained) for name in names)
+def classifiers(given: Given, names: tuple[str, str]) -> Pair:
+    anchor, donor = (classifier(given, name) for name in names)
     count = 4 if given.quick else SAMPLES // 2
     ids = [kinds.samples(domain_of(path), False, 60 if given.quick else 1000)[0][:count] for path in (anchor, donor)]
     return _pair(given, (anchor, donor), torch.cat(ids), CLASSIFIERS, {"heads_of": "each"})
@@ -84,59 +85,68 @@ def _pair(given: Given, paths: tuple[Path, Path], ids: Tensor, matchings: Any, p
     return Pair(*paths, scratch, scratch / "samples.npz", parameters=parameters, matchings=matchings)
 
 
-def told(out: Path, pair: Pair) -> dict[str, float]:
+def told(given: Given, out: Path, pair: Pair) -> dict[str, float]:
     """Percent of token kinds that a merge tells, each head in its own domain; and both heads in all other domains."""
     own, (head,) = (domain_of(pair.anchor), domain_of(pair.donor)), (out / "heads").iterdir()
     models = [load(str(path)) for path in (out, head)]
-    inside = [kinds.accuracy(model, domain, 60) for model, domain in zip(models, own, strict=True)]
-    outside = [kinds.accuracy(model, domain, 60) for model in models for domain in kinds.DOMAINS if domain not in own]
+    inside = [_right(given, model, domain) for model, domain in zip(models, own, strict=True)]
+    outside = [_right(given, model, domain) for model in models for domain in kinds.DOMAINS if domain not in own]
     return {"own": 100 * fmean(inside), "other": 100 * fmean(outside)}
 
 
-def told_alone(given: Given, name: str) -> dict[str, float]:
-    """The same of one classifier."""
-    path = classifier(given, name)
-    model, own = load(str(path)), domain_of(path)
-    right = {domain: 100 * kinds.accuracy(model, domain, 60) for domain in kinds.DOMAINS}
-    return {"own": right[own], "other": fmean(value for domain, value in right.items() if domain != own)}
+def told_by(given: Given, name: str) -> dict[str, float]:
+    """By domain, what a classifier tells there."""
+    model = load(str(classifier(given, name)))
+    return {domain: 100 * _right(given, model, domain) for domain in kinds.DOMAINS}
 
 
-@torch.no_grad()
-def nats(path: Path, *domains: str) -> dict[str, float]:
+def _right(given: Given, model: Any, domain: str) -> float:
+    return kinds.accuracy(model, domain, 4 if given.quick else 60)
+
+
+def nats_of(given: Given, out: Path, pair: Pair) -> dict[str, float]:
     """Nats per byte of held-out text: in the domains that the models have learned, and in the others."""
-    model, losses = load(str(path)), {}
-    for domain in demo.NAMES:
-        ids = demo.windows(domain)[:64]
-        losses[domain] = float(model(input_ids=ids, labels=ids).loss)
+    losses, own = nats(given, out), (domain_of(pair.anchor), domain_of(pair.donor))
     return {
-        "own": fmean(losses[domain] for domain in domains),
-        "other": fmean(loss for domain, loss in losses.items() if domain not in domains),
+        "own": fmean(losses[domain] for domain in own),
+        "other": fmean(loss for domain, loss in losses.items() if domain not in own),
     }
 
 
-def nats_of(out: Path, pair: Pair) -> dict[str, float]:
-    """Of a merge."""
-    return nats(out, domain_of(pair.anchor), domain_of(pair.donor))
+def nats_by(given: Given, name: str) -> dict[str, float]:
+    """The same of a Llama, by domain."""
+    return nats(given, given.model(name))
 
 
-def nats_alone(given: Given, name: str) -> dict[str, float]:
-    """The same of one Llama."""
-    path = given.model(name)
-    return nats(path, domain_of(path))
+@torch.no_grad()
+def nats(given: Given, path: Path) -> dict[str, float]:
+    count = 4 if given.quick else 64
+    model, texts = load(str(path)), {domain: demo.windows(domain)[:count] for domain in demo.NAMES}
+    return {domain: float(model(input_ids=ids, labels=ids).loss) for domain, ids in texts.items()}
+
+
+def alone(by_domain: dict[str, dict[str, float]], pair: tuple[str, str], side: str) -> float:
+    """What the two models of a pair are worth by themselves, on average: each in its own domain, or in the domains
+    that a merge of the two counts as others."""
+    domains = [domain_of(Path(name)) for name in pair]
+    if side == "own":
+        return fmean(by_domain[name][domain] for name, domain in zip(pair, domains, strict=True))
+    return fmean(value for name in pair for domain, value in by_domain[name].items() if domain not in domains)
 
 
 def compared(
     given: Given, key: str, columns: Columns, few: Pairs, work: Work, matchings: dict[str, Any], form: str
 ) -> Iterator[Row]:
     """A row for the models alone, and one for each average with each matching; a quick run sees `few` pairs."""
-    opener, judge, alone = work
+    opener, judge, worth = work
     shown = {title: (few if given.quick else pairs, side) for title, (pairs, side) in columns.items()}
     named = {"+".join(pair): pair for pairs, _ in shown.values() for pair in pairs}
     opened = {words: lambda pair=pair: opener(given, pair) for words, pair in named.items()}
-    found = judged(given, key, opened, judge, list(matchings)[: 2 if given.quick else None], AVERAGES)
+    chosen = list(matchings)[: 2 if given.quick else None]
+    found = judged(given, key, opened, lambda out, pair: judge(given, out, pair), chosen, AVERAGES)
     place = {pair: number for number, pair in enumerate(named.values())}
-    each = {m: given.kept(f"{key}, {m} alone", lambda m=m: alone(given, m)) for pair in place for m in pair}
-    own = {title: [each[m][side] for pair in pairs for m in pair] for title, (pairs, side) in shown.items()}
+    each = {m: given.kept(f"{key}, {m} alone", lambda m=m: worth(given, m)) for pair in place for m in pair}
+    own = {title: [alone(each, pair, side) for pair in pairs] for title, (pairs, side) in shown.items()}
     yield {"average": "each model alone", **{title: spread(values, form) for title, values in own.items()}}
     for (average, matching), said in sorted(found.items(), key=lambda item: AVERAGES.index(item[0][0])):
         cells = {title: [said[place[pair]][side] for pair in pairs] for title, (pairs, side) in shown.items()}
