@@ -12,7 +12,7 @@ from tiny_models import ALL, Case, Planted, difference, further, outputs, plante
 
 from rotation_merge.architectures import Architecture, families, registry, resolve
 from rotation_merge.architectures.schema import OUTSIDE, ArchitectureSpec
-from rotation_merge.checking.proof import LOCAL, changed, matters, wrong_heads, wrong_rotary, wrong_split
+from rotation_merge.checking.proof import LOCAL, MISTAKES, changed, matters
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment, aligned_tensors
@@ -147,10 +147,10 @@ def test_names_of_a_loaded_module_work_too(case: Case) -> None:
 
 @by_case
 def test_a_wrong_file_is_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(b): the same test fails for a wrong head count, and where there are such, a wrong rotary layout or split."""
+    """(b): the same test fails for a wrong head count and, where they matter, for other mistakes in a file."""
     model = planted(case)
     right = families()[case.family].model_dump()
-    for change in (wrong_heads, wrong_rotary, wrong_split):
+    for change in MISTAKES.values():
         if not matters(change, model.architecture):
             continue
         monkeypatch.setitem(registry._extra, case.family, ArchitectureSpec.model_validate(changed(right, change)))

@@ -21,6 +21,7 @@ class Space:
         sizes: what the kind needs: size; groups, per_group, head_dim, value_dim; count; shared, own.
         rotary: number of leading query/key dimensions that rotary embedding turns (0: none).
         interleaved: whether RoPE pairs are neighbours.
+        rotary_parts: how many equal parts of a head rotary embedding turns, each by itself.
         norm: norm between query/key projection and product, as in the architecture file.
         values: what values and outputs admit, as in the architecture file.
         free_order: whether heads may change places.
@@ -36,6 +37,7 @@ class Space:
     sizes: dict[str, int]
     rotary: int = 0
     interleaved: bool = False
+    rotary_parts: int = 1
     norm: str | None = None
     values: str = "free"
     free_order: bool = True

@@ -136,10 +136,15 @@ class Section(Strict):
 
 
 class RotarySpec(Strict):
-    """Rotary position embedding on the first `dims` dimensions of each query and key; `layout`: half or interleaved."""
+    """Rotary position embedding on the first `dims` dimensions of each query and key; `layout`: half or interleaved.
+
+    `parts`: 2 where each half of a head is turned by positions of its own (rows and columns of an image), so that pairs
+    lie inside a half.
+    """
 
     layout: Expression = "half"
     dims: Expression = None
+    parts: int = Field(default=1, ge=1, le=2)
     when: Expression = None
 
 

@@ -91,12 +91,18 @@ def _attention(scope: Scope, name: str, spec: AttentionSpec) -> Space:
     rotary = 0
     if spec.rotary and (spec.rotary.when is None or evaluate(spec.rotary.when, scope.config)):
         rotary = head_dim if spec.rotary.dims is None else int(evaluate(spec.rotary.dims, scope.config))
+    parts = spec.rotary.parts if rotary and spec.rotary else 1
+    if parts > 1 and (rotary != head_dim or head_dim % (2 * parts)):
+        raise scope.error(
+            f"{name}: {rotary} of {head_dim} dimensions do not divide into {parts} parts", "check config.json"
+        )
     return Space(
         name,
         "attention",
         {"groups": groups, "per_group": heads // groups, "head_dim": head_dim, "value_dim": value_dim},
         rotary=rotary,
         interleaved=bool(rotary and spec.rotary and word(spec.rotary.layout, scope.config, LAYOUTS) == LAYOUTS[1]),
+        rotary_parts=parts,
         norm=word(spec.norm, scope.config, tuple(filter(None, QUERIES))),
         values=word(spec.values, scope.config, tuple(VALUES)) or "free",
         visible_bias=spec.visible_bias,

@@ -76,8 +76,8 @@ def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
         found = [model.tried(what, architecture, options) for what, options in LOCAL.items()]
         for group in architecture.residual_groups[1:]:
             found.append(model.tried(f"residual: {group}", architecture, MatchOptions(residual=group)))
-        wrong = ((wrong_heads, "wrong heads"), (wrong_rotary, "wrong rotary layout"), (wrong_split, "wrong split"))
-        return found + [model.mistaken(spec, change, what) for change, what in wrong if matters(change, architecture)]
+        wrong = {what: change for what, change in MISTAKES.items() if matters(change, architecture)}
+        return found + [model.mistaken(spec, change, what) for what, change in wrong.items()]
 
 
 class _Tiny:
@@ -187,6 +187,20 @@ def wrong_split(entry: Any) -> Any:
     return {key: value[::-1] if key in ("split", "interleave") and value else value for key, value in entry.items()}
 
 
+def wrong_halves(entry: Any) -> Any:
+    """Rotary embedding on whole heads that turns halves apart."""
+    return {**entry, "parts": 1} if "layout" in entry else entry
+
+
+MISTAKES = {
+    "wrong heads": wrong_heads,
+    "wrong rotary layout": wrong_rotary,
+    "rotary halves as one": wrong_halves,
+    "wrong split": wrong_split,
+}
+"""What a file may get wrong, by what a proof calls it."""
+
+
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """A file's content with a mistake in every entry that it concerns."""
     if isinstance(value, dict):
@@ -201,6 +215,8 @@ def matters(change: Callable[[Any], Any], architecture: Architecture) -> bool:
         return bool(spaces)
     if change is wrong_rotary:
         return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head") for s in spaces)
+    if change is wrong_halves:
+        return any(s.rotary_parts > 1 for s in spaces)
     fused = [[*map(_acts, axis.parts)] for info in architecture.tensors() for axis in info.axes if len(axis.pieces) > 1]
     return any(parts != parts[::-1] for parts in fused)
 

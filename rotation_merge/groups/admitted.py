@@ -75,6 +75,8 @@ class Facts(Protocol):
     @property
     def interleaved(self) -> bool: ...
     @property
+    def rotary_parts(self) -> int: ...
+    @property
     def norm(self) -> str | None: ...
     @property
     def values(self) -> str: ...
@@ -112,6 +114,8 @@ def _turns_alone(space: Facts, wanted: Wanted) -> Group:
 def _beside_rotary(space: Facts, turned: Group, rest: Group) -> Group:
     if space.rotary == 0:
         return rest
+    if space.rotary_parts == 2:
+        return Split(turned, turned, space.rotary // 2)
     return turned if space.rotary == space.sizes["head_dim"] else Split(turned, rest, space.rotary)
 
 

@@ -1,4 +1,4 @@
-"""Elements side by side: the rotary and the remaining dimensions of a head (partial rotary)."""
+"""Elements side by side: the rotary and the remaining dimensions of a head, or halves that rotary turns apart."""
 
 from __future__ import annotations
 

@@ -179,6 +179,7 @@ _WORDS = {
     "head_dim": "dimensions of a head",
     "rotary": "rotary dimensions",
     "interleaved": "neighbours as rotary pairs",
+    "rotary_parts": "parts that rotary embedding turns apart",
     "norm": "norm of queries and keys",
     "degree": "degree of the activation",
     "free_order": "heads that may change places",
