@@ -312,6 +312,7 @@ def test_groups_refuse_nothing_that_they_give(degree: int, rescale: bool) -> Non
         Space("moe", "experts", {"size": 5, "count": 4}, degree=degree),
         attention(rotary=2),
         Space("mixer", "mixer", {"groups": 3, "per_group": 2, "shared": 4, "own": 5}),
+        Space("channels", "convolution", {"size": 5}),
     ]
     for group in [*(admitted(space, wanted) for space in spaces), *STREAMS[2:]]:
         assert group.refuses(group.identity()) is None

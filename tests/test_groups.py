@@ -29,6 +29,7 @@ from rotation_merge.groups import (
 )
 from rotation_merge.groups.admitted import Wanted, latent
 from rotation_merge.groups.base import dump, load
+from rotation_merge.groups.convolution import ConvolutionGroup
 from rotation_merge.groups.latent import LatentGroup, LatentTransform
 from rotation_merge.groups.matrix import MatrixElement
 from rotation_merge.groups.mixer import MixerGroup
@@ -218,6 +219,7 @@ SPACES = {
     "latent": Space("latent", "latent", {"size": 6}),
     "translation": Space("router", "translation", {"size": 6}),
     "mixer": Space("mixer", "mixer", {"groups": 3, "per_group": 2, "shared": 4, "own": 5}),
+    "convolution": Space("channels", "convolution", {"size": 6}),
 }
 
 
@@ -234,6 +236,8 @@ def random_transform(kind: str, seed: int, gains: int = 1) -> SpaceTransform:
         return ExpertTransform(torch.randperm(3, generator=g), Monomial.random(3, 4, g), degree=2)
     if kind == "mixer":
         return MixerGroup(3, 2, 4, 5, order=True, channels=True).random(g)
+    if kind == "convolution":
+        return ConvolutionGroup(6, permute=True, rescale=True).random(g)
     if kind == "translation":
         return TranslationGroup(6).random(g)
     if kind == "latent":
@@ -252,6 +256,8 @@ def identity_transform(kind: str) -> SpaceTransform:
         return ExpertTransform(torch.arange(3), Monomial.identity(3, 4))
     if kind == "mixer":
         return MixerGroup(3, 2, 4, 5, order=True, channels=True).identity()
+    if kind == "convolution":
+        return ConvolutionGroup(6, permute=True, rescale=True).identity()
     if kind == "translation":
         return TranslationGroup(6).identity()
     if kind == "latent":

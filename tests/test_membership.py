@@ -22,6 +22,7 @@ from rotation_merge.architectures.build import build
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.architectures.registry import find
 from rotation_merge.groups import (
+    ConvolutionTransform,
     ExpertTransform,
     GroupElement,
     HeadTransform,
@@ -120,6 +121,10 @@ def corrupted(transform: SpaceTransform) -> list[SpaceTransform]:
                 replace(transform, shared=Permutation(first(transform.shared.index))),
                 replace(transform, own=Permutation(transform.own.index + 1)),
             ]
+        case ConvolutionTransform():
+            each = replace(transform.element, permutation=Permutation(transform.element.permutation.index.roll(1, 1)))
+            each.permutation.index[0] = transform.element.permutation.index[0]
+            return [replace(transform, element=bad) for bad in (*neurons(transform.element), each)]
         case TranslationTransform(vector=vector):
             return [replace(transform, vector=bad) for bad in (vector[:-1], vector / 0, vector.repeat(2))]
     raise AssertionError(transform)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from rotation_merge.groups.convolution import FACTORS
 from rotation_merge.groups.stream import STREAM_GROUPS, StreamGroup
 
 
@@ -17,7 +18,7 @@ class Space:
 
     Attributes:
         name: unique in the model: `residual`, or `model.layers.3.attn`.
-        kind: stream, attention, ffn, experts, latent, mixer or translation; fixed: what keeps its place.
+        kind: stream, attention, ffn, experts, latent, mixer, convolution or translation; fixed: what keeps its place.
         sizes: what the kind needs: size; groups, per_group, head_dim, value_dim; count; shared, own.
         rotary: number of leading query/key dimensions that rotary embedding turns (0: none).
         interleaved: whether RoPE pairs are neighbours.
@@ -81,6 +82,7 @@ ROLES = {
     "attention": tuple(_FACTORS["attention"]),
     "latent": ("write", "read", "gain", "shift"),
     "mixer": tuple(_FACTORS["mixer"]),
+    "convolution": tuple(FACTORS),
     "translation": (),
 }
 """Roles an axis may play, by the kind of its space."""

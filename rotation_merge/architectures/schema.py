@@ -217,6 +217,13 @@ class MixerSpec(Strict):
     own: Expression = 1
 
 
+class ConvolutionSpec(Strict):
+    """Channels of a gated convolution, ``out @ (third * filter(first * second))``, depthwise, with a `shift` or not."""
+
+    kind: Literal["convolution"]
+    size: Expression
+
+
 class TranslationSpec(Strict):
     """Vectors that may be added to all rows of the tensors that name it as `common`.
 
@@ -230,7 +237,8 @@ class TranslationSpec(Strict):
 
 
 LocalSpace = Annotated[
-    AttentionSpec | FfnSpec | ExpertsSpec | LatentSpec | MixerSpec | TranslationSpec, Field(discriminator="kind")
+    AttentionSpec | FfnSpec | ExpertsSpec | LatentSpec | MixerSpec | ConvolutionSpec | TranslationSpec,
+    Field(discriminator="kind"),
 ]
 
 

@@ -26,7 +26,8 @@ Task heads go through the delegate like any other tensor.
 Words: *planar* is a rotation and a rescaling of each RoPE pair; *O(d)* an orthogonal map with one rescaling, or with
 `attention: invertible` any invertible map; *sign* stands for plus or minus one; *gain exchange*: what the norm of
 queries gains, that of keys loses; *scaled* is a positive rescaling of each neuron, or one of either sign where the FFN
-is gated; *free* heads may change places (query heads within their KV group, and KV groups), *fixed* ones may not;
+is gated (*fourfold*: between all factors of a product with a convolution in it); *free* heads may change places (query
+heads within their KV group, and KV groups), *fixed* ones may not;
 *shifted* rows of a router: one vector is added to all of them.
 
 """
@@ -113,6 +114,8 @@ def _neurons(space: Space) -> str:
         return "signed permutations; O(d) with residual: rotation"
     if space.kind == "mixer":
         return "channels permuted"
+    if space.kind == "convolution":
+        return "permuted, scaled fourfold"
     if space.kind == "translation":
         return "rows shifted"
     if space.gated and space.degree == 0:

@@ -23,6 +23,7 @@ from rotation_merge.averaging.methods import WEIGHT, OwnMethod
 from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.groups.base import act_by_matrices
+from rotation_merge.groups.convolution import FACTORS
 from rotation_merge.matching.apply import placed, split_axis, transform_tensor
 
 REGULARISATION = {"weights": 0.06, "activations": 0.08}
@@ -166,13 +167,15 @@ def wanted_roles(space: Space) -> dict[str, tuple[str, ...]]:
     """
     if space.kind in ("ffn", "experts"):
         return {"neurons": ("in", "gate", "out")}
+    if space.kind == "convolution":
+        return {"neurons": tuple(FACTORS)}
     found: dict[str, tuple[str, ...]] = {"values": ("v", "o")} if space.values == "free" else {}
     if not space.rotary and space.norm is None:
         found["queries and keys"] = ("q", "k")
     return found
 
 
-SOURCES = {"neurons": ("in", "gate"), "values": ("v",), "queries and keys": ("q", "k")}
+SOURCES = {"neurons": ("in", "gate", "first", "second", "third"), "values": ("v",), "queries and keys": ("q", "k")}
 """Roles whose rows say how coordinates correspond, for each plan."""
 
 
@@ -207,7 +210,7 @@ def _parts(x: Tensor, dim: int, axis: Axis, space: Space, roles: tuple[str, ...]
 
 def _grouped(rows: Tensor, space: Space) -> Tensor:
     """(groups, size, features): the query heads of a group become features of their keys."""
-    if space.kind == "ffn":
+    if space.kind in ("ffn", "convolution"):
         return rows[None]
     if space.kind == "attention" and rows.ndim == 4:
         return rows.permute(0, 2, 1, 3).flatten(2)

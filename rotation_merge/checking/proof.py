@@ -222,9 +222,10 @@ def matters(change: Callable[[Any], Any], architecture: Architecture) -> bool:
 
 
 def _acts(part: Any) -> tuple[str, str]:
-    """What moves a part: both halves of gated neurons move alike where neither is rescaled."""
+    """What moves a part: both halves of gated neurons move alike where neither is rescaled; so do, to whoever exchanges
+    them, both maps that a convolution reads."""
     alike = part.role in ("in", "gate") and part.space.degree == 0
-    return part.space.name, "in" if alike else part.role
+    return part.space.name, {"second": "first"}.get(part.role, "in" if alike else part.role)
 
 
 @contextlib.contextmanager

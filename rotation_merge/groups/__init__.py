@@ -1,6 +1,7 @@
 """The symmetry groups: one module each; elements act on one dimension, transforms on the axes of a space."""
 
 from rotation_merge.groups.base import KINDS, GroupElement
+from rotation_merge.groups.convolution import ConvolutionTransform
 from rotation_merge.groups.direct_sum import DirectSum
 from rotation_merge.groups.experts import ExpertTransform
 from rotation_merge.groups.gains import Exchange
@@ -22,6 +23,7 @@ from rotation_merge.groups.translation import TranslationTransform
 __all__ = [
     "KINDS",
     "TRANSFORMS",
+    "ConvolutionTransform",
     "DirectSum",
     "Exchange",
     "ExpertTransform",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rotation_merge.errors import ArchitectureError, nearest
+from rotation_merge.groups.convolution import ConvolutionGroup
 from rotation_merge.groups.direct_sum import Split
 from rotation_merge.groups.experts import ExpertGroup
 from rotation_merge.groups.gains import CoordinateExchange, PairExchange
@@ -213,6 +214,11 @@ def mixer(space: Facts, wanted: Wanted = LARGEST) -> MixerGroup:
     return MixerGroup(**sizes, order=wanted.heads != "none", channels=wanted.attention != "none")
 
 
+def convolution(space: Facts, wanted: Wanted = LARGEST) -> ConvolutionGroup:
+    """`admitted` for the channels of a gated convolution, which count as neurons."""
+    return ConvolutionGroup(space.sizes["size"], wanted.ffn != "none", bool(wanted.rescale))
+
+
 def translation(space: Facts, wanted: Wanted = LARGEST) -> TranslationGroup:
     """`admitted` for rows that only a softmax sees: of routers with the experts, of heads where asked for."""
     return TranslationGroup(space.sizes["size"], wanted.shift_head if space.head else wanted.ffn != "none")
@@ -224,6 +230,7 @@ _KINDS: dict[str, Callable[[Facts, Wanted], SpaceGroup]] = {
     "experts": lambda space, wanted: ExpertGroup(neurons(space, wanted), space.sizes.get("groups", 1)),
     "latent": latent,
     "mixer": mixer,
+    "convolution": convolution,
     "translation": translation,
 }
 
@@ -236,6 +243,8 @@ def asks(space: Facts, wanted: Wanted) -> bool:
         return wanted.attention != "none"
     if space.kind == "translation":
         return translation(space, wanted).moves
+    if space.kind == "convolution":
+        return convolution(space, wanted).words != "none"
     group = neurons(space, wanted)
     return group.permute or group.degree > 0
 

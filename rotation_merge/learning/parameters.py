@@ -75,7 +75,7 @@ def _freedom(architecture: Architecture, space: Space, rescale: bool, permutatio
     """What may be learned of a space's elements."""
     if space.kind == "stream":
         return Freedom(scales=False, fixes_ones=architecture.layer_normed(space.name))
-    if space.kind in ("attention", "mixer"):
+    if space.kind in ("attention", "mixer", "convolution"):
         return Freedom(scales=rescale)
     if space.kind == "latent":
         return Freedom(scales=False)

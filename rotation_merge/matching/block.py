@@ -19,6 +19,7 @@ from rotation_merge.linalg.scaling import limited
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.attention import AttentionMatch, match_attention
 from rotation_merge.matching.biases import settled
+from rotation_merge.matching.convolution import match_convolution
 from rotation_merge.matching.experts import ExpertsMatch, match_experts
 from rotation_merge.matching.ffn import NeuronMatch, match_ffn
 from rotation_merge.matching.latent import match_latent
@@ -235,6 +236,10 @@ class _Matching:
         if space.kind == "attention":
             attention = match_attention(space, found, self.options)
             return attention.transform, {**_distances(attention), "notes": attention.notes}
+        if space.kind == "convolution":
+            channels, gap = match_convolution(space, found, self.options)
+            transform, record = self._recorded(space, channels)
+            return transform, {**record, "gap": gap}
         match = match_latent if space.kind == "latent" else match_mixer
         return self._recorded(space, match(space, found, self.options))
 

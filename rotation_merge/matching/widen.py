@@ -175,7 +175,7 @@ class Widening:
                 raise refuse("has heads whose number decides what each of them does (ALiBi, shared biases)")
         elif own.kind == "stream":
             self._check_stream(own.name, refuse)
-        elif own.kind == "ffn":
+        elif own.kind in ("ffn", "convolution"):
             if any(self._normed(info, own) for info in self.own.tensors()):
                 raise refuse("is normalised, and zeros would count in its norm")
         elif own.kind != "translation":
