@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from apparatus import Given, run, spread
-from carried import METHODS, NOT_ALIGNED, OURS, Family, Work, families, gained
+from carried import METHODS, NOT_ALIGNED, OURS, TRANSFUSION, Family, Work, families, gained
 from record import Row
 
 from rotation_merge.averaging.carry_losses import Both
@@ -28,7 +28,7 @@ TABLES = {NAME: ("models", "searched for", "method", "scale", "share of the gain
 
 
 def rows(given: Given) -> Iterator[tuple[str, Row]]:
-    methods = (OURS,) if given.quick else (NOT_ALIGNED, OURS)
+    methods = (TRANSFUSION,) if given.quick else (NOT_ALIGNED, OURS)
     for family in families(given):
         found = {method: [_measured(family, base, method) for base in family.bases] for method in methods}
         for method, bases in found.items():

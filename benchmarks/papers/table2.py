@@ -25,7 +25,8 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
     empty = dict.fromkeys(MATCHINGS, "")
     yield NAME, {"average": "each model alone", **empty, next(iter(empty)): spread(alone)}
     for average in dict.fromkeys(average for average, _ in found):
-        yield NAME, {"average": average, **{m: spread(found[average, m]) for m in MATCHINGS}}
+        cells = {m: spread(found[average, m]) if (average, m) in found else "" for m in MATCHINGS}
+        yield NAME, {"average": average, **cells}
 
 
 run(__name__)
