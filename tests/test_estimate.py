@@ -36,6 +36,7 @@ FLOPS = 1e9
 def speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "flops_per_second", lambda: FLOPS)
     monkeypatch.setattr(module, "workers_for", lambda _: 1)
+    monkeypatch.setattr(module, "STEP_SECONDS", 0.0)
 
 
 def found(options: MatchOptions | None = None, itemsize: int = 2, out: int = 2) -> Estimate:
@@ -69,6 +70,15 @@ def test_between_near_models_a_proof_replaces_tables_and_assignments(monkeypatch
     flops = 2 * (4 * 2 * 16 * ATTENTION + 100 * FFN)
     assert result.near_seconds == pytest.approx(seconds(flops, 0, 6 * ALL))
     assert result.near_seconds < result.seconds
+
+
+def test_every_pass_over_a_block_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotation = MatchOptions(residual="rotation")
+    before = found(rotation)
+    monkeypatch.setattr(module, "STEP_SECONDS", 0.5)
+    after, blocks = found(rotation), len(ARCHITECTURE.blocks)
+    assert after.seconds - before.seconds == pytest.approx(0.5 * blocks * module.PASSES)
+    assert after.near_seconds - before.near_seconds == pytest.approx(0.5 * blocks)
 
 
 def test_workers_share_the_assignments(monkeypatch: pytest.MonkeyPatch) -> None:

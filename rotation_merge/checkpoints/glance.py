@@ -1,9 +1,13 @@
-"""A model from its config.json and the heads of its safetensors files alone, without mergekit and transformers."""
+"""Models from their config.json and the heads of their safetensors files alone: without mergekit, and without
+transformers where its source plainly says what it would make of the config."""
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import os
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from rotation_merge.architectures import Architecture, resolve
@@ -19,22 +23,63 @@ from rotation_merge.matching.state import check_shapes
 
 LOG = logging.getLogger(__name__)
 
+HARMLESS = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
+"""Entries of config.json that say nothing of what a model computes."""
+_TOKENIZER = re.compile(r"(tokenizer|vocab|spiece|merges|added_tokens|special_tokens).*")
 
-def glance(path: str) -> Member | None:
+
+def glance(path: str, exact: bool = False) -> Member | None:
     """A model in a directory, or of the hub and downloaded, as `Model.member` gives it.
 
-    None where that takes more: defaults that only transformers knows, an adapter, pickles, modules behind an encoder,
-    a fault that is to be explained.
+    None where that takes more: an adapter, pickles, modules behind an encoder, a fault that is to be explained.
+
+    Args:
+        exact: the whole config as transformers has it; else entries that the architecture does not ask for may be
+            those of config.json.
     """
-    folder = path if os.path.isdir(path) else _downloaded(path)
+    folder = _folder(path)
     try:
-        found = None if folder is None or is_sentence(folder) else _member(path, folder)
-    except (RotationMergeError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        found = None if folder is None or is_sentence(folder) else _member(path, folder, exact)
+    except Exception as error:  # transformers raises errors of many classes
         LOG.debug("%s: %s", path, error)
         found = None
     if found is None:
-        LOG.info("%s: config.json and headers alone do not say all; loading transformers and mergekit", path)
+        LOG.info("%s: configs and headers alone do not say all; loading mergekit", path)
     return found
+
+
+def glance_all(paths: Sequence[str], words: bool) -> dict[str, Member] | None:
+    """Models that are to be compared, the first with each of the others; None where one takes more than a glance.
+
+    Args:
+        words: whether it matters that tokens stand at the same ids.
+    """
+    folders = [_folder(path) for path in paths]
+    if None in folders or (words and not all(_same_tokens(str(folders[0]), str(other)) for other in folders[1:])):
+        return None
+    said = [_said(str(folder)) for folder in folders]
+    found = {path: glance(path, exact=any(one != said[0] for one in said)) for path in paths}
+    return None if None in found.values() else {path: one for path, one in found.items() if one is not None}
+
+
+def _folder(path: str) -> str | None:
+    return path if os.path.isdir(path) else _downloaded(path)
+
+
+def _said(folder: str) -> dict[str, Any] | None:
+    """What config.json says of the function."""
+    try:
+        raw = read_json(os.path.join(folder, "config.json"))
+    except RotationMergeError:
+        return None
+    return {name: value for name, value in raw.items() if name not in HARMLESS}
+
+
+def _same_tokens(one: str, other: str) -> bool:
+    """Whether two folders hold the same tokenizer files, byte by byte, or none."""
+    names = [sorted(filter(_TOKENIZER.fullmatch, os.listdir(folder))) for folder in (one, other)]
+    same = names[0] == names[1]
+    return same and all(filecmp.cmp(os.path.join(one, n), os.path.join(other, n), shallow=False) for n in names[0])
 
 
 def tell(architecture: Architecture, where: str) -> None:
@@ -49,15 +94,14 @@ def _downloaded(path: str) -> str | None:
     return in_cache(path, None) if plain else None
 
 
-def _member(path: str, folder: str) -> Member | None:
-    config = _config(read_json(os.path.join(folder, "config.json")))
-    if config is None or config.get("quantization_config"):
-        return None
+def _member(path: str, folder: str, exact: bool) -> Member | None:
+    raw = read_json(os.path.join(folder, "config.json"))
     check_local(folder)
     shapes = _shapes(folder)
-    if shapes is None:
+    if shapes is None or raw.get("quantization_config"):
         return None
     check_folder(folder)
+    config = (None if exact else _config(raw)) or _by_transformers(path, folder)
     architecture = resolve(config, list(shapes), path)
     check_shapes(architecture, shapes, path)
     tell(architecture, path)
@@ -68,6 +112,15 @@ def _config(raw: dict[str, Any]) -> dict[str, Any] | None:
     """The config with what an architecture file asks for as transformers would have it; None where that is unsure."""
     spec = find(raw) if raw.get("architectures") else None
     return None if spec is None else with_defaults(raw, needed(spec))
+
+
+def _by_transformers(path: str, folder: str) -> dict[str, Any]:
+    """The config as mergekit would have it: transformers reads it, and runs no code of the model's own."""
+    LOG.info("%s: config.json alone does not say all; loading transformers", path)
+    from transformers import AutoConfig
+
+    found: dict[str, Any] = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+    return found
 
 
 def _shapes(folder: str) -> Shapes | None:

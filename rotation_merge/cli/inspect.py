@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from rotation_merge.architectures import resolve
-from rotation_merge.checkpoints.glance import glance
+from rotation_merge.checkpoints.glance import glance_all
 from rotation_merge.cli.options import match_options, matching_options
 from rotation_merge.cli.show import bytes_text, json_option, print_json, say, seconds_text, shown, table
 from rotation_merge.errors import RotationMergeError
@@ -18,6 +18,7 @@ from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import check_pair
 from rotation_merge.recipe.document import documents
 from rotation_merge.recipe.donor import RecipeDonor
+from rotation_merge.recipe.plainly import plain_donors
 from rotation_merge.report.estimate import Estimate, carried, estimate
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -60,11 +61,15 @@ def _donors(given: str, options: MatchOptions, untie: bool, as_json: bool) -> li
     if not os.path.isfile(given):
         return [RecipeDonor(given, given, options, untie)]
     with open(given, encoding="utf-8") as file:
-        recipe = documents(file.read())[-1].value
+        text = file.read()
+    recipe = documents(text)[-1].value
     if not as_json and isinstance(recipe, dict):
         models = recipe.get("models")
         names = [str(m["model"]) for m in models if isinstance(m, dict) and "model" in m] if models is not None else []
         say(f"Donors of {given}: {', '.join(n for n in names if n != str(recipe.get('base_model')))}")
+    plain = plain_donors(text)
+    if plain is not None:
+        return plain
     from rotation_merge.checking import donors_of
 
     return donors_of(given)
@@ -97,19 +102,21 @@ def _estimate(donor: RecipeDonor) -> Estimate:
 
 
 def _glance(donor: RecipeDonor) -> _Look | None:
-    """A model by itself, without mergekit and transformers; None where they are needed."""
-    if donor != RecipeDonor(donor.anchor, donor.anchor, donor.options, donor.untie):
+    """Anchor and donor without mergekit; None where it is needed."""
+    if donor.file is not None or donor.unsupported != "error":
         return None
-    member = glance(donor.anchor)
-    if member is None:
+    members = glance_all(list(dict.fromkeys((donor.anchor, donor.matched, donor.name))), donor.words)
+    if members is None:
         return None
+    anchor, matched, name = (members[one] for one in (donor.anchor, donor.matched, donor.name))
     try:
-        checked = check_pair(member, member, donor.options, untie=donor.untie)
-        anchor = member
+        checked = check_pair(anchor, matched, donor.options, untie=donor.untie, excluded=donor.excluded)
+        if name is not matched:
+            check_pair(matched, name, NOTHING, excluded=donor.excluded)
         if donor.untie:
-            untied = resolve(member.config, list(member.shapes), donor.anchor, untie=True)
-            anchor = replace(member, architecture=untied)
-        options = check_pair(anchor, member, donor.options, untie=donor.untie).options
+            untied = resolve(anchor.config, list(anchor.shapes), donor.anchor, untie=True)
+            anchor = replace(anchor, architecture=untied)
+        options = check_pair(anchor, members[donor.anchor], donor.options, untie=donor.untie).options
     except RotationMergeError:  # which is explained in full there
         return None
     return _Look([*checked.warnings, *checked.notes()], anchor, options)

@@ -16,6 +16,11 @@ METHOD = "rotation_merge"
 LEGACY = ("int8_mask",)
 """Parameters that mergekit-evolve writes into every recipe although no method reads them any more."""
 
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+SHARES = ("t", "density")
+"""Parameters of delegates that are shares of something, which mergekit takes beyond it, too."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -201,3 +206,12 @@ OPTIONS = names(BLOCK, WHOLE)
 
 OF_MODEL = names(EACH, DONOR_ONLY)
 """Parameters that say something about one model."""
+
+
+def normal(name: str, value: Any) -> Any:
+    """YAML reads off/no as False; for options that are words it means none."""
+    if name == "rescale":
+        return {"none": False, "joint": True, "true": True, "false": False}.get(str(value).lower(), value)
+    if name == "layers":
+        return str(value)
+    return "none" if value is False and "none" in CHOICES.get(name, ()) else value

@@ -14,9 +14,9 @@ from rotation_merge.matching.options import MatchOptions, VaryingOptions
 from rotation_merge.recipe import delegates
 from rotation_merge.recipe.contract import plain
 from rotation_merge.recipe.document import Document
-from rotation_merge.recipe.names import BY_NAME, EACH, OPTIONS, PRESETS, RECIPE, names
+from rotation_merge.recipe.names import BY_NAME, EACH, OPTIONS, PRESETS, RECIPE, names, normal
 from rotation_merge.recipe.places import at
-from rotation_merge.recipe.settings import check_settings, normal
+from rotation_merge.recipe.settings import check_settings
 
 
 def restore_paths(document: Any) -> Any:

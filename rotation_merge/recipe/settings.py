@@ -18,12 +18,23 @@ from pydantic import ValidationError
 
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.errors import RecipeError, nearest, short
-from rotation_merge.matching.options import CHOICES, MatchOptions
+from rotation_merge.matching.options import MatchOptions
 from rotation_merge.recipe import delegates
 from rotation_merge.recipe.contract import check_contract, wanted
 from rotation_merge.recipe.document import Document, Path
 from rotation_merge.recipe.idle import check_idle
-from rotation_merge.recipe.names import BLOCK, BY_NAME, DONOR_ONLY, LEGACY, METHOD, OPTIONS, RECIPE
+from rotation_merge.recipe.names import (
+    BLOCK,
+    BY_NAME,
+    DONOR_ONLY,
+    DTYPES,
+    LEGACY,
+    METHOD,
+    OPTIONS,
+    RECIPE,
+    SHARES,
+    normal,
+)
 from rotation_merge.recipe.places import (
     at,
     existing,
@@ -39,12 +50,6 @@ from rotation_merge.recipe.places import (
 
 MULTI_KEYS = ("name",)
 """Keys that mergekit-multi adds to a document."""
-
-DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-SHARES = ("t", "density")
-"""Parameters of delegates that are shares of something, which mergekit takes beyond it, too."""
 
 
 def check_settings(document: Document) -> None:
@@ -248,15 +253,6 @@ def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delega
         raise RecipeError(f"parameter '{name}' is {value!r}", remedy="give a finite number")
     if name in SHARES and isinstance(valid, int | float) and not 0 <= valid <= 1:
         raise RecipeError(f"parameter '{name}' is {value!r}", remedy="it is a share: give a number from 0 to 1")
-
-
-def normal(name: str, value: Any) -> Any:
-    """YAML reads off/no as False; for options that are words it means none."""
-    if name == "rescale":
-        return {"none": False, "joint": True, "true": True, "false": False}.get(str(value).lower(), value)
-    if name == "layers":
-        return str(value)
-    return "none" if value is False and "none" in CHOICES.get(name, ()) else value
 
 
 def _slices(document: Document) -> None:

@@ -22,6 +22,8 @@ ASSIGNMENT_SECONDS = 8.4 / 14336**2
 """Seconds of one assignment per squared neuron, one core: benchmarks/README.md."""
 PASSES = 16
 """Typical passes over the model that matching the residual stream takes, both starts together."""
+STEP_SECONDS = 0.03
+"""Seconds of one pass over one block beside its arithmetic: what small models take."""
 SHARD = 5_000_000_000
 """Bytes of output that are held before a file is written."""
 READ_BYTES = 3e8
@@ -85,13 +87,15 @@ def estimate(
     largest = max((sum(sizes.get(n, 0) for i in b.tensors for n in i.names) for b in architecture.blocks), default=0)
     flops, assignments = _work(architecture, shapes, options)
     near, _ = _work(architecture, shapes, options, near=True)
+    files += STEP_SECONDS * len(architecture.blocks)
+    steps = STEP_SECONDS * len(architecture.blocks) * (_passes(options) - 1)
     return Estimate(
         family=architecture.family,
         lines=_lines(architecture, options),
         matched=matched,
         parameters=total,
         unaligned=_unaligned(architecture, shapes, options, moved),
-        seconds=flops / speed + assignments / workers_for(largest) + files,
+        seconds=flops / speed + assignments / workers_for(largest) + files + steps,
         near_seconds=near / speed + files,
         memory=_memory(architecture, sizes, options, itemsize) + min(total * out_itemsize, SHARD),
         disk=total * out_itemsize,
@@ -220,8 +224,12 @@ def _work(architecture: Architecture, shapes: Shapes, options: MatchOptions, nea
             flops += sum(
                 works[name].per_weight * weights for name in sorted({s.name for s in info.spaces()} & works.keys())
             )
-    passes = PASSES if options.residual != "none" else 1
+    passes = _passes(options)
     return passes * flops, passes * assigned * ASSIGNMENT_SECONDS
+
+
+def _passes(options: MatchOptions) -> int:
+    return PASSES if options.residual != "none" else 1
 
 
 def _works(architecture: Architecture, block: Block, options: MatchOptions, near: bool = False) -> dict[str, Work]:
