@@ -22,6 +22,7 @@ class Costs:
     Attributes:
         architecture, shapes: of the anchor.
         forward: seconds that one model takes over the samples that decide.
+        writing: seconds that one model takes to write the samples that it is merged with; 0 where they are given.
         done: seconds of the candidates so far, by name.
         kinds: kind of each of them: matching alone, refit, regmean, learned.
     """
@@ -29,6 +30,7 @@ class Costs:
     architecture: Architecture
     shapes: Mapping[str, tuple[int, ...]]
     forward: float
+    writing: float = 0.0
     done: dict[str, float] = field(default_factory=dict)
     kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
@@ -59,8 +61,8 @@ class Costs:
             return max(took + rate * (matching - before), plain)
         extra = {
             "learned": left / 2,
-            "refit": PASSES * self.forward * len(candidate.models),
-            "regmean": 2 * self.forward * len(candidate.models),
+            "refit": (PASSES * self.forward + self.writing) * len(candidate.models),
+            "regmean": (2 * self.forward + self.writing) * len(candidate.models),
         }
         return plain + rate * matching + extra.get(candidate.kind, 0.0)
 

@@ -33,7 +33,7 @@ from rotation_merge.samples.written import SELF, SOURCES
 from rotation_merge.seam.console import OneLineError
 from rotation_merge.seam.merging import merge_recipe
 
-RECIPE = "recipe.yml"
+RECIPE, FIGURES = "recipe.yml", "figures.json"
 MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
 """Units of scores that are measures, by what the hub calls them."""
 WRITTEN_APART = 7919
@@ -115,7 +115,9 @@ class Choice:
         self.architecture, self.tied = anchor.architecture, anchor.tied_head is not None
         self.written = wish.data[0] in SOURCES
         loaded = [self._load(model) for model in wish.models]
+        begin = time.perf_counter()
         sets = self._written(loaded) if self.written else self._given(loaded[0])
+        wrote = (time.perf_counter() - begin) / sum(data.examples for data in (*sets.deciding, *sets.reported))
         self.labelled = not self.written and all(data.task != "none" for data in sets.deciding)
         self.training = sets.training
         self.data = self._files(sets.training)
@@ -127,6 +129,7 @@ class Choice:
         begin = time.perf_counter()
         self.parents = {n: self.reporting.measure(m) for n, m in zip(wish.models, loaded, strict=True)}
         self.costs = Costs(self.architecture, anchor.shapes, (time.perf_counter() - begin) / len(loaded))
+        self.costs.writing = wrote * wish.samples if self.written else 0.0
         chosen = {n: self.deciding.measure(m) for n, m in zip(wish.models, loaded, strict=True)}
         self.ensemble = self.reporting.ensemble([self.reporting.everywhere(m) for m in loaded])
         self.order = sorted(wish.models, key=lambda n: chosen[n].score)
@@ -267,16 +270,16 @@ class Choice:
 
     def _made(self, candidate: Candidate, text: str, begin: float) -> Tried:
         place = self._place(candidate)
-        merge_recipe(text, str(place))
+        merge_recipe(text, str(place), tokenizer=True)
         figures = self.deciding.measure(self._load(place))
         found = Tried(candidate.name, figures, time.perf_counter() - begin, text)
-        write_text(place / "figures.json", json.dumps({"key": self._key(text), **asdict(found)}))
+        write_text(place / FIGURES, json.dumps({"key": self._key(text), **asdict(found)}))
         return found
 
     def _kept(self, candidate: Candidate, text: str) -> Tried | None:
         """What an interrupted search found for the same recipe and samples."""
         try:
-            kept = json.loads((self._place(candidate) / "figures.json").read_text(encoding="utf-8"))
+            kept = json.loads((self._place(candidate) / FIGURES).read_text(encoding="utf-8"))
             if kept.pop("key") != self._key(text):
                 return None
             return Tried(**{**kept, "figures": Figures(**kept["figures"])})
@@ -304,9 +307,15 @@ class Choice:
         return self.reporting.measure(self._load(model))
 
     def write(self) -> None:
-        """The best merge by its recipe, as stock mergekit-yaml makes it, and the recipe beside it."""
-        merge_recipe(self.text, self.wish.out, tokenizer=True)
-        write_text(Path(self.wish.out) / RECIPE, self.text)
+        """The best merge, which its recipe made as stock mergekit-yaml does, and the recipe beside it."""
+        made, out = self._place(self.best), Path(self.wish.out)
+        if out.exists():
+            merge_recipe(self.text, str(out), tokenizer=True)  # which exchanges what is there
+        else:
+            (made / FIGURES).unlink()
+            out.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(made, out)
+        write_text(out / RECIPE, self.text)
         if self.labelled:
             self._keep_figures()
 

@@ -71,6 +71,7 @@ def command(
     if len(models) < 3:
         raise click.UsageError("name two or more models and the directory to write")
     *names, out = models
+    out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
     for place in (out, *([f"{out}{POLISHED}"] if polish else [])):
         if os.path.isdir(place) and os.listdir(place) and not force:
             raise RotationMergeError("is not empty", where=place, remedy="write somewhere else, or --force")
@@ -100,7 +101,7 @@ def _polished(choice: Choice, out: str) -> dict[str, Any]:
     """Distil the parents into the merge that was written; what it is worth on the samples that only report."""
     from rotation_merge.cli.polish import Ways, polished
 
-    wish, place = choice.wish, f"{out.rstrip(os.sep)}{POLISHED}"
+    wish, place = choice.wish, f"{out}{POLISHED}"
     note("polishing ...")
     try:
         ways = Ways(samples=wish.samples, length=wish.length, seed=wish.seed)
