@@ -374,6 +374,19 @@ def test_bad_values_are_named(bad, whose):
         match_block(block, anchor, donor, MatchOptions())
 
 
+def test_what_rescaling_leaves_where_it_stands_is_the_very_same_tensor():
+    _, block, anchor = llama_block(torch.float32)
+    element = Monomial(Permutation.identity(1, 80), Scaling.random(1, 80, gen(0)))
+    space = next(space for space in block.spaces.values() if space.kind == "ffn")
+    roles = {}
+    for info in block.tensors:
+        if info.key in anchor and space in info.spaces():
+            moved = transform_tensor(anchor[info.key], info, {space.name: NeuronTransform(element)})
+            role = next(part.role for axis in info.axes for part in axis.parts if part.space == space)
+            roles[role] = moved is anchor[info.key]
+    assert roles == {"gate": True, "in": False, "out": False}
+
+
 def test_inputs_are_not_modified():
     _, block, anchor = llama_block(torch.float32)
     _, _, donor = llama_block(torch.float32, seed=1)

@@ -13,7 +13,7 @@ from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, s
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import model as matching_model
 from rotation_merge.matching import workers
-from rotation_merge.matching.workers import BYTES_A_WEIGHT, SHARE, in_order, workers_for
+from rotation_merge.matching.workers import BYTES_A_WEIGHT, SHARE, in_order, keep_freed_memory, workers_for
 from rotation_merge.planning import ahead
 
 
@@ -94,3 +94,17 @@ def test_a_donor_with_nan_ends_a_merge_that_matches_ahead(tmp_path: Path) -> Non
     assert "model.layers.1.mlp.up_proj.weight" in line
     assert str(donor) in line
     assert not (tmp_path / "out").exists()
+
+
+def test_freed_memory_is_asked_to_be_kept_where_the_allocator_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        def mallopt(self, *limit: int) -> None:
+            asked.append((limit[0], limit[1]))
+
+    for library in (Library(), object()):
+        monkeypatch.setattr(workers.ctypes, "CDLL", lambda _, library=library: library)
+        monkeypatch.setattr(workers.sys, "platform", "linux")
+        keep_freed_memory.__wrapped__()
+    assert asked == [(-1, 1 << 29), (-3, 1 << 28)]

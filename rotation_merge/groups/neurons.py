@@ -57,6 +57,9 @@ class NeuronTransform(SpaceTransform):
     def mixes(self, role: str) -> bool:
         return False
 
+    def moves(self, role: str) -> bool:
+        return not (self.element.permutation if role == "gate" else self.element).is_identity()
+
     def inverse(self) -> NeuronTransform:
         return NeuronTransform(self.element.inverse(), self.degree)
 

@@ -43,6 +43,10 @@ class SpaceTransform(ABC):
     def mixes(self, role: str) -> bool:
         """Whether an axis of this role has coordinates mixed, so that no diagonal stays one."""
 
+    def moves(self, role: str) -> bool:
+        """Whether an axis of this role has anything done to it."""
+        return not self.is_identity()
+
     @abstractmethod
     def inverse(self: Self) -> Self: ...
 

@@ -77,8 +77,10 @@ def _order(group: HeadGroup, pairings: list[Pairing], own: Order) -> tuple[Order
 
 def _solve(pairing: Pairing, order: Order | None, distance: Tensor) -> tuple[GroupElement, Tensor]:
     """The best maps, and what they take off the squared distances."""
-    grams = pairing.settled(pairing.grams(order), distance)
-    element, gain = pairing.group.solve(grams)
+    known, element, gain = pairing.solved(order)
+    grams = pairing.settled(known, distance)
+    if grams is not known:
+        element, gain = pairing.group.solve(grams)
     own = partial(pairing.own_products, order)
     element, gain = pairing.group.refined(element, gain, grams, own, distance == 0)
     return element, gain - pairing.group.gain_as_it_stands(grams)

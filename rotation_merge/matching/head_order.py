@@ -205,8 +205,11 @@ class _Search:
 
     def gain(self, order: Order) -> Tensor:
         """Exact gains of N pairs of groups under an order, (N,), on the CPU."""
-        solved = (pairing.group.solve(self.grams(k, order))[1].cpu() for k, pairing in enumerate(self.pairings))
-        return sum(solved, torch.zeros(len(order.anchor), dtype=torch.float64))
+        total = torch.zeros(len(order.anchor), dtype=torch.float64)
+        for k, pairing in enumerate(self.pairings):
+            known = k in self.tables or k in self.products
+            total += (pairing.group.solve(self._tabulated(k, order)) if known else pairing.solved(order)[1:])[1].cpu()
+        return total
 
     def evaluate(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         """Gains of N pairs of groups, (N,), and the orders inside that attain them, (N, r)."""

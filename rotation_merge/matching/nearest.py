@@ -22,6 +22,7 @@ _MOST_OPEN = 8  # open pairs a neuron that are evaluated exactly
 _ROUNDING = 1e-5  # share of the squared norms by which float32 may be wrong
 _TIE = 1e-12
 _BLOCK = 1 << 20
+_CACHED = 1 << 17  # entries that are widened at a time, so that they stay in the processor's cache
 
 
 def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
@@ -104,7 +105,7 @@ def _open_pairs(left: Tensor, right: Tensor, halves: Tensor, rows: Tensor) -> tu
     price = ((1 - _ROUNDING) * other - halves.float() * (1 + _ROUNDING)) / 2
     right = torch.cat([right, -price[:, None]], 1).T
     left = torch.cat([left, torch.ones_like(left[:, :1])], 1)
-    step = max(1, _BLOCK // right.shape[1])
+    step = max(1, 2 * _CACHED // right.shape[1])
     first, second = [], []
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
@@ -142,22 +143,25 @@ def _sketch(pairs: Pairs, which: int) -> Tensor:
 
 
 def _project(matrix: Tensor, seed: int) -> Tensor:
-    """One side (n, m) as (n, r): r a power of two, at most an eighth of m (1 where that is less)."""
+    """One side (n, m) as (n, r): r a power of two, at most an eighth of m (1 where that is less).
+
+    Coordinate k is the signed sum of coordinates k, k + r, k + 2 r, ... over the root of their number.
+    """
     n, m = matrix.shape
     width = 1
     while width * 8 <= m and width < _WIDTHS[-1]:
         width *= 2
     times = m // width
-    signs = torch.randint(0, 2, (times * width,), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
+    signs = torch.randint(0, 2, (times, width), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
     signs = signs.to(matrix.device)
+    summands = matrix[:, : times * width].unflatten(1, (times, width))
+    by_rows = matrix.stride(1) == 1 or m == 1
+    size = times * (width if by_rows else n)
     result = torch.empty(n, width, dtype=torch.float32, device=matrix.device)
-    step = max(1, _BLOCK // m)
-    if matrix.stride(1) != 1 and m > 1:
-        for k in range(width):
-            part = slice(k * times, (k + 1) * times)
-            result[:, k] = matrix[:, part].float() @ signs[part]
-        return result * times**-0.5
-    for start in range(0, n, step):
-        rows = matrix[start : start + step, : times * width].float() * signs
-        result[start : start + step] = rows.unflatten(1, (width, times)).sum(2)
+    for part in torch.arange(n if by_rows else width).split(max(1, _CACHED // size)):
+        where = slice(int(part[0]), int(part[-1]) + 1)
+        if by_rows:
+            result[where] = (summands[where].float() * signs).sum(1)
+        else:
+            result[:, where] = (summands[:, :, where].float() * signs[:, where]).sum(1)
     return result * times**-0.5

@@ -20,6 +20,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 """(anchor, donor) matrices, (n, m) each, of any strides."""
 
 _BLOCK = 1 << 18  # entries widened at a time
+_CACHED = 1 << 16  # the same where each is looked at several times, so that they stay in the processor's cache
 _ROWS = 1 << 22  # entries of a block of rows of the similarity
 
 
@@ -191,12 +192,12 @@ def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     n, m = a.shape
     dtype = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     if a.stride(1) == 1 or m == 1:
-        step = max(1, _BLOCK // m)
+        step = max(1, _CACHED // m)
         for start in range(0, n, step):
             part = slice(start, min(n, start + step))
             yield part, a[part].to(dtype), b[part].to(a.device, dtype)
         return
-    step = max(1, _BLOCK // n)
+    step = max(1, _CACHED // n)
     for start in range(0, m, step):
         columns = slice(start, start + step)
         yield slice(0, n), a[:, columns].to(dtype), b[:, columns].to(a.device, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from rotation_merge.groups.statistics import Grams
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.products import Half, Order
 from rotation_merge.matching.sides import Side
+
+Solved = tuple[Grams, GroupElement, Tensor]
+"""Statistics of pairs of groups, the best maps for them, and what these gain, (N,)."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Pairing:
     primal: Half
     dual: Half
     follow: Half | None = None
+    _solved: dict[tuple[bytes, ...], Solved] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def halves(self) -> tuple[Half, ...]:
@@ -58,6 +62,18 @@ class Pairing:
         own = self.follow.donor_norms.sum(1)
         own = own if order is None else own[order.donor.to(own.device)]
         return replace(grams, follow=self.follow.products(order), donor_follow=own)
+
+    def solved(self, order: Order | None = None) -> Solved:
+        """The statistics under an order, with the best maps and their gains; what was asked for last is at hand."""
+        if order is not None and order.is_own(self.dual.shape[0]):
+            order = None
+        parts = () if order is None else (order.anchor, order.donor, order.queries)
+        key = tuple(part.cpu().contiguous().numpy().tobytes() for part in parts)
+        if key not in self._solved:
+            grams = self.grams(order)
+            self._solved.clear()
+            self._solved[key] = (grams, *self.group.solve(grams))
+        return self._solved[key]
 
     def own_products(self, order: Order | None) -> tuple[Tensor, Tensor]:
         """The donor's own products B B^T of either side, in an order of its groups."""

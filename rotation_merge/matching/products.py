@@ -18,7 +18,10 @@ from torch import Tensor
 from rotation_merge.groups.planar import pair_dims
 
 _BLOCK = 1 << 20
-"""Entries of a tensor that are widened at a time."""
+"""Entries of a tensor that are widened at a time for products of all heads with all."""
+
+_CACHED = 1 << 17
+"""The same for sums that look at each entry once or twice, so that they stay in the processor's cache."""
 
 
 class Half:
@@ -184,6 +187,12 @@ class Order:
     donor: Tensor
     queries: Tensor
 
+    def is_own(self, groups: int) -> bool:
+        """Whether these are all groups, and nothing changes its place."""
+        rows = torch.arange(groups)
+        at_home = all(x.shape == rows.shape and bool((x.cpu() == rows).all()) for x in (self.anchor, self.donor))
+        return at_home and bool((self.queries.cpu() == torch.arange(self.queries.shape[1])).all())
+
     def moved(self, x: Tensor) -> Tensor:
         """The donor's entries (G, r or 1, ...) in the anchor's order, (N, r or 1, ...)."""
         donor = self.donor.to(x.device)
@@ -203,11 +212,11 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
     n, columns = tensors[0].shape[0], tensors[0].shape[-1]
     row = tensors[0][0].numel() if n else 0
     if tensors[0].stride(-1) == 1 or columns == 1:
-        step = max(1, _BLOCK // max(1, row))
+        step = max(1, _CACHED // max(1, row))
         for start in range(0, n, step):
             part = slice(start, min(n, start + step))
             yield part, _widened(*(x[part] for x in tensors))
         return
-    step = max(16, _BLOCK * columns // max(1, n * row))
+    step = max(16, _CACHED * columns // max(1, n * row))
     for start in range(0, columns, step):
         yield slice(0, n), _widened(*(x[..., start : start + step] for x in tensors))

@@ -6,9 +6,12 @@ regions, which on a busy machine wait for each other, become few large ones.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +27,9 @@ tables."""
 SHARE = 0.5
 """Of the free memory that workers may take together."""
 _CGROUP = Path("/sys/fs/cgroup")
+
+_TRIM, _MAP = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+_KEPT, _APART = 1 << 29, 1 << 28  # bytes of freed memory that stay with the process; of a block that is given back
 
 
 class Workers:
@@ -83,3 +89,16 @@ def free_memory() -> int:
         return free if most == "max" else min(free, max(int(most) - int(used), 0))
     except (OSError, ValueError):
         return free
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let this process keep a little of the memory that it frees, where the allocator is glibc's.
+
+    By default it gives blocks of a tensor's size back to the system and gets them anew, page by page, for the next
+    one: a good part of what a merge costs.
+    """
+    limit = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if limit is not None:
+        limit(_TRIM, _KEPT)
+        limit(_MAP, _APART)

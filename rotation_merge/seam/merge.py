@@ -28,6 +28,7 @@ from rotation_merge.checkpoints.pair import open_pair, read_alignment
 from rotation_merge.checkpoints.sentence import module_of, write_modules
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.workers import keep_freed_memory
 from rotation_merge.planning.keeping import keep_alignments
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.planning.tasks import check_output
@@ -58,6 +59,7 @@ def run(
     Raises:
         RotationMergeError: bad input; nothing has been written.
     """
+    keep_freed_memory()
     session = Session.of(Recipe.read(config), options)
     recipe, done = session.recipe, session.run
     check_place(out_path, [model.model.path for model in config.referenced_models()])
