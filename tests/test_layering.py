@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "rotation_merge"
 ORDER = (
     "errors",
     "durable",
+    "scratch",
     "linalg",
     "groups",
     "architectures",

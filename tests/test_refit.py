@@ -377,7 +377,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "ridge": ({"ridge": -1.0}, "'ridge' is -1"),
     "samples": ({"samples": 0}, "'samples' is 0"),
     "weights": ({"weight": 0.0}, "weights are shares"),
-    "few": ({"ridge": 0.0, "samples": 1, "data": "few.jsonl"}, "do not determine"),
+    "few": ({"ridge": 0.0, "samples": 1, "data": "few.jsonl", "spill": "spill"}, "do not determine"),
 }
 
 
@@ -394,6 +394,7 @@ def test_bad_input_is_one_line(name: str, llama: Checkpoint, tmp_path: Path, mon
     assert done.exit_code == 2
     assert expected in one_error(done.output)
     assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("spill/*"))
 
 
 def test_slices_and_task_vectors_are_refused(llama: Checkpoint, tmp_path: Path) -> None:

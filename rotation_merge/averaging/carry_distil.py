@@ -11,7 +11,6 @@ Source: this project's study (benchmarks/carry.py); distillation after Hinton, V
 from __future__ import annotations
 
 import json
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +31,7 @@ from rotation_merge.learning.objective import is_distribution, main_output
 from rotation_merge.learning.polish import PolishOptions, PolishReport, polish
 from rotation_merge.learning.unfinished import Unfinished
 from rotation_merge.samples.functions import Batch
+from rotation_merge.scratch import Scratch
 
 KINDS = {
     "shift": "the new base's answers and the old pair's change of them",
@@ -164,7 +164,7 @@ def adapter_in_training(model: Any, written: Written) -> Any:
         tensors[other] = b / rank**0.5
         if (bias := f"{other.removesuffix('weight')}bias") in tensors:
             tensors[bias] = tensors[bias] / rank**0.5
-    with tempfile.TemporaryDirectory() as folder:
+    with Scratch() as folder:
         Written({**written.config, "use_rslora": True}, tensors).write(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's, on what transformers calls by another name now

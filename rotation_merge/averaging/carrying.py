@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +37,7 @@ from rotation_merge.samples.evaluate import evaluate
 from rotation_merge.samples.functions import Batch, architecture_of, load, local_path
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.written import SELF, writes_text
+from rotation_merge.scratch import Scratch
 
 AT_ONCE = 16
 HELD_OUT = 0.25
@@ -127,7 +127,7 @@ def carried_tensors(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The new base's tensors that a fine-tune changes, as `carry_with_samples` solves them, in float32, and notes."""
     one = _one(name, old, new, settings, samples, progress)
-    with tempfile.TemporaryDirectory() as folder:
+    with Scratch() as folder:
         solution, notes = one.solved(os.path.join(folder, "out"))
     return dict(replace(solution, dtype=torch.float32).tensors()), notes
 

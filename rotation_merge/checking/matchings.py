@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.report.plots import MOST_CURVES
 from rotation_merge.samples.functions import load
+from rotation_merge.scratch import Scratch
 from rotation_merge.seam.merging import merge_recipe
 
 Tick = Callable[[str, int, int], None]
@@ -120,7 +120,7 @@ def moved(
         given: the recipe, where donors come from one.
         anchor: loaded, as it is.
     """
-    with tempfile.TemporaryDirectory(prefix="rotation-merge-") as scratch:
+    with Scratch() as scratch:
         ends = []
         for number, donor in enumerate(map(matching.of, donors)):
             folder = os.path.join(scratch, str(number))

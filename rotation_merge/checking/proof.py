@@ -7,7 +7,6 @@ its outputs alone, and the file got wrong on purpose must not.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment, aligned_tensors
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.samples.inputs import random_batch
+from rotation_merge.scratch import Scratch
 
 TOLERANCE = 1e-9
 """Largest difference of float64 outputs that rounding explains."""
@@ -70,7 +70,7 @@ def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
         RotationMergeError: the file is at fault, or no model can be made.
     """
     spec = registry.register(path)
-    with tempfile.TemporaryDirectory() as folder:
+    with Scratch() as folder:
         model = _Tiny(spec, {**config_of(spec), **_USUAL, **(config or {})}, Path(folder))
         architecture = model.architecture()
         found = [model.tried(what, architecture, options) for what, options in LOCAL.items()]

@@ -6,9 +6,9 @@ of them at a time.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from statistics import fmean
+from tempfile import gettempdir
 from typing import Any, cast
 
 import torch
@@ -89,7 +89,7 @@ class _Work:
         self.recipe = self.donors.recipe
         self.base = self.donors.models[self.recipe.base]
         self.states = Store(self.lesson.spill)
-        self.results = Store(self.lesson.spill or tempfile.gettempdir())
+        self.results = Store(self.lesson.spill or gettempdir())
         self.donors.run.endings.append(self.results.close)
         self.sources = [self._source(t, alignments.get(str(t.model))) for t in self.lesson.teachers]
         anchor = self._source(Teacher(self.recipe.base, 1.0, "", 0), None)

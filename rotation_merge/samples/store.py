@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError, short
+from rotation_merge.scratch import Scratch
 
 
 class Store:
@@ -27,9 +25,8 @@ class Store:
         self._held: dict[str, list[Tensor]] = {}
         self._files: dict[str, str] = {}
         self._count = 0
-        self.folder = None if folder is None else _new_folder(folder)
-        if self.folder is not None:
-            self._end = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._scratch = None if folder is None else _scratch(folder)
+        self.folder = None if self._scratch is None else self._scratch.path
 
     def put(self, key: str, tensors: Sequence[Tensor]) -> None:
         """Keep some tensors in the place of those that the key had."""
@@ -67,14 +64,13 @@ class Store:
         """Forget everything."""
         self._held.clear()
         self._files.clear()
-        if self.folder is not None:
-            self._end()
+        if self._scratch is not None:
+            self._scratch.close()
 
 
-def _new_folder(parent: str) -> str:
+def _scratch(parent: str) -> Scratch:
     try:
-        os.makedirs(parent, exist_ok=True)
-        return tempfile.mkdtemp(prefix="states-", dir=parent)
+        return Scratch(parent)
     except OSError as error:
         raise RotationMergeError(
             f"cannot be written to ({short(error)})", where=parent, remedy="name a folder for 'spill' that can"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -39,6 +38,7 @@ from rotation_merge.report.closing import closing
 from rotation_merge.report.html import write_page
 from rotation_merge.report.record import MergeReport
 from rotation_merge.samples.proof import prove
+from rotation_merge.scratch import Scratch
 from rotation_merge.seam.replaced import replaced
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def prove_files(session: Session, place: str) -> None:
             excluded=recipe.excluded,
         )
         alignment = read_alignment(pair, file)
-        with tempfile.TemporaryDirectory(dir=place) as folder:
+        with Scratch(place) as folder:
             moved = os.path.join(folder, "moved")
             write_aligned(pair, alignment, empty_report(pair), moved, Storage(untie=recipe.untie))
             spaces = pair.anchor.architecture.spaces()

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import escape, glob
@@ -20,6 +19,7 @@ from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.report.card import class_of, measured_in, renewed
 from rotation_merge.report.html import REPORT_FILE, read_report
 from rotation_merge.report.record import MergeReport
+from rotation_merge.scratch import Scratch
 from rotation_merge.sharing.completed import completed
 from rotation_merge.sharing.manifest import FILE, Manifest, sum_of
 from rotation_merge.sharing.names import (
@@ -83,7 +83,7 @@ class Draft:
     names: Mapping[str, str]
     beside: Mapping[str, str]
     recipe: str
-    work: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory, repr=False)
+    work: Scratch = field(default_factory=Scratch, repr=False)
 
     def _renaming(self, commit: str) -> Renaming:
         travelling = {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}
@@ -147,7 +147,7 @@ class Draft:
             content = json.dumps(renaming.value(self._facts()), indent=1) + "\n"
             return Item(place, content.encode())
         if place.endswith(".safetensors"):
-            return Item(place, _with_header(path, renaming, self.work.name) or path)
+            return Item(place, _with_header(path, renaming, self.work.path) or path)
         if not place.endswith(WORDS):
             return Item(place, path)
         with open(path, encoding="utf-8", errors="surrogateescape") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from pathlib import Path
 
@@ -43,10 +42,11 @@ def _run(only: tuple[str, ...], keep: Path | None, as_json: bool) -> int:
 
     from rotation_merge.cli.demo import stages
     from rotation_merge.cli.show import note, print_json, say, table
+    from rotation_merge.scratch import Scratch
 
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="rotation-merge-demo-") as scratch:
+    with Scratch() as scratch:
         place = keep or Path(scratch)
         place.mkdir(parents=True, exist_ok=True)
         results = []
