@@ -27,20 +27,21 @@ class Task:
 
     Attributes:
         classes: their names.
-        training, test: texts and numbers of their classes, in random order.
+        training, held, test: texts and numbers of their classes, in random order.
     """
 
     classes: list[str]
     training: list[tuple[str, int]]
+    held: list[tuple[str, int]]
     test: list[tuple[str, int]]
 
 
-def tasks(root: Path = Path("/"), training: int = 1600, test: int = 800) -> dict[str, Task]:
+def tasks(root: Path = Path("/"), training: int = 3200, held: int = 800, test: int = 800) -> dict[str, Task]:
     """By name: as many texts of every class, none twice.
 
     Args:
         root: where the Debian packages lie.
-        training, test: at most so many texts.
+        training, held, test: at most so many texts.
     """
     found: dict[str, tuple[Labelled, int]] = {
         "packages": (packages(), 10),
@@ -48,7 +49,7 @@ def tasks(root: Path = Path("/"), training: int = 1600, test: int = 800) -> dict
         "verbs": (glosses(root / "usr/share/wordnet/data.verb"), 10),
         "fortunes": (fortunes(root / "usr/share/games/fortunes"), 12),
     }
-    return {name: _task(texts, classes, training, test) for name, (texts, classes) in found.items()}
+    return {name: _task(texts, classes, training, held, test) for name, (texts, classes) in found.items()}
 
 
 def packages() -> Iterator[tuple[str, str]]:
@@ -75,7 +76,7 @@ def fortunes(folder: Path) -> Iterator[tuple[str, str]]:
             yield " ".join(text.split()), name
 
 
-def _task(texts: Labelled, most: int, training: int, test: int) -> Task:
+def _task(texts: Labelled, most: int, training: int, held: int, test: int) -> Task:
     """The `most` largest classes, all of the size of the smallest of them."""
     of: dict[str, set[str]] = defaultdict(set)
     for text, name in texts:
@@ -84,12 +85,13 @@ def _task(texts: Labelled, most: int, training: int, test: int) -> Task:
     single = [(text, next(iter(names))) for text, names in of.items() if len(names) == 1]
     sizes = Counter(name for _, name in single)
     classes = sorted(sorted(sizes, key=lambda name: (-sizes[name], name))[:most])
-    each = min([(training + test) // len(classes), *(sizes[name] for name in classes)])
+    each = min([(training + held + test) // len(classes), *(sizes[name] for name in classes)])
     draw = torch.Generator().manual_seed(0)
     chosen: list[tuple[str, int]] = []
     for number, name in enumerate(classes):
         mine = sorted(text for text, other in single if other == name)
         chosen += [(mine[i], number) for i in torch.randperm(len(mine), generator=draw)[:each].tolist()]
     order = torch.randperm(len(chosen), generator=draw).tolist()
-    cut = len(order) * test // (training + test)
-    return Task(classes, [chosen[i] for i in order[cut:]], [chosen[i] for i in order[:cut]])
+    first, last = (len(order) * part // (training + held + test) for part in (test, test + held))
+    parts = order[last:], order[first:last], order[:first]
+    return Task(classes, *([chosen[i] for i in part] for part in parts))

@@ -1,49 +1,66 @@
-"""Refit and polish on the checkpoints that come with the package: what they gain, in how long.
+"""Refit and polish: what they gain, in how long.
 
-    python benchmarks/refit.py vits | llamas | near
+    python benchmarks/refit.py vits checkpoints            six pairs of ViTs with one skill
+    python benchmarks/refit.py llamas checkpoints          two Llamas with one skill, without data
+    python benchmarks/refit.py learned checkpoints         the same on top of a match that was learned on data
+    python benchmarks/refit.py near | far checkpoints      two fine-tunes of one base, short or long
 
-ViTs are measured by accuracy on the 540 test digits, Llamas by nats per byte of 160 windows of 128 held-out bytes of
-each domain. Samples are training images, synthetic ones, or texts that the models write themselves; none is held out
-data. Each merge runs through mergekit's `run_merge` in this process, on one thread; seconds are processor time.
+Checkpoints are those of `train_checkpoints.py`. ViTs are measured by accuracy on the 540 test digits, Llamas by nats a
+byte of 160 windows of 128 held-out bytes of each domain. Samples are training images, synthetic ones, or texts that the
+models write themselves; none is held-out data. Each merge runs through mergekit's `run_merge` in this process, on one
+thread; seconds are processor time.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+import itertools
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from corpora import documents
 from record import Table
 from transformers.utils import logging
 
-from rotation_merge.cli.polish import _ask, _with_lora
-from rotation_merge.learning.polish import PolishOptions, polish
+from rotation_merge.cli.app import app
+from rotation_merge.cli.polish import Ways, polished
 from rotation_merge.samples import demo
 from rotation_merge.samples.functions import load
+from rotation_merge.scratch import Scratch
 from rotation_merge.seam.merging import merge_recipe
 
 WHOLE = {"heads": "permutation", "residual": "rotation"}
 ALONE = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False, "residual": "none"}
-SCRATCH = Path(tempfile.mkdtemp(prefix="refit-"))
+SCRATCH = Scratch()
 
 
-def merged(names: tuple[str, str], **parameters: Any) -> tuple[str, float]:
+NUMBERS = itertools.count()
+
+
+def place(ending: str = "") -> str:
+    """Where nothing is yet."""
+    return str(Path(SCRATCH.path) / f"{next(NUMBERS)}{ending}")
+
+
+def merged(paths: list[str], alignment: str | None = None, **parameters: Any) -> tuple[str, float]:
     """Half of each of two checkpoints: where it is, and the seconds it took."""
-    paths = [str(demo.CHECKPOINTS / name) for name in names]
+    moved: dict[str, Any] = {} if alignment is None else {"alignment": alignment}
     recipe = {
         "merge_method": "rotation_merge",
         "base_model": paths[0],
-        "models": [{"model": path, "parameters": {"weight": 0.5}} for path in paths],
+        "models": [
+            {"model": paths[0], "parameters": {"weight": 0.5}},
+            {"model": paths[1], "parameters": {"weight": 0.5, **moved}},
+        ],
         "parameters": parameters,
         "dtype": "float32",
     }
-    out = tempfile.mkdtemp(dir=SCRATCH)
-    began = time.process_time()
+    out, began = place(), time.process_time()
     merge_recipe(yaml.safe_dump(recipe, sort_keys=False), out)
     return out, time.process_time() - began
 
@@ -63,98 +80,116 @@ def loss(path: str, *domains: str) -> float:
     return total
 
 
-def vits() -> None:
-    """Two seeds of one task."""
-    table, names = Table("refit-vits"), ("vit-0", "vit-1")
-    pixels = demo.digits()[0]
+def vits(root: Path) -> None:
+    """Seeds of one task: the mean and the worst of six pairs."""
+    table, pixels = Table("refit-vits"), demo.digits()[0]
     chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))[:300]
-    images = SCRATCH / "images.npz"
+    images = place(".npz")
     np.savez(images, pixel_values=pixels[chosen].numpy())
-    for number, name in enumerate(names):
-        table.add(
-            {
-                "merge": f"parent {number}",
-                "accuracy": f"{accuracy(str(demo.CHECKPOINTS / name)):.1%}",
-                "processor time": "",
-            }
-        )
-    own = {"delegate": "refit", "ridge": 0.001}
+    given: dict[str, Any] = {"delegate": "refit", "ridge": 0.001, "data": images, "samples": 300}
+    made = {**given, "data": "synthetic", "samples": 2048}
     variants: dict[str, dict[str, Any]] = {
         "mean, aligned": {"delegate": "linear"},
-        "refit, 300 images": {**own, "data": str(images), "samples": 300},
-        "refit, 300 images, not rescaled": {**own, "data": str(images), "samples": 300, "rescale": False},
-        "refit, 300 images, not aligned": {**own, "data": str(images), "samples": 300, **ALONE},
-        "refit, 2048 synthetic images": {**own, "data": "synthetic", "samples": 2048},
-        "refit, 2048 synthetic images, not rescaled": {**own, "data": "synthetic", "samples": 2048, "rescale": False},
+        "refit, 300 images": given,
+        "refit, 300 images, not rescaled": {**given, "rescale": False},
+        "refit, 300 images, not aligned": {**given, **ALONE},
+        "refit, 2048 synthetic images, not rescaled": {**made, "rescale": False},
     }
+    pairs = list(itertools.combinations([str(root / f"vit-{seed}") for seed in range(4)], 2))
+    parents = [accuracy(path) for path in dict.fromkeys(itertools.chain(*pairs))]
+    table.add({"merge": "parents", **spread(parents), "processor time": ""})
     for words, parameters in variants.items():
-        out, seconds = merged(names, **{**WHOLE, **parameters})
-        table.add({"merge": words, "accuracy": f"{accuracy(out):.1%}", "processor time": f"{seconds:.1f} s"})
+        done = [merged(list(pair), **{**WHOLE, **parameters}) for pair in pairs]
+        found = spread([accuracy(out) for out, _ in done])
+        table.add({"merge": words, **found, "processor time": f"{fmean(took for _, took in done):.1f} s"})
 
 
-def llamas() -> None:
+def spread(found: list[float]) -> dict[str, str]:
+    return {"accuracy, mean": f"{fmean(found):.1%}", "worst": f"{min(found):.1%}"}
+
+
+def llamas(root: Path) -> None:
     """Two seeds of one task: barrier at the middle."""
-    table, names = Table("refit-llamas"), ("llama-0", "llama-1")
-    ends = [loss(str(demo.CHECKPOINTS / name), "python") for name in names]
     variants: dict[str, dict[str, Any]] = {"mean, aligned": {"delegate": "linear"}}
     for count, targets in ((32, "own"), (32, "mean"), (64, "mean"), (256, "mean")):
         words = f"refit, {count} texts of each model, targets: {targets}"
         variants[words] = {"delegate": "refit", "data": "self", "samples": count, "targets": targets}
+    _seeds(Table("refit-llamas"), root, variants)
+
+
+def learned(root: Path) -> None:
+    """The same, a match learned on 200,000 characters of training text first."""
+    train, names = documents("python")[0], [str(root / name) for name in ("llama-0", "llama-1")]
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    text, alignment = Path(place(".txt")), place(".safetensors")
+    text.write_bytes(b"".join(train[i][:2000] for i in order)[:200_000])
+    began = time.process_time()
+    given = ["fit", *names, "--data", str(text), "--alignment", alignment, "--steps", "400", "--batch-size", "16"]
+    app([*given, "--heads", "permutation", "--residual", "rotation"], standalone_mode=False)
+    print(f"learned in {time.process_time() - began:.0f} s of processor time")
+    own = {"delegate": "refit", "samples": 64, "targets": "mean"}
+    variants: dict[str, dict[str, Any]] = {
+        "mean, learned match": {"delegate": "linear"},
+        "refit, 64 texts of each model": {**own, "data": "self"},
+        "refit, 64 windows of the training text": {**own, "data": str(text)},
+    }
+    _seeds(Table("refit-learned"), root, {words: {**some, "alignment": alignment} for words, some in variants.items()})
+
+
+def _seeds(table: Table, root: Path, variants: dict[str, dict[str, Any]]) -> None:
+    names = [str(root / name) for name in ("llama-0", "llama-1")]
+    middle = fmean(loss(name, "python") for name in names)
     for words, parameters in variants.items():
-        out, seconds = merged(names, **WHOLE, **parameters)
+        out, seconds = merged(names, **{**({} if "alignment" in parameters else WHOLE), **parameters})
         found = loss(out, "python")
-        cells = {
-            "loss": f"{found:.3f}",
-            "barrier": f"{found - sum(ends) / 2:.3f}",
-            "processor time": f"{seconds:.1f} s",
-        }
+        cells = {"loss": f"{found:.3f}", "barrier": f"{found - middle:.3f}", "processor time": f"{seconds:.1f} s"}
         table.add({"merge": words, **cells})
 
 
-def near() -> None:
-    """Two fine-tunes of one base on different domains: mean loss of the two; then polished."""
-    table, names, domains = Table("refit-near"), ("llama-0-english", "llama-0-c"), ("english", "c")
-    paths = tuple(str(demo.CHECKPOINTS / name) for name in names)
+def near(root: Path) -> None:
+    _tuned(Table("refit-near"), root, ("llama-0-english", "llama-0-c"))
 
-    def add(words: str, path: str, seconds: float) -> None:
+
+def far(root: Path) -> None:
+    _tuned(Table("refit-far"), root, ("llama-0-english-long", "llama-0-c-long"))
+
+
+def _tuned(table: Table, root: Path, names: tuple[str, str]) -> None:
+    """Two fine-tunes of one base on different domains: mean loss of the two; then polished."""
+    paths, domains = [str(root / name) for name in names], ("english", "c")
+
+    def add(words: str, path: str, seconds: float = 0.0) -> None:
         each = [loss(path, domain) for domain in domains]
         cells = {domain: f"{value:.3f}" for domain, value in zip(domains, each, strict=True)}
-        table.add(
-            {
-                "merge": words,
-                **cells,
-                "mean": f"{sum(each) / 2:.3f}",
-                "processor time": f"{seconds:.1f} s" if seconds else "",
-            }
-        )
+        took = f"{seconds:.1f} s" if seconds else ""
+        table.add({"merge": words, **cells, "mean": f"{fmean(each):.3f}", "processor time": took})
 
     for name, path in zip(names, paths, strict=True):
-        add(name, path, 0.0)
-    add("mean", *merged(names, delegate="linear"))
-    refitted, seconds = merged(names, delegate="refit", data="self", samples=64)
-    add("refit, 64 texts of each model", refitted, seconds)
+        add(name, path)
+    add("mean", *merged(paths, delegate="linear"))
+    refitted, took = merged(paths, delegate="refit", data="self", samples=64)
+    add("refit, 64 texts of each model", refitted, took)
     for lora in (0, 16):
-        began = time.process_time()
-        answered = _ask(Path(tempfile.mkdtemp(dir=SCRATCH)), refitted, paths, ["self"] * 2, 64, 128, 0, "cpu")
-        model = load(refitted).requires_grad_(True)
-        model = _with_lora(model, lora, 0) if lora else model
-        polish(model, answered, PolishOptions(50, lora))
+        out, began = place(), time.process_time()
+        polished(refitted, out, tuple(paths), ["self"] * 2, Ways(lora=lora, merge_lora=True))
         seconds = time.process_time() - began
-        polished = tempfile.mkdtemp(dir=SCRATCH)
-        (model.merge_and_unload() if lora else model).save_pretrained(polished)
-        add(f"then polished, 50 steps, {f'LoRA of rank {lora}' if lora else 'all weights'}", polished, seconds)
+        how = f"LoRA of rank {lora}" if lora else "all weights"
+        add(f"refit, then polished for 50 steps, {how}", out, took + seconds)
 
 
-TASKS = {task.__name__: task for task in (vits, llamas, near)}
+TASKS = {task.__name__: task for task in (vits, llamas, learned, near, far)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
+    parser.add_argument("checkpoints", type=Path)
+    given = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    TASKS[parser.parse_args().task]()
+    with SCRATCH:
+        TASKS[given.task](given.checkpoints)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import transform_state
+from rotation_merge.samples.data import together
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.store import Store
 
@@ -223,6 +224,9 @@ def test_how_samples_are_cut_and_where_they_wait_changes_nothing(tmp_path: Path)
     once, _ = few.refit(mean=True, batches=[{"input_ids": ids}])
     cut, _ = few.refit(mean=True, batches=[{"input_ids": part} for part in ids.split([1, 3, 2])])
     spilled, _ = few.refit(mean=True, batches=[{"input_ids": ids}], store=Store(str(tmp_path / "spill")))
+    texts = [{"input_ids": row[None, :length]} for row, length in zip(ids, (9, 8, 8, 7, 9, 3), strict=True)]
+    alone, padded = (few.refit(mean=True, batches=batches)[0] for batches in (texts, together(texts, 30)))
+    assert max(float((alone[name] - padded[name]).abs().max()) for name in alone) <= 1e-9
     assert max(float((once[name] - cut[name]).abs().max()) for name in once) <= 1e-9
     assert all(torch.equal(once[name], spilled[name]) for name in once)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,6 +30,12 @@ from rotation_merge.samples.store import Store
 
 BIAS = 1e-6
 """The penalty of a bias, over the number of rows."""
+
+ROUNDED = 1e-3
+"""The least ridge that products may be rounded under: from here on they are computed in the inputs' own precision."""
+
+STRIPE = 512
+"""Of products of inputs with themselves, those of so many with all that come after them are computed at once."""
 
 Answer = dict[str, Tensor]
 """What is wanted of one batch, by key of a map (its output) or name of a place (the stream there)."""
@@ -216,10 +223,9 @@ class Refit:
             keys = [key for key in stage.keys if key in wanted]
             if not keys:
                 return []
-            sums = sums or _Sums(seen.inputs[keys[0]].shape[-1], seen.inputs[keys[0]].device)
-            sums.add_inputs(seen.inputs[keys[0]], weight)
-            for key in keys:
-                sums.add_outputs(key, seen.inputs[key], lacking(key, stage, seen, wanted), seen.outputs[key], weight)
+            inputs = seen.inputs[keys[0]]
+            sums = sums or _Sums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
+            sums.add(inputs, {key: (lacking(key, stage, seen, wanted), seen.outputs[key]) for key in keys}, weight)
         return [] if sums is None else [self._set(key, taps, sums, places[key]) for key in sums.cross]
 
     def _set(self, key: str, taps: Taps, sums: _Sums, places: Sequence[_Written]) -> Fitted:
@@ -278,26 +284,38 @@ def lacking(key: str, stage: Stage, seen: Seen, wanted: Answer) -> Tensor:
 
 
 class _Sums:
-    """Products of inputs with themselves and with what outputs lack, over all samples; the last input is the bias."""
+    """Products of inputs with themselves and with what outputs lack, over all samples; the last input is the bias.
 
-    def __init__(self, width: int, device: torch.device) -> None:
-        self.width, self.rows = width, 0.0
-        self.gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
+    Args:
+        like: inputs of the maps.
+        dtype: what products of one batch are computed in; they are added up in float64.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.width, self.rows, self.dtype = like.shape[-1], 0.0, dtype
         self.cross: dict[str, Tensor] = {}
         self.squares: dict[str, list[float]] = {}
+        self._upper = torch.zeros(self.width + 1, self.width + 1, dtype=torch.float64, device=like.device)
 
-    def add_inputs(self, x: Tensor, weight: float) -> None:
-        flat = _with_one(x)
-        self.gram += weight * flat.mT @ flat
-        self.rows += weight * len(flat)
+    @cached_property
+    def gram(self) -> Tensor:
+        """Products of inputs (and a one) with themselves, once all are there."""
+        return self._upper.triu() + self._upper.triu(1).mT
 
-    def add_outputs(self, key: str, x: Tensor, lack: Tensor, output: Tensor, weight: float) -> None:
-        lacks = lack.double()
-        part = weight * _with_one(x).mT @ lacks
-        self.cross[key] = self.cross[key] + part if key in self.cross else part
-        squares = self.squares.setdefault(key, [0.0, 0.0])
-        squares[0] += weight * float(lacks.square().sum())
-        squares[1] += weight * float((rows(output).double() + lacks).square().sum())
+    def add(self, inputs: Tensor, lacks: Mapping[str, tuple[Tensor, Tensor]], weight: float) -> None:
+        """One batch: the inputs, and by key of a map what its output lacks, (positions, out), and the output."""
+        x = rows(inputs).to(self.dtype)
+        x = torch.cat([x, x.new_ones(len(x), 1)], 1)
+        self.rows += weight * len(x)
+        for i in range(0, self.width + 1, STRIPE):
+            self._upper[i : i + STRIPE, i:] += weight * (x[:, i : i + STRIPE].mT @ x[:, i:]).double()
+        for key, (lack, output) in lacks.items():
+            lack = lack.to(self.dtype)
+            part = weight * (x.mT @ lack).double()
+            self.cross[key] = self.cross[key] + part if key in self.cross else part
+            squares = self.squares.setdefault(key, [0.0, 0.0])
+            squares[0] += weight * float(lack.double().square().sum())
+            squares[1] += weight * float((rows(output) + lack).double().square().sum())
 
     def change(self, key: str, ridge: float, biased: bool, name: str) -> Tensor:
         """The map's change, (out, in), with a bias (out, in + 1).
@@ -324,8 +342,3 @@ class _Sums:
         gained = 2 * (change.mT * self.cross[key][:size]).sum() - (change @ self.gram[:size, :size] * change).sum()
         after = max(before - float(gained), 0.0)
         return (before / whole) ** 0.5 if whole else 0.0, (after / whole) ** 0.5 if whole else 0.0
-
-
-def _with_one(x: Tensor) -> Tensor:
-    flat = rows(x).double()
-    return torch.cat([flat, flat.new_ones(len(flat), 1)], 1)

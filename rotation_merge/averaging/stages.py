@@ -105,10 +105,19 @@ class Taps:
             for hook in hooks:
                 hook.remove()
 
-    def see(self, batch: int, until: frozenset[str] = frozenset(), disturb: dict[str, Tensor] | None = None) -> Seen:
-        """What one batch shows."""
-        with self.watching(until, disturb) as seen:
+    def first(self, disturb: dict[str, Tensor] | None = None) -> Seen:
+        """What the first batch shows, padding and all."""
+        with self.watching(disturb=disturb) as seen:
+            self.runner.run(0)
+        return seen
+
+    def see(self, batch: int, until: frozenset[str] = frozenset()) -> Seen:
+        """What one batch shows; of a padded one only the real positions, (positions, width)."""
+        with self.watching(until) as seen:
             self.runner.run(batch)
+        if (mask := self.runner.batches[batch].get("attention_mask")) is not None:
+            for found in (seen.inputs, seen.outputs, seen.stream):
+                found.update({name: real(x, mask) for name, x in found.items()})
         return seen
 
 
@@ -159,7 +168,7 @@ def stages(taps: Taps, keys: set[str]) -> list[Stage]:
     Args:
         keys: of the maps to be solved.
     """
-    seen = taps.see(0)
+    seen = taps.first()
     once = [key for key in seen.order if key in keys and seen.order.count(key) == 1]
     groups: dict[Any, list[str]] = {}
     for key in once:
@@ -180,7 +189,7 @@ def _places(taps: Taps, key: str, seen: Seen) -> dict[str, Tensor]:
     output = seen.outputs[key]
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(output.shape, generator=draw).to(output) * output.detach().std().clamp_min(1e-6)
-    other, given = taps.see(0, disturb={key: noise}), rows(noise)
+    other, given = taps.first({key: noise}), rows(noise)
     found = {}
     for place in seen.order[seen.order.index(key) + 1 :]:
         answer = other.stream[place] - seen.stream[place] if place in seen.stream else None
@@ -191,6 +200,18 @@ def _places(taps: Taps, key: str, seen: Seen) -> dict[str, Tensor]:
         if float((flat - gain * given).norm()) <= LINEAR * float(flat.norm()) and float(gain.abs().max()) > 0:
             found[place] = torch.where(gain.abs() < LINEAR * gain.abs().max(), torch.zeros_like(gain), gain)
     return found
+
+
+def real(x: Tensor, mask: Tensor) -> Tensor:
+    """The positions that are no padding, (positions, width); what has no positions as it is.
+
+    Args:
+        mask: (texts, positions), 1 where they are real.
+    """
+    kept = mask.bool()
+    if x.ndim > 2 and x.shape[:2] == kept.shape:
+        return x[kept]
+    return x[kept.flatten()] if len(x) == kept.numel() else x
 
 
 def rows(x: Tensor) -> Tensor:

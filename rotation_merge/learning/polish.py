@@ -21,6 +21,7 @@ from rotation_merge.learning.answers import Answered, divergence
 from rotation_merge.learning.objective import unlabelled
 from rotation_merge.learning.resume import State
 from rotation_merge.matching.fingerprint import Fingerprint
+from rotation_merge.samples.functions import fused_attention
 
 RATES = {False: (2e-4, 5e-4, 1e-3), True: (1e-3, 2e-3, 5e-3)}
 """Learning rates that are tried: for all weights, for a LoRA."""
@@ -109,7 +110,9 @@ def polish(
     Raises:
         DataError: too few samples to hold some out.
     """
-    return _Polish(model, answered, options, watch or (lambda *_: None)).run()
+    device = next(model.parameters()).device
+    with fused_attention(model, unlabelled(answered[0].read(0, device)[0])):
+        return _Polish(model, answered, options, watch or (lambda *_: None)).run()
 
 
 class _Polish:

@@ -14,7 +14,7 @@ from rotation_merge.checkpoints.vocabulary import shared_rows
 from rotation_merge.errors import RecipeError
 from rotation_merge.planning.donors import Donors
 from rotation_merge.recipe.reading import Recipe
-from rotation_merge.samples.data import read_batches, unpadded
+from rotation_merge.samples.data import read_batches, together, unpadded
 from rotation_merge.samples.functions import Batch, local_path
 from rotation_merge.samples.runner import empty_model
 from rotation_merge.samples.written import SELF, SYNTHETIC, writes_text
@@ -214,4 +214,4 @@ def _read(teacher: Teacher, donors: Donors, seed: int) -> Teacher:
     path = local_path(donors.models[teacher.model].reference.model.path)
     kind = empty_model(model_config(donors, teacher.model))
     found = read_batches(teacher.data, path, kind, teacher.samples, AT_ONCE, LENGTH, seed)
-    return replace(teacher, batches=unpadded(found.batches, teacher.data))
+    return replace(teacher, batches=together(unpadded(found.batches, teacher.data), AT_ONCE * LENGTH))

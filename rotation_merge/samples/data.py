@@ -246,6 +246,38 @@ def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
     return [made for rows in groups.values() for made in _joined(rows, size)]
 
 
+def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
+    """Texts without padding and labels, by length, in few batches: shorter ones are padded at the end, with a mask.
+
+    Args:
+        batches: examples without padding; those that hold more than a row for each token stay as they are.
+        tokens: so many at most in a batch of several texts, a fifth of them padding.
+    """
+    texts: list[Batch] = []
+    apart: list[Batch] = []
+    for batch in batches:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        if "input_ids" in inputs and all(x.shape == inputs["input_ids"].shape for x in inputs.values()):
+            texts += [{name: x[i] for name, x in inputs.items()} for i in range(len(inputs["input_ids"]))]
+        else:
+            apart.append(batch)
+    groups: list[list[Batch]] = []
+    for text in sorted(texts, key=lambda text: -len(text["input_ids"])):
+        longest = len(groups[-1][0]["input_ids"]) if groups else 0
+        if groups and longest * (len(groups[-1]) + 1) <= tokens and 5 * len(text["input_ids"]) >= 4 * longest:
+            groups[-1].append(text)
+        else:
+            groups.append([text])
+    return [_padded_batch(group) for group in groups] + apart
+
+
+def _padded_batch(texts: Sequence[Batch]) -> Batch:
+    """Texts, the longest first, in one batch; with a mask where they are not of one length."""
+    longest, shortest = (len(texts[i]["input_ids"]) for i in (0, -1))
+    marked = [{**t, "attention_mask": torch.ones_like(t["input_ids"])} if shortest < longest else t for t in texts]
+    return {name: torch.stack([_padded(text[name], longest, 0) for text in marked]) for name in marked[0]}
+
+
 def _real(mask: Tensor, source: str) -> tuple[int, int]:
     """Where the tokens of an example begin and end."""
     found = mask.nonzero()[:, 0]

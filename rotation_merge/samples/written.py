@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rotation_merge.errors import DataError
 from rotation_merge.samples.examples import tokenizer_of
-from rotation_merge.samples.functions import Batch, local_path
+from rotation_merge.samples.functions import Batch, fused_attention, local_path
 from rotation_merge.samples.images import normalisation
 
 SOURCES = SELF, SYNTHETIC = ("self", "synthetic")
@@ -59,7 +59,10 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
         begins = torch.randint(text.vocab_size, (count, 1), generator=draw)
     else:
         begins = torch.full((count, 1), first)
-    return torch.cat([_continued(model, part, length, draw) for part in begins.split(AT_ONCE)])
+    device = next(model.parameters()).device
+    some = torch.arange(min(length, 32), device=device)[None] % text.vocab_size
+    with fused_attention(model, {"input_ids": some}):
+        return torch.cat([_continued(model, part, length, draw) for part in begins.split(AT_ONCE)])
 
 
 def _begin(model_path: str) -> int | None:
