@@ -61,6 +61,29 @@ def test_head_order_and_maps_against_all_orders(facts, rescale, shape):
         assert distance(anchor, donor) == pytest.approx(match.before, rel=1e-12)
 
 
+@pytest.mark.parametrize("rescale", [True, False])
+def test_query_heads_alone_against_all_orders_of_them(rescale):
+    """Where KV heads keep their places, the best is among the orders inside them; the elements stay as good."""
+    space = attention(2, 3, 4, norm="affine_head", values="normed", free_groups=False)
+    options = MatchOptions(heads="permutation", rescale=rescale)
+    anchor, donor = tensors(space, 7, 1), tensors(space, 7, 51)
+    match = match_attention(space, sides_of(anchor, donor), options)
+    assert match.transform.groups.tolist() == [0, 1]
+    assert match.transform.queries.tolist() != [[0, 1, 2]] * 2
+    fixed = dataclasses.replace(options, heads="none")
+    best = min(
+        match_attention(space, sides_of(anchor, reordered(space, donor, *order)), fixed).after
+        for order in head_orders(2, 3)
+        if order[0].tolist() == [0, 1]
+    )
+    assert match.after == pytest.approx(best, rel=1e-9)
+    other = admitted(attention(2, 3, 4, norm="affine_head", values="normed"), options).random(
+        torch.Generator().manual_seed(1)
+    )
+    assert other.groups.tolist() == [1, 0]
+    assert "KV heads" in admitted(space, options).refuses(other)
+
+
 def test_alternated_orders_are_never_worse_than_their_starts(monkeypatch):
     space = attention(2, 3, 4, rotary=4)
     monkeypatch.setattr(head_order_module, "MOST_ENUMERATED", 0)

@@ -26,6 +26,7 @@ class Space:
         norm: norm between query/key projection and product, as in the architecture file.
         values: what values and outputs admit, as in the architecture file.
         free_order: whether heads may change places.
+        free_groups: whether KV groups may, too.
         visible_bias: whether softmax sees a key's bias although there is no rotary.
         gated: whether the neurons' activations are multiplied by a second, linear map.
         degree: a neuron scaled by c on its way in is scaled by 1 / c^degree on its way out; 0: it cannot be scaled.
@@ -42,6 +43,7 @@ class Space:
     norm: str | None = None
     values: str = "free"
     free_order: bool = True
+    free_groups: bool = True
     visible_bias: bool = False
     gated: bool = False
     degree: int = 0

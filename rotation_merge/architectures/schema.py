@@ -155,7 +155,8 @@ class AttentionSpec(Strict):
         norm: what stands between projection and product: null, rms_head (RMSNorm a head), rms_turned (the same, after
             rotary embedding), layer_head (LayerNorm a head), affine_head (LayerNorm with a shift a head), rms_all
             (RMSNorm over all heads), rms_clipped (the same, its outputs clamped), l2_head (unit length, no gain).
-        order: `fixed` where heads cannot change places (ALiBi, biases shared between layers).
+        order: `fixed` where heads cannot change places (ALiBi, biases shared between layers), `inside` where query
+            heads can inside their KV group alone (keys and values shared between layers).
         visible_bias: whether keys meet more than the queries of their own head's softmax (positions of their own), so
             that a key's bias changes the outputs.
         values: `fixed` where the value/output coordinates cannot be turned, `gated` where outputs are gated one by one,

@@ -96,6 +96,7 @@ def _attention(scope: Scope, name: str, spec: AttentionSpec) -> Space:
         raise scope.error(
             f"{name}: {rotary} of {head_dim} dimensions do not divide into {parts} parts", "check config.json"
         )
+    order = word(spec.order, scope.config, ("free", "fixed", "inside"))
     return Space(
         name,
         "attention",
@@ -106,5 +107,6 @@ def _attention(scope: Scope, name: str, spec: AttentionSpec) -> Space:
         norm=word(spec.norm, scope.config, tuple(filter(None, QUERIES))),
         values=word(spec.values, scope.config, tuple(VALUES)) or "free",
         visible_bias=spec.visible_bias,
-        free_order=word(spec.order, scope.config, ("free", "fixed")) != "fixed",
+        free_order=order != "fixed",
+        free_groups=order != "inside",
     )

@@ -84,6 +84,8 @@ class Facts(Protocol):
     @property
     def free_order(self) -> bool: ...
     @property
+    def free_groups(self) -> bool: ...
+    @property
     def gated(self) -> bool: ...
     @property
     def degree(self) -> int: ...
@@ -182,7 +184,8 @@ def heads(space: Facts, wanted: Wanted = LARGEST) -> HeadGroup:
         qk, vo, gains = _orders(qk), _orders(vo), None
     sizes = {name: space.sizes[name] for name in ("groups", "per_group", "head_dim", "value_dim")}
     order = wanted.heads if wanted.heads == "none" or space.free_order else "fixed"
-    return HeadGroup(**sizes, order=order, qk=qk, vo=vo, gains=gains, shared=space.norm != "rms_all")
+    shared = space.norm != "rms_all"
+    return HeadGroup(**sizes, order=order, qk=qk, vo=vo, gains=gains, shared=shared, inside=not space.free_groups)
 
 
 def _orders(group: Group) -> Group:

@@ -165,6 +165,7 @@ class HeadGroup(SpaceGroup):
 
     Attributes:
         gains, shared: the group of the gains of norms of queries and keys, if any, and whether all heads share them.
+        inside: whether KV groups keep their places, and query heads change theirs inside them.
     """
 
     groups: int
@@ -176,6 +177,7 @@ class HeadGroup(SpaceGroup):
     vo: Group
     gains: Group | None = None
     shared: bool = True
+    inside: bool = False
 
     @property
     def own_order(self) -> tuple[Tensor, Tensor]:
@@ -200,6 +202,8 @@ class HeadGroup(SpaceGroup):
             transform.head_order(), torch.arange(self.groups * self.per_group)
         ):
             return "heads have to keep their places"
+        if self.inside and not torch.equal(transform.groups, self.own_order[0]):
+            return "KV heads have to keep their places"
         sides: list[tuple[str, GroupElement, Group | None, int, int]] = [
             ("query/key", transform.qk, self.qk, self.groups, self.head_dim),
             ("value/output", transform.vo, self.vo, self.groups, self.value_dim),
@@ -217,7 +221,7 @@ class HeadGroup(SpaceGroup):
     def random(self, generator: torch.Generator) -> HeadTransform:
         order, queries = self.own_order
         if self.order in ("permutation", "spectral"):
-            order = torch.randperm(self.groups, generator=generator)
+            order = order if self.inside else torch.randperm(self.groups, generator=generator)
             queries = torch.stack([torch.randperm(self.per_group, generator=generator) for _ in range(self.groups)])
         qk = self.qk.random(self.groups, self.head_dim, generator)
         vo = self.vo.random(self.groups, self.value_dim, generator)
@@ -226,7 +230,8 @@ class HeadGroup(SpaceGroup):
 
     @property
     def words(self) -> str:
-        order = "" if self.order == "none" else f"head order: {self.order}; "
+        inside = " inside KV groups" if self.inside else ""
+        order = "" if self.order == "none" else f"head order: {self.order}{inside}; "
         gains = f"; {self.gains.words}" if self.gains is not None else ""
         return f"{order}query/key: {self.qk.words}; value/output: {self.vo.words}{gains}"
 

@@ -70,7 +70,8 @@ def _order(group: HeadGroup, pairings: list[Pairing], own: Order) -> tuple[Order
         return None, []
     if group.order == "fixed":
         return None, ["the order of the heads is fixed by the architecture"]
-    order, notes = spectral_order(pairings) if group.order == "spectral" else head_order(pairings)
+    found = spectral_order if group.order == "spectral" else head_order
+    order, notes = found(pairings, group.inside)
     unmoved = torch.equal(order.donor, own.donor) and torch.equal(order.queries, own.queries)
     return (None if unmoved else order), notes
 

@@ -36,13 +36,16 @@ EXACT_NOTE = "query heads inside KV groups: the best of all orders"
 ALTERNATED_NOTE = "query heads inside KV groups: alternated from two starts (shared keys and values couple them)"
 
 
-def head_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
-    """The best order of KV groups and of the query heads inside them, and notes for the report."""
+def head_order(pairings: list[Pairing], inside: bool = False) -> tuple[Order, list[str]]:
+    """The best order of KV groups (of none, where `inside`) and of the query heads inside them, and notes."""
     groups, per_group = pairings[0].dual.shape[:2]
     search = _Search(pairings, groups, per_group)
+    notes = [] if per_group == 1 else [EXACT_NOTE if search.enumerated else ALTERNATED_NOTE]
+    rows = torch.arange(groups)
+    if inside:
+        return Order(rows, rows, search.evaluate(rows, rows)[1]), notes
     values, exact = search.bounds().reshape(groups, groups), torch.zeros(groups, groups, dtype=torch.bool)
     queries = torch.arange(per_group).repeat(groups, groups, 1)
-    rows = torch.arange(groups)
 
     def know(candidate: Tensor) -> float:
         """The exact total of a candidate."""
@@ -68,7 +71,6 @@ def head_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
         tie = total - search.rounding * abs(total)
         if float(values.diagonal().sum()) >= tie and know(rows) >= tie:
             candidate = rows
-    notes = [] if per_group == 1 else [EXACT_NOTE if search.enumerated else ALTERNATED_NOTE]
     return Order(rows, candidate, queries[rows, candidate]), notes
 
 

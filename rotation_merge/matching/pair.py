@@ -183,6 +183,7 @@ _WORDS = {
     "norm": "norm of queries and keys",
     "degree": "degree of the activation",
     "free_order": "heads that may change places",
+    "free_groups": "KV heads that may change places",
 }
 
 

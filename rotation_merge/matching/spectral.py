@@ -18,8 +18,8 @@ from rotation_merge.matching.pairing import Pairing
 from rotation_merge.matching.products import Half, Order
 
 
-def spectral_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
-    """KV groups and, inside them, query heads assigned by the distance of their spectra."""
+def spectral_order(pairings: list[Pairing], inside: bool = False) -> tuple[Order, list[str]]:
+    """KV groups (unless `inside`) and, inside them, query heads assigned by the distance of their spectra."""
     shared: Tensor | float = 0.0
     heads: Tensor | float = 0.0
     for pairing in pairings:
@@ -30,8 +30,8 @@ def spectral_order(pairings: list[Pairing]) -> tuple[Order, list[str]]:
     groups, per_group = inner.shape[0], inner.shape[-1]
     queries = torch.stack([assign_small(-m) for m in inner.flatten(0, 1)]).reshape(groups, groups, per_group)
     chosen = inner.cpu().gather(3, queries[..., None])[..., 0].sum(-1)
-    donor = assign_small(-(cost.cpu() + chosen))
     rows = torch.arange(groups)
+    donor = rows if inside else assign_small(-(cost.cpu() + chosen))
     return Order(rows, donor, queries[rows, donor]), ["heads paired by their singular values, after TransFusion"]
 
 

@@ -171,8 +171,8 @@ class Widening:
                 why = "rotary frequencies" if own.rotary else "the norm of queries and keys"
                 dims = own.sizes["head_dim"], wide.sizes["head_dim"]
                 raise refuse(f"has heads of {dims[0]} dimensions, against {dims[1]}, on which {why} depend")
-            if differing & {"groups", "per_group"} and not own.free_order:
-                raise refuse("has heads whose number decides what each of them does (ALiBi, shared biases)")
+            if differing & {"groups", "per_group"} and not (own.free_order and own.free_groups):
+                raise refuse("has heads whose number decides what each of them does (ALiBi, what layers share)")
         elif own.kind == "stream":
             self._check_stream(own.name, refuse)
         elif own.kind in ("ffn", "convolution"):

@@ -197,6 +197,8 @@ def _unaligned(architecture: Architecture, shapes: Shapes, options: MatchOptions
             reasons.append(f"'{name}' uses rotary positions: query/key maps turn each RoPE pair in its plane")
         if not space.free_order:
             reasons.append(f"heads of '{name}' keep their order: positions are tied to it")
+        elif not space.free_groups:
+            reasons.append(f"KV heads of '{name}' keep their order: other layers share them")
         if space.values == "fixed":
             reasons.append(f"values of '{name}' keep their coordinates")
     if options.layer_ranges() is not None:
