@@ -139,7 +139,10 @@ def _check_tokens(batch: Batch, model: Any, source: str) -> None:
     if "input_ids" not in batch:
         return
     ids = batch["input_ids"]
-    words = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    try:
+        words = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:  # of models with two towers (CLIP)
+        words = model.config.get_text_config().vocab_size
     if words is not None and (int(ids.min()) < 0 or int(ids.max()) >= words):
         odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise DataError(
