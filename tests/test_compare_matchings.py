@@ -54,6 +54,7 @@ def test_curves_of_one_command_are_those_of_single_ones_in_any_order(models: dic
     (reverse,) = barriers(models, *pair, options=("--compare", f"made={file},plain,residual,local"))
     curves = {curve["name"]: curve for curve in together["curves"]}
     assert list(curves) == ["plain", "local", "residual", "made"]
+    assert together["options"] == {}, "they describe no curve here"
     assert curves == {curve["name"]: curve for curve in reverse["curves"]}
     (local,) = barriers(models, *pair, options=("--heads", "permutation"))
     (whole,) = barriers(models, *pair, options=flags)
@@ -96,6 +97,7 @@ def test_each_model_as_the_anchor(models: dict[str, Path], capsys: pytest.Captur
     output = capsys.readouterr().out
     assert "mean and standard deviation over anchors" in output
     assert f"{name} to the centre" in output
+    assert f"Loss of the centre: {found[-1]['curves'][0]['loss'][-1]:.4f} plain, " in output
     assert "over 3 anchors the barrier, local" in Barrier.from_dict(found[0]).words()[-1]
 
 
@@ -127,6 +129,7 @@ def test_a_recipe_with_two_donors_and_a_carried_one(models: dict[str, Path], tmp
         (("--compare", "made=./gone"), "gone"),
         (("--compare", "local", "--residual", "rotation"), "describe the curve 'aligned'"),
         (("--alignment", "x"), "for two models"),
+        (("--plot", "p.xyz"), "end the name in .png"),
     ],
 )
 def test_bad_input_is_one_line(models: dict[str, Path], options: tuple[str, ...], words: str) -> None:

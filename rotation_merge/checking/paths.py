@@ -13,19 +13,16 @@ from typing import Any
 import torch
 
 from rotation_merge.checking.donors import RecipeDonor
-from rotation_merge.checking.matchings import PLAIN, Matching, Moved, Tick, moved, opened
+from rotation_merge.checking.matchings import ALIGNED, PLAIN, Matching, Moved, Tick, moved, opened
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.labels import labels
 from rotation_merge.matching.options import VaryingOptions
-from rotation_merge.report.curves import Barrier, Curve
+from rotation_merge.report.curves import CENTRE, Barrier, Curve
 from rotation_merge.samples.data import Data, read_batches
 from rotation_merge.samples.evaluate import path
 from rotation_merge.samples.functions import load
 
 LOG = logging.getLogger(__name__)
-
-CENTRE = "the centre"
-"""What the mean of three or more models is called."""
 
 Place = tuple[int, int]
 """A path by the numbers of its ends: 0 is the anchor, then the donors, then the centre."""
@@ -155,7 +152,8 @@ class Paths:
             if (place, number, curve.name) in turns
         }
         donor = self.donors[place[1] - 1 if place[0] == 0 and second != CENTRE else 0]
-        facts = (self.sources[number], data.task, data.examples, asdict(donor.options))
+        options = asdict(donor.options) if ALIGNED.name in [curve.name for curve in curves] else {}
+        facts = (self.sources[number], data.task, data.examples, options)
         return Barrier(first, second, *facts, curves, over)
 
 

@@ -12,8 +12,8 @@ from rotation_merge.cli.show import Progress, json_option, on_terminal, print_js
 from rotation_merge.durable import write_text
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.report.curves import FILE, Barrier, Curve
-from rotation_merge.report.plots import save_barrier, text_plot
+from rotation_merge.report.curves import CENTRE, FILE, Barrier, Curve
+from rotation_merge.report.plots import check_plot, save_barrier, text_plot
 from rotation_merge.samples.data import KINDS
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ def command(
 
     options = match_options(values)
     wanted = matchings(compare)
+    if plot is not None:
+        check_plot(plot)
     if "aligned" not in [matching.name for matching in wanted] and (options != MatchOptions() or alignment):
         remedy = "name it in --compare, too, or leave them out"
         raise RecipeError("the options of matching describe the curve 'aligned'", where="--compare", remedy=remedy)
@@ -170,6 +172,8 @@ def show_all(barriers: list[Barrier]) -> None:
         title = f"Barriers on {data} ({_unit(chosen[0])})"
         spread = ", mean and standard deviation over anchors" if any(b.over_anchors for b in chosen) else ""
         table(title + spread, ("path", *names), rows, numbers=range(1, len(names) + 1))
+        for centre in [barrier for barrier in chosen if barrier.donor == CENTRE][:1]:
+            say(f"Loss of the centre: {', '.join(f'{c.loss[-1]:.4f} {c.name}' for c in centre.curves)}.")
 
 
 def _cell(barrier: Barrier, name: str) -> str:

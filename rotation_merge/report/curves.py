@@ -12,6 +12,8 @@ from rotation_merge.errors import RotationMergeError
 FILE = "barrier.json"
 """Name under which a barrier lies beside a merged model, where the report looks for it."""
 
+CENTRE = "the centre"
+"""What the mean of three or more models is called."""
 
 LEAST_GAIN = 1e-4
 """What a merge has to be better by than the line between its parents, to be said so."""
@@ -60,7 +62,7 @@ class Barrier:
 
     Attributes:
         anchor, donor: the models at the ends: the anchor and a donor, two donors, or a model and the centre of all.
-        options: of the matching that the recipe or the command asks for.
+        options: of the curve `aligned`, which the recipe or the command asks for; none where it is not there.
         over_anchors: by curve, the barrier of this path with each model in turn as the anchor, by its name.
     """
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.report.curves import Barrier
 
@@ -11,12 +14,22 @@ MOST_CURVES = len(COLOURS)
 """Curves in one picture."""
 
 
-def save_barrier(barrier: Barrier, path: str) -> None:
-    """Write a barrier's curves to a PNG, SVG or PDF file, up to `MOST_CURVES` of them.
+def check_plot(path: str) -> None:
+    """That `save_barrier` can write there.
 
     Raises:
         RotationMergeError: matplotlib is not installed, or does not know the file's ending.
     """
+    _pyplot()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if os.path.splitext(path)[1][1:].lower() not in known:
+        what = f"there are no plots of that ending, but of {', '.join(known)}"
+        raise RotationMergeError(what, where=path, remedy="end the name in .png, .svg or .pdf")
+
+
+def _pyplot() -> Any:
     try:
         import matplotlib
 
@@ -24,6 +37,16 @@ def save_barrier(barrier: Barrier, path: str) -> None:
         from matplotlib import pyplot
     except ImportError as error:
         raise RotationMergeError("plots need matplotlib", remedy="pip install 'rotation-merge[report]'") from error
+    return pyplot
+
+
+def save_barrier(barrier: Barrier, path: str) -> None:
+    """Write a barrier's curves to a PNG, SVG or PDF file, up to `MOST_CURVES` of them.
+
+    Raises:
+        RotationMergeError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(5.5, 3.6), layout="constrained")
     for curve, colour in zip(barrier.curves, COLOURS, strict=False):
         label = f"{curve.name} (barrier {curve.barrier():.3g})"
@@ -32,12 +55,8 @@ def save_barrier(barrier: Barrier, path: str) -> None:
     axes.set_ylabel("loss (nats)")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, dpi=160)
-    except ValueError as error:
-        raise RotationMergeError(f"{error}", where=path, remedy="end the name in .png, .svg or .pdf") from error
-    finally:
-        pyplot.close(figure)
+    figure.savefig(path, dpi=160)
+    pyplot.close(figure)
 
 
 def _short(name: str) -> str:
