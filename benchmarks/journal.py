@@ -15,6 +15,8 @@ from typing import Any
 
 FILE = "papers.jsonl"
 """Beside the checkpoints that it is about."""
+TRAINING = "training"
+"""Who spends the seconds that these take."""
 
 
 class Journal:

@@ -30,7 +30,7 @@ from pathlib import Path
 import kinds
 import torch
 from corpora import documents, excerpt, unseen
-from journal import FILE, Journal
+from journal import FILE, TRAINING, Journal
 from torch import Tensor, nn
 from transformers import (
     BertForMaskedLM,
@@ -380,7 +380,7 @@ def main() -> None:
                 base = ["--base", str(base_of(name, args.out))] if "--domain" in words else []
                 began = time.process_time()
                 _train(parser().parse_args([*words.split(), *base, "--out", str(args.out)]))
-                journal.keep(f"trained, {name}", words, "training", time.process_time() - began)
+                journal.keep(f"trained, {name}", words, TRAINING, time.process_time() - began)
     elif args.command in ("ship", "evaluate"):
         for path in args.checkpoints:
             if args.command == "ship":

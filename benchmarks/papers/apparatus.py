@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(folder) for folder in (HERE, HERE.parent) if str(folder) not in sys.path]
 
 import torch  # noqa: E402
-from journal import FILE, Journal  # noqa: E402
+from journal import FILE, TRAINING, Journal  # noqa: E402
 from record import RESULTS, ROOT, Row, Table  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
@@ -154,8 +154,9 @@ def main() -> None:
     if not asked.quick:
         spent = Journal(asked.checkpoints / FILE).seconds()
         table = Table(SECONDS, "", asked.out or RESULTS)
-        for what, seconds in {**spent, "all": sum(spent.values())}.items():
-            table.add({"what": what, "seconds": f"{seconds:.0f}", "minutes": f"{seconds / 60:.1f}"})
+        for what in sorted(spent, key=lambda name: (name != TRAINING, name)):
+            table.add({"what": what, "seconds": f"{spent[what]:.0f}"})
+        table.add({"what": "all", "seconds": f"{sum(spent.values()):.0f}"})
 
 
 if __name__ == "__main__":
