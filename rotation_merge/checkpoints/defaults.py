@@ -243,7 +243,7 @@ class _Reader(ast.NodeTransformer):
                 asked = self.plain(condition)
                 return None if asked is None else self._step(inner, asked)
             case ast.Expr(
-                ast.Call(ast.Attribute(ast.Name(id="kwargs"), "setdefault"), [ast.Constant(value=name), value])
+                ast.Call(ast.Attribute(ast.Name(id="kwargs"), "setdefault"), [ast.Constant(value=str(name)), value])
             ):
                 whole = self.plain(value)
                 if whole is None or name in self.known:

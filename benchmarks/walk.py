@@ -1,0 +1,143 @@
+"""A stranger's walk: one command for each of six pairs of models, and what comes of it.
+
+    python benchmarks/walk.py --checkpoints /where/train_checkpoints/wrote [--command /venv/bin/rotation-merge]
+
+Each pair is handed to `rotation-merge merge A B OUT --budget 5m` in a process of its own, with a file of samples where
+the stranger has one: text, a table, arrays of images. The shipped checkpoints serve for fine-tunes that lie near and
+for independent models; far fine-tunes are those of `--checkpoints`, models of five digits each are trained here. About four
+minutes of processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record import Table
+from skills import HALVES
+from train_checkpoints import known, save, train_vit
+
+from rotation_merge.samples.demo import CHECKPOINTS, TEXTS, digits
+
+BUDGET = "5m"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models and what a stranger has beside them.
+
+    Attributes:
+        words: how they lie to each other.
+        has: what kind of samples there are.
+        data: files, one for both or one for each.
+    """
+
+    words: str
+    has: str
+    models: tuple[Path, Path]
+    data: tuple[Path, ...] = ()
+
+
+def pairs(folder: Path, trained: Path) -> list[Pair]:
+    """The six; samples and models that are made for them lie in `folder`."""
+    texts = tuple(TEXTS / f"{name}.txt" for name in ("english", "c", "python"))
+    tables = tuple(table_of(text, folder / f"{text.stem}.csv") for text in texts)
+    halves = [half(folder, number, of) for number, of in enumerate(HALVES)]
+    tuned = (CHECKPOINTS / "llama-0-english", CHECKPOINTS / "llama-0-c")
+    far = (trained / "llama-0-english-long", trained / "llama-0-c-long")
+    return [
+        Pair("near fine-tunes of one base", "text of each", tuned, texts[:2]),
+        Pair("far fine-tunes of one base", "tables of text of each", far, tables[:2]),
+        Pair("independent Llamas, one skill", "text", (CHECKPOINTS / "llama-0", CHECKPOINTS / "llama-1"), texts[2:]),
+        Pair("independent ViTs, one skill", "nothing", (CHECKPOINTS / "vit-0", CHECKPOINTS / "vit-1")),
+        Pair(
+            "independent Llamas, different skills",
+            "text of each",
+            (CHECKPOINTS / "llama-1", CHECKPOINTS / "llama-0-english"),
+            (texts[2], texts[0]),
+        ),
+        Pair(
+            "independent ViTs, five digits each",
+            "labelled images of each",
+            (halves[0][0], halves[1][0]),
+            (halves[0][1], halves[1][1]),
+        ),
+    ]
+
+
+def table_of(text: Path, path: Path) -> Path:
+    """A text as a table, a paragraph a row."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text"])
+        writer.writerows([part] for part in text.read_text(encoding="utf-8").split("\n\n") if part.strip())
+    return path
+
+
+def half(folder: Path, seed: int, of: str) -> tuple[Path, Path]:
+    """A ViT that knows five digits, and images of these."""
+    model, data = folder / f"vit-{of}", folder / f"{of}.npz"
+    save(train_vit(seed, None, of), model)
+    pixels, labels, _, _ = digits()
+    mine = known(labels, of)
+    np.savez(data, pixel_values=pixels[mine].numpy(), labels=labels[mine].numpy())
+    return model, data
+
+
+def walked(pair: Pair, command: str, out: Path) -> dict[str, Any]:
+    """What the command says, its exit code and its processor seconds."""
+    given = [word for file in pair.data for word in ("--data", str(file))]
+    words = [command, "merge", *map(str, pair.models), str(out), *given, "--budget", BUDGET, "--json"]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(words, stdout=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        found = json.loads(output.read())
+    if "error" in found:
+        raise SystemExit(f"{pair.words}: {found['error']}")
+    return {**found, "exit": process.returncode, "took": usage.ru_utime + usage.ru_stime}
+
+
+def row(pair: Pair, found: dict[str, Any]) -> dict[str, str]:
+    def shown(figures: dict[str, Any]) -> str:
+        right = figures["accuracy"]
+        return f"{figures['score']:.3f}" + ("" if right is None else f", {right:.1%}")
+
+    winner, parent = found["tried"][0]["name"], Path(found["best_parent"]).name
+    return {
+        "pair": pair.words,
+        "has": pair.has,
+        "judged by": found["unit"],
+        "parents": " / ".join(shown(figures) for figures in found["parents"].values()),
+        "ensemble": shown(found["ensemble"]),
+        "plain": shown(found["plain"]),
+        "best merge": shown(found["best"]),
+        "which": winner,
+        "verdict": "written: better than each alone" if found["worth_it"] else f"nothing written: use {parent}",
+        "tried": str(len(found["tried"])),
+        "processor time": f"{found['took']:.0f} s",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
+    parser.add_argument("--command", default="rotation-merge")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="walk-") as name:
+        folder, table = Path(name), Table("walk")
+        for number, pair in enumerate(pairs(folder, given.checkpoints)):
+            table.add(row(pair, walked(pair, given.command, folder / f"out-{number}")))
+
+
+if __name__ == "__main__":
+    main()
