@@ -4,8 +4,8 @@
 
 Each pair is handed to `rotation-merge merge A B OUT --budget 5m` in a process of its own, with a file of samples where
 the stranger has one: text, a table, arrays of images. The shipped checkpoints serve for fine-tunes that lie near and
-for independent models; far fine-tunes are those of `--checkpoints`, models of five digits each are trained here. About four
-minutes of processor time.
+for independent models; far fine-tunes are those of `--checkpoints`, models of five digits each are trained here. About
+four minutes of processor time.
 """
 
 from __future__ import annotations
