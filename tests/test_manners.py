@@ -75,6 +75,72 @@ def test_what_is_not_there_is_one_line_in_every_command(name: str, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+WRONG: dict[str, tuple[list[str], str]] = {
+    "a doctor's folder without a model": (["doctor", "empty"], "no weights are there"),
+    "a doctor's file that is no recipe": (["doctor", "file"], "names no merge_method"),
+    "a doctor's list": (["doctor", "list.yml"], "names no merge_method"),
+    "a doctor's recipe of nothing": (["doctor", "none.yml"], "none.yml"),
+    "a doctor's bytes": (["doctor", "bytes.yml"], "is no text"),
+    "a model that nobody merged, pushed": (["push", LLAMAS[0], "org/name"], "no such file"),
+    "a file, pushed": (["push", "file", "org/name"], "is a file"),
+    "a repository's name": (["push", LLAMAS[0], "a/b/c"], "names no repository"),
+    "another repository's name": (["pull", "two words", "new"], "names no repository"),
+    "pulled over a file": (["pull", "org/name", "file"], "is a file"),
+    "pulled from nowhere": (["pull", "org/name", "new"], "cannot be reached"),
+    "a folder, shown": (["show", "empty"], "is a directory"),
+    "a model, shown": (["show", f"{LLAMAS[0]}/model.safetensors"], "neither an alignment nor statistics"),
+    "junk, shown": (["show", "junk.safetensors"], "cannot be read"),
+    "a damaged report, shown": (["show", "list/rotation_merge.json"], "is no report"),
+    "the fingerprint of a folder": (["fingerprint", "empty"], "no weights are there"),
+    "the fingerprint of junk": (["fingerprint", "junk.safetensors"], "cannot be read"),
+    "the report of a file": (["report", "file"], "is a file"),
+    "the report of a list": (["report", "list"], "is no report"),
+    "the report of another version": (["report", "other"], "it lacks 'anchor'"),
+    "bytes, inspected": (["inspect", "bytes.yml"], "cannot be read"),
+    "half a recipe, inspected": (["inspect", "half.yml"], "not valid YAML"),
+    "layers that are none": (["inspect", LLAMAS[0], "--layers", "9"], "which no layer is"),
+    "data that is not there": (["evaluate", LLAMAS[0], "--data", "none.txt"], "no such file"),
+    "data of nothing": (["evaluate", LLAMAS[0], "--data", "file.txt"], "give more text"),
+    "a table without texts": (["evaluate", LLAMAS[0], "--data", "a.csv"], "none holds texts"),
+}
+"""Wrong calls, and what is said of them."""
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of things that are not what commands want."""
+    folder = tmp_path_factory.mktemp("wrong")
+    for name in ("empty", "list", "other"):
+        (folder / name).mkdir()
+    texts = {
+        **{"file": "x", "file.txt": "x", "junk.safetensors": "x", "a.csv": "one,two\n1,2\n"},
+        **{"list.yml": "- 1", "half.yml": "a: [1", "none.yml": "merge_method: linear\nmodels: []"},
+        **{"list/rotation_merge.json": "[]", "other/rotation_merge.json": '{"version": 99}'},
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "bytes.yml").write_bytes(b"\xff\xfe\x00")
+    return folder
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_one_line(name: str, wrong: Path, monkeypatch: pytest.MonkeyPatch):
+    """As text and as JSON; nothing is written."""
+    monkeypatch.chdir(wrong)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    before = sorted(wrong.rglob("*"))
+    arguments, said = WRONG[name]
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert said in result.stderr
+    result = run(*arguments, "--json")
+    assert result.exit_code == 2
+    assert said in str(json.loads(result.stdout)["error"]).replace("\\", "")
+    assert sorted(wrong.rglob("*")) == before
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_interrupted_and_read_as_a_shell_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,15 +143,42 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
         (["A", "nowhere", "OUT"], "no such directory"),
         (["A", "B", "OUT", "--data", "one.txt", "--data", "demo:python", "--data", "demo:c"], "3 data for 2 models"),
         (["A", "V", "OUT"], "llama"),
+        (["A", "B", "FILE"], "is a file"),
+        (["A", "B", "/proc/nothing/out"], "cannot be written"),
+        (["A", "B", "A", "--force"], "is one of the models"),
+        (["A", "B", "OUT", "--dtype", "float31"], "did you mean 'float32'"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path):
-    names = {"A": ENGLISH, "B": C, "V": str(CHECKPOINTS / "vit-0"), "OUT": str(tmp_path / "out")}
+    names = {"A": ENGLISH, "B": C, "V": str(CHECKPOINTS / "vit-0"), "OUT": str(tmp_path / "out"), "FILE": __file__}
     result = run(*[names.get(word, word) for word in arguments], *SMALL)
     assert result.exit_code == 2
     assert said in result.output
     assert "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_what_another_search_left_is_neither_used_nor_lost(tmp_path: Path):
+    """Files beside OUT are those of these models and samples; a merge that is there keeps what its recipe names."""
+    from rotation_merge.choosing.making import Wish
+    from rotation_merge.choosing.run import Choice
+
+    text = tmp_path / "a.txt"
+    text.write_text("a" * 4000)
+    wish = Wish((ENGLISH, C), str(tmp_path / "out"), (str(text),), samples=8)
+    first = Choice(wish, print)
+    assert Choice(replace(wish, budget=5.0), print).files == first.files
+    assert Choice(replace(wish, seed=1), print).files != first.files
+    first.files.mkdir(parents=True)
+    (first.files / "statistics-0.safetensors").write_text("mine")
+    text.write_text("b" * 4000)
+    os.utime(text, ns=(1, 1))
+    other = Choice(wish, print)
+    assert other.files != first.files
+    other.files.mkdir()
+    (other.files / "0.safetensors").write_text("x")
+    other.clean(written=False)
+    assert [path.name for path in (tmp_path / "out-samples").rglob("*.safetensors")] == ["statistics-0.safetensors"]
 
 
 def test_an_output_that_is_there_is_kept(tmp_path: Path):

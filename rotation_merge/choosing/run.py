@@ -8,7 +8,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from rotation_merge.averaging.record import checkpoint_of, keep_figures
+from rotation_merge.checkpoints.headers import reason
 from rotation_merge.checkpoints.models import parse_reference
 from rotation_merge.checkpoints.pair import Pair, open_pair
 from rotation_merge.choosing.candidates import FIRST_PART, Candidate, candidates, shortened, with_models
@@ -94,9 +96,29 @@ class Choice:
     def __init__(self, wish: Wish, say: Say) -> None:
         self.wish, self.say = wish, say
         self.work = Path(f"{wish.out}.unfinished")
-        self.files = Path(f"{wish.out}-samples")
+        self.mark = _mark(wish)
+        self.files = Path(f"{wish.out}-samples") / self.mark
         self.began = time.perf_counter()
         self.left_out: dict[str, str] = {}
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """The place for what is tried is there before anything takes time; if nothing comes of it, it goes again.
+
+        Raises:
+            RotationMergeError: nothing can be written there.
+        """
+        try:
+            self.work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"cannot be written ({reason(error)})"
+            raise RotationMergeError(what, where=self.wish.out, remedy="write somewhere else") from error
+        try:
+            yield
+        except RotationMergeError:
+            if not any(self.work.iterdir()):
+                self.clean(written=False)
+            raise
 
     # --- samples -----------------------------------------------------------------------------------------------
 
@@ -287,9 +309,7 @@ class Choice:
             return None
 
     def _key(self, text: str) -> str:
-        wish = {name: value for name, value in asdict(self.wish).items() if name != "budget"}
-        stamps = [os.stat(path).st_mtime_ns for model in self.wish.models for path in _weights(model)]
-        return hashlib.blake2b(json.dumps([text, wish, stamps]).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(json.dumps([text, self.mark]).encode(), digest_size=16).hexdigest()
 
     def _ready(self, candidate: Candidate, announced: tuple[float | None, int, float]) -> str:
         """The candidate's recipe, once what must be made before it is there."""
@@ -332,11 +352,21 @@ class Choice:
         """Remove what an interrupted search would have gone on from, and samples that the recipe does not name."""
         shutil.rmtree(self.work, ignore_errors=True)
         named = yaml.safe_dump(yaml.safe_load(self.text)) if written else ""
-        for file in sorted(self.files.glob("*")) if self.files.is_dir() else []:
-            if str(file) not in named:
+        every = self.files.parent if written else self.files  # those of another search may be what its merge names
+        for file in sorted(every.rglob("*")):
+            if file.is_file() and str(file) not in named:
                 file.unlink()
-        if self.files.is_dir() and not any(self.files.iterdir()):
-            self.files.rmdir()
+        for folder in (*self.files.parent.glob("*"), self.files.parent):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def _mark(wish: Wish) -> str:
+    """Stands for what is merged with what: the models, the samples, and their files as they are."""
+    asked = {name: value for name, value in asdict(wish).items() if name not in ("budget", "out")}
+    files = [path for model in wish.models for path in _weights(model)] + [d for d in wish.data if os.path.exists(d)]
+    stamps = [os.stat(path).st_mtime_ns for path in files]
+    return hashlib.blake2b(json.dumps([asked, stamps]).encode(), digest_size=4).hexdigest()
 
 
 def _weights(model: str) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from rotation_merge.architectures import resolve
 from rotation_merge.checkpoints.glance import glance_all
+from rotation_merge.cli.check import read
 from rotation_merge.cli.options import match_options, matching_options
 from rotation_merge.cli.show import bytes_text, json_option, print_json, say, seconds_text, shown, table
 from rotation_merge.errors import RotationMergeError
@@ -60,8 +62,7 @@ def _donors(given: str, options: MatchOptions, untie: bool, as_json: bool) -> li
     """The model as a donor of its own; of a recipe its donors, named as soon as the text is read."""
     if not os.path.isfile(given):
         return [RecipeDonor(given, given, options, untie)]
-    with open(given, encoding="utf-8") as file:
-        text = file.read()
+    text = read(Path(given))
     recipe = documents(text)[-1].value
     if not as_json and isinstance(recipe, dict):
         models = recipe.get("models")

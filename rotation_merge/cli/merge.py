@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rotation_merge.cli.show import json_option, note, print_json, say, shown, table
-from rotation_merge.errors import RotationMergeError
+from rotation_merge.errors import RotationMergeError, nearest
+from rotation_merge.recipe.names import DTYPES
 from rotation_merge.samples.data import KINDS
 
 if TYPE_CHECKING:
@@ -73,14 +75,16 @@ def command(
     *names, out = models
     out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
     for place in (out, *([f"{out}{POLISHED}"] if polish else [])):
-        if os.path.isdir(place) and os.listdir(place) and not force:
-            raise RotationMergeError("is not empty", where=place, remedy="write somewhere else, or --force")
+        _check_place(place, names, force)
+    if dtype is not None and dtype not in DTYPES:
+        raise RotationMergeError(f"--dtype is '{dtype}'", remedy=nearest(dtype, DTYPES))
     wish = Wish(
         tuple(names), out, data or (_made_up(names[0]),), samples, seconds(budget), seed, length, batch_size, dtype
     )
     choice = Choice(wish, note)
-    choice.prepare()
-    found = choice.run()
+    with choice.begun():
+        choice.prepare()
+        found = choice.run()
     written = found.worth_it or anyway
     trained = None
     if written:
@@ -95,6 +99,20 @@ def command(
             say(f"Polished: {trained['verdict']}.")
             say(f"Written to {trained['out']}." if trained["out"] else "Nothing was written for it.")
     return 0 if written else 1
+
+
+def _check_place(place: str, models: Sequence[str], force: bool) -> None:
+    """Before anything is tried: a directory may be written here.
+
+    Raises:
+        RotationMergeError: a file is there, one of the models, or something that is not to be written over.
+    """
+    if os.path.lexists(place) and not os.path.isdir(place):
+        raise RotationMergeError("is a file", where=place, remedy="name a directory to write")
+    if os.path.realpath(place) in [os.path.realpath(part) for model in models for part in model.split("+")]:
+        raise RotationMergeError("is one of the models", where=place, remedy="write somewhere else")
+    if os.path.isdir(place) and os.listdir(place) and not force:
+        raise RotationMergeError("is not empty", where=place, remedy="write somewhere else, or --force")
 
 
 def _polished(choice: Choice, out: str) -> dict[str, Any]:

@@ -63,6 +63,8 @@ def writes(*, files: str = "", folders: str = "") -> Callable[[Callable[..., Any
         def wrapped(*args: Any, force: bool, **kwargs: Any) -> Any:
             there = [kwargs[name] for name in files.split() if kwargs[name] and os.path.exists(kwargs[name])]
             there += [kwargs[name] for name in folders.split() if kwargs[name] and _holds_something(kwargs[name])]
+            for path in [kwargs[name] for name in folders.split() if kwargs[name] and os.path.isfile(kwargs[name])]:
+                raise RotationMergeError("is a file", where=path, remedy="name a directory to write")
             written = {*files.split(), *folders.split()}
             read = [os.path.realpath(v) for k, v in kwargs.items() if k not in written and isinstance(v, str)]
             for path in there:

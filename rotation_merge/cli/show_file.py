@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from typing import Any
 
@@ -49,6 +50,9 @@ def described(path: str) -> dict[str, Any]:
     Raises:
         RotationMergeError: it is none, or cannot be read.
     """
+    if os.path.isdir(path):
+        what = "is a directory"
+        raise RotationMergeError(what, where=path, remedy="name the file; of a merge, its rotation_merge.json")
     return _report(path) if path.endswith(".json") else _tensors(path)
 
 

@@ -72,5 +72,9 @@ def read_report(path: str) -> MergeReport:
         raise RotationMergeError(
             "no such file", where=path, remedy="name the directory of a model that rotation_merge wrote"
         ) from error
+    except NotADirectoryError as error:
+        remedy = "name the directory of a model that rotation_merge wrote"
+        raise RotationMergeError("is a file", where=os.path.dirname(path), remedy=remedy) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RotationMergeError(f"is no report ({error})", where=path, remedy="merge again") from error
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise RotationMergeError(f"is no report ({what})", where=path, remedy="merge again") from error

@@ -43,10 +43,18 @@ def _is_weights(name: str) -> bool:
 
 def _fetch(repo: str, name: str, revision: str | None, folder: str) -> None:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         hf_hub_download(repo, name, revision=revision, local_dir=folder)
+    except LocalEntryNotFoundError as error:
+        remedy = "check the connection, HF_ENDPOINT, and that HF_HUB_OFFLINE is not set"
+        raise RotationMergeError("the hub cannot be reached", where=repo, remedy=remedy) from error
     except EntryNotFoundError as error:
         known = "was not published by 'rotation-merge push'" if name == FILE else f"lacks '{name}', which it names"
         raise RotationMergeError(known, where=repo, remedy="ask who published it") from error

@@ -111,6 +111,8 @@ def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
     except ValidationError as error:
         what, remedy = explain(error.errors()[0])
         raise RecipeError(what, where=path, remedy=remedy) from error
+    except (RuntimeError, ValueError) as error:
+        raise RecipeError(str(error), where=path, remedy="see mergekit's documentation") from error
     base = [config.base_model] if config.base_model is not None else []
     text = str(value)  # mergekit names them in no order
     named = sorted(config.referenced_models(), key=lambda model: text.find(model.model.path))
