@@ -52,7 +52,7 @@ class Scaled:
 
     @property
     def _base(self) -> TensorSource:
-        carrier, streams = self.carrier, self.carrier.alignment.folded
+        carrier, streams = self.carrier, self.carrier.folded
         return Folded(carrier.architecture, carrier.new, streams, carrier.dtype) if streams else carrier.new
 
     @property

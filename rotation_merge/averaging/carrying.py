@@ -20,7 +20,7 @@ from rotation_merge.averaging.carry_signs import agreeing, votes
 from rotation_merge.averaging.carry_solution import Solution
 from rotation_merge.checkpoints.adapters import Adapter, is_adapter
 from rotation_merge.checkpoints.aligned import write_checkpoint
-from rotation_merge.checkpoints.bases import open_bases
+from rotation_merge.checkpoints.bases import Bases, open_bases
 from rotation_merge.checkpoints.carried import Done, Settings, Work, aligned, card, check_head
 from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
 from rotation_merge.errors import DataError, RotationMergeError
@@ -45,6 +45,8 @@ HELD_OUT = 0.25
 REFITTED = "The new base's maps were solved, one layer after the other, to make the change on samples."
 ALONE = "leave --carry and --scale auto out: weights alone are carried by the tokens that both have"
 SIGNED = "What the weights' alignment moved was kept where the new base's gradients on samples have the same sign."
+FROM_WEIGHTS = "Training began at what weights carry: the old base's hidden states have no place in the new one."
+TRAINED = "What weights carry was **trained** on for a few steps."
 DISTILLED = f"{REFITTED} From there on it was **trained** for a few steps."
 
 
@@ -91,7 +93,8 @@ def carry_with_samples(
     Raises:
         RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
     """
-    bases = open_bases(new, old, settings.device, untie=True)
+    bases = open_bases(new, old, settings.device, True, settings.unlike).settled(settings.match, progress)
+    check_refit(bases, samples)
     if bases.rows is not None:
         raise DataError(
             f"its vocabulary is not that of {new}: samples mean other things to the two", where=old, remedy=ALONE
@@ -104,7 +107,7 @@ def carry_with_samples(
     work = Work(bases, bases.carrier(alignment, settings.storage.dtype), report, settings)
     done = []
     for out, source in sources.items():
-        rank = settings.lora or (largest_rank(works[out]) if is_adapter(works[out]) else 0)
+        rank = settings.lora or (Adapter(works[out]).rank if is_adapter(works[out]) else 0)
         one = _Carrying(work, names[out], source, rank, samples, progress)
         if not samples.solve:
             done.append(_moved(one, works[out], out))
@@ -140,7 +143,8 @@ def carried_scales(
 
 
 def _one(name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None) -> _Carrying:
-    bases = open_bases(new, old, settings.device, untie=True)
+    bases = open_bases(new, old, settings.device, True, settings.unlike).settled(settings.match, progress)
+    check_refit(bases, samples)
     alignment, report = aligned(bases, settings, progress)
     work = Work(bases, bases.carrier(alignment), report, settings)
     return _Carrying(work, name, bases.tuned(name), settings.lora, samples, progress)
@@ -154,9 +158,26 @@ def _moved(one: _Carrying, path: str, out: str) -> Done:
     scales, notes = one.scaled()
     report = replace(work.report, notes=[*work.report.notes, *notes])
     work = replace(work, report=report, settings=replace(settings, scale=scales))
-    if not (is_adapter(path) or settings.lora):
+    if not one.rank:
         return work.write_tuned(path, out, one.source, one.progress)
-    return work.write(path, out, *(work.adapter(Adapter(path)) if is_adapter(path) else work.as_lora(one.source)))
+    if is_adapter(path) and work.carrier.frame is None:
+        return work.write(path, out, *work.adapter(Adapter(path)))
+    return work.write(path, out, *work.as_lora(one.source, one.rank))
+
+
+def check_refit(bases: Bases, samples: Samples) -> None:
+    """Refuse to solve maps towards hidden states that the new base has no place for.
+
+    Raises:
+        RotationMergeError: says which ways are left.
+    """
+    whole = bases.frame is None or bases.frame.same
+    if samples.solve and not (whole or samples.signs or samples.steps):
+        raise RotationMergeError(
+            f"is larger than {bases.new.reference}, or of another depth: a refit has no place for its hidden states",
+            where=str(bases.old.reference),
+            remedy="use --carry distil, signs or weights ('carry' in a recipe)",
+        )
 
 
 @dataclass
@@ -179,6 +200,8 @@ class _Carrying:
     def how(self) -> str:
         if self.samples.signs:
             return SIGNED
+        if self.samples.steps and (frame := self.work.carrier.frame) is not None and not frame.same:
+            return TRAINED
         return DISTILLED if self.samples.steps else REFITTED
 
     def scaled(self) -> tuple[Scales, list[str]]:
@@ -202,9 +225,11 @@ class _Carrying:
         if self.samples.signs:
             changed, share = self._signed(data)
             notes = [f"Of the changed entries {share:.1%} go where most of {on} want them, and were kept."]
-        else:
+        elif (frame := self.work.carrier.frame) is None or frame.same:
             changed = self._refitted(data)
             notes = [f"Refitted on {on}."]
+        else:
+            changed, notes = self._by_weights()
         if self.samples.steps:
             with Unfinished(out) as place:
                 changed, distilled = self._distilled(place, changed, data, held_out, own)
@@ -233,16 +258,27 @@ class _Carrying:
         if self.rank:
             what = "signs of gradients keep single entries, which no adapter of low rank can"
             raise RotationMergeError(what, where=self.name, remedy="carry a whole model, without --lora")
-        change: dict[str, Tensor] = {}
-        for block in carrier.architecture.blocks:
-            for key, found in Tuned(carrier, self.source).factors(block, None)[0].items():
-                if (info := block.tensor(key)) is not None and info.name != self._tied:
-                    change |= unstack(info, dense(found, info))
+        change, _ = self._changes()
         model = self._model({})
         each = [one for batch in unpadded(data.batches, self.samples.data) for one in one_by_one(batch)]
         wanted = Respelled(votes(model, each, data.task), architecture_of(model, self._untie), carrier.architecture)
         kept, share = agreeing(change, {name: wanted[name] for name in change})
         return {name: carrier.new[name].to(one.dtype) + one for name, one in kept.items()}, share
+
+    def _changes(self) -> tuple[dict[str, Tensor], list[str]]:
+        """What weights carry, as changes of the new base's tensors, and what of it has a place there."""
+        tuned, change = Tuned(self.work.carrier, self.source), dict[str, Tensor]()
+        for block in self.work.carrier.architecture.blocks:
+            for key, found in tuned.factors(block, None)[0].items():
+                if (info := block.tensor(key)) is not None and info.name != self._tied:
+                    change |= unstack(info, dense(found, info))
+        return change, tuned.share()
+
+    def _by_weights(self) -> tuple[dict[str, Tensor], list[str]]:
+        """The new base's tensors as weights carry them, where hidden states have no place in it, and notes."""
+        change, notes = self._changes()
+        new = self.work.carrier.new
+        return {name: new[name].to(one.dtype) + one for name, one in change.items()}, [*notes, FROM_WEIGHTS]
 
     @property
     def _untie(self) -> bool:
@@ -327,12 +363,6 @@ class _Carrying:
 
 def _on(name: str, device: str) -> Any:
     return load(name).to(device)
-
-
-def largest_rank(path: str) -> int:
-    """The largest rank in an adapter, which what is carried of it may have everywhere."""
-    adapter = Adapter(path)
-    return max((adapter.shapes[c.a][0] for c in adapter.changes.values() if c.a is not None), default=1)
 
 
 def _samples(tuned: str, new: str, samples: Samples) -> tuple[Data, Data, Data]:

@@ -100,6 +100,11 @@ class Adapter:
         self.changes = {name: self._scaled(name, change) for name, change in self._read_names().items()}
         self._check_changes()
 
+    @property
+    def rank(self) -> int:
+        """The largest of its factors, which what is carried of it may have everywhere; one where it has none."""
+        return max((self.shapes[c.a][0] for c in self.changes.values() if c.a is not None), default=1)
+
     def factors(self, name: str) -> tuple[Tensor, Tensor, float] | None:
         """A (r, in), B (out, r) as they are stored and s, so that the parameter gains s B A; None: it has none."""
         change = self.changes[name]

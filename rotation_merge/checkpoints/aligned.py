@@ -81,7 +81,7 @@ def write_checkpoint(
     like: Model,
     tensors: Iterable[tuple[str, Tensor]],
     report: MergeReport,
-    text: str,
+    text: str | Callable[[], str],
     out: str,
     storage: Storage,
     progress: Progress | None = None,
@@ -91,7 +91,7 @@ def write_checkpoint(
 
     Args:
         like: whose config and tokenizer it has, and those of its tensors that `tensors` leaves out.
-        text: the model card.
+        text: the model card; or what makes it once all tensors are written.
         check: looks at what has been written, before it takes its place.
 
     Raises:
@@ -129,6 +129,7 @@ def write_checkpoint(
             shutil.move(staging, rejected)
             what = f"does not compute what {like.reference} computes ({words})"
             raise CheckpointError(what, where=rejected, remedy="nothing else was written; please report it")
+        text = text if isinstance(text, str) else text()
         with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
             file.write(f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
 

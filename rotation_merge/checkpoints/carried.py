@@ -16,6 +16,7 @@ from rotation_merge.checkpoints.headers import read_json
 from rotation_merge.checkpoints.lora import Written
 from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
 from rotation_merge.checkpoints.output import staged
+from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.model import Alignment, Progress
@@ -43,7 +44,7 @@ class Settings:
         alignment: a file of maps to apply instead of matching.
         scale: what every change is multiplied by.
         lora: rank of the adapters that whole fine-tunes are written as; 0: as models.
-        widths: bring a smaller old base to the new one's sizes.
+        unlike: what of the bases' shapes may differ.
     """
 
     match: MatchOptions = field(default_factory=MatchOptions)
@@ -52,7 +53,7 @@ class Settings:
     device: str = "cpu"
     lora: int = 0
     storage: Storage = field(default_factory=Storage)
-    widths: bool = False
+    unlike: Unlike = field(default_factory=Unlike)
 
 
 @dataclass(frozen=True)
@@ -77,21 +78,21 @@ def carry_all(
     """
     adapters = {out: Adapter(path) for out, path in works.items() if is_adapter(path)}
     whole = {out: path for out, path in works.items() if out not in adapters}
-    if adapters and settings.widths:
-        first = next(iter(adapters.values())).path
-        remedy = f"name {old}+{first} in its place, and --lora RANK"
-        raise CheckpointError("is an adapter, which is not widened", where=first, remedy=remedy)
-    untie = settings.storage.untie or not whole or bool(settings.lora)
-    bases = open_bases(new, old, settings.device, untie, settings.widths)
+    if settings.unlike.asked:  # an adapter's change is read as its model's, which it makes of low rank again
+        whole, merged, adapters = {**whole, **{out: f"{old}+{a.path}" for out, a in adapters.items()}}, adapters, {}
+    else:
+        merged = {}
+    ranks = {out: settings.lora or (merged[out].rank if out in merged else 0) for out in whole}
+    untie = settings.storage.untie or all(ranks.get(out, 1) for out in works)
+    bases = open_bases(new, old, settings.device, untie, settings.unlike).settled(settings.match, progress)
     tuned = {out: bases.tuned(path) for out, path in whole.items()}
     alignment, report = aligned(bases, settings, progress)
-    if whole and not settings.lora:
+    if not all(ranks.values()):
         check_head(bases, alignment, settings)
     carrying = Work(bases, bases.carrier(alignment, settings.storage.dtype), report, settings)
     ready = {out: carrying.adapter(adapter) for out, adapter in adapters.items()}
-    if settings.lora:
-        ready |= {out: carrying.as_lora(source) for out, source in tuned.items()}
-        tuned = {}
+    ready |= {out: carrying.as_lora(source, ranks[out]) for out, source in tuned.items() if ranks[out]}
+    tuned = {out: source for out, source in tuned.items() if not ranks[out]}
     return [
         *(carrying.write(works[out], out, *result) for out, result in ready.items()),
         *(carrying.write_tuned(works[out], out, source, progress) for out, source in tuned.items()),
@@ -120,12 +121,13 @@ class Work:
         carried = carry_adapter(adapter, self.carrier, old.config, new, self.settings.scale, old.rows)
         return carried.adapter, _notes(carried, self.bases, adapter)
 
-    def as_lora(self, source: TensorSource) -> tuple[Written, list[str]]:
+    def as_lora(self, source: TensorSource, rank: int) -> tuple[Written, list[str]]:
         """A whole fine-tune's change as an adapter."""
-        tuned, rank = Tuned(self.carrier, source, self.settings.scale), self.settings.lora
+        tuned = Tuned(self.carrier, source, self.settings.scale)
         written, kept = lora_of_tuned(tuned, rank, self.bases.new.config, str(self.bases.new.reference))
-        note = f"An adapter of rank {rank} keeps {share(kept):.1%} of the squared norm of what fine-tuning changed."
-        return written, [note]
+        what = "what fine-tuning changed" if self.carrier.frame is None else "what has a place there"
+        note = f"An adapter of rank {rank} keeps {share(kept):.1%} of the squared norm of {what}."
+        return written, [*tuned.share(), note]
 
     def write(self, work: str, out: str, written: Written, notes: list[str], how: str = MOVED) -> Done:
         report = replace(self.report, notes=[*self.report.notes, *notes], relation="adapter")
@@ -146,9 +148,11 @@ class Work:
             for _, pieces, change, before in tuned.tensors():
                 run.transport(work, change, before)
                 yield from pieces.items()
-            notes.extend([*self.report.notes, *run.transport_notes()])
+            notes.extend([*self.report.notes, *tuned.share(), *run.transport_notes()])
 
-        text = card(self.bases, work, self.report, out, "finetune")
+        def text() -> str:
+            return card(self.bases, work, report, out, "finetune")
+
         write_checkpoint(self.bases.new, tensors(), report, text, out, self.settings.storage, progress)
         return Done(work, out, [_verdict(self.bases, report), *notes])
 

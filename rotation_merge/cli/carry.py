@@ -42,7 +42,14 @@ from rotation_merge.errors import RotationMergeError
     help="Of the change: a number; auto: by samples held out, for weights in each block.",
 )
 @click.option("--lora", default=0, metavar="RANK", help="Write a whole fine-tune's change as an adapter.")
-@click.option("--widths", is_flag=True, help="OLD_BASE is smaller: bring it and WORK to NEW_BASE's sizes first.")
+@click.option("--widths", is_flag=True, help="OLD_BASE may be wider or narrower, with more or fewer heads and neurons.")
+@click.option(
+    "--layers-map",
+    "layers_map",
+    default="",
+    metavar="OLD:NEW,...",
+    help="OLD_BASE may be deeper or shallower: which layers meet (0-3:0-3,4:6), or auto: by similarity.",
+)
 @click.option("--shard-size", default="5B", show_default=True, help="Largest weight file of a model, e.g. 500M.")
 @click.option("--dtype", help="Storage of a carried model; the new base's if not given.")
 @device_option(" to compute on")
@@ -66,6 +73,7 @@ def command(
     scale: str,
     lora: int,
     widths: bool,
+    layers_map: str,
     shard_size: str,
     dtype: str | None,
     device: str,
@@ -81,6 +89,7 @@ def command(
     """
     from rotation_merge.checkpoints.aligned import Storage, check_dtype, parse_size
     from rotation_merge.checkpoints.carried import Settings, carry_all, check_places
+    from rotation_merge.checkpoints.unlike import Unlike
 
     for path in work:
         check_out(out, path, old, new)
@@ -98,11 +107,8 @@ def command(
     asked = any(context.get_parameter_source(name) is not ParameterSource.DEFAULT for name in ("data", "samples"))
     if asked and way == "weights" and factor is not None:
         raise RotationMergeError("weights are carried without samples", remedy="add --scale auto, or --carry refit")
-    if widths and (factor is None or way != "weights"):
-        raise RotationMergeError(
-            "with --widths the change is carried by weights alone", remedy="leave out --carry, and name a --scale"
-        )
-    settings = Settings(options, alignment_file, 1.0 if factor is None else factor, device, lora, storage, widths)
+    unlike = Unlike(widths, layers_map)
+    settings = Settings(options, alignment_file, 1.0 if factor is None else factor, device, lora, storage, unlike)
     progress = Progress()
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     check_places(work, places)

@@ -19,6 +19,7 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.factors import LowRank, dense, factor_infos
 from rotation_merge.matching.fold import Fold, unfold_change
+from rotation_merge.matching.frame import Frame, Places
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.state import TensorSource, read_tensor
 
@@ -35,11 +36,12 @@ class Carrier:
     """Carries changes of the old base to the new one.
 
     Attributes:
-        architecture: of the old base.
-        old, new: the bases as they are stored; `new` answers to the names of `architecture`.
+        architecture: of the new base; without a frame, of the old one, too.
+        old, new: the bases as they are stored; both answer to the names of `architecture`.
         alignment: of the old base to the new one.
         rows: where the vocabularies differ.
         dtype: that a carried model is going to be rounded to, if another than its own.
+        frame: where the bases' shapes differ: what they meet in. The old base is in its sizes, and `alignment` of it.
     """
 
     architecture: Architecture
@@ -48,10 +50,21 @@ class Carrier:
     alignment: Alignment
     rows: Rows | None = None
     dtype: torch.dtype | None = None
+    frame: Frame | None = None
 
     @property
     def fold(self) -> Fold:
         return Fold(self.architecture, self.alignment.folded, self.dtype)
+
+    @property
+    def folded(self) -> tuple[str, ...]:
+        """Streams that are folded in both bases where a change is moved."""
+        own = () if self.frame is None else self.frame.folded
+        return tuple(dict.fromkeys((*self.alignment.folded, *own)))
+
+    def met(self, block: Block) -> Block | None:
+        """The old base's block that meets one of the new base's, under the names of `old`; None: none does."""
+        return block if self.frame is None else self.frame.block(block)
 
     def block(self, block: Block, changes: Mapping[str, Change]) -> Changes:
         """The changes of a block's tensors, for the new base as it is stored; biases among them that are left over.
@@ -102,18 +115,38 @@ class Carrier:
         """One change, or one factor of a change: folded, moved, unfolded, its rows those of the new vocabulary."""
         return self.stored(block, info, self.fold.tensor(block, info, get), weight)
 
-    def moved(self, info: TensorInfo, change: Tensor) -> Tensor:
-        """A change of the folded old base in the new one's coordinates."""
-        return transform_tensor(change, info, self.alignment.transforms, change=True)
+    def moved(self, block: Block, info: TensorInfo, change: Tensor, places: Places | None = None) -> Tensor:
+        """A change of the folded old base in the new one's coordinates, in its sizes.
 
-    def stored(self, block: Block, info: TensorInfo, change: Tensor, weight: Tensor | None = None) -> Tensor:
+        Args:
+            places: is told what of it has a place there.
+        """
+        wide = info if self.frame is None else self.frame.of(block, info)
+        moved = transform_tensor(change, wide, self.alignment.transforms, change=True)
+        if self.frame is None:
+            return moved
+        cut = self.frame.cut(block, info, moved)
+        if places is not None:
+            placed = float(self.respelled(block, info, cut).square().sum())
+            places.found[block.name, info.key] = placed, float(moved.square().sum())
+        return self.frame.scaled(block, info, cut, self.folded)
+
+    def stored(
+        self,
+        block: Block,
+        info: TensorInfo,
+        change: Tensor,
+        weight: Tensor | None = None,
+        places: Places | None = None,
+    ) -> Tensor:
         """A change of the folded old base as one of the new base as it is stored, in the new vocabulary.
 
         Args:
             weight: of a bias: the change of the weight beside it, as it is to be stored.
+            places: is told what of the change has a place in the new base.
         """
-        moved = self.moved(info, change)
-        moved = unfold_change(block, info, moved, reader(block, self.new), self.alignment.folded, weight)
+        moved = self.moved(block, info, change, places)
+        moved = unfold_change(block, info, moved, reader(block, self.new), self.folded, weight)
         return self.respelled(block, info, moved)
 
     def respelled(self, block: Block, info: TensorInfo, moved: Tensor) -> Tensor:

@@ -22,6 +22,11 @@ from rotation_merge.matching.member import Member
 from rotation_merge.matching.options import MatchOptions, by_stream
 from rotation_merge.matching.stream import residual_groups
 
+UNLIKE = (
+    "only models of equal sizes and symmetries can be averaged; 'rotation-merge align --widths' widens, and what a "
+    "fine-tune changed is carried by 'rotation-merge carry --widths' ('finetuned_from' with 'widths: true')"
+)
+
 Layers = Mapping[str, Sequence[tuple[int, int]]]
 """By module, which layer of the anchor meets which layer of the donor."""
 
@@ -89,7 +94,7 @@ def check_pair(
     streams = _streams(anchor, donor, options.residual, untie)
     if streams or layers is None:
         _check_depth(anchor, donor)
-    blocks = _meeting(anchor.architecture, donor.architecture, None if streams else layers)
+    blocks = meeting(anchor.architecture, donor.architecture, None if streams else layers)
     for mine, theirs in blocks:
         _check_block(mine, theirs, anchor, donor)
     folded = anchor.architecture.folds(streams)
@@ -153,11 +158,12 @@ def _check_depth(anchor: Member, donor: Member) -> None:
             raise CheckpointError(
                 f"has {theirs} layers, {anchor.name} has {ours}",
                 where=donor.name,
-                remedy="pick layers of either with 'slices' in a recipe, without 'residual'",
+                remedy="pick layers of either with 'slices' in a recipe, without 'residual'; or carry what a fine-tune "
+                "changed, by 'rotation-merge carry --layers-map' ('finetuned_from' with 'layers_map')",
             )
 
 
-def _meeting(anchor: Architecture, donor: Architecture, layers: Layers | None) -> list[tuple[Block, Block]]:
+def meeting(anchor: Architecture, donor: Architecture, layers: Layers | None) -> list[tuple[Block, Block]]:
     """The blocks that are matched with each other."""
     theirs = {(b.module, b.place, b.index, b.name if b.index is None else ""): b for b in donor.blocks}
     found = []
@@ -236,7 +242,7 @@ def _refuse_differing(
         raise CheckpointError(
             f"'{what}' has {words} in {anchor.name}",
             where=donor.name,
-            remedy="only models of equal sizes and symmetries can be aligned; 'rotation-merge align --widths' widens",
+            remedy=UNLIKE,
         )
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Block, TensorInfo
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.carry import Carrier, Change, Changes, folded_keys, is_bias, weight_key
 from rotation_merge.matching.factors import LowRank, dense, stacks, transposed
 from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.frame import Framed, Places
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 
 Scale = float | Mapping[str, float]
@@ -32,12 +33,14 @@ class Tuned:
         source: its tensors, under the names of the carrier's architecture.
         scale: what its change is multiplied by.
         dtype: of the results; None: the new base's for storage.
+        places: what of the change has a place in a new base of other shapes, as far as it has been moved.
     """
 
     carrier: Carrier
     source: TensorSource
     scale: Scale = 1.0
     dtype: torch.dtype | None = None
+    places: Places = field(default_factory=Places)
 
     def tensors(self) -> Iterator[tuple[TensorInfo, dict[str, Tensor], float, float]]:
         """The new base with the carried change, tensor by tensor, in the new base's storage dtype.
@@ -46,7 +49,7 @@ class Tuned:
             The tensor, its pieces by name, and the squared norms of its change and of the old base's tensor.
         """
         carrier = self.carrier
-        new = self._folded(carrier.new)
+        new = self._folded(carrier.new, carrier.architecture)
         for block in carrier.architecture.blocks:
             for info in block.tensors:
                 stored, base = read_tensor(info, carrier.new), read_tensor(info, new)
@@ -55,8 +58,11 @@ class Tuned:
                 if not stored.is_floating_point():
                     yield info, unstack(info, stored), 0.0, 0.0
                     continue
+                if carrier.met(block) is None:
+                    yield info, unstack(info, base.to(self.dtype or stored.dtype).contiguous()), 0.0, 0.0
+                    continue
                 change, before = self._change(block, info)
-                moved = carrier.respelled(block, info, carrier.moved(info, change))
+                moved = carrier.respelled(block, info, carrier.moved(block, info, change, self.places))
                 result = (base + scale_at(self.scale, block.name) * moved).to(self.dtype or stored.dtype).contiguous()
                 yield info, unstack(info, result), float(change.square().sum()), before
 
@@ -71,14 +77,17 @@ class Tuned:
         """
         result: Changes = {}
         kept: dict[str, tuple[float, float]] = {}
-        absorbed = folded_keys(block, self.carrier.alignment.folded)
+        absorbed = folded_keys(block, self.carrier.folded)
+        if self.carrier.met(block) is None:
+            return result, kept
         for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
             if info.key in absorbed or read_tensor(info, self.carrier.new) is None:
                 continue
             change, _ = self._change(block, info)
             weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None
             beside = dense(result[weight.key], weight) if weight is not None and weight.key in result else None
-            whole = scale_at(self.scale, block.name) * self.carrier.stored(block, info, change.double(), beside)
+            moved = self.carrier.stored(block, info, change.double(), beside, self.places)
+            whole = scale_at(self.scale, block.name) * moved
             if not bool(whole.any()):
                 continue
             result[info.key] = cut = (
@@ -88,13 +97,23 @@ class Tuned:
             kept[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
         return result, kept
 
-    def _folded(self, source: TensorSource) -> TensorSource:
-        streams = self.carrier.alignment.folded
-        return Folded(self.carrier.architecture, source, streams, self.carrier.dtype) if streams else source
+    def share(self) -> list[str]:
+        """What of the change has a place in the new base, in words, once it has been moved; none of equal shapes."""
+        frame, old = self.carrier.frame, self.carrier.old
+        if frame is not None and isinstance(old, Framed) and isinstance(self.source, Framed):
+            self.places.lost.update(frame.without_place(old, self.source))
+        return self.places.words()
+
+    def _folded(self, source: TensorSource, architecture: Architecture) -> TensorSource:
+        streams = self.carrier.folded
+        return Folded(architecture, source, streams, self.carrier.dtype) if streams else source
 
     def _change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float]:
         """What fine-tuning changed in a tensor of the folded model, and the squared norm of it before."""
-        old, tuned = (read_tensor(info, self._folded(source)) for source in (self.carrier.old, self.source))
+        frame = self.carrier.frame
+        architecture = self.carrier.architecture if frame is None else frame.common
+        info = info if frame is None else frame.of(block, info)
+        old, tuned = (read_tensor(info, self._folded(s, architecture)) for s in (self.carrier.old, self.source))
         if old is None or tuned is None or old.shape != tuned.shape:
             why = "the fine-tune's has another shape" if old is not None and tuned is not None else "a model lacks it"
             raise AlignmentError(
@@ -103,7 +122,8 @@ class Tuned:
                 remedy="name the base that it was tuned from, of the same class, by --from",
             )
         old = old.to(torch.promote_types(old.dtype, torch.float32))
-        return tuned.to(old.dtype) - old, float(old.square().sum())
+        change = tuned.to(old.dtype) - old
+        return change if frame is None else frame.grow_old.trimmed(info.name, change), float(old.square().sum())
 
 
 def of_low_rank(change: Tensor, info: TensorInfo, rank: int) -> Change:

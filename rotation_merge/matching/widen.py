@@ -11,7 +11,7 @@ semi-orthogonal maps between models of two widths are rotations of the larger on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.apply import join_axis, split_axis
 from rotation_merge.matching.fold import fold_tensor
 from rotation_merge.matching.state import TensorSource, read_tensor
+
+_WORDS = {"groups": "KV heads", "per_group": "query heads for each KV head", "head_dim": "dimensions of a head"}
 
 REMEDY = "only neurons, heads and residual streams can be widened"
 
@@ -71,8 +73,22 @@ class Widening:
             for name in streams
         }
         self.heads = {name: self._counted(*pair) for name, pair in grown.items() if pair[0].kind == "attention"}
+        self.grown = grown
         self.places = own.places()
         self.larger = {b.name: {info.key: info for info in b.tensors} for b in wide.blocks}
+
+    @property
+    def grows(self) -> str:
+        """What has another size, in words; empty where nothing has."""
+        found: dict[str, None] = {}
+        for name, (own, wide) in self.grown.items():
+            if own.kind == "translation":
+                continue
+            what = name.rpartition(".")[2]
+            sizes = ((key, own.sizes[key], size) for key, size in wide.sizes.items() if own.sizes[key] != size)
+            words = (f"{what} {_WORDS.get(key, key)} {small} to {large}" for key, small, large in sizes)
+            found |= dict.fromkeys(words)
+        return ", ".join(found)
 
     def tensor(self, block: Block, info: TensorInfo, get: Callable[[str], Tensor | None]) -> Tensor:
         """One tensor of the wider model, in float32 at least; the stored one itself where nothing changes.
@@ -83,7 +99,7 @@ class Widening:
         stored = get(info.key)
         assert stored is not None
         larger = self.larger[block.name][info.key]
-        factor = self._factor(block, info)
+        factor = self.factor(block, info)
         result = fold_tensor(block, info, get, self.folded, self.centred)
         if result is stored and info.axes == larger.axes and factor == 1.0:
             return stored
@@ -96,18 +112,38 @@ class Widening:
             result = _padded(result, dim, axis, wide, fill)
         return result
 
-    def _factor(self, block: Block, info: TensorInfo) -> float:
-        """What the weights are multiplied by, beside the zeros around them."""
+    def cut(self, block: Block, info: TensorInfo, wide: Tensor) -> Tensor:
+        """The entries of a wider model's tensor that are not around this one's, still `factor` times as large."""
+        larger = self.larger[block.name][info.key]
+        for dim, (axis, other) in enumerate(zip(info.axes, larger.axes, strict=True)):
+            wide = _cut(wide, dim, axis, other)
+        return wide
+
+    def trimmed(self, name: str, wide: Tensor) -> Tensor:
+        """The change of a wider model's tensor without that of the entries which gains are filled up with."""
+        block, info, _ = self.places[name]
+        if not _is_gain(info) or info.axes == self.larger[block.name][info.key].axes:
+            return wide
+        return _padded(self.cut(block, info, wide), 0, info.axes[0], self.larger[block.name][info.key].axes[0], 0.0)
+
+    def factor(self, block: Block, info: TensorInfo, folded: Collection[str] = ()) -> float:
+        """What the weights are multiplied by, beside the zeros around them.
+
+        Args:
+            folded: streams whose gains are folded into what reads them.
+        """
         found = 1.0
-        for part in (part for axis in info.axes for part in axis.parts):
-            name, role = part.space.name, part.role
+        lives = (dict.fromkeys((part.space.name, part.role) for part in axis.parts) for axis in info.axes)
+        for name, role in (pair for pairs in lives for pair in pairs):  # what reads a stream several times over, once
             width = self.factors.get(name)
             if width is not None and role == "write":
-                found *= 1.0 if self._rooted(info, part.space) else width
+                found *= 1.0 if self._rooted(info, self.own.streams[name]) else width
             elif width is not None and role == "read":
-                found *= self._read(block, info, name, width)
+                found *= 1 / width if name in folded else self._read(block, info, name, width)
             elif width is not None and role == "gain":
-                found /= self._gain(block, info, name, width)
+                found /= 1.0 if name in folded else self._gain(block, info, name, width)
+            elif width is not None and role == "shift" and name in folded:
+                found *= width  # which is divided by the gain
             elif name in self.heads:
                 found *= self.heads[name].get(role, 1.0)
         return found
@@ -141,8 +177,7 @@ class Widening:
     @staticmethod
     def _fill(info: TensorInfo, tensor: Tensor) -> float:
         """New entries of a gain meet zeros, and are what the others are on average; all else is zero."""
-        gains = len(info.axes) == 1 and any(part.role == "gain" for part in info.axes[0].parts)
-        return float(tensor.mean()) if gains else 0.0
+        return float(tensor.mean()) if _is_gain(info) else 0.0
 
     def _counted(self, own: Space, wide: Space) -> dict[str, float]:
         """Factors of an attention's tensors by role."""
@@ -237,6 +272,10 @@ def wide_shapes(shapes: Mapping[str, tuple[int, ...]], widening: Widening) -> di
     return found
 
 
+def _is_gain(info: TensorInfo) -> bool:
+    return len(info.axes) == 1 and any(part.role == "gain" for part in info.axes[0].parts)
+
+
 def _padded(x: Tensor, dim: int, own: Axis, wide: Axis, fill: float) -> Tensor:
     """An axis with entries for all that the wider one has."""
     if own.size == wide.size or not own.pieces:
@@ -248,3 +287,14 @@ def _padded(x: Tensor, dim: int, own: Axis, wide: Axis, fill: float) -> Tensor:
         widths = [0, 0] * behind + [n for extra in reversed(more) for n in (0, extra)]
         pieces[where] = pad(pieces[where], widths, value=fill)
     return join_axis(pieces, dim, wide)
+
+
+def _cut(x: Tensor, dim: int, own: Axis, wide: Axis) -> Tensor:
+    """The reverse of `_padded`: of a wider axis the entries that the narrower one has."""
+    if own.size == wide.size or not own.pieces:
+        return x
+    pieces = split_axis(x, dim, wide)
+    for where, piece in enumerate(own.pieces):
+        for at, size in enumerate(factors_of(piece), dim):
+            pieces[where] = pieces[where].narrow(at, 0, size)
+    return join_axis(pieces, dim, own)

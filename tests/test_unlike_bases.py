@@ -1,0 +1,244 @@
+"""A change carried between bases of unlike widths and depths does there what it did at home, if they are one model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli_support import parsed, run
+from plugin_support import make as make_checkpoint
+from plugin_support import state, twin, write_state
+from safetensors.torch import save_file
+from tiny_models import Case, difference, exactly, inputs, make, outputs, reload, save
+from torch import Tensor
+from widths_support import CASES, doubled, widening
+
+from rotation_merge.architectures import Architecture, resolve
+from rotation_merge.architectures.registry import tied_head
+from rotation_merge.matching.carry import Carrier
+from rotation_merge.matching.depth import in_order
+from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.frame import frame_of
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.tuned import Tuned
+from rotation_merge.matching.widen import Widened
+from rotation_merge.samples.functions import load as load_model
+
+LARGE = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 8, "num_key_value_heads": 4}
+IDS = torch.arange(12).view(2, 6)
+
+
+def tuned_from(state: dict[str, Tensor], size: float = 0.05) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    noise = {n: size * torch.randn(t.shape, generator=draw, dtype=torch.float64) for n, t in state.items()}
+    return {n: (t + noise[n]).to(t.dtype) if t.is_floating_point() else t for n, t in state.items()}
+
+
+def carried(
+    new: tuple[Architecture, dict[str, Tensor]],
+    old: tuple[Architecture, dict[str, Tensor]],
+    tuned: dict[str, Tensor],
+    folded: tuple[str, ...],
+    tied: str | None,
+) -> tuple[dict[str, Tensor], float]:
+    """What a fine-tune of the old base is at the new one, which is the same model, and the share that had a place."""
+    layers = {module: [(i, i) for i in range(len(new[0].layers(module)))] for module in new[0].layers_key}
+    frame = frame_of(new[0], old[0], layers, tied, ("new", "old"))
+    carrier = Carrier(new[0], frame.of_old(old[1], old[0]), new[1], Alignment({}, folded), frame=frame)
+    moving = Tuned(carrier, frame.of_old(tuned, old[0]))
+    found = {name: tensor for _, pieces, _, _ in moving.tensors() for name, tensor in pieces.items()}
+    return {**new[1], **found}, moving.places.share()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
+def test_a_change_goes_to_twice_the_sizes_and_back(case: Case, tmp_path: Path) -> None:
+    model = make(case)
+    config, own = save(model, tmp_path)
+    tuned, wide, given = tuned_from(own), doubled(config), inputs(case, model)
+    grown = widening(config, own, wide)
+    large, large_tuned = ({name: Widened(source, grown)[name].contiguous() for name in own} for source in (own, tuned))
+    small_base, large_base = ((resolve(c, list(own), "it"), s) for c, s in ((config, own), (wide, large)))
+    tied = tied_head(config, own, "it")
+    turned = () if tied else small_base[0].folds(dict.fromkeys(small_base[0].admitting("rotation"), "rotation"))
+    for folded in {(), turned}:
+        down, share = carried(small_base, large_base, large_tuned, folded, tied and tied[0])
+        assert share > 0.999  # gains of coordinates that hold nothing changed, too
+        up, share = carried(large_base, small_base, tuned, folded, tied and tied[0])
+        assert share == pytest.approx(1.0, abs=1e-9)
+        with exactly():
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            home = outputs(reload(case, tmp_path, tuned), given)
+            assert difference(home, outputs(reload(case, tmp_path, down), given)) < 1e-9
+            (tmp_path / "config.json").write_text(json.dumps(wide))
+            assert difference(home, outputs(reload(case, tmp_path, up), given)) < 1e-9
+
+
+def logits(path: object) -> Tensor:
+    with torch.no_grad():
+        return load_model(str(path))(IDS).logits  # type: ignore[no-any-return]
+
+
+def near(path: object, home: Tensor, base: object) -> bool:
+    """Whether a model gives what a fine-tune gave at home, up to a thousandth of what fine-tuning changed."""
+    return float((logits(path) - home).abs().max()) < 1e-3 * float((logits(base) - home).abs().max())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small Llama and its fine-tune, both as a larger one in other coordinates, and with layers that do nothing."""
+    folder = tmp_path_factory.mktemp("unlike")
+    small = make_checkpoint("llama", folder / "small")
+    large = make_checkpoint("llama", folder / "large", seed=5, **LARGE)
+    config = json.loads((large / "config.json").read_text())
+    tuned = write_state(tuned_from(state(small)), small, folder / "tuned")
+    grown = widening(json.loads((small / "config.json").read_text()), state(small), config)
+    found = {"small": small, "tuned": tuned, "other": large}
+    for name, path in (("wide", small), ("wide-tuned", tuned)):
+        source = Folded(grown.wide, Widened(state(path), grown), ("residual",))
+        inner = write_state({n: source[n].contiguous() for n in state(small)}, large, folder / f"{name}-inner")
+        found[name] = twin(inner, folder / name, residual="rotation", heads="permutation")
+    deep = make_checkpoint("llama", folder / "deep", seed=3, num_hidden_layers=4)
+    for name, path in (("deep", small), ("deep-tuned", tuned)):
+        found[name] = write_state(inserted(state(path), state(deep)), deep, folder / f"{name}-made")
+    return found
+
+
+def inserted(own: dict[str, Tensor], deep: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The layers 0 and 1 of a model as 1 and 2 of a deeper one, whose others write nothing."""
+    idle = {n: t.zero_() if "o_proj" in n or "down_proj" in n else t for n, t in deep.items()}
+    moved = {n.replace("layers.1.", "layers.2.").replace("layers.0.", "layers.1."): t for n, t in own.items()}
+    return {**idle, **moved}
+
+
+HOW = ("--widths", "--heads", "permutation", "--residual", "rotation")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_fine_tune_of_a_larger_base_returns_to_the_smaller_one(
+    models: dict[str, Path], tmp_path: Path, dtype: str
+) -> None:
+    out = tmp_path / "out"
+    done = parsed(
+        "carry", models["wide-tuned"], out, "--from", models["wide"], "--to", models["small"], *HOW, "--dtype", dtype
+    )
+    lines = done["written"][0]["lines"]
+    assert any("larger than" in line and "left out" in line for line in lines)
+    place = next(line for line in lines if "has a place in the new base" in line)
+    assert "100.0%" in place or "99." in place
+    assert "model.layers.0" in place
+    assert place in (out / "README.md").read_text()
+    assert dtype == "bfloat16" or near(out, logits(models["tuned"]), models["small"])
+
+
+def test_what_has_no_place_is_said(models: dict[str, Path], tmp_path: Path) -> None:
+    """A fine-tune of an unrelated larger base: part of its change falls on zeros."""
+    tuned = write_state(tuned_from(state(models["other"])), models["other"], tmp_path / "tuned")
+    pair = ("--from", models["other"], "--to", models["small"], "--widths", "--residual", "none")
+    done = parsed("carry", tuned, tmp_path / "out", *pair)
+    place = next(line for line in done["written"][0]["lines"] if "has a place" in line)
+    assert 10 < float(place.split("change ")[1].split("%")[0]) < 80
+    assert logits(tmp_path / "out").isfinite().all()
+
+
+@pytest.mark.parametrize("way", ["1:0", "auto"])
+def test_layers_that_do_nothing_change_nothing(models: dict[str, Path], tmp_path: Path, way: str) -> None:
+    """The deeper base is the shallower one; both ways."""
+    home = logits(models["tuned"])
+    up, down = ("0-1:1-2", "1-2:0-1") if way != "auto" else (way, way)
+    for name, tuned, old, new, layers in (
+        ("up", "tuned", "small", "deep", up),
+        ("down", "deep-tuned", "deep", "small", down),
+    ):
+        pair = ("--from", models[old], "--to", models[new])
+        done = parsed("carry", models[tuned], tmp_path / name, *pair, "--layers-map", layers, "--residual", "rotation")
+        lines = " ".join(done["written"][0]["lines"])
+        assert ("0:1, 1:2" if name == "up" else "1:0, 2:1") in lines
+        assert near(tmp_path / name, home, models[new])
+
+
+def test_layers_in_order_with_the_greatest_sum() -> None:
+    table = torch.tensor([[0.1, 0.9, 0.0, 0.0], [0.2, 0.8, 0.3, 0.0], [0.0, 0.0, 0.1, 0.5]])
+    assert in_order(table) == [(0, 1), (1, 2), (2, 3)]
+    assert in_order(table.mT) == [(1, 0), (2, 1), (3, 2)]
+
+
+def test_an_adapter_is_carried_to_a_larger_base(models: dict[str, Path], tmp_path: Path) -> None:
+    """It stays one of its rank."""
+    own = state(models["small"])
+    changes = {n: 0.3 * torch.randn(2, *t.shape) for n, t in own.items() if n.endswith("proj.weight")}
+    adapter = lora(models["small"], changes, tmp_path / "adapter")
+    pair = ("--from", models["small"], "--to", models["wide"])
+    done = parsed("carry", adapter, tmp_path / "out", *pair, *HOW)
+    assert any("rank 2 keeps 100.0%" in line for line in done["written"][0]["lines"])
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 2
+    assert near(f"{models['wide']}+{tmp_path / 'out'}", logits(f"{models['small']}+{adapter}"), models["wide"])
+
+
+def lora(base: Path, changes: dict[str, Tensor], out: Path) -> Path:
+    """An adapter of rank 2 of some weights of a model, its factors drawn."""
+    tensors, modules = {}, []
+    for name, random in changes.items():
+        module = name.removesuffix(".weight")
+        tensors[f"base_model.model.{module}.lora_A.weight"] = random[0][:2].contiguous()
+        tensors[f"base_model.model.{module}.lora_B.weight"] = random[1][:, :2].contiguous()
+        modules.append(module)
+    out.mkdir()
+    save_file(tensors, out / "adapter_model.safetensors")
+    words = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": modules, "task_type": "CAUSAL_LM"}
+    (out / "adapter_config.json").write_text(json.dumps({**words, "base_model_name_or_path": str(base)}))
+    return out
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"input_ids": [(7 * i + j * j) % 40 for j in range(8)]}) for i in range(32)))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "flags", "said"),
+    [
+        ("wide", "small", ("--scale", "auto"), "Scale of each block"),
+        ("wide", "small", ("--carry", "signs", "--scale", 1), "Of the changed entries"),
+        ("wide", "small", ("--steps", 1, "--scale", 1), "Training began at what weights carry"),
+        ("small", "wide", ("--carry", "refit", "--scale", 1), "Refitted on"),
+    ],
+    ids=["auto", "signs", "distil", "refit"],
+)
+def test_samples_say_what_arrives_between_unlike_bases(
+    models: dict[str, Path], texts: Path, tmp_path: Path, old: str, new: str, flags: tuple[object, ...], said: str
+) -> None:
+    tuned = {"wide": "wide-tuned", "small": "tuned"}[old]
+    given = ("--widths", "--residual", "none", "--data", texts, "--samples", 32, *flags)
+    done = parsed("carry", models[tuned], tmp_path / "out", "--from", models[old], "--to", models[new], *given)
+    lines = " ".join(done["written"][0]["lines"])
+    assert said in lines
+    assert "On samples held out" in lines
+    assert logits(tmp_path / "out").isfinite().all()
+
+
+def test_what_cannot_be_carried_is_one_line(models: dict[str, Path], tmp_path: Path) -> None:
+    vit = make_checkpoint("vit", tmp_path / "vit")
+    turned = make_checkpoint("llama", tmp_path / "heads", head_dim=4)
+    for old, new, flags, words in (
+        ("wide", "small", (), "--widths"),
+        ("deep", "small", ("--widths",), "--layers-map"),
+        ("wide", "small", ("--layers-map", "auto"), "'--widths'"),
+        ("wide", "small", ("--widths", "--carry", "refit"), "--carry distil"),
+        ("wide", "small", ("--widths", "--alignment", "x.safetensors"), "leave out the alignment file"),
+        ("deep", "small", ("--layers-map", "0:0,3:2"), "which has 2"),
+        ("deep", "small", ("--layers-map", "1:0,0:1"), "out of order"),
+        ("deep", "small", ("--layers-map", "first"), "OLD:NEW"),
+        ("deep", "small", ("--layers-map", "vision=0:0"), "the modules are"),
+        (vit, "small", ("--widths",), "another architecture"),
+        (turned, "small", ("--widths",), "rotary frequencies depend"),
+    ):
+        base, to = (models.get(str(name), name) for name in (old, new))
+        found = run("carry", base, tmp_path / "out", "--from", base, "--to", to, *flags)
+        assert found.exit_code == 2, found.output
+        assert words in found.output
+        assert "Traceback" not in found.output
+        assert not (tmp_path / "out").exists()
