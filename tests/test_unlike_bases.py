@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cli_support import parsed, run
 from plugin_support import make as make_checkpoint
-from plugin_support import state, twin, write_state
+from plugin_support import merged, mergekit_yaml, recipe_for, state, twin, write_recipe, write_state
 from safetensors.torch import save_file
 from tiny_models import Case, difference, exactly, inputs, make, outputs, reload, save
 from torch import Tensor
@@ -218,6 +219,63 @@ def test_samples_say_what_arrives_between_unlike_bases(
     assert said in lines
     assert "On samples held out" in lines
     assert logits(tmp_path / "out").isfinite().all()
+
+
+def recipe(models: dict[str, Path], old: str, new: str, tuned: str, **given: Any) -> dict[str, Any]:
+    """The new base with what a fine-tune changed."""
+    own = {k: given.pop(k) for k in ("widths", "layers_map", "carry", "scale", "data", "samples") if k in given}
+    parameters = {"weight": 1.0, "finetuned_from": str(models[old]), **own}
+    made = recipe_for("task_arithmetic", models[new], models[tuned], **given)
+    made["models"] = [{"model": str(models[tuned]), "parameters": parameters}]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "tuned", "given"),
+    [
+        ("wide", "small", "wide-tuned", {"widths": True}),
+        ("deep", "small", "deep-tuned", {"layers_map": "1-2:0-1"}),
+        ("small", "deep", "tuned", {"layers_map": "auto", "widths": True}),
+    ],
+    ids=["smaller", "shallower", "deeper"],
+)
+def test_a_recipe_carries_between_unlike_bases(
+    models: dict[str, Path], tmp_path: Path, old: str, new: str, tuned: str, given: dict[str, Any]
+) -> None:
+    made = recipe(models, old, new, tuned, residual="rotation", heads="permutation", **given)
+    merged(made, tmp_path / "out")
+    assert near(tmp_path / "out", logits(models["tuned"]), models[new])
+    report = (tmp_path / "out" / "rotation_merge.json").read_text()
+    assert "has a place in the new base" in report
+    assert run("check", write_recipe(made, tmp_path / "recipe.yml")).exit_code == 0
+
+
+def test_samples_scale_what_a_recipe_carries(models: dict[str, Path], texts: Path, tmp_path: Path) -> None:
+    given = {"widths": True, "scale": "auto", "data": str(texts), "samples": 32}
+    merged(recipe(models, "wide", "small", "wide-tuned", **given), tmp_path / "out")
+    assert "Scale of each block" in (tmp_path / "out" / "rotation_merge.json").read_text()
+
+
+def test_what_a_recipe_cannot_carry_is_one_line(models: dict[str, Path], tmp_path: Path) -> None:
+    for given, words in (
+        ({}, "widths: true"),
+        ({"widths": True, "carry": "refit"}, "distil"),
+        ({"widths": True, "heads_of": "each"}, "rotation-merge carry"),
+        ({"widths": True, "layers_map": "0:5"}, "has 2"),
+        ({"widths": "wide"}, "true"),
+    ):
+        made = recipe(models, "wide", "small", "wide-tuned", **given)
+        refused(made, tmp_path, words)
+    made = recipe(models, "wide", "small", "wide-tuned", widths=True)
+    del made["models"][0]["parameters"]["finetuned_from"]
+    refused(made, tmp_path, "finetuned_from")
+
+
+def refused(made: dict[str, Any], tmp_path: Path, words: str) -> None:
+    done = mergekit_yaml(made, tmp_path / "out")
+    assert done.exit_code != 0
+    assert words in done.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_carried_is_one_line(models: dict[str, Path], tmp_path: Path) -> None:

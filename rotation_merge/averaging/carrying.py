@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.averaging.carry_change import ChangeOptions, refit_change
+from rotation_merge.averaging.carry_change import ChangeOptions, check_refit, refit_change
 from rotation_merge.averaging.carry_distil import Distilled, Lessons, adapter_in_training, distil
 from rotation_merge.averaging.carry_losses import SCALES, Losses, both
 from rotation_merge.averaging.carry_scale import Scaled, Scales, search
@@ -20,7 +19,7 @@ from rotation_merge.averaging.carry_signs import agreeing, votes
 from rotation_merge.averaging.carry_solution import Solution
 from rotation_merge.checkpoints.adapters import Adapter, is_adapter
 from rotation_merge.checkpoints.aligned import write_checkpoint
-from rotation_merge.checkpoints.bases import Bases, open_bases
+from rotation_merge.checkpoints.bases import open_bases
 from rotation_merge.checkpoints.carried import Done, Settings, Work, aligned, card, check_head
 from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
 from rotation_merge.errors import DataError, RotationMergeError
@@ -30,14 +29,13 @@ from rotation_merge.matching.factors import dense
 from rotation_merge.matching.model import Progress
 from rotation_merge.matching.sources import Renamed, Replaced, Respelled
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
-from rotation_merge.matching.tuned import Tuned
+from rotation_merge.matching.tuned import Scale, Tuned
 from rotation_merge.samples.arrays import one_by_one
 from rotation_merge.samples.data import Data, read_batches, unpadded
 from rotation_merge.samples.evaluate import evaluate
 from rotation_merge.samples.functions import Batch, architecture_of, load, local_path
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.written import SELF, writes_text
-from rotation_merge.scratch import Scratch
 
 AT_ONCE = 16
 HELD_OUT = 0.25
@@ -72,6 +70,16 @@ class Samples:
     solve: bool = True
     signs: bool = False
 
+    @property
+    def refits(self) -> bool:
+        """Whether maps are solved towards hidden states, and that is what is wanted."""
+        return self.solve and not (self.signs or self.steps)
+
+    @property
+    def needed(self) -> bool:
+        """Whether anything is run on them."""
+        return self.solve or self.scale is None
+
     def read(self, batch_size: int = AT_ONCE) -> dict[str, Any]:
         """How they are read."""
         return {"limit": self.count, "batch_size": batch_size, "length": self.length, "seed": self.seed}
@@ -94,7 +102,8 @@ def carry_with_samples(
         RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
     """
     bases = open_bases(new, old, settings.device, True, settings.unlike).settled(settings.match, progress)
-    check_refit(bases, samples)
+    if samples.refits:
+        check_refit(bases)
     if bases.rows is not None:
         raise DataError(
             f"its vocabulary is not that of {new}: samples mean other things to the two", where=old, remedy=ALONE
@@ -108,7 +117,7 @@ def carry_with_samples(
     done = []
     for out, source in sources.items():
         rank = settings.lora or (Adapter(works[out]).rank if is_adapter(works[out]) else 0)
-        one = _Carrying(work, names[out], source, rank, samples, progress)
+        one = Carrying(work, names[out], source, rank, samples, progress)
         if not samples.solve:
             done.append(_moved(one, works[out], out))
             continue
@@ -125,32 +134,7 @@ def carry_with_samples(
     return done
 
 
-def carried_tensors(
-    name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None = None
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The new base's tensors that a fine-tune changes, as `carry_with_samples` solves them, in float32, and notes."""
-    one = _one(name, old, new, settings, samples, progress)
-    with Scratch() as folder:
-        solution, notes = one.solved(os.path.join(folder, "out"))
-    return dict(replace(solution, dtype=torch.float32).tensors()), notes
-
-
-def carried_scales(
-    name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None = None
-) -> tuple[Scales, list[str]]:
-    """The scales at which weights alone carry a fine-tune, by name of the new base's blocks, and notes."""
-    return _one(name, old, new, settings, samples, progress).scaled()
-
-
-def _one(name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None) -> _Carrying:
-    bases = open_bases(new, old, settings.device, True, settings.unlike).settled(settings.match, progress)
-    check_refit(bases, samples)
-    alignment, report = aligned(bases, settings, progress)
-    work = Work(bases, bases.carrier(alignment), report, settings)
-    return _Carrying(work, name, bases.tuned(name), settings.lora, samples, progress)
-
-
-def _moved(one: _Carrying, path: str, out: str) -> Done:
+def _moved(one: Carrying, path: str, out: str) -> Done:
     """Carried by weights, each block at the scale that samples say."""
     work, settings = one.work, one.work.settings
     if not (is_adapter(path) or settings.lora):
@@ -165,23 +149,8 @@ def _moved(one: _Carrying, path: str, out: str) -> Done:
     return work.write(path, out, *work.as_lora(one.source, one.rank))
 
 
-def check_refit(bases: Bases, samples: Samples) -> None:
-    """Refuse to solve maps towards hidden states that the new base has no place for.
-
-    Raises:
-        RotationMergeError: says which ways are left.
-    """
-    whole = bases.frame is None or bases.frame.same
-    if samples.solve and not (whole or samples.signs or samples.steps):
-        raise RotationMergeError(
-            f"is larger than {bases.new.reference}, or of another depth: a refit has no place for its hidden states",
-            where=str(bases.old.reference),
-            remedy="use --carry distil, signs or weights ('carry' in a recipe)",
-        )
-
-
 @dataclass
-class _Carrying:
+class Carrying:
     """One thing that is carried with samples.
 
     Attributes:
@@ -229,7 +198,8 @@ class _Carrying:
             changed = self._refitted(data)
             notes = [f"Refitted on {on}."]
         else:
-            changed, notes = self._by_weights()
+            changed, notes = self.by_weights()
+            notes.append(FROM_WEIGHTS)
         if self.samples.steps:
             with Unfinished(out) as place:
                 changed, distilled = self._distilled(place, changed, data, held_out, own)
@@ -265,20 +235,20 @@ class _Carrying:
         kept, share = agreeing(change, {name: wanted[name] for name in change})
         return {name: carrier.new[name].to(one.dtype) + one for name, one in kept.items()}, share
 
-    def _changes(self) -> tuple[dict[str, Tensor], list[str]]:
+    def _changes(self, scale: Scale = 1.0) -> tuple[dict[str, Tensor], list[str]]:
         """What weights carry, as changes of the new base's tensors, and what of it has a place there."""
-        tuned, change = Tuned(self.work.carrier, self.source), dict[str, Tensor]()
+        tuned, change = Tuned(self.work.carrier, self.source, scale), dict[str, Tensor]()
         for block in self.work.carrier.architecture.blocks:
             for key, found in tuned.factors(block, None)[0].items():
                 if (info := block.tensor(key)) is not None and info.name != self._tied:
                     change |= unstack(info, dense(found, info))
         return change, tuned.share()
 
-    def _by_weights(self) -> tuple[dict[str, Tensor], list[str]]:
-        """The new base's tensors as weights carry them, where hidden states have no place in it, and notes."""
-        change, notes = self._changes()
+    def by_weights(self, scale: Scale = 1.0) -> tuple[dict[str, Tensor], list[str]]:
+        """The new base's tensors as weights carry them, and what of the change has a place there."""
+        change, notes = self._changes(scale)
         new = self.work.carrier.new
-        return {name: new[name].to(one.dtype) + one for name, one in change.items()}, [*notes, FROM_WEIGHTS]
+        return {name: new[name].to(one.dtype) + one for name, one in change.items()}, notes
 
     @property
     def _untie(self) -> bool:

@@ -20,6 +20,7 @@ from rotation_merge.matching.labels import label_rows
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.recipe.document import Document, Path
+from rotation_merge.recipe.donor import says_unlike
 from rotation_merge.recipe.names import BY_NAME, FILE
 from rotation_merge.recipe.places import at, items, scopes
 from rotation_merge.recipe.reading import Recipe
@@ -132,7 +133,7 @@ def _compare(
 ) -> None:
     resizes = document.value.get("tokenizer") or document.value.get("tokenizer_source")
     for path, model in opened.values():
-        if model is anchor:
+        if model is anchor or _unlike(document, path):  # the latter are looked at when the merge is planned
             continue
         each = recipe is not None and recipe.value("heads_of") == "each"
         try:
@@ -151,6 +152,13 @@ def _compare(
 def _carried(document: Document, path: Path) -> bool:
     """Whether what stands here is carried into the anchor's vocabulary: a fine-tune, or what it was tuned from."""
     return path[-1] == "finetuned_from" or bool(at(document.value, (*path[:-1], "parameters", "finetuned_from")))
+
+
+def _unlike(document: Document, path: Path) -> bool:
+    """Whether what stands here is a fine-tune, or its base, that may have other shapes than the anchor."""
+    at_model = path[:-1] if path[-1] == "finetuned_from" else (*path[:-1], "parameters")
+    settings = at(document.value, at_model)
+    return says_unlike(settings) and "finetuned_from" in settings
 
 
 def _shapes(

@@ -195,8 +195,10 @@ def _framed(new: str, old: str, device: str, untie: bool, unlike: Unlike) -> Bas
     if a.architecture.family != d.architecture.family:
         what = f"is of another architecture than {new}"
         raise CheckpointError(what, where=old, remedy="carry between models of one family")
-    tied = None if untie else next((model.tied[0] for model in (a, d) if model.tied), None)
-    frame = frame_of(a.architecture, d.architecture, unlike.met(a, d), tied, (new, old))
+    tied, stream = next((model.tied for model in (a, d) if model.tied), ("", ""))
+    if untie and stream and a.architecture.layer_normed(stream):
+        tied = ""
+    frame = frame_of(a.architecture, d.architecture, unlike.met(a, d), tied or None, (new, old))
     if not unlike.widths and (grows := frame.grow_new.grows or frame.grow_old.grows):
         raise CheckpointError(f"is not of the sizes of {new} ({grows})", where=old, remedy=WIDTHS)
     spec = find(d.config)

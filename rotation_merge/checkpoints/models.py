@@ -252,6 +252,12 @@ class Model:
         vars(found)["_of_files"] = lambda read: half.all_of(self._of_files(read), anchor._of_files(read))
         return found
 
+    def standing_in(self, anchor: Model) -> Model:
+        """The anchor by this model's name, as what its change will make of it: the anchor's config and shapes."""
+        found = Model(self.reference, self.options, self.unsupported, self.untie)
+        vars(found).update(loader=anchor.loader, config=anchor.config, shapes=anchor.shapes, dtypes=anchor.dtypes)
+        return found
+
     def check_shapes(self, other: Model, excluded: Callable[[str], bool], resized: bool) -> None:
         """Tensors in the same place of another model have the same shape.
 
@@ -355,10 +361,11 @@ def adapted_state(path: str) -> dict[str, Tensor] | None:
 
 
 class Models:
-    """The models of one merge, opened once each."""
+    """The models of one merge, opened once each; `unlike` are those whose base has other shapes than the anchor."""
 
     def __init__(self, options: MergeOptions, unsupported: str = "error", untie: bool = False) -> None:
         self.options, self.unsupported, self.untie = options, unsupported, untie
+        self.unlike: frozenset[ModelReference] = frozenset()
         self._opened: dict[ModelReference, Model] = {}
         LoaderCache().setup(options=options)
 
@@ -385,6 +392,9 @@ class Models:
             self[reference].config  # noqa: B018  (loads and checks)
         for reference in references[1:]:
             first, other = self[anchor], self[reference]
+            if reference in self.unlike:
+                self._opened[reference] = other.standing_in(first)
+                continue
             if find(other.config) and (half := language_half(first, other)):
                 self._opened[reference] = other.within(first, half)
             check_pair(self[anchor].member, self[reference].member, NOTHING, layers={}, excluded=lambda _: True)

@@ -127,6 +127,8 @@ def unfold_change(
         AlignmentError: a gain is so near zero that the result would be off.
     """
     for norm in _norms(block, streams):
+        if info.key == norm.shift and not _absorbs_shift(block, norm):
+            change = change * _gain(norm, get).to(change)
         if not _reads(info.key, norm):
             continue
         if not info.key.endswith(".bias"):

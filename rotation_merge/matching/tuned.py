@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError
-from rotation_merge.matching.carry import Carrier, Change, Changes, folded_keys, is_bias, weight_key
+from rotation_merge.matching.carry import Carrier, Change, Changes, is_bias, weight_key
 from rotation_merge.matching.factors import LowRank, dense, stacks, transposed
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.frame import Framed, Places
@@ -77,11 +77,10 @@ class Tuned:
         """
         result: Changes = {}
         kept: dict[str, tuple[float, float]] = {}
-        absorbed = folded_keys(block, self.carrier.folded)
         if self.carrier.met(block) is None:
             return result, kept
         for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
-            if info.key in absorbed or read_tensor(info, self.carrier.new) is None:
+            if read_tensor(info, self.carrier.new) is None:
                 continue
             change, _ = self._change(block, info)
             weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None

@@ -13,9 +13,11 @@ from mergekit.options import MergeOptions
 from pydantic import Field
 from torch import Tensor
 
-from rotation_merge.averaging.carrying import Samples, carried_scales, carried_tensors
+from rotation_merge.averaging.carry_in_merge import carried_scales, carried_tensors, carried_weights
+from rotation_merge.averaging.carrying import Samples
 from rotation_merge.checkpoints.aligned import Storage
 from rotation_merge.checkpoints.carried import Settings
+from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.planning.whole import WholeTask
@@ -37,11 +39,14 @@ class Carry(WholeTask):
 
     def execute(self) -> dict[str, Tensor] | dict[str, float]:
         make: Any = carried_tensors if self.samples.solve else carried_scales
+        if self.settings.unlike.asked and not self.samples.solve:
+            make = carried_weights
         with tqdm.tqdm(desc=f"Carrying {self.donor}", disable=self.quiet) as bar:
             found, notes = make(
                 self.donor, self.origin, self.anchor, self.settings, self.samples, lambda *_: bar.update(1)
             )
-        self.run.used(f"carrying {self.donor}", self.samples.data, self.samples.count)
+        if self.samples.needed:
+            self.run.used(f"carrying {self.donor}", self.samples.data, self.samples.count)
         for note in notes:
             self.run.note(f"`{self.donor}`: {note}")
         return found
@@ -83,13 +88,20 @@ def carried(
     given = {name: recipe.of_model(name, reader, model) for name in ("carry", "scale", "data", "samples", "steps")}
     way, scale = given["carry"], given["scale"]
     if origin is None:
+        if unlike_of(recipe, reader, model).asked:
+            what = "'widths' and 'layers_map' are of what fine-tuning changed"
+            raise RecipeError(what, where=str(model), remedy="name its base ('finetuned_from')")
         if way == "weights":
             return Carried()
         remedy = "name the model that it was tuned from ('finetuned_from')"
         raise RecipeError(f"'carry: {way}' carries what fine-tuning changed", where=str(model), remedy=remedy)
-    if way == "weights" and scale != "auto":
-        return Carried(scale=1.0 if scale is None else float(scale))
-    if not shares_vocabulary:
+    unlike = unlike_of(recipe, reader, model)
+    by_weights = way == "weights" and scale != "auto"
+    if by_weights:
+        scale = 1.0 if scale is None else float(scale)
+        if not unlike.asked:
+            return Carried(scale=scale)
+    if not shares_vocabulary and not by_weights:
         raise RecipeError(
             f"the vocabulary of {origin} is not the anchor's: samples mean other things to the two",
             where=str(model),
@@ -111,9 +123,15 @@ def carried(
         donor=str(model),
         origin=str(origin),
         anchor=str(recipe.base),
-        settings=Settings(match, file, device=device, storage=Storage(untie=recipe.untie)),
+        settings=Settings(match, file, device=device, storage=Storage(untie=recipe.untie), unlike=unlike),
         samples=samples,
         run=run,
         quiet=options.quiet,
     )
-    return Carried(carrying=task) if samples.solve else Carried(scale=task)
+    return Carried(carrying=task) if samples.solve or unlike.asked else Carried(scale=task)
+
+
+def unlike_of(recipe: Recipe, reader: ConfigReader, model: ModelReference) -> Unlike:
+    """What a recipe says of a donor's base: which of its shapes may differ from the anchor's."""
+    widths, layers = (recipe.of_model(name, reader, model) for name in ("widths", "layers_map"))
+    return Unlike(bool(widths), str(layers or ""))

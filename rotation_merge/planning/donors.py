@@ -13,7 +13,11 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture
+from rotation_merge.averaging.carry_change import check_refit
+from rotation_merge.averaging.methods import Averaging
 from rotation_merge.averaging.refit_method import RefitMethod
+from rotation_merge.averaging.transport import OtFusion
+from rotation_merge.checkpoints.bases import open_bases
 from rotation_merge.checkpoints.hub import local_file
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.checkpoints.vocabulary import matched_on, other_order, shared_rows
@@ -26,7 +30,7 @@ from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import Renamed, Rows
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.planning.ahead import Ahead
-from rotation_merge.planning.carrying import Carried, carried
+from rotation_merge.planning.carrying import Carried, carried, unlike_of
 from rotation_merge.planning.presets import settle_presets
 from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, Pick
 from rotation_merge.recipe.donor import title
@@ -133,6 +137,8 @@ class Donors:
         return self._base.architecture
 
     def _settle(self, model: ModelReference, reader: ConfigReader) -> Donor:
+        if model in self.models.unlike:
+            return self._unlike(model, reader)
         origin = self._origin(model, reader)
         path = self.recipe.of_model("alignment", reader, model)
         checked = self._check(origin or model, model, self.recipe.varying(reader, model) if path is None else NOTHING)
@@ -163,6 +169,34 @@ class Donors:
         )
         return Donor(origin, task, rows, checked)
 
+    def _unlike(self, model: ModelReference, reader: ConfigReader) -> Donor:
+        """A donor whose change is carried from a base of other shapes: by a task of its own (`carrying`).
+
+        Raises:
+            RotationMergeError: the two do not meet, or something is asked for that needs weights of one shape.
+        """
+        recipe, base = self.recipe, str(self.recipe.base)
+        own = isinstance(recipe.delegate, Averaging | OtFusion)
+        if own or recipe.value("heads_of") == "each":
+            what = f"delegate {recipe.delegate.spec.name}" if own else "'heads_of: each'"
+            raise RecipeError(
+                f"has another shape than {base}, {what} needs models of one shape",
+                where=str(model),
+                remedy="carry it first ('rotation-merge carry'), and merge what that writes",
+            )
+        origin = ModelReference.model_validate(recipe.of_model("finetuned_from", reader, model))
+        bases = open_bases(base, str(origin), untie=recipe.untie, unlike=unlike_of(recipe, reader, model))
+        bases.tuned(str(model))
+        if recipe.of_model("carry", reader, model) == "refit":
+            check_refit(bases)
+        if bases.rows is not None and (recipe.config.tokenizer or recipe.config.tokenizer_source):
+            raise _other_words(base, origin)
+        both = bases.pair.checked
+        checked = check_pair(both.anchor, both.donor, recipe.varying(reader, model), untie=recipe.untie)
+        for note in (*both.warnings, *checked.notes()):
+            self.run.note(note)
+        return Donor(origin, None, bases.rows, checked)
+
     def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
         """Rows of shared tokens where the donor (or what it was tuned from) has another vocabulary than the anchor.
 
@@ -174,11 +208,7 @@ class Donors:
             return None
         config = self.recipe.config
         if carried and (config.tokenizer or config.tokenizer_source):
-            raise RecipeError(
-                f"the task vector is carried into the vocabulary of {self.recipe.base}, which differs from its own",
-                where=str(donor),
-                remedy="leave out 'tokenizer' and 'tokenizer_source'",
-            )
+            raise _other_words(str(self.recipe.base), donor)
         self.run.note(matched_on(self._base, self.models[donor], len(rows[0])))
         return rows[0], rows[1]
 
@@ -301,3 +331,11 @@ class Donors:
     def name(model: ModelReference | str, origin: ModelReference | str | None) -> str:
         """What the report calls a donor."""
         return title(model, origin)
+
+
+def _other_words(base: str, origin: ModelReference) -> RecipeError:
+    return RecipeError(
+        f"the task vector is carried into the vocabulary of {base}, which differs from its own",
+        where=str(origin),
+        remedy="leave out 'tokenizer' and 'tokenizer_source'",
+    )

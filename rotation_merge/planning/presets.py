@@ -29,7 +29,9 @@ def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReferen
             continue
         found = str(preset)
         words = f"Preset {found}"
-        if preset == "auto":
+        if donor in models.unlike:
+            found = "far"
+        elif preset == "auto":
             cosine = likeness(models[recipe.base], models[donor])
             found = "near" if cosine >= RELATED else "far"
             words = f"Preset auto: {found} for `{donor}` (mean cosine of matrices to the base's {cosine:.2f})"

@@ -15,6 +15,7 @@ from rotation_merge.checkpoints.heads import head_names
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import RecipeError
 from rotation_merge.planning.donors import Donors
+from rotation_merge.recipe.donor import unlike_donors
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
 
@@ -36,7 +37,9 @@ class Session:
     @classmethod
     def of(cls, recipe: Recipe, options: MergeOptions, watched: bool = True) -> Session:
         run = Run(watched=watched, kept={} if recipe.value("save_alignment") else None)
-        return cls(recipe, Models(options, recipe.unsupported, recipe.untie), run)
+        models = Models(options, recipe.unsupported, recipe.untie)
+        models.unlike = unlike_donors(recipe.config)
+        return cls(recipe, models, run)
 
 
 def settle_heads(session: Session, models: Iterable[ModelReference]) -> None:

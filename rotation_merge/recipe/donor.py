@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
 
 from rotation_merge.matching.options import MatchOptions
 
@@ -11,6 +15,30 @@ from rotation_merge.matching.options import MatchOptions
 def title(model: object, origin: object | None) -> str:
     """What a report calls a donor."""
     return str(model) if origin is None else f"{model} (carried over from {origin})"
+
+
+def entries(config: MergeConfiguration) -> Iterator[tuple[ModelReference, Mapping[str, Any]]]:
+    """Every model that a recipe merges, with the parameters that stand under it."""
+    for part in (config, *(config.modules or {}).values()):
+        sources = (source for piece in part.slices or [] for source in piece.sources)
+        for entry in (*(part.models or []), *sources):
+            yield entry.model, entry.parameters or {}
+
+
+def carried_donors(config: MergeConfiguration) -> set[ModelReference]:
+    """Models whose task vector is carried over, into the anchor's vocabulary."""
+    return {model for model, given in entries(config) if given.get("finetuned_from") not in (None, "none")}
+
+
+def says_unlike(parameters: Any) -> bool:
+    """Whether a donor's parameters say that its base may have other shapes than the anchor."""
+    return isinstance(parameters, Mapping) and bool(parameters.get("widths") or parameters.get("layers_map"))
+
+
+def unlike_donors(config: MergeConfiguration) -> frozenset[ModelReference]:
+    """Models whose task vector is carried over from a base that may have other shapes than the anchor."""
+    asked = {model for model, given in entries(config) if says_unlike(given)}
+    return frozenset(asked & carried_donors(config))
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ FILE, MODEL, FOLDER, NAMES, RANGES = (
 )
 STREAMS = Kind("groups by stream (decoder=rotation,encoder=permutation)", lambda value: by_stream(value) is not None)
 NEW_FILE = Kind("a file to write", _text)
+PAIRS = Kind("OLD:NEW,... or ranges (0-3:0-3,4:6)", _text)
 METHOD_NAME = Kind("a merge method", _text)
 NUMBER = Kind("a number", _number)
 COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
@@ -140,6 +141,13 @@ KEYS = (
         "weights",
     ),
     Key("scale", DONOR_ONLY, ("auto", NUMBER), "of that change; auto (of refit and distil the default): by samples"),
+    Key("widths", DONOR_ONLY, (False, True), "true: what 'finetuned_from' names may be of other sizes", False),
+    Key(
+        "layers_map",
+        DONOR_ONLY,
+        ("auto", PAIRS),
+        "which of its layers meet which of base_model's, if it is of another depth; auto: by similarity",
+    ),
     Key("steps", DONOR_ONLY, (COUNT,), "of 'carry: distil'", 50),
     Key(
         "alignment",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mergekit.architecture.base import ModelArchitecture, ModuleArchitecture, ModuleDefinition, WeightInfo
-from mergekit.common import ModelReference
-from mergekit.config import InputSliceDefinition, MergeConfiguration, OutputModuleDefinition
+from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from transformers import PretrainedConfig
 
@@ -14,6 +13,7 @@ from rotation_merge.architectures import Architecture, find
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import CheckpointError
 from rotation_merge.planning.session import session_of, settle_heads
+from rotation_merge.recipe.donor import carried_donors
 from rotation_merge.recipe.settings import check_filters, check_words
 
 
@@ -71,21 +71,10 @@ def architecture_info(config: MergeConfiguration, options: MergeOptions) -> Mode
     recipe.document.raise_first()
     _check_depths(config, models)
     resized = bool(config.tokenizer or config.tokenizer_source or options.unsafe_truncate_embeddings)
-    carried = _carried(config)
+    carried = carried_donors(config)
     for reference in config.referenced_models():
         anchor.check_shapes(models[reference], recipe.excluded, resized or reference in carried)
     return describe(anchor.architecture, anchor.config)
-
-
-def _carried(config: MergeConfiguration) -> set[ModelReference]:
-    """Models whose task vector is carried over, into the anchor's vocabulary."""
-    parts = (config, *(config.modules or {}).values())
-    named = [entry for part in parts for entry in (*(part.models or []), *_sources(part))]
-    return {entry.model for entry in named if (entry.parameters or {}).get("finetuned_from") not in (None, "none")}
-
-
-def _sources(part: MergeConfiguration | OutputModuleDefinition) -> list[InputSliceDefinition]:
-    return [source for piece in part.slices or [] for source in piece.sources]
 
 
 def _check_depths(config: MergeConfiguration, models: Models) -> None:
