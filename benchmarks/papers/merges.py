@@ -15,6 +15,7 @@ from averaging import METHODS, call, merge
 from residual import Model, State, open_model
 from safetensors.torch import save_file
 
+from rotation_merge.checking.matchings import NAMED
 from rotation_merge.learning.fit import fit
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.model import Alignment, match_model
@@ -27,12 +28,13 @@ MATCHINGS: dict[str, MatchOptions | None] = {
     NONE: None,
     "no rescaling": MatchOptions(rescale=False),
     "FFN only": MatchOptions(attention="none", rescale=False),
-    "attention only": MatchOptions(ffn="none"),
-    "both": MatchOptions(),
+    "attention only": MatchOptions(ffn="none", rescale="sequential"),
+    "both": NAMED["paper"],
     RESIDUAL: FULL,
     LEARNED: FULL,
 }
-"""The paper's own (heads in their order) without and with its parts, then two of ours that turn the residual stream."""
+"""The paper's own (heads in their order, scales after rotations) and its parts, then two of ours that turn the residual
+stream."""
 STILL = {"attention": "none", "ffn": "none", "heads": "none", "rescale": False}
 AVERAGES: dict[str, dict[str, Any]] = {
     **{name: METHODS[name] for name in ("Simple", "Fisher", "RegMean", "OT-ACTS-EMD", "OT-ACTS", "OT-WTS")},
