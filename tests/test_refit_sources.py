@@ -10,7 +10,10 @@ import yaml
 from click.testing import CliRunner
 from mergekit.io.tasks import LoaderCache
 from plugin_support import EVERYTHING, make, merged, state
+from residual_support import checkpoint, twin
 from transformers import AutoModelForCausalLM
+
+from rotation_merge.cli.app import app
 
 
 def recipe(*models: str, **more: object) -> dict[str, object]:
@@ -61,3 +64,20 @@ def test_merges_of_merges(anchor: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, [str(tmp_path / "multi.yml"), *flags])
     assert done.exit_code == 0, done.output
     assert state(tmp_path / "out").keys() == state(anchor).keys()
+
+
+@pytest.mark.parametrize("data", ["self", "short.jsonl"])
+def test_a_donor_moved_by_a_file(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of a planted twin moves it onto the anchor, and the refit of the two leaves the anchor as it is."""
+    monkeypatch.chdir(tmp_path)
+    Path("short.jsonl").write_text("".join(f'{{"input_ids": {list(range(3, 3 + n))}}}\n' for n in (9, 8, 4)))
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation", seed=1)
+    given = ["align", str(anchor.path), str(donor.path), "--alignment", "file.safetensors"]
+    assert CliRunner().invoke(app, [*given, "--heads", "permutation", "--residual", "rotation"]).exit_code == 0
+    made = recipe(str(anchor.path), str(donor.path))
+    made["models"][1]["parameters"] |= {"alignment": "file.safetensors"}
+    made["parameters"] = {"delegate": "refit", "samples": 3, "data": data}
+    found, wanted = merged(made, tmp_path / "out"), state(anchor.path)
+    plain = merged({**made, "parameters": {"delegate": "linear"}}, tmp_path / "plain")
+    assert max(float((found[name] - plain[name]).abs().max()) for name in wanted) <= 1e-3
