@@ -48,7 +48,7 @@ MERGES: dict[str, Merge] = {
     "task arithmetic, scale 0.4": (0, "", {"delegate": "task_arithmetic", "weight": 0.4}),
     "Fisher, 128 texts a task, a label drawn for each token": (128, "fisher", {"delegate": "fisher"}),
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
-    "RegMean, 384 texts a task": (384, "gram", {"delegate": "regmean"}),
+    "refit, 32 texts a task": (32, "", {"delegate": "refit", "targets": "own", "samples": 32}),
     "refit, 128 texts a task": (128, "", {"delegate": "refit", "targets": "own", "samples": 128}),
     "refit, 384 texts a task": (384, "", {"delegate": "refit", "targets": "own", "samples": 384}),
 }

@@ -254,6 +254,9 @@ class TestBadInput:
         assert f"rotation-merge measure {bare} --data DATA" in said
         said = self.refused(_weighted("kfac", pair[0], bare), tmp_path)
         assert "--kinds kfac" in said
+        other = save(build("llama", 6), tmp_path / "other")
+        said = self.refused(_weighted("regmean", bare, other), tmp_path)
+        assert all(f"rotation-merge measure {model} --data DATA" in said for model in (bare, other))
 
     def test_a_model_without_weight_needs_none(self, pair: tuple[Path, Path], tmp_path: Path):
         bare = save(build("llama", 5), tmp_path / "bare")
@@ -322,6 +325,20 @@ class TestBadInput:
             assert done.exit_code == 2
             assert words in one_error(done.output)
             assert not out.exists()
+
+    def test_a_model_that_answers_with_nan(self, tmp_path: Path):
+        model, data = build("llama", 5), tmp_path / "data.jsonl"
+        model.model.norm.weight.data[0] = float("nan")
+        broken, whole = save(model, tmp_path / "broken"), save(build("llama", 6), tmp_path / "whole")
+        data.write_text('{"input_ids": [3, 4, 5, 6]}\n' * 4)
+        for source in ("self", data):
+            measured = run("measure", broken, "--data", source)
+            polished = run("polish", whole, tmp_path / "out", "--teachers", broken, "--data", source)
+            assert [done.exit_code for done in (measured, polished)] == [2, 2]
+            assert all("answers with NaN" in one_error(done.output) for done in (measured, polished))
+        assert "answers with NaN" in one_error(run("polish", broken, tmp_path / "out", "--teachers", whole).output)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "data.jsonl", "whole"]
+        assert not (broken / NAME).exists()
 
     def test_a_full_disk(self, pair: tuple[Path, Path], tmp_path: Path):
         done = run("measure", pair[0], "--data", "self", "--samples", 2, "--length", 8, "--out", "/dev/full/x")

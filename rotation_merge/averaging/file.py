@@ -138,7 +138,7 @@ def write_statistics(path: Path | str, tensors: Mapping[str, Stored], meta: Mapp
     """Write a safetensors file, one tensor in memory at a time; it takes its place when it is whole.
 
     Raises:
-        StatisticsError: it cannot be written; nothing is left behind.
+        StatisticsError: it cannot be written, or a number is none; nothing is left behind.
     """
     head: dict[str, Any] = {"__metadata__": {"format": FORMAT, **meta}}
     begin = 0
@@ -153,6 +153,9 @@ def write_statistics(path: Path | str, tensors: Mapping[str, Stored], meta: Mapp
         file.write(struct.pack("<Q", len(text)) + text)
         for key in sorted(tensors):
             tensor = tensors[key].load().to("cpu", tensors[key].dtype).contiguous()
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                what, remedy = f"'{key}' would hold NaN or infinity", "look at the model's weights, and at the samples"
+                raise StatisticsError(what, where=str(path), remedy=remedy)
             file.write(tensor.numpy().tobytes())
 
 

@@ -19,6 +19,7 @@ from rotation_merge.averaging.sums import Collector, Sums, Wanted, finished, has
 from rotation_merge.averaging.tap import Tapped
 from rotation_merge.errors import StatisticsError
 from rotation_merge.samples.arrays import one_by_one
+from rotation_merge.samples.functions import check_answers
 
 Batch = Mapping[str, Tensor]
 
@@ -85,6 +86,7 @@ class Measurement:
         probe = Probe()
         with torch.no_grad(), self.tapped.watched(probe):
             plain = self.outputs(first)
+        check_answers(model, _tensors(plain))
         self.shared, self.called = probe.shared(self.tapped), set(probe.inputs)
         self.layers_only = False
         for layers_only in (False, True):

@@ -173,7 +173,7 @@ def _ask(
             size = max(1, min(TOGETHER // len(teachers), samples // 4))
             found = read_batches(source, teacher, model, samples, size, length, seed + number)
             batches = [{k: v.to(device) for k, v in b.items()} for b in unpadded(found.batches, source)]
-            write_answers(model, batches, path, mark)
+            write_answers(model, batches, path, mark, teacher)
             del model
         result.append(Answered(path))
     return result

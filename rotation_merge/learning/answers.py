@@ -14,24 +14,27 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.learning.objective import is_distribution, main_output, unlabelled
-from rotation_merge.samples.functions import Batch
+from rotation_merge.samples.functions import Batch, check_answers
 
 MOST = 64
 """Outputs of a prediction that are kept; with so many classes at most, all are."""
 
 
 @torch.no_grad()
-def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str) -> None:
+def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, where: str | None = None) -> None:
     """Run a teacher over its samples and keep what it says, whole or not at all.
 
     Args:
         mark: what tells these answers from others in the same place.
+        where: what the model is called.
     """
     held: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
         for name, tensor in batch.items():
             held[f"{number}.batch.{name}"] = tensor.clone(memory_format=torch.contiguous_format)
-        for name, tensor in answer(model(**unlabelled(batch))).items():
+        found = answer(model(**unlabelled(batch)))
+        check_answers(model, found.values(), where)
+        for name, tensor in found.items():
             held[f"{number}.answer.{name}"] = tensor.contiguous()
     temporary = path.with_suffix(".partial")
     save_file(held, temporary, metadata={"mark": mark, "batches": str(len(batches))})

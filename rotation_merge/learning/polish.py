@@ -21,7 +21,7 @@ from rotation_merge.learning.answers import Answered, divergence
 from rotation_merge.learning.objective import unlabelled
 from rotation_merge.learning.resume import State
 from rotation_merge.matching.fingerprint import Fingerprint
-from rotation_merge.samples.functions import fused_attention
+from rotation_merge.samples.functions import check_answers, fused_attention
 
 RATES = {False: (2e-4, 5e-4, 1e-3), True: (1e-3, 2e-3, 5e-3)}
 """Learning rates that are tried: for all weights, for a LoRA."""
@@ -138,6 +138,7 @@ class _Polish:
     def run(self) -> PolishReport:
         began = time.perf_counter()
         before = self.score()
+        check_answers(self.model, [torch.tensor(before)])
         report = PolishReport(before, before, history=[(0, 0.0, before)])
         start = self.kept()
         rates = self.options.rates or RATES[self.options.lora > 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,7 @@ class Averages:
         order, info, moves = wanted.models(self.recipe.base), wanted.info, wanted.moves
         one = linear_map(moves.out.anchor.block, info)
         by_statistics = not self.method.maps_only or one is not None
-        books = {model: self._book(model, wanted.reader) for model in order} if by_statistics else {}
+        books = self._books(order, wanted.reader) if by_statistics else {}
         called = [model for model in order if not self._uncalled(books.get(model), info, moves, model)]
         carried = [self._carry(info, moves, model, books[model]) for model in called] if by_statistics else []
         return AverageTensor(
@@ -146,6 +146,24 @@ class Averages:
             flipped=bool(carried) and self.method.maps_only and one is not None and one.reads < one.gives,
             piece=wanted.piece if info.stacked else None,
         )
+
+    def _books(self, models: Sequence[ModelReference], reader: ConfigReader) -> dict[ModelReference, Statistics]:
+        """
+        Raises:
+            StatisticsError: names every model whose statistics are of no use, with the command that makes them.
+        """
+        found, wrong = {}, []
+        for model in models:
+            try:
+                found[model] = self._book(model, reader)
+            except StatisticsError as error:
+                wrong.append(error)
+        if len(wrong) == 1:
+            raise wrong[0]
+        if wrong:
+            what, remedy = "; ".join(f"{e.where}: {e.what}" for e in wrong), "; ".join(str(e.remedy) for e in wrong)
+            raise StatisticsError(what, remedy=remedy)
+        return found
 
     def _book(self, model: ModelReference, reader: ConfigReader) -> Statistics:
         given = self.recipe.of_model("statistics", reader, model)

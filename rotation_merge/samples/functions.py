@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -187,6 +187,17 @@ def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
     if not found:
         raise CheckpointError(f"{type(model).__name__} gives nothing to compare")
     return found
+
+
+def check_answers(model: Any, tensors: Iterable[Tensor], where: str | None = None) -> None:
+    """What a model gives is numbers.
+
+    Raises:
+        CheckpointError: it is NaN.
+    """
+    if any(bool(tensor.isnan().any()) for tensor in tensors):
+        what, remedy = f"{type(model).__name__} answers with NaN", "repair or replace the checkpoint"
+        raise CheckpointError(what, where=where, remedy=remedy)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rotation_merge.errors import DataError
 from rotation_merge.samples.examples import tokenizer_of
-from rotation_merge.samples.functions import Batch, fused_attention, local_path
+from rotation_merge.samples.functions import Batch, check_answers, fused_attention, local_path, outputs
 from rotation_merge.samples.images import normalisation
 
 SOURCES = SELF, SYNTHETIC = ("self", "synthetic")
@@ -61,6 +61,7 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
         begins = torch.full((count, 1), first)
     device = next(model.parameters()).device
     some = torch.arange(min(length, 32), device=device)[None] % text.vocab_size
+    check_answers(model, outputs(model, {"input_ids": some}).values(), model_path)
     with fused_attention(model, {"input_ids": some}):
         return torch.cat([_continued(model, part, length, draw) for part in begins.split(AT_ONCE)])
 
