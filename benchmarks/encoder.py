@@ -42,15 +42,18 @@ from rotation_merge.seam.merging import merge_recipe
 LENGTH = 48
 STEPS = 250
 ALONE = {"attention": "none", "ffn": "none", "rescale": False}
+REFIT = {"delegate": "refit", "targets": "own", "samples": 384}
 Merge = tuple[int, str, dict[str, Any]]
 MERGES: dict[str, Merge] = {
     "mean": (0, "", {"delegate": "linear"}),
     "task arithmetic, scale 0.4": (0, "", {"delegate": "task_arithmetic", "weight": 0.4}),
-    "Fisher, 128 texts a task, a label drawn for each token": (128, "fisher", {"delegate": "fisher"}),
+    "Fisher, 64 texts a task, a label drawn for each token": (64, "fisher", {"delegate": "fisher"}),
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
-    "refit, 32 texts a task": (32, "", {"delegate": "refit", "targets": "own", "samples": 32}),
-    "refit, 128 texts a task": (128, "", {"delegate": "refit", "targets": "own", "samples": 128}),
-    "refit, 384 texts a task": (384, "", {"delegate": "refit", "targets": "own", "samples": 384}),
+    "refit, 128 texts a task": (128, "", {**REFIT, "exclude": "classifier"}),
+    "refit, 128 texts a task, heads solved, too": (128, "", REFIT),
+    "refit, 32 texts a task, heads solved, too": (32, "", REFIT),
+    "refit, 384 texts a task": (384, "", {**REFIT, "exclude": "classifier"}),
+    "refit, 384 texts a task, heads solved, too": (384, "", REFIT),
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe."""
 
@@ -117,6 +120,7 @@ def texts(file: Path, some: list[tuple[str, int]], tokenizer: Any) -> str:
 @torch.no_grad()
 def accuracy(folder: Path, some: list[tuple[str, int]]) -> float:
     model, tokenizer, right = load(str(folder)), AutoTokenizer.from_pretrained(folder), 0
+    some = sorted(some, key=lambda one: len(one[0]))
     for part in (some[i : i + 32] for i in range(0, len(some), 32)):
         encoded = tokenizer([text for text, _ in part], padding=True, truncation=True, max_length=LENGTH)
         found = answers(model, encoded.convert_to_tensors("pt")).argmax(-1)
@@ -165,8 +169,7 @@ def choose(work: Path, found: dict[str, Task], _: str) -> None:
     table = Table("encoder-choice")
     with Scratch() as folder:
         for ridge in (0.001, 0.01, 0.1):
-            refit = {"delegate": "refit", "targets": "own", "samples": 128, "ridge": ridge}
-            folders, seconds = merged(work, Path(folder), found, (128, "", refit))
+            folders, seconds = merged(work, Path(folder), found, (128, "", {**REFIT, "ridge": ridge}))
             each = [accuracy(folders[name], task.held) for name, task in found.items()]
             table.add({"ridge": ridge, "mean": f"{fmean(each):.1%}", "processor time": f"{seconds:.1f} s"})
 
@@ -176,18 +179,16 @@ def compare(work: Path, found: dict[str, Task], only: str) -> None:
     table = Table("encoder", "several runs" if only else "")
     table.rows = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only else []
 
-    def add(words: str, folders: dict[str, Path], seconds: float) -> None:
+    def add(words: str, folders: dict[str, Path], seconds: float | None = None) -> None:
+        began = time.process_time()
         each = {name: accuracy(folder, found[name].test) for name, folder in folders.items()}
+        took = (time.process_time() - began) / len(found) if seconds is None else seconds
         cells = {name: f"{value:.1%}" for name, value in each.items()}
-        took = f"{seconds:.1f} s" if seconds else ""
-        table.add({"merge": words, **cells, "mean": f"{fmean(each.values()):.1%}", "processor time": took})
+        table.add({"merge": words, **cells, "mean": f"{fmean(each.values()):.1%}", "processor time": f"{took:.1f} s"})
 
     with Scratch() as folder:
         if not only:
-            began = time.process_time()
-            accuracy(work / "packages", found["packages"].test)
-            evaluating = time.process_time() - began
-            add("each fine-tune on its own task; time: to evaluate one", {n: work / n for n in found}, evaluating)
+            add("each fine-tune on its own task; time: to evaluate one", {name: work / name for name in found})
         for words, merge in MERGES.items():
             if words.startswith(only):
                 add(words, *merged(work, Path(folder), found, merge))

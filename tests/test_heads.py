@@ -49,17 +49,29 @@ def test_classifiers_of_different_tasks_share_a_body(tmp_path: Path):
 
 
 def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path):
-    """The merge runs under the anchor's head, as it is written; every model answers under its own."""
+    """The merge runs under the anchor's head, as it is written; every model answers under its own, which is solved."""
     anchor, donor = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3))
     made = heads_recipe(anchor, donor, delegate="refit", targets="own")
     for number, model in enumerate(made["models"]):
         ids = torch.randint(3, 40, (6, 8), generator=torch.Generator().manual_seed(number))
         np.savez(tmp_path / f"{number}.npz", input_ids=ids.numpy())
         model["parameters"]["data"] = str(tmp_path / f"{number}.npz")
+    kept = merged({**made, "parameters": {**made["parameters"], "exclude": "classifier"}}, tmp_path / "kept")
     body = merged(made, tmp_path / "out")
+    assert all(torch.equal(body[name], kept[name]) for name in body)
     head = load_file(anchor / "model.safetensors")["classifier.out_proj.weight"]
     assert torch.equal(body["classifier.out_proj.weight"], head)
-    assert load(str(tmp_path / "out" / "heads" / "3"))(input_ids=ids).logits.shape == (6, 3)
+    answers = [
+        load(str(path))(input_ids=ids).logits
+        for path in (donor, *(tmp_path / name / "heads" / "3" for name in ("out", "kept")))
+    ]
+    assert answers[0].shape == (6, 3)
+    solved, plain = (float((found - answers[0]).norm()) for found in answers[1:])
+    assert solved < 0.8 * plain
+    own = load_file(donor / "model.safetensors")["classifier.out_proj.weight"]
+    assert torch.equal(
+        load_file(tmp_path / "kept" / "heads" / "3" / "model.safetensors")["classifier.out_proj.weight"], own
+    )
 
 
 @pytest.mark.parametrize("residual", ["rotation", "permutation"])

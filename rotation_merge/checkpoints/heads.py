@@ -68,8 +68,12 @@ def write_heads(
     donors: Mapping[ModelReference, tuple[Model, Mapping[str, SpaceTransform]]],
     folded: Sequence[str],
     report: MergeReport,
+    solved: Mapping[str, Mapping[str, Tensor]],
 ) -> list[str]:
     """The merged body under each donor's head, in `merged`/heads/NAME; gives the names.
+
+    Args:
+        solved: by donor, tensors of its head that stand in the place of its own.
 
     Raises:
         CheckpointError: a donor has tensors that the merge has not.
@@ -93,11 +97,12 @@ def write_heads(
             transforms: Mapping[str, SpaceTransform] = transforms,
             kept: list[str] = kept,
             dtype: torch.dtype = dtype,
+            others: Mapping[str, Tensor] = solved.get(str(reference), {}),
         ) -> Iterator[tuple[str, Tensor]]:
             for key in kept:
                 yield key, body.get_tensor(key)
             for key, tensor in moved_head(model, folded, transforms):
-                yield key, tensor.to(dtype).contiguous()
+                yield key, others.get(key, tensor).to(dtype).contiguous()
 
         text = f"---\nlibrary_name: transformers\n---\n# {name}\n\nThe merged body with the head of `{reference}`.\n"
         storage = Storage(dtype=str(dtype).removeprefix("torch."))

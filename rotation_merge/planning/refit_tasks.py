@@ -6,7 +6,7 @@ of them at a time.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from tempfile import gettempdir
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch import Tensor
 from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.averaging.maps import linear_map
 from rotation_merge.averaging.refit import Refit, Refitted, Teachers
+from rotation_merge.checkpoints.heads import head_names
 from rotation_merge.checkpoints.pair import WithTied
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.fold import Folded
@@ -54,6 +55,8 @@ class RefitModels(WholeTask):
             try:
                 result = work.refit(progress)
                 work.write_rest()
+                if self.donors.recipe.value("heads_of") == "each" and not self.lesson.pooled:
+                    work.solve_heads()
             finally:
                 work.states.close()
         self._report(result)
@@ -94,13 +97,15 @@ class _Work:
         self.sources = [self._source(t, alignments.get(str(t.model))) for t in self.lesson.teachers]
         anchor = self._source(Teacher(self.recipe.base, 1.0, "", 0), None)
         shares = [t.share for t in self.lesson.teachers]
+        self.anchor = anchor
         average = Either(Average(self.sources, shares), anchor, self.recipe.excluded)  # the merge runs as it is written
         self.start: TensorSource = anchor if self.lesson.start == "anchor" else average
         self.written: set[str] = set()
+        self.parts: list[list[Batch]] = []
 
     def refit(self, progress: Progress) -> Refitted:
         lesson, own = self.lesson, self.base.architecture
-        parts = [self._samples(number) for number in range(len(lesson.teachers))]
+        self.parts = parts = [self._samples(number) for number in range(len(lesson.teachers))]
         batches = [batch for part in parts for batch in part]
         shares = [t.share for t in lesson.teachers]
         if lesson.pooled:
@@ -129,6 +134,38 @@ class _Work:
             for name, piece in {} if tensor is None else unstack(info, tensor).items():
                 if name not in self.written and not self.recipe.excluded(name):
                     self._write(name, piece)
+
+    def solve_heads(self) -> None:
+        """Every donor's own head, on its own samples, as the merged body carries them: the last maps of its refit."""
+        own, run, exclude = self.base.architecture, self.donors.run, self.recipe.exclude
+        heads = head_names(own)
+        body = Either(self.anchor, _Stored(self.results), self.written.__contains__)
+        for number, teacher in enumerate(self.lesson.teachers):
+            solved = run.heads.setdefault(str(teacher.model), {})
+            config, batches = model_config(self.donors, teacher.model), self.parts[number]
+            source = self.sources[number]
+            merge = self._runner(f"head:{number}", config, Either(body, source, heads.__contains__), batches)
+            answers = Teachers(
+                [self._runner(f"of:{number}", config, source, batches)],
+                [[(0, i, 1.0)] for i in range(len(batches))],
+                self.states,
+            )
+
+            def write(name: str, tensor: Tensor, solved: dict[str, Tensor] = solved) -> Tensor:
+                solved[name] = tensor.to("cpu", self._dtype(name)).contiguous()
+                return solved[name].to(tensor)
+
+            def skip(name: str) -> bool:
+                return name not in heads or any(part in name for part in exclude)
+
+            weights = [1.0] * len(batches)
+            if teacher.model != self.recipe.base and not all(map(skip, heads)):
+                Refit(merge, own, answers, weights, self.lesson.ridge, write, skip).run()
+        if any(run.heads.values()):
+            run.note(
+                "Refit solved each donor's own head as well, on its samples under the merged body ('exclude: NAME' "
+                "keeps what the name is part of)."
+            )
 
     def _source(self, teacher: Teacher, alignment: Alignment | None) -> TensorSource:
         """A model in the anchor's coordinates, by the anchor's names."""
@@ -182,6 +219,19 @@ class _Work:
         self.results.put(name, [kept])
         self.written.add(name)
         return kept.to(tensor)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A store of single tensors as a source."""
+
+    store: Store
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.store
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.store.get(name)[0]
 
 
 class RefittedTensor(KeyedTask):

@@ -41,6 +41,7 @@ class Run:
         watched: whether somebody will read the report; if not, models' fingerprints are not taken.
         given: by donor, the alignment files that are applied instead of matching.
         kept: by donor, the transforms that were used, where the recipe wants them kept (else None).
+        heads: by donor, tensors of its own head that were solved.
         data: samples that were used, each with `of` (what for), `source` and `samples`.
     """
 
@@ -53,6 +54,7 @@ class Run:
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
     marks: dict[str, Fingerprint] = field(default_factory=dict)
     data: list[dict[str, Any]] = field(default_factory=list)
+    heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     watched: bool = True
     kept: dict[str, dict[str, SpaceTransform]] | None = None
     began: float = field(default_factory=time.perf_counter)

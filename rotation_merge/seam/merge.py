@@ -87,7 +87,7 @@ def run(
             if recipe.value("heads_of") == "each":
                 donors = [m for m in config.referenced_models() if m != recipe.base]
                 found = {m: (session.models[m], done.transforms_of(str(m))) for m in donors}
-                write_heads(staging, session.models[recipe.base], found, done.folded, report)
+                write_heads(staging, session.models[recipe.base], found, done.folded, report, done.heads)
             if recipe.report:
                 write_page(staging)
             if options.write_model_card:
