@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cli_support import run
 from plugin_support import make
+from safetensors.torch import load_file
 from tiny_models import ALL
 from tiny_models import make as tiny
 
@@ -57,6 +58,23 @@ def test_a_draft_of_one_more_model_extends_its_family(family: str, tmp_path: Pat
     (tmp_path / "mine.json").write_text(made.stdout)
     proven = run("architectures", "--prove", str(tmp_path / "mine.json"))
     assert proven.exit_code == 0, proven.output
+
+
+@pytest.mark.parametrize("family", ["starcoder2", "olmoe"])
+def test_a_draft_of_a_family_that_is_not_there_is_proven_as_it_stands(family: str, tmp_path: Path) -> None:
+    """LayerNorm and maps of odd names, known by their shapes; experts one by one, a norm over all heads."""
+    model = tiny(next(case for case in ALL if case.family == family))
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    model.save_pretrained(tmp_path / "model")
+    shapes = {name: tuple(x.shape) for name, x in load_file(tmp_path / "model" / "model.safetensors").items()}
+    content, doubts = drafted(config, shapes, "mine")
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    found = {finding.what: finding for finding in prove(tmp_path / "mine.json")}
+    assert all(finding.holds for finding in found.values()), found
+    assert {"residual: rotation", "wrong rotary layout"} <= set(found)
+    said = str(content)
+    assert ("experts.{e}." in said and "'attn.q_gain'" in said) == (family == "olmoe")
+    assert any("out of neurons" in doubt for doubt in doubts) == (family == "starcoder2")
 
 
 def test_families_that_fit_a_class_nobody_knows() -> None:

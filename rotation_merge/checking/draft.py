@@ -86,8 +86,7 @@ def drafted(
     outer = {name: shape for name, shape in shapes.items() if not name.startswith(stack)}
     width = int(config.get("hidden_size") or Counter(s[-1] for s in inner.values() if len(s) > 1).most_common(1)[0][0])
     doubts: list[str] = []
-    layer = _layer(inner, width, doubts)
-    gated = "mlp" in str(layer) and any(axes[0] == "ffn.gate" or _fuses_gate(axes) for axes in layer["linear"].values())
+    layer = _layer(inner, config, width, doubts)
     before, after = _outside(outer, width, int(config.get("vocab_size") or 0), doubts)
     kind = str(config.get("model_type") or "mine")
     name = (config.get("architectures") or ["MyModel"])[0]
@@ -103,7 +102,7 @@ def drafted(
                 "layers": "num_hidden_layers",
                 "layers_key": "num_hidden_layers",
                 "before": before,
-                "layer": {"path": stack + "{i}.", "spaces": _spaces(config, gated), **layer},
+                "layer": {"path": stack + "{i}.", "spaces": _spaces(config, layer, inner), **layer},
                 "after": after,
             }
         },
@@ -117,30 +116,57 @@ _ALWAYS = (
 )
 
 
-def _spaces(config: Mapping[str, Any], gated: bool) -> dict[str, Any]:
+def _spaces(
+    config: Mapping[str, Any], layer: Mapping[str, Any], inner: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
     heads: dict[str, Any] = {"kind": "attention", "heads": "num_attention_heads", "head_dim": "dim"}
     if config.get("num_key_value_heads"):
         heads["kv_heads"] = "num_key_value_heads"
     if config.get("rope_parameters") or config.get("rope_theta"):
         heads["rotary"] = {"layout": "half"}
-    neurons = {"gated": True} if gated else {"activation": "hidden_act"}
-    return {"attn": heads, "ffn": {"kind": "ffn", "size": "intermediate_size", **neurons}}
+    said = str(layer)
+    if "attn.q_norm" in said or "attn.q_gain" in said:
+        heads["norm"] = "rms_head" if "attn.q_norm" in said else "rms_all"
+    neurons = {"gated": True} if "ffn.gate" in said else {"activation": "hidden_act"}
+    found = {"attn": heads, "ffn": {"kind": "ffn", "size": "intermediate_size", **neurons}}
+    if "experts.index" in said:
+        sizes = {shape[0] for name, shape in inner.items() if re.search(r"experts\.\d+\..*(gate|up)_proj|\.w1", name)}
+        size = next((key for key in _EXPERT_SIZES if config.get(key) in sizes), _EXPERT_SIZES[0])
+        count = next((key for key in _EXPERT_COUNTS if config.get(key)), _EXPERT_COUNTS[0])
+        found["experts"] = {"kind": "experts", "count": count, "size": size, "gated": "experts.gate" in said}
+    return found
 
 
-def _layer(inner: Mapping[str, tuple[int, ...]], width: int, doubts: list[str]) -> dict[str, Any]:
+_EXPERT_SIZES = ("moe_intermediate_size", "intermediate_size")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Config keys of experts, the likeliest first."""
+
+_EACH = re.compile(r"experts\.\d+\.")
+_HEAD_NORM = re.compile(r"(^|[._])([qk])_(layer)?norm\.weight$")
+
+
+def _layer(
+    inner: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], width: int, doubts: list[str]
+) -> dict[str, Any]:
     """Norms, linear maps and other tensors of one layer."""
     linear: dict[str, Any] = {}
     norms: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
-    for name, shape in sorted(inner.items()):
+    for name, shape in sorted({_EACH.sub("experts.{e}.", name): shape for name, shape in inner.items()}.items()):
         stem = name.removesuffix(".weight")
         if name.endswith(".bias"):
             continue
-        axes = _axes(stem) if len(shape) == 2 and stem != name else None
-        if axes is not None:
-            linear[stem] = axes
+        if len(shape) == 2 and stem != name:
+            linear[stem] = _axes(stem) or _by_shape(stem, shape, config, width, doubts)
+        elif normed := _HEAD_NORM.search(name):
+            whole = shape[0] != (config.get("head_dim") or width // int(config.get("num_attention_heads") or 1))
+            tensors[name] = [f"attn.{normed[2]}_{'gain' if whole else 'norm'}"]
+            doubts.append(
+                f"check: '{name}' is taken for the gain of a norm over {'all heads' if whole else 'each head'}"
+            )
         elif shape == (width,) and stem != name:
-            norms[stem] = {"stream": "residual", "reads": []}
+            layered = {"kind": "layer"} if f"{stem}.bias" in inner else {}
+            norms[stem] = {"stream": "residual", "reads": [], **layered}
         else:
             tensors[name] = ["fixed"] * len(shape)
             doubts.append(f"check: '{name}' {list(shape)} is taken to keep its coordinates")
@@ -149,13 +175,27 @@ def _layer(inner: Mapping[str, tuple[int, ...]], width: int, doubts: list[str]) 
     return {"norms": norms, "linear": linear, "tensors": tensors}
 
 
+def _by_shape(stem: str, shape: tuple[int, ...], config: Mapping[str, Any], width: int, doubts: list[str]) -> list[str]:
+    """Axes of a map whose name says nothing: a router's, of neurons, or such that keep their coordinates."""
+    counts = {config.get(key) for key in _EXPERT_COUNTS}
+    neurons = config.get("intermediate_size")
+    axes, what = ["fixed", "fixed"], "to keep its coordinates"
+    if shape[1] == width and shape[0] in counts:
+        axes, what = ["experts.index", "residual.read"], "for the router of experts"
+    elif neurons != width and shape == (neurons, width):
+        axes, what = ["ffn.in", "residual.read"], "for a map into neurons"
+    elif neurons != width and shape == (width, neurons):
+        axes, what = ["residual.write", "ffn.out"], "for a map out of neurons"
+    doubts.append(f"check: '{stem}.weight' {list(shape)} is taken {what}")
+    return axes
+
+
 def _axes(stem: str) -> list[Any] | None:
     fused = next((axes for rule, axes in FUSED.items() if re.search(rule, stem)), None)
-    return fused or next((list(axes) for rule, axes in RULES if re.search(rule, stem)), None)
-
-
-def _fuses_gate(axes: list[Any]) -> bool:
-    return isinstance(axes[0], dict) and "ffn.gate" in axes[0]["split"]
+    found = fused or next((list(axes) for rule, axes in RULES if re.search(rule, stem)), None)
+    if found is None or "experts.{e}." not in stem:
+        return found
+    return ["experts.index", *(axis.replace("ffn.", "experts.") for axis in map(str, found))]
 
 
 def _readers(linear: Mapping[str, list[Any]]) -> list[list[str]]:
@@ -180,7 +220,8 @@ def _outside(
         elif shape == (vocabulary, width):
             linear[stem] = {"axes": ["vocabulary", "residual.read"], "optional": True, "tied": [embedding]}
         elif shape == (width,) and not name.endswith(".bias"):
-            norms[stem] = {"stream": "residual", "reads": []}
+            layered = {"kind": "layer"} if f"{stem}.bias" in outer else {}
+            norms[stem] = {"stream": "residual", "reads": [], **layered}
         elif not name.endswith(".bias"):
             linear[stem] = {"axes": ["classes", "residual.read"], "optional": True}
             doubts.append(f"check: '{name}' {list(shape)} is taken for a head that reads the stream")

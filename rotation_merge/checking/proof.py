@@ -40,7 +40,7 @@ LOCAL = {
 }
 
 
-_USUAL = {"vocab_size": 50, "pad_token_id": 0, "tie_word_embeddings": False}
+_USUAL = {"vocab_size": 50, "pad_token_id": 0, "tie_word_embeddings": False, "num_experts_per_tok": 1}
 
 _SILENT = ("architectures", "model_type")
 
