@@ -184,6 +184,21 @@ def test_layers_that_a_model_does_not_read_are_left_out() -> None:
         )
 
 
+def test_keys_that_a_layer_does_not_read_are_left_out() -> None:
+    """Gemma 4's layers that take keys and values of others hold some of their own in published files."""
+    spec = shipped()["gemma4"]
+    sizes = {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "per_layer_config": {}}
+    config = {**table.config_of(spec), **sizes, "architectures": ["Gemma4ForCausalLM"]}
+    names = [name.replace("{base}", "model.") for name in lay_out(spec, config).named()]
+    further = [f"model.layers.1.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+    assert not set(further) & set(names)
+    assert set(resolve(config, [*names, *further], "gemma").named()) == set(names)
+    own = [name.replace("layers.1", "layers.0") for name in further]
+    assert set(own) <= set(names)
+    with pytest.raises(CheckpointError, match="missing"):
+        resolve(config, sorted({*names, *further} - set(own)), "gemma")
+
+
 def test_a_module_is_taken_from_another_family(tmp_path: Path) -> None:
     content = {
         "family": "mine",

@@ -124,7 +124,9 @@ def _module_blocks(scope: Scope, module: str, definition: ModuleSpec) -> list[Bl
         local = path.replace("{base}", "")
         spaces = {name: space_of(inner, local + name, space) for name, space in definition.layer.spaces.items()}
         layer_scope = replace(inner, prefix=definition.layer.path, spaces={**scope.spaces, **spaces})
-        blocks.append(_block(layer_scope, definition.layer, path.rstrip("."), module, index, "layer", spaces))
+        block = _block(layer_scope, definition.layer, path.rstrip("."), module, index, "layer", spaces)
+        unread = tuple(path + name for name, when in definition.layer.dropped.items() if holds(layer_scope, when))
+        blocks.append(replace(block, dropped=unread))
     blocks.append(_block(outer_scope, definition.after, f"{module}.after", module, None, "after", outer))
     return [block for block in blocks if block.tensors]
 

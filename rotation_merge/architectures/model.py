@@ -209,6 +209,7 @@ class Block:
     Attributes:
         name: module path, which recipe filters see: `model.layers.3`.
         index: layer number, None before and after the layers.
+        dropped: name beginnings of weights that stand there and are not read, as in the architecture file.
         known: what has been found out about it and is asked for again and again, by who found it.
     """
 
@@ -220,6 +221,7 @@ class Block:
     spaces: dict[str, Space] = field(default_factory=dict)
     norms: tuple[Norm, ...] = ()
     scales: tuple[Scale, ...] = ()
+    dropped: tuple[str, ...] = ()
     known: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @cached_property

@@ -183,8 +183,9 @@ def resolve(
         )
     present = set(names)
     untie = untie and bool(evaluate(spec.tied_when, variables(spec, config)))
-    present = present.difference(_dropped(spec, config, present))
-    architecture, missing, unknown = _best_spelling(spec, lay_out(spec, config), present, untie)
+    layout = lay_out(spec, config)
+    present = present.difference(_dropped(spec, config, layout, present))
+    architecture, missing, unknown = _best_spelling(spec, layout, present, untie)
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of a {spec.family} model are missing, the first is '{missing[0]}'",
@@ -261,9 +262,12 @@ def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[s
     return found
 
 
-def _dropped(spec: ArchitectureSpec, config: Mapping[str, Any], names: Collection[str]) -> set[str]:
+def _dropped(
+    spec: ArchitectureSpec, config: Mapping[str, Any], layout: Architecture, names: Collection[str]
+) -> set[str]:
     """Tensors that hold weights which the model does not read."""
-    begins = tuple(begin.format(**config) for begin in spec.dropped)
+    inside = [begin.replace("{base}", base) for b in layout.blocks for begin in b.dropped for base in spec.bases]
+    begins = (*(begin.format(**config) for begin in spec.dropped), *inside)
     return {name for name in names if name.startswith(begins)} if begins else set()
 
 

@@ -154,7 +154,8 @@ class AttentionSpec(Strict):
     Attributes:
         norm: what stands between projection and product: null, rms_head (RMSNorm a head), rms_turned (the same, after
             rotary embedding), layer_head (LayerNorm a head), affine_head (LayerNorm with a shift a head), rms_all
-            (RMSNorm over all heads), rms_clipped (the same, its outputs clamped), l2_head (unit length, no gain).
+            (RMSNorm over all heads), rms_clipped (the same, its outputs clamped), l2_head (unit length, no gain),
+            shared (any, of keys that other layers meet, too: nothing may move).
         order: `fixed` where heads cannot change places (ALiBi, biases shared between layers), `inside` where query
             heads can inside their KV group alone (keys and values shared between layers).
         visible_bias: whether keys meet more than the queries of their own head's softmax (positions of their own), so
@@ -263,9 +264,13 @@ class StreamSpec(Strict):
 
 
 class LayerSection(Section):
-    """The repeated layer: its path with `{i}`, the spaces inside it, and expressions named for each layer `i`."""
+    """The repeated layer: its path with `{i}`, the spaces inside it, and expressions named for each layer `i`.
+
+    `dropped`: name beginnings of weights that a layer's model does not read, and when: they are not written.
+    """
 
     path: str
+    dropped: dict[str, Expression] = Field(default_factory=dict)
     variables: dict[str, Expression] = Field(default_factory=dict)
     spaces: dict[str, LocalSpace] = Field(default_factory=dict)
 

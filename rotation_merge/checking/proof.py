@@ -214,7 +214,7 @@ def matters(change: Callable[[Any], Any], architecture: Architecture) -> bool:
     if change is wrong_heads:
         return bool(spaces)
     if change is wrong_rotary:
-        return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head") for s in spaces)
+        return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head", "shared") for s in spaces)
     if change is wrong_halves:
         return any(s.rotary_parts > 1 for s in spaces)
     fused = [[*map(_acts, axis.parts)] for info in architecture.tensors() for axis in info.axes if len(axis.pieces) > 1]

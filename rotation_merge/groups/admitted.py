@@ -133,6 +133,7 @@ QUERIES: dict[str | None, Choose] = {
     "l2_head": _turns_alone,
     "layer_head": lambda space, wanted: HeadSign(),
     "affine_head": lambda space, wanted: Fixed(),
+    "shared": lambda space, wanted: Fixed(),
 }
 """The group of query and key coordinates, by the norm between their projection and their product."""
 
