@@ -64,7 +64,7 @@ def test_head_order_and_maps_against_all_orders(facts, rescale, shape):
 @pytest.mark.parametrize("rescale", [True, False])
 def test_query_heads_alone_against_all_orders_of_them(rescale):
     """Where KV heads keep their places, the best is among the orders inside them; the elements stay as good."""
-    space = attention(2, 3, 4, norm="affine_head", values="normed", free_groups=False)
+    space = attention(2, 3, 4, norm="shared", values="normed", free_groups=False)
     options = MatchOptions(heads="permutation", rescale=rescale)
     anchor, donor = tensors(space, 7, 1), tensors(space, 7, 51)
     match = match_attention(space, sides_of(anchor, donor), options)
@@ -77,7 +77,7 @@ def test_query_heads_alone_against_all_orders_of_them(rescale):
         if order[0].tolist() == [0, 1]
     )
     assert match.after == pytest.approx(best, rel=1e-9)
-    other = admitted(attention(2, 3, 4, norm="affine_head", values="normed"), options).random(
+    other = admitted(attention(2, 3, 4, norm="shared", values="normed"), options).random(
         torch.Generator().manual_seed(1)
     )
     assert other.groups.tolist() == [1, 0]
