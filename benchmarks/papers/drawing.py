@@ -11,7 +11,7 @@ from rotation_merge.report.svg import number, ticks
 
 GREY = "#858c94"
 COLOURS = (GREY, "#3a9d5d", "#d97d1a", "#3d85c6", "#a05fb5", "#c0504d", "#2ca6a4", "#b8860b")
-LEFT, RIGHT, TOP = 46, 10, 14
+LEFT, RIGHT, TOP = 46, 10, 24
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], y_label: str, width: int = 640, height: int = 210) -> str:

@@ -19,7 +19,7 @@ import kinds
 import texts
 import torch
 from apparatus import Given, run, spread
-from merges import Pair
+from merges import AVERAGES, Pair
 from record import Row
 from train_checkpoints import fit, image_batches, new_vit, warm_cosine
 from transformers import BertForSequenceClassification, RobertaConfig, RobertaForMaskedLM
@@ -39,7 +39,6 @@ PAPER = {
 }
 """Seconds in the paper's table 3: its ViT, its RoBERTa."""
 TABLES = {NAME: ("what", *OURS, "paper, ViT", "paper, RoBERTa")}
-AVERAGES = ("Simple", "Fisher", "RegMean", "OT-ACTS", "refit")
 
 
 def rows(given: Given) -> Iterator[tuple[str, Row]]:
@@ -88,7 +87,7 @@ def of_encoders(given: Given, base: int) -> dict[str, float]:
 def of_pair(given: Given, pair: Pair, training: float, matching: str) -> dict[str, float]:
     pair.aligned(matching)
     found = {"training": training, "matching": median(seconds(lambda: pair.alignment(matching)) for _ in range(3))}
-    for average in AVERAGES[: 1 if given.quick else None]:
+    for average in list(AVERAGES)[: 1 if given.quick else None]:
         if average != "refit" or pair.batches:
             found[average] = seconds(lambda a=average: pair.merged(a, matching))
     return found
