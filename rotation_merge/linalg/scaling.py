@@ -114,19 +114,27 @@ def _largest_root(u: Tensor, v: Tensor, rough: bool = False) -> Tensor:
 
     With `rough`, to half the digits.
     """
+    x = _right_of_root(u, v)
+    eps = torch.finfo(x.dtype).eps
+    settled = 0.4 * eps**0.25 if rough else eps  # the step that follows is of its square
+    for _ in range(_NEWTON.get(x.dtype, 14)):
+        square = x * x
+        value = ((x - u).mul_(square).add_(v)).mul_(x).sub_(1)
+        slope = (4 * x).sub_(u, alpha=3).mul_(square).add_(v)
+        before, x = x, torch.where(slope > 0, x - value.div_(slope), x).clamp_min_(1.0)
+        if bool((before.sub_(x) <= settled * x).all()):
+            break
+    return x
+
+
+def _right_of_root(u: Tensor, v: Tensor) -> Tensor:
+    """Where Newton's method may start: not left of the root. Between unlike vectors its first step, from 1."""
+    if bool((u < 1).all()) and bool((v > -0.5).all()):
+        return (u - v).div_((v + 4).sub_(u, alpha=3)).add_(1)  # convex and rising from 1 on: beyond the root
     start = u / 2 + (u * u / 4 + 1).sqrt()
     below = (-v).clamp_min(0)
     cube_root = 1 + below / 3 if bool((below < 1).all()) else (below + 1) ** (1 / 3)  # the first is never the smaller
-    x = torch.where(u + v >= 0, start, u.clamp_min(0) + cube_root)
-    eps = torch.finfo(x.dtype).eps
-    settled = 0.1 * eps**0.25 if rough else eps  # the step that follows is of its square
-    for _ in range(_NEWTON.get(x.dtype, 14)):
-        value = ((x - u) * x * x + v) * x - 1
-        slope = (4 * x - 3 * u) * x * x + v
-        before, x = x, torch.where(slope > 0, x - value / slope, x).clamp_min_(1.0)
-        if bool((before - x <= settled * x).all()):
-            break
-    return x
+    return torch.where(u + v >= 0, start, u.clamp_min(0) + cube_root)
 
 
 def _outer_roots(u: Tensor, v: Tensor, degree: int) -> Tensor:

@@ -26,7 +26,7 @@ MOST_ENUMERATED = 4096
 """Orders of query heads are enumerated up to this many (pairs of KV groups) x (orders); beyond, they alternate."""
 
 _ALTERNATIONS = 20
-_AT_ONCE = 32  # orders whose gains or ceilings are computed together
+_AT_ONCE = 32  # orders whose gains are computed together
 _TIE = 1e-12  # relative difference of gains that counts as a tie
 _TIE_FLOAT32 = 1e-7  # the same where products are summed in float32
 
@@ -145,12 +145,13 @@ class _Search:
             self.ceilings = torch.full((self.groups**2, count), torch.nan, dtype=torch.float64)
             self._tabulate()
         missing = self.ceilings[pairs, 0].isnan().nonzero()[:, 0]
-        for part in missing.split(max(1, _AT_ONCE // count)) if len(missing) else ():
-            first, second = i[part].repeat_interleave(count), j[part].repeat_interleave(count)
-            order = Order(first, second, self.orders.repeat(len(part), 1))
-            found = (pairing.group.ceiling(self.grams(k, order)).cpu() for k, pairing in enumerate(self.pairings))
-            total = sum(found, torch.zeros(len(first), dtype=torch.float64))
-            self.ceilings[pairs[part]] = total.reshape(len(part), count)
+        total = torch.zeros(len(missing), count, dtype=torch.float64)
+        for k, pairing in enumerate(self.pairings):
+            for part in torch.arange(len(missing)).split(max(1, pairing.at_once // count)) if len(missing) else ():
+                first, second = (x[missing[part]].repeat_interleave(count) for x in (i, j))
+                order = Order(first, second, self.orders.repeat(len(part), 1))
+                total[part] += pairing.group.ceiling(self.grams(k, order)).cpu().reshape(len(part), count)
+        self.ceilings[pairs[missing]] = total
         return self.ceilings[pairs]
 
     def _tabulate(self) -> None:

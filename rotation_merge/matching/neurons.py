@@ -19,7 +19,7 @@ from rotation_merge.linalg.scaling import best_scale, least_cost
 Pairs = list[tuple[Tensor, Tensor]]
 """(anchor, donor) matrices, (n, m) each, of any strides."""
 
-_BLOCK = 1 << 18  # entries widened at a time
+_BLOCK = 1 << 17  # entries widened at a time
 _CACHED = 1 << 16  # the same where each is looked at several times, so that they stay in the processor's cache
 _ROWS = 1 << 22  # entries of a block of rows of the similarity
 

@@ -20,6 +20,8 @@ from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.products import Half, Order
 from rotation_merge.matching.sides import Side
 
+_ENTRIES = 1 << 19  # of statistics that are looked at together
+
 Solved = tuple[Grams, GroupElement, Tensor]
 """Statistics of pairs of groups, the best maps for them, and what these gain, (N,)."""
 
@@ -51,6 +53,12 @@ class Pairing:
     def compact(self) -> bool:
         """Whether the statistics of all pairs of heads together are small."""
         return self.group.statistic != "full"
+
+    @property
+    def at_once(self) -> int:
+        """Of how many pairs of groups statistics are looked at together."""
+        size = self.dual.shape[2]
+        return max(32, _ENTRIES // (size * size if self.group.statistic == "full" else size))
 
     def grams(self, order: Order | None = None) -> Grams:
         """Statistics of the pairs of groups that `order` puts together (None: the donor's own order)."""
