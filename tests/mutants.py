@@ -96,6 +96,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/planning/ahead.py": ("test_workers.py", *MERGES),
     "rotation_merge/planning/averages.py": ("test_averaging.py", "test_carry.py"),
     "rotation_merge/planning/carrying.py": ("test_carry_recipe.py",),
+    "rotation_merge/planning/carry_task.py": ("test_carry_recipe.py",),
     "rotation_merge/planning/fusing.py": ("test_ot_fusion.py",),
     "rotation_merge/planning/keeping.py": ("test_save_alignment.py",),
     "rotation_merge/planning/refit.py": ("test_refit_sources.py", "test_refit.py"),

@@ -76,8 +76,8 @@ class Plan:
 
     matrices: Mapping[str, Tensor]
 
-    def is_identity(self) -> bool:
-        return not self.matrices
+    def moves(self, role: str) -> bool:
+        return role in self.matrices
 
     def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
         """Move the axis of a role, whose dimensions begin at `dim`."""

@@ -3,53 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import tqdm
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
 from mergekit.graph import Task
 from mergekit.options import MergeOptions
-from pydantic import Field
-from torch import Tensor
 
-from rotation_merge.averaging.carry_in_merge import carried_scales, carried_tensors, carried_weights
-from rotation_merge.averaging.carrying import Samples
-from rotation_merge.checkpoints.aligned import Storage
-from rotation_merge.checkpoints.carried import Settings
 from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.planning.whole import WholeTask
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
-from rotation_merge.samples.written import SELF
-
-
-class Carry(WholeTask):
-    """Runs the models on samples: the anchor's tensors as a donor changes them, or the scales of its change."""
-
-    donor: str
-    origin: str
-    anchor: str
-    settings: Settings = Field(repr=False)
-    samples: Samples
-    run: Run = Field(repr=False)
-    quiet: bool = False
-
-    def execute(self) -> dict[str, Tensor] | dict[str, float]:
-        make: Any = carried_tensors if self.samples.solve else carried_scales
-        if self.settings.unlike.asked and not self.samples.solve:
-            make = carried_weights
-        with tqdm.tqdm(desc=f"Carrying {self.donor}", disable=self.quiet) as bar:
-            found, notes = make(
-                self.donor, self.origin, self.anchor, self.settings, self.samples, lambda *_: bar.update(1)
-            )
-        if self.samples.needed:
-            self.run.used(f"carrying {self.donor}", self.samples.data, self.samples.count)
-        for note in notes:
-            self.run.note(f"`{self.donor}`: {note}")
-        return found
 
 
 @dataclass(frozen=True)
@@ -107,6 +71,12 @@ def carried(
             where=str(model),
             remedy="leave 'carry' and 'scale: auto' out: weights alone are carried by the tokens that both have",
         )
+    from rotation_merge.averaging.carrying import Samples
+    from rotation_merge.checkpoints.aligned import Storage
+    from rotation_merge.checkpoints.carried import Settings
+    from rotation_merge.planning.carry_task import Carry
+    from rotation_merge.samples.written import SELF
+
     samples = Samples(
         data=given["data"] or SELF,
         count=given["samples"],

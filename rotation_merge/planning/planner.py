@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mergekit.architecture import ModelArchitecture, WeightInfo
 from mergekit.common import ImmutableMap, ModelReference
@@ -22,18 +22,17 @@ from rotation_merge.averaging.methods import Averaging
 from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.transport import OtFusion
 from rotation_merge.errors import RecipeError, named
-from rotation_merge.planning.averages import Averages
 from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donors
-from rotation_merge.planning.fusing import Fusion
 from rotation_merge.planning.keeping import check_keepable
 from rotation_merge.planning.moves import Moves
-from rotation_merge.planning.refit import read_lesson
-from rotation_merge.planning.refit_tasks import RefitModels, RefittedTensor
 from rotation_merge.planning.session import session_of, settle_heads
 from rotation_merge.planning.tasks import AlignedGather, FiniteTensor
 from rotation_merge.planning.wanted import Wanted
 from rotation_merge.recipe.delegates import registered_name
+
+if TYPE_CHECKING:
+    from rotation_merge.planning.refit_tasks import RefitModels
 
 
 class RotationMergePlanner(MergePlanner):
@@ -66,11 +65,18 @@ class RotationMergePlanner(MergePlanner):
         self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
         self.session.donors = self.donors
         if isinstance(self._method, Averaging):
+            from rotation_merge.planning.averages import Averages
+
             device = str(self.options.device or "cpu")
             self.averages = Averages(self._method, self.recipe, self.models, self.run, device)
         if isinstance(self._method, OtFusion):
+            from rotation_merge.planning.fusing import Fusion
+
             self.fusion = Fusion(self._method, self.recipe, self.models, self.donors, self.run)
         if isinstance(self._method, RefitMethod):
+            from rotation_merge.planning.refit import read_lesson
+            from rotation_merge.planning.refit_tasks import RefitModels
+
             lesson = read_lesson(self.config, self.recipe, self.donors, self.options)
             device, quiet = str(self.options.device or "cpu"), self.options.quiet
             self.refit = RefitModels(
@@ -166,8 +172,7 @@ class RotationMergePlanner(MergePlanner):
         if self.refit is None or alone:
             given = [(s.model, moves.tasks(s, info)) for s in sources]
         else:
-            made = (RefittedTensor(key=f"refit:{n}", label=n, name=n, all=self.refit) for n in names)
-            given = [(self.recipe.base, tuple(made))]
+            given = [(self.recipe.base, tuple(self.refit.tensor(name) for name in names))]
         for piece, name in enumerate(names):
             gather = AlignedGather(
                 weight_info=ImmutableMap(data={}),

@@ -62,6 +62,10 @@ class RefitModels(WholeTask):
         self._report(result)
         return work.results
 
+    def tensor(self, name: str) -> RefittedTensor:
+        """The task that gives one of them."""
+        return RefittedTensor(key=f"refit:{name}", label=name, name=name, all=self)
+
     def _report(self, result: Refitted) -> None:
         run, lesson = self.donors.run, self.lesson
         before, after = (fmean([getattr(m, name) for m in result.maps] or [0.0]) for name in ("before", "after"))

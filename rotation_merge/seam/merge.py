@@ -19,7 +19,6 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.checkpoints.aligned import Storage, empty_report, write_aligned
-from rotation_merge.checkpoints.heads import write_heads
 from rotation_merge.checkpoints.hub import downloaded
 from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.output import check_place, staged
@@ -35,9 +34,7 @@ from rotation_merge.recipe.reading import Recipe
 from rotation_merge.recipe.settings import tokenizer_source
 from rotation_merge.report.card import add_section
 from rotation_merge.report.closing import closing
-from rotation_merge.report.html import write_page
 from rotation_merge.report.record import MergeReport
-from rotation_merge.samples.proof import prove
 from rotation_merge.scratch import Scratch
 from rotation_merge.seam.replaced import replaced
 
@@ -85,10 +82,14 @@ def run(
             )
             report.write(os.path.join(staging, "rotation_merge.json"))
             if recipe.value("heads_of") == "each":
+                from rotation_merge.checkpoints.heads import write_heads
+
                 donors = [m for m in config.referenced_models() if m != recipe.base]
                 found = {m: (session.models[m], done.transforms_of(str(m))) for m in donors}
                 write_heads(staging, session.models[recipe.base], found, done.folded, report, done.heads)
             if recipe.report:
+                from rotation_merge.report.html import write_page
+
                 write_page(staging)
             if options.write_model_card:
                 add_section(os.path.join(staging, "README.md"), report)
@@ -129,6 +130,8 @@ def prove_files(session: Session, place: str) -> None:
     Raises:
         AlignmentError: one does not.
     """
+    from rotation_merge.samples.proof import prove
+
     recipe, done = session.recipe, session.run
     for given in done.given.values():
         donor, file = given.matched, given.file
