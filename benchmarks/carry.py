@@ -52,10 +52,11 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
 
     def refit(lora: int, scale: float | None, steps: int = 0) -> Any:
         settings = Settings(WHOLE, lora=lora)
-        return lambda: carry_with_samples({out: work}, OLD, NEW, settings, Samples(scale=scale, steps=steps))
+        samples = Samples(scale=scale, steps=steps or 50, way="distil" if steps else "refit")
+        return lambda: carry_with_samples({out: work}, OLD, NEW, settings, samples)
 
     def scaled() -> Any:
-        return carry_with_samples({out: work}, OLD, NEW, Settings(WHOLE), Samples(solve=False))
+        return carry_with_samples({out: work}, OLD, NEW, Settings(WHOLE), Samples(way="weights"))
 
     scale = 0.5 if adapter else 0.75
     moved = {f"weights, scale {scale}": weights(WHOLE, scale)}
@@ -64,7 +65,7 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
     if ASKED == "signs":
 
         def signs(scale: float | None) -> Any:
-            samples = Samples(scale=scale, signs=True)
+            samples = Samples(scale=scale, way="signs")
             return lambda: carry_with_samples({out: work}, OLD, NEW, Settings(WHOLE), samples)
 
         words = {0.25: "scale 0.25", 0.5: "scale 0.5", None: "scale by held-out samples"}

@@ -36,6 +36,11 @@ MEANINGS = {
     "2025 paper does, instead of solving for both.",
     "residual": "Group of the residual stream: one map for the whole model. See [The residual stream](residual.md).",
     "layers": "Which layers to match; ranges such as `0-5,11`.",
+    "match_on": "What the maps are chosen by. `activations`: by what both models' linear maps read and give on the "
+    "same samples (`data`, `samples`; not given: text of which each of the two writes half), centred, those of streams "
+    "partly whitened; experts, mixers, latents and scales by weights. `both`: weights and activations, the streams "
+    "started from activations. The donor computes what it always did, whatever they say; vocabularies must agree. "
+    "Not given: `weights`, of `carry: activations` `both`.",
     "finetuned_from": "The donor is a fine-tune of this model. The map from it to the anchor is found, and the "
     "delegate sees anchor + map(donor - this model).",
     "alignment": "File of transforms, written by `rotation-merge align --alignment` or `rotation-merge fit`, that is "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from rotation_merge.architectures.registry import tied_head
 from rotation_merge.checkpoints.halves import NOTE, language_half
 from rotation_merge.checkpoints.headers import check_codes, codes
 from rotation_merge.checkpoints.widened import widening, words
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.member import Member
-from rotation_merge.matching.model import aligned_tensors, match_model
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.model import Match, aligned_tensors, match_model
+from rotation_merge.matching.options import MATCH_ON, WEIGHTS, MatchOptions
 from rotation_merge.matching.pair import check_pair
 from rotation_merge.matching.widen import Widened
 from rotation_merge.report.record import MergeReport
@@ -36,7 +37,8 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
         anchor: state dict or module of the same architecture and sizes; not modified.
         config: the models' config: a transformers config, or the dictionary in config.json.
         **options: as in a recipe: attention, heads, ffn, rescale, residual, layers, untie; widths: bring a smaller
-            donor (a module, whose config is known) to the anchor's sizes first.
+            donor (a module, whose config is known) to the anchor's sizes first; match_on: `activations` or `both`, of
+            modules, on `samples`: batches of inputs by the names that forward takes, without padding.
 
     Returns:
         The aligned donor's state dict (names and dtypes as the donor's; a classifier's classes in the anchor's order,
@@ -49,6 +51,7 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
         >>> aligned, report = align(donor, anchor, anchor.config, heads="permutation")  # doctest: +SKIP
     """
     untie, widths = bool(options.pop("untie", False)), bool(options.pop("widths", False))
+    match = _matcher(options.pop("match_on", WEIGHTS), options.pop("samples", None), donor, anchor)
     chosen = MatchOptions.from_values(options)
     mine, theirs = _state(donor), _state(anchor)
     given = _config(config, anchor)
@@ -68,7 +71,7 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     if odd := sorted(set(mine) ^ set(theirs)):
         raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="align models of one class")
     mine = {name: in_order(tensor, checked.rows.get(name)) for name, tensor in mine.items()}
-    alignment = match_model(first.architecture, theirs, mine, checked.options)
+    alignment = match(first.architecture, theirs, mine, checked.options, None)
     run = Run()
     run.aligned("donor", alignment)
     for note in (*checked.warnings, *checked.notes()):
@@ -77,6 +80,27 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     if half is not None:
         aligned = {own: aligned[name] for name, own in half.names.items() if name in aligned}
     return aligned, MergeReport.of(run, "anchor", "none", "")
+
+
+def _matcher(how: str, samples: Sequence[Mapping[str, Tensor]] | None, donor: State, anchor: State) -> Match:
+    """What finds the donor's maps.
+
+    Raises:
+        RotationMergeError: there is no such way, or what it needs is missing.
+    """
+    if how not in MATCH_ON:
+        raise RecipeError(f"option 'match_on' is {how!r}", remedy=f"it must be one of: {', '.join(MATCH_ON)}")
+    if how == WEIGHTS:
+        if samples is not None:
+            raise RecipeError("weights are matched without samples", remedy="add match_on='both', or leave them out")
+        return match_model
+    if not (isinstance(donor, torch.nn.Module) and isinstance(anchor, torch.nn.Module) and samples):
+        what = f"match_on='{how}' runs the models on samples"
+        raise RecipeError(what, remedy="give modules, and 'samples': batches of what their forward takes")
+    from rotation_merge.averaging.match_on import match_seen, seen_of
+
+    batches = [dict(batch) for batch in samples]
+    return partial(match_seen, seen=(seen_of(anchor, batches), seen_of(donor, batches)), how=how)
 
 
 def _config(config: Any, model: State) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def test_a_scale_multiplies_the_change(models: tuple[str, dict[str, Path]], tmp_
         ({"carry": "refit", "scale": 1.0}, ("--carry", "refit", "--scale", 1)),
         ({"carry": "distil", "scale": 1.0, "steps": 2}, ("--steps", 2, "--scale", 1)),
         ({"carry": "signs", "scale": 0.5}, ("--carry", "signs", "--scale", 0.5)),
+        ({"carry": "activations", "scale": 0.5}, ("--carry", "activations", "--scale", 0.5)),
         ({"scale": "auto"}, ("--scale", "auto")),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cli_support import run
@@ -65,3 +66,19 @@ def test_the_new_base_changes_only_where_weights_alone_would_change_it(texts: st
     assert refused.exit_code == 2
     assert "no adapter of low rank can" in refused.output
     assert not (tmp_path / "lora").exists()
+
+
+def test_samples_without_labels_say_what_to_do(tmp_path: Path) -> None:
+    models = [make("vit", tmp_path / name, seed) for seed, name in enumerate(("old", "new", "tuned"))]
+    pixels = np.zeros((32, *shape_of(models[0])), dtype=np.float32)
+    np.savez(tmp_path / "images.npz", pixel_values=pixels)
+    asked = ("--from", models[0], "--to", models[1], "--carry", "signs", "--data", tmp_path / "images.npz")
+    done = run("carry", models[2], tmp_path / "out", *asked, "--samples", 32)
+    assert done.exit_code == 2
+    assert "carry by weights alone" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def shape_of(model: Path) -> tuple[int, int, int]:
+    config = json.loads((model / "config.json").read_text())
+    return config["num_channels"], config["image_size"], config["image_size"]

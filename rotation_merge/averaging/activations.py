@@ -16,7 +16,7 @@ from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.apply import placed, split_axis, transform_axis
 
 MOST_ROWS = 1024
-"""Rows that are kept of each map."""
+"""Rows that are kept of each map, where no number is given."""
 
 Place = tuple[str, str, int | None]
 Transforms = Mapping[str, SpaceTransform]
@@ -28,31 +28,41 @@ class Activations:
 
     Attributes:
         maps: the maps of each block, with names of the model's own.
-        inputs, outputs: by map: (rows, size), at the same samples and positions in every model of a class.
+        inputs, outputs: by map: (rows, size), at the same samples and positions in every model of a class. Maps that
+            read the same have the inputs of the first of them.
+        shared: by map, that first one.
+        split: those whose inputs are what a norm normalised, before its gain and shift.
     """
 
     maps: dict[Place, list[LinearMap]] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    split: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, model: nn.Module, architecture: Architecture, batches: Sequence[Batch]) -> Activations:
+    def of(
+        cls, model: nn.Module, architecture: Architecture, batches: Sequence[Batch], most: int = MOST_ROWS
+    ) -> Activations:
         """Run a model over samples.
 
         Args:
             architecture: under the names of the model's state dict.
             batches: without padding; the same for every model that is compared.
+            most: rows that are kept of each map, evenly spread over every sample.
         """
         seen = Measurement(model, architecture, batches, "none")
-        watcher = _Rows(seen.shared, max(1, MOST_ROWS // len(batches)))
+        watcher = _Rows(seen.shared, max(1, most // sum(len(next(iter(batch.values()))) for batch in batches)))
         with torch.no_grad(), seen.tapped.split(seen.called, seen.layers_only), seen.tapped.watched(watcher):
             for batch in batches:
+                watcher.samples = len(next(iter(batch.values())))
                 seen.outputs(batch)
-        found = cls()
+        found = cls(shared=seen.shared, split=set(seen.split))
+        joined = {name: torch.cat(parts) for name, parts in watcher.inputs.items()}
         for name, one in seen.tapped.maps.items():
             if name in seen.shared and not one.stacked:
                 found.maps.setdefault(_place(one.block), []).append(one)
-                found.inputs[name] = torch.cat(watcher.inputs[seen.shared[name]])
+                found.inputs[name] = joined[seen.shared[name]]
                 if name in watcher.outputs:
                     found.outputs[name] = torch.cat(watcher.outputs[name])
         return found
@@ -66,16 +76,25 @@ class Activations:
         given = self.outputs.get(ours.info.name)
         return self.inputs[ours.info.name], None if given is None else given[:, rows]
 
+    def read_with(self, one: LinearMap) -> str:
+        """The first map that reads what this one reads; nothing where it did not run."""
+        found = same_map(one, self.maps.get(_place(one.block), []))
+        return "" if found is None else self.shared[found[0].info.name]
+
+    def is_plain(self, one: LinearMap) -> bool:
+        """Whether no norm's gain stands between a stream and what is known of what this map reads."""
+        return one.norm is None or self.read_with(one) in self.split
+
 
 def _place(block: Block) -> Place:
     return block.module, block.place, block.index
 
 
 class _Rows:
-    """Keeps evenly spread rows of every map, the same of every model."""
+    """Keeps evenly spread rows of every map, the same of every model; of each sample so many, whatever its batch."""
 
-    def __init__(self, shared: Mapping[str, str], most: int) -> None:
-        self.shared, self.most = shared, most
+    def __init__(self, shared: Mapping[str, str], each: int) -> None:
+        self.shared, self.each, self.samples = shared, each, 1
         self.inputs: dict[str, list[Tensor]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
 
@@ -84,13 +103,15 @@ class _Rows:
             self.inputs.setdefault(name, []).append(self._some(x))
 
     def gave(self, name: str, expert: int | None, y: Tensor) -> None:
-        if expert is None and y.ndim > 2:
+        if expert is None:
             self.outputs.setdefault(name, []).append(self._some(y))
 
     def _some(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        count = min(len(rows), self.most)
-        return rows[torch.linspace(0, len(rows) - 1, count, dtype=torch.float64).round().long()].float().cpu()
+        samples = rows.unflatten(0, (self.samples, -1)) if len(rows) % self.samples == 0 else rows[:, None]
+        count = min(samples.shape[1], self.each)
+        places = torch.linspace(0, samples.shape[1] - 1, count, dtype=torch.float64).round().long()
+        return samples[:, places.to(x.device)].flatten(0, 1).float().cpu()
 
 
 def activation_points(block: Block, seen: Activations, transforms: Transforms) -> dict[str, Tensor]:

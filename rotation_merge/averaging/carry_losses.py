@@ -11,6 +11,9 @@ from rotation_merge.samples.evaluate import evaluate
 SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
 """Of a carried change, among which held-out samples choose."""
 
+LITTLE = 0.1
+"""Share of the gain at home below which training again is the advice."""
+
 Both = tuple[float, float]
 """Losses on samples of the fine-tune's kind, and on text that the new base writes."""
 
@@ -46,8 +49,11 @@ class Losses:
         ]
         if scale == 0:
             return [*lines, "Nothing is worth carrying: every scale is worse than none. Train on the new base instead."]
-        if home > 0:
-            lines.append(f"That is {(self.new - there) / home:.0%} of what fine-tuning gained at home.")
+        share = (self.new - there) / home if home > 0 else None
+        if share is not None:
+            lines.append(f"That is {share:.0%} of what fine-tuning gained at home.")
+        if share is not None and 0 < share < LITTLE:
+            lines.append("That is little: where the training data are still there, train on the new base instead.")
         if there >= self.new:
             lines.append("Nothing of it arrives. Train on the new base instead.")
         return lines

@@ -13,10 +13,13 @@ from torch import Tensor
 from rotation_merge.averaging.carry_change import ChangeOptions, check_refit, refit_change
 from rotation_merge.averaging.carry_distil import Distilled, Lessons, adapter_in_training, distil
 from rotation_merge.averaging.carry_losses import SCALES, Losses, both
+from rotation_merge.averaging.carry_samples import AT_ONCE, HELD_OUT, Samples, read_parts
 from rotation_merge.averaging.carry_scale import Scaled, Scales, search
 from rotation_merge.averaging.carry_scale import words as scale_words
 from rotation_merge.averaging.carry_signs import agreeing, votes
+from rotation_merge.averaging.carry_sites import site_maps
 from rotation_merge.averaging.carry_solution import Solution
+from rotation_merge.averaging.match_on import seen_of
 from rotation_merge.checkpoints.adapters import Adapter, is_adapter
 from rotation_merge.checkpoints.aligned import write_checkpoint
 from rotation_merge.checkpoints.bases import open_bases
@@ -35,54 +38,20 @@ from rotation_merge.samples.data import Data, read_batches, unpadded
 from rotation_merge.samples.evaluate import evaluate
 from rotation_merge.samples.functions import Batch, architecture_of, load, local_path
 from rotation_merge.samples.runner import Runner
-from rotation_merge.samples.written import SELF, writes_text
+from rotation_merge.samples.written import SELF
 
-AT_ONCE = 16
-HELD_OUT = 0.25
-"""Share of the samples that nothing is solved from."""
 REFITTED = "The new base's maps were solved, one layer after the other, to make the change on samples."
 ALONE = "leave --carry and --scale auto out: weights alone are carried by the tokens that both have"
 SIGNED = "What the weights' alignment moved was kept where the new base's gradients on samples have the same sign."
 FROM_WEIGHTS = "Training began at what weights carry: the old base's hidden states have no place in the new one."
 TRAINED = "What weights carry was **trained** on for a few steps."
-DISTILLED = f"{REFITTED} From there on it was **trained** for a few steps."
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What the models are run on.
-
-    Attributes:
-        data: a file, or `self`: text that the fine-tune writes.
-        count: how many, those held out included.
-        scale: of the solved change; None: the best on the samples held out.
-        steps: of distillation from the refit on; 0: none.
-        solve: False: weights alone carry the change, and samples say its scale in each block.
-        signs: weights carry the change, and samples say which of its entries stay.
-    """
-
-    data: str = SELF
-    count: int = 64
-    length: int = 128
-    seed: int = 0
-    scale: float | None = None
-    steps: int = 0
-    solve: bool = True
-    signs: bool = False
-
-    @property
-    def refits(self) -> bool:
-        """Whether maps are solved towards hidden states, and that is what is wanted."""
-        return self.solve and not (self.signs or self.steps)
-
-    @property
-    def needed(self) -> bool:
-        """Whether anything is run on them."""
-        return self.solve or self.scale is None
-
-    def read(self, batch_size: int = AT_ONCE) -> dict[str, Any]:
-        """How they are read."""
-        return {"limit": self.count, "batch_size": batch_size, "length": self.length, "seed": self.seed}
+HOW = {
+    "signs": SIGNED,
+    "activations": "What the weights' alignment moved was moved on at every map's inputs, by maps from activations.",
+    "refit": REFITTED,
+    "distil": f"{REFITTED} From there on it was **trained** for a few steps.",
+}
+"""What was done, for a card."""
 
 
 def carry_with_samples(
@@ -112,13 +81,13 @@ def carry_with_samples(
     sources = {out: bases.tuned(name) for out, name in names.items()}
     alignment, report = aligned(bases, settings, progress)
     used = [{"of": f"carrying {work}", "source": samples.data, "samples": samples.count} for work in works.values()]
-    report = replace(report, data=used)
+    report = replace(report, data=[*report.data, *used])
     work = Work(bases, bases.carrier(alignment, settings.storage.dtype), report, settings)
     done = []
     for out, source in sources.items():
         rank = settings.lora or (Adapter(works[out]).rank if is_adapter(works[out]) else 0)
         one = Carrying(work, names[out], source, rank, samples, progress)
-        if not samples.solve:
+        if samples.way == "weights":
             done.append(_moved(one, works[out], out))
             continue
         solution, notes = one.solved(out)
@@ -167,15 +136,14 @@ class Carrying:
 
     @property
     def how(self) -> str:
-        if self.samples.signs:
-            return SIGNED
-        if self.samples.steps and (frame := self.work.carrier.frame) is not None and not frame.same:
+        frame = self.work.carrier.frame
+        if self.samples.way == "distil" and frame is not None and not frame.same:
             return TRAINED
-        return DISTILLED if self.samples.steps else REFITTED
+        return HOW[self.samples.way]
 
     def scaled(self) -> tuple[Scales, list[str]]:
         """The scales at which weights alone carry it, and what the user should know."""
-        _, held_out, own = _samples(self.name, self._new, self.samples)
+        _, held_out, own = read_parts(self.name, self._new, self.samples)
         moved = Scaled(self.work.carrier, self.source, self._config, self.work.settings.device)
         watch = self.progress or (lambda *_: None)
         found, zero, there = search(moved.blocks, lambda scales: both(moved.model(scales), held_out, own), watch)
@@ -189,24 +157,44 @@ class Carrying:
 
     def solved(self, out: str) -> tuple[Solution, list[str]]:
         """What is carried, at its scale, and what the user should know."""
-        data, held_out, own = _samples(self.name, self._new, self.samples)
+        data, held_out, own = read_parts(self.name, self._new, self.samples)
         on = f"{data.examples} samples ({self.samples.data})"
-        if self.samples.signs:
+        if self.samples.way == "signs":
             changed, share = self._signed(data)
             notes = [f"Of the changed entries {share:.1%} go where most of {on} want them, and were kept."]
+        elif self.samples.way == "activations":
+            changed, count = self._at_sites(data)
+            notes = [f"What {count} maps read was moved by maps of its own, from activations on {on}."]
         elif (frame := self.work.carrier.frame) is None or frame.same:
             changed = self._refitted(data)
             notes = [f"Refitted on {on}."]
         else:
             changed, notes = self.by_weights()
             notes.append(FROM_WEIGHTS)
-        if self.samples.steps:
+        if self.samples.way == "distil":
             with Unfinished(out) as place:
                 changed, distilled = self._distilled(place, changed, data, held_out, own)
             notes += distilled.words(self.samples.steps)
         losses = self._losses(changed, held_out, own)
         scale = losses.best if self.samples.scale is None else self.samples.scale
-        return Solution(self.work.carrier, changed, scale), [*notes, *losses.words(scale)]
+        return Solution(self.work.carrier, changed, scale), [
+            *notes,
+            self._in_weights(changed, scale),
+            *losses.words(scale),
+        ]
+
+    def _in_weights(self, changed: Mapping[str, Tensor], scale: float) -> str:
+        """What became of the change in weights: how large it is, and how much of it alignment alone would carry."""
+        moved, new = self._changes()[0], self.work.carrier.new
+        whole = sum(float(one.double().square().sum()) for one in moved.values())
+        made = {name: scale * (tensor.double() - new[name].double()) for name, tensor in changed.items()}
+        size = sum(float(one.square().sum()) for one in made.values())
+        along = sum(float((one * moved[name].double()).sum()) for name, one in made.items() if name in moved)
+        size, along = size / (whole or 1.0), max(along, 0.0) / (whole or 1.0)
+        return (
+            f"In weights, what is carried has {size:.2g} of the squared norm of what fine-tuning changed, and holds "
+            f"{along:.0%} of that change as alignment moves it."
+        )
 
     @property
     def _new(self) -> str:
@@ -224,16 +212,26 @@ class Carrying:
 
     def _signed(self, data: Data) -> tuple[dict[str, Tensor], float]:
         """The new base's tensors with the entries that samples agree with, and the share of these."""
-        carrier = self.work.carrier
         if self.rank:
             what = "signs of gradients keep single entries, which no adapter of low rank can"
             raise RotationMergeError(what, where=self.name, remedy="carry a whole model, without --lora")
-        change, _ = self._changes()
-        model = self._model({})
+        carrier = self.work.carrier
+        change, model = self._changes()[0], self._model({})
         each = [one for batch in unpadded(data.batches, self.samples.data) for one in one_by_one(batch)]
         wanted = Respelled(votes(model, each, data.task), architecture_of(model, self._untie), carrier.architecture)
         kept, share = agreeing(change, {name: wanted[name] for name in change})
-        return {name: carrier.new[name].to(one.dtype) + one for name, one in kept.items()}, share
+        return self._added(kept), share
+
+    def _at_sites(self, data: Data) -> tuple[dict[str, Tensor], int]:
+        """The new base's tensors with the change moved at every map's inputs by itself, and how many such maps."""
+        batches, bases = unpadded(data.batches, self.samples.data), (self._new, str(self.work.bases.old.reference))
+        new, old = (seen_of(_on(name, self.work.settings.device), batches) for name in bases)
+        carrier = replace(self.work.carrier, sites=site_maps(self.work.carrier, new, old))
+        moved = replace(self, work=replace(self.work, carrier=carrier))
+        return moved.by_weights()[0], len(carrier.sites)
+
+    def _added(self, change: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.work.carrier.new[name].to(one.dtype) + one for name, one in change.items()}
 
     def _changes(self, scale: Scale = 1.0) -> tuple[dict[str, Tensor], list[str]]:
         """What weights carry, as changes of the new base's tensors, and what of it has a place there."""
@@ -247,8 +245,7 @@ class Carrying:
     def by_weights(self, scale: Scale = 1.0) -> tuple[dict[str, Tensor], list[str]]:
         """The new base's tensors as weights carry them, and what of the change has a place there."""
         change, notes = self._changes(scale)
-        new = self.work.carrier.new
-        return {name: new[name].to(one.dtype) + one for name, one in change.items()}, notes
+        return self._added(change), notes
 
     @property
     def _untie(self) -> bool:
@@ -333,29 +330,3 @@ class Carrying:
 
 def _on(name: str, device: str) -> Any:
     return load(name).to(device)
-
-
-def _samples(tuned: str, new: str, samples: Samples) -> tuple[Data, Data, Data]:
-    """What is solved from, what is held out of it, and text of the new base's own.
-
-    Raises:
-        DataError: the model writes no text and no data are given, or too few.
-    """
-    model = load(tuned, like=new)
-    if samples.data == SELF and not writes_text(model):
-        raise DataError(f"{type(model).__name__} writes no text of its own", where=tuned, remedy="give --data FILE")
-    whole = read_batches(samples.data, local_path(tuned), model, **samples.read())
-    held = max(1, round(HELD_OUT * len(whole.batches)))
-    if len(whole.batches) <= held:
-        raise DataError(
-            f"holds {whole.examples} samples, at least {2 * AT_ONCE} are needed", where=samples.data, remedy="give more"
-        )
-    parts = [
-        Data(batches, whole.task, sum(len(next(iter(b.values()))) for b in batches))
-        for batches in (whole.batches[:-held], whole.batches[-held:])
-    ]
-    base: Any = load(new)
-    if not writes_text(base):
-        return parts[0], parts[1], parts[1]
-    own = read_batches(SELF, local_path(new), base, **replace(samples, count=AT_ONCE, seed=samples.seed + 1).read())
-    return parts[0], parts[1], own

@@ -20,7 +20,7 @@ from rotation_merge.checkpoints.pair import Pair
 from rotation_merge.checkpoints.sentence import module_of, write_modules
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.matching.block import named
-from rotation_merge.matching.model import Alignment, Progress, aligned_tensors, match_model
+from rotation_merge.matching.model import Alignment, Match, Progress, aligned_tensors, match_model
 from rotation_merge.report.card import metadata, section, with_metadata
 from rotation_merge.report.record import MergeReport, versions
 from rotation_merge.report.run import Run
@@ -31,13 +31,15 @@ KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
 OWN = ("config.json", "rotation_merge.json")
 
 
-def match_pair(pair: Pair, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:
+def match_pair(
+    pair: Pair, progress: Progress | None = None, match: Match = match_model
+) -> tuple[Alignment, MergeReport]:
     """The best alignment of the donor to the anchor, and the report on it."""
     anchor, donor = pair.matched
     run = Run()
     options = pair.checked.options
     with named(str(pair.anchor.reference), str(pair.donor.reference)):
-        alignment = match_model(pair.architecture, anchor, donor, options, progress)
+        alignment = match(pair.architecture, anchor, donor, options, progress)
     run.aligned(str(pair.donor.reference), alignment)
     recipe = yaml.safe_dump(asdict(options), sort_keys=False)
     return alignment, pair.report(run, recipe)

@@ -25,7 +25,7 @@ from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.frame import WIDTHS, Frame, frame_of
 from rotation_merge.matching.labels import label_rows
 from rotation_merge.matching.member import Member
-from rotation_merge.matching.model import Alignment, Progress, match_model
+from rotation_merge.matching.model import Alignment, Match, Progress, match_model
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import check_pair
 from rotation_merge.matching.sources import Respelled, other_form
@@ -99,10 +99,15 @@ class Bases:
         untie = any(info.tied for info in self.architecture.tensors())
         return resolve(model.config, model.names, str(model.reference), untie=True) if untie else model.architecture
 
-    def match(self, options: MatchOptions, progress: Progress | None = None) -> tuple[Alignment, MergeReport]:
+    def match(
+        self, options: MatchOptions, progress: Progress | None = None, match: Match = match_model
+    ) -> tuple[Alignment, MergeReport]:
         """What brings the old base to the new one, and the report on it."""
         new, old = self.sources
         architecture = self.architecture
+        if self.frame is not None and match is not match_model:
+            what = "its shape is not that of the new base, so what the two do is not compared, only their weights"
+            raise CheckpointError(what, where=str(self.old.reference), remedy="match on weights, and carry by these")
         if self.frame is not None:
             new, architecture = self.frame.of_new(new), self.frame.common
         options = check_pair(self.pair.checked.anchor, self.pair.checked.donor, options, untie=True).options
@@ -111,7 +116,7 @@ class Bases:
                 SharedRows(architecture, source, rows) for source, rows in zip((new, old), self.rows, strict=True)
             )
         run = Run()
-        alignment = match_model(architecture, new, old, options, progress)
+        alignment = match(architecture, new, old, options, progress)
         run.aligned(str(self.old.reference), alignment)
         if self.rows is not None:
             run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on these.")

@@ -19,7 +19,7 @@ from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.carry import Carrier
-from rotation_merge.matching.model import Alignment, Progress
+from rotation_merge.matching.model import Alignment, Match, Progress, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.matching.tuned import Scale, Tuned, share
@@ -45,6 +45,7 @@ class Settings:
         scale: what every change is multiplied by.
         lora: rank of the adapters that whole fine-tunes are written as; 0: as models.
         unlike: what of the bases' shapes may differ.
+        matcher: what finds the map between the bases.
     """
 
     match: MatchOptions = field(default_factory=MatchOptions)
@@ -54,6 +55,7 @@ class Settings:
     lora: int = 0
     storage: Storage = field(default_factory=Storage)
     unlike: Unlike = field(default_factory=Unlike)
+    matcher: Match = match_model
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def aligned(bases: Bases, settings: Settings, progress: Progress | None) -> tupl
     """What brings the old base to the new one, matched or from a file, and the report on it."""
     if settings.alignment is not None:
         return bases.given(settings.alignment)
-    return bases.match(settings.match, progress)
+    return bases.match(settings.match, progress, settings.matcher)
 
 
 @dataclass

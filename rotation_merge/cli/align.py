@@ -8,9 +8,17 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device, writes
+from rotation_merge.cli.options import (
+    device_option,
+    match_on_option,
+    match_options,
+    matcher,
+    matching_options,
+    usable_device,
+    writes,
+)
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, RotationMergeError
 
 
 @click.command(epilog="Example: rotation-merge align org/anchor org/donor ./aligned --heads permutation")
@@ -18,6 +26,10 @@ from rotation_merge.errors import CheckpointError
 @click.argument("donor")
 @click.argument("out", required=False)
 @matching_options
+@match_on_option
+@click.option("--data", help="Samples for --match-on; self, the default: text of which each of the two writes half.")
+@click.option("--samples", type=click.IntRange(min=1), help="How many; 64 if not given.")
+@click.option("--seed", default=0, show_default=True)
 @click.option(
     "--alignment", "alignment_file", metavar="FILE", help="Also write the transforms, for recipes' 'alignment:'."
 )
@@ -47,6 +59,10 @@ def command(
     untie: bool,
     verify: bool,
     widths: bool,
+    match_on: str,
+    data: str | None,
+    samples: int | None,
+    seed: int,
     **values: Any,
 ) -> int:
     """Write DONOR in ANCHOR's coordinates to OUT.
@@ -66,13 +82,18 @@ def command(
         raise click.UsageError("name OUT, or a file for --alignment")
     if out is not None:
         check_out(out, anchor, donor)
+    if match_on == "weights" and (data or samples):
+        raise RotationMergeError("weights are matched without samples", remedy="add --match-on both, or activations")
+    if match_on != "weights" and widths:
+        raise RotationMergeError("models of two widths are matched on weights", remedy="leave out --match-on")
     check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
     options = match_options(values)
     device = usable_device(device)
     pair = open_pair(anchor, donor, options, untie, device, widths=widths)
     progress = Progress()
-    alignment, report = match_pair(pair, progress)
+    how = matcher(match_on, anchor, donor, data or "self", samples or 64, seed, device)
+    alignment, report = match_pair(pair, progress, how)
     proof: Proof | None = None
     if out is not None:
         found: list[Proof] = []
@@ -108,7 +129,7 @@ def command(
         return 0
     for warning in pair.checked.warnings:
         say(f"Warning: {warning}", "yellow")
-    for note in pair.notes():
+    for note in (*pair.notes(), *alignment.notes):
         say(note)
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:

@@ -10,7 +10,15 @@ import click
 from click.core import ParameterSource
 
 from rotation_merge.cli.align import check_out
-from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device, writes
+from rotation_merge.cli.options import (
+    device_option,
+    match_on_option,
+    match_options,
+    matcher,
+    matching_options,
+    usable_device,
+    writes,
+)
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
 
@@ -26,11 +34,11 @@ from rotation_merge.errors import RotationMergeError
 @click.option(
     "--carry",
     "way",
-    type=click.Choice(["weights", "signs", "refit", "distil"]),
+    type=click.Choice(["weights", "activations", "signs", "refit", "distil"]),
     default="weights",
     show_default=True,
-    help="weights: move the change; signs: and keep what samples agree with of it; refit: solve the new base's maps "
-    "to make it, on samples; distil: train on from it.",
+    help="weights: move the change; activations: and move it on at every map's inputs, by samples; signs: or keep what "
+    "samples agree with of it; refit: solve the new base's maps to make it, on samples; distil: train on from it.",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Of distil, which they choose; 50 if not given.")
 @click.option("--data", default="self", show_default=True, help="Samples; self: text that WORK writes.")
@@ -54,6 +62,7 @@ from rotation_merge.errors import RotationMergeError
 @click.option("--dtype", help="Storage of a carried model; the new base's if not given.")
 @device_option(" to compute on")
 @matching_options
+@match_on_option
 @json_option
 @shown
 @writes(folders="out")
@@ -79,6 +88,7 @@ def command(
     device: str,
     untie: bool,
     as_json: bool,
+    match_on: str,
     **values: Any,
 ) -> int:
     """Carry adapters or fine-tunes WORK of OLD_BASE to NEW_BASE; nothing is trained but with --carry distil.
@@ -104,11 +114,17 @@ def command(
     if steps is not None and way != "distil":
         raise RotationMergeError(f"--carry {way} takes no steps", remedy="add --carry distil, or leave --steps out")
     factor = _factor(scale, way)
-    asked = any(context.get_parameter_source(name) is not ParameterSource.DEFAULT for name in ("data", "samples"))
-    if asked and way == "weights" and factor is not None:
+    given = {
+        n for n in ("data", "samples", "match_on") if context.get_parameter_source(n) is not ParameterSource.DEFAULT
+    }
+    if way == "activations" and "match_on" not in given:
+        match_on = "both"
+    if given & {"data", "samples"} and way == "weights" and factor is not None and match_on == "weights":
         raise RotationMergeError("weights are carried without samples", remedy="add --scale auto, or --carry refit")
-    unlike = Unlike(widths, layers_map)
-    settings = Settings(options, alignment_file, 1.0 if factor is None else factor, device, lora, storage, unlike)
+    if alignment_file and "match_on" in given:
+        raise RotationMergeError("the file under --alignment says the maps", remedy="leave out --match-on")
+    unlike, find = Unlike(widths, layers_map), matcher(match_on, new, old, data, samples, seed, device)
+    settings = Settings(options, alignment_file, 1.0 if factor is None else factor, device, lora, storage, unlike, find)
     progress = Progress()
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     check_places(work, places)
@@ -116,8 +132,7 @@ def command(
     if factor is None or way != "weights":
         from rotation_merge.averaging.carrying import Samples, carry_with_samples
 
-        steps = (steps or 50) if way == "distil" else 0
-        run = Samples(data, samples, seed=seed, scale=factor, steps=steps, solve=way != "weights", signs=way == "signs")
+        run = Samples(data, samples, seed=seed, scale=factor, steps=steps or 50, way=way)
         done = carry_with_samples(jobs, old, new, settings, run, progress)
     else:
         done = carry_all(jobs, old, new, settings, progress)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.options import CHOICES, MatchOptions, by_stream
+from rotation_merge.matching.options import CHOICES, MATCH_ON, MatchOptions, by_stream
+
+if TYPE_CHECKING:
+    from rotation_merge.matching.model import Match
 
 HELP = {
     "attention": "Maps inside attention heads.",
@@ -48,6 +51,28 @@ def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
         )
         function = option(function)
     return function
+
+
+def match_on_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --match-on; the command hands its value to `matcher`."""
+    return click.option(
+        "--match-on",
+        type=click.Choice(MATCH_ON),
+        default="weights",
+        show_default=True,
+        help="What maps are chosen by; activations, on samples, run both models; both: streams start from these.",
+    )(function)
+
+
+def matcher(match_on: str, anchor: str, donor: str, data: str, samples: int, seed: int, device: str) -> Match:
+    """What --match-on stands for: how the donor's maps to the anchor are found."""
+    if match_on == "weights":
+        from rotation_merge.matching.model import match_model
+
+        return match_model
+    from rotation_merge.averaging.match_on import OnSamples
+
+    return OnSamples(match_on, anchor, donor, data, samples, seed, device)
 
 
 def writes(*, files: str = "", folders: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

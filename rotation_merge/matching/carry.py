@@ -9,7 +9,7 @@ the bias of the map (`unfold_change`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.factors import LowRank, dense, factor_infos
+from rotation_merge.matching.factors import LowRank, dense, factor_infos, input_dim
 from rotation_merge.matching.fold import Fold, unfold_change
 from rotation_merge.matching.frame import Frame, Places
 from rotation_merge.matching.model import Alignment
@@ -42,6 +42,7 @@ class Carrier:
         rows: where the vocabularies differ.
         dtype: that a carried model is going to be rounded to, if another than its own.
         frame: where the bases' shapes differ: what they meet in. The old base is in its sizes, and `alignment` of it.
+        sites: by name of a linear map: what its inputs are moved by behind the alignment, (inputs, inputs).
     """
 
     architecture: Architecture
@@ -51,6 +52,7 @@ class Carrier:
     rows: Rows | None = None
     dtype: torch.dtype | None = None
     frame: Frame | None = None
+    sites: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def fold(self) -> Fold:
@@ -123,6 +125,9 @@ class Carrier:
         """
         wide = info if self.frame is None else self.frame.of(block, info)
         moved = transform_tensor(change, wide, self.alignment.transforms, change=True)
+        site, dim = self.sites.get(info.name), input_dim(info)
+        if site is not None and dim is not None:
+            moved = (moved.movedim(dim, -1) @ site.to(moved).mT).movedim(-1, dim)
         if self.frame is None:
             return moved
         cut = self.frame.cut(block, info, moved)

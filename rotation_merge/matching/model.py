@@ -61,12 +61,20 @@ class Alignment:
             rotation of the stream needs.
         records: what matching did to each space, block by block.
         summary: iterations, objective and the like, for the report.
+        notes: what the user should know.
+        samples: where it was matched on samples: what they are called, and how many.
     """
 
     transforms: Transforms
     folded: tuple[str, ...] = ()
     records: list[tuple[Block, list[SpaceMatch]]] = field(default_factory=list)
     summary: dict[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    samples: tuple[str, int] | None = None
+
+
+Match = Callable[[Architecture, TensorSource, TensorSource, MatchOptions, Progress | None], Alignment]
+"""Finds what brings the second of two sources to the first: `match_model`, or what takes its place."""
 
 
 def match_model(

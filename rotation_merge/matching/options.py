@@ -25,6 +25,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 """Values each option may take, the default first."""
 
 
+WEIGHTS, ACTIVATIONS, BOTH = MATCH_ON = ("weights", "activations", "both")
+"""What elements are chosen by; both: weights and activations together, the streams started from activations."""
+
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 

@@ -27,8 +27,8 @@ class Carry(WholeTask):
     quiet: bool = False
 
     def execute(self) -> dict[str, Tensor] | dict[str, float]:
-        make: Any = carried_tensors if self.samples.solve else carried_scales
-        if self.settings.unlike.asked and not self.samples.solve:
+        make: Any = carried_tensors if self.samples.way != "weights" else carried_scales
+        if self.settings.unlike.asked and self.samples.way == "weights":
             make = carried_weights
         with tqdm.tqdm(desc=f"Carrying {self.donor}", disable=self.quiet) as bar:
             found, notes = make(

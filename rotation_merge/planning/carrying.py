@@ -11,6 +11,7 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.errors import RecipeError
+from rotation_merge.matching.model import Match
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
@@ -38,6 +39,7 @@ def carried(
     origin: ModelReference | None,
     match: MatchOptions,
     shares_vocabulary: bool,
+    finding: Match,
 ) -> Carried:
     """What a recipe says of how a donor is carried.
 
@@ -45,6 +47,7 @@ def carried(
         origin: what it was tuned from, where it is a change that is merged.
         match: by which groups that is matched.
         shares_vocabulary: whether it has the anchor's.
+        finding: finds the maps from its base to the anchor.
 
     Raises:
         RecipeError: there is no change to carry, or samples mean other things to its base than to the anchor.
@@ -82,9 +85,8 @@ def carried(
         count=given["samples"],
         seed=options.random_seed or 0,
         scale=None if scale in (None, "auto") else float(scale),
-        steps=given["steps"] if way == "distil" else 0,
-        solve=way != "weights",
-        signs=way == "signs",
+        steps=given["steps"],
+        way=way,
     )
     file, device = recipe.of_model("alignment", reader, model), str(options.device or "cpu")
     task = Carry(
@@ -93,12 +95,12 @@ def carried(
         donor=str(model),
         origin=str(origin),
         anchor=str(recipe.base),
-        settings=Settings(match, file, device=device, storage=Storage(untie=recipe.untie), unlike=unlike),
+        settings=Settings(match, file, 1.0, device, 0, Storage(untie=recipe.untie), unlike, finding),
         samples=samples,
         run=run,
         quiet=options.quiet,
     )
-    return Carried(carrying=task) if samples.solve or unlike.asked else Carried(scale=task)
+    return Carried(carrying=task) if samples.way != "weights" or unlike.asked else Carried(scale=task)
 
 
 def unlike_of(recipe: Recipe, reader: ConfigReader, model: ModelReference) -> Unlike:

@@ -25,7 +25,8 @@ from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.file import check_fingerprints, load_alignment
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.labels import label_rows, rows_note
-from rotation_merge.matching.options import NOTHING, MatchOptions
+from rotation_merge.matching.model import Match, match_model
+from rotation_merge.matching.options import BOTH, NOTHING, WEIGHTS, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import Renamed, Rows
 from rotation_merge.matching.state import TensorSource
@@ -109,7 +110,8 @@ class Donors:
             for model, reader in readers.items():
                 donor = self._settle(model, reader)
                 match = MatchOptions() if donor.checked is None else donor.checked.options
-                own = carried(recipe, reader, options, run, model, donor.origin, match, donor.rows is None)
+                finding = self._match(model, donor.origin, reader)
+                own = carried(recipe, reader, options, run, model, donor.origin, match, donor.rows is None, finding)
                 self.found[model] = replace(donor, carried=own)
         for model, donor in self.found.items():
             how = "block by block" if donor.whole is None else f"by {type(donor.whole).__name__}"
@@ -148,7 +150,8 @@ class Donors:
             given = self._given(path, origin or model, self.name(model, origin))
             self.run.transforms[str(model)] = given.alignment.transforms
             return Donor(origin, given, rows, checked)
-        if options.residual == "none" and not isinstance(self.recipe.delegate, RefitMethod):
+        match = self._match(model, origin, reader)
+        if options.residual == "none" and match is match_model and not isinstance(self.recipe.delegate, RefitMethod):
             return Donor(origin, None, rows, checked)
         self._fold(checked.folded)
         sources: list[TensorSource] = [self._base, self.source(origin or model)]
@@ -166,6 +169,7 @@ class Donors:
             run=self.run,
             device=str(self.options.device or "cpu"),
             quiet=self.options.quiet,
+            match=match,
         )
         return Donor(origin, task, rows, checked)
 
@@ -197,6 +201,25 @@ class Donors:
             self.run.note(note)
         return Donor(origin, None, bases.rows, checked)
 
+    def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
+        """What finds a donor's maps: of weights, or of activations ('match_on').
+
+        Raises:
+            RecipeError: slices bring layers together that are not those of whole models.
+        """
+        keys = ("match_on", "data", "samples", "carry")
+        how, data, count, way = (self.recipe.of_model(name, reader, model) for name in keys)
+        how = how or (BOTH if way == "activations" else WEIGHTS)
+        if how == WEIGHTS:
+            return match_model
+        if any(ours != own for pairs in self.layers.get(model, {}).values() for ours, own in pairs):
+            what = f"'match_on: {how}' matches whole models, and slices bring other layers of this one together"
+            raise RecipeError(what, where=str(model), remedy="leave it out")
+        from rotation_merge.averaging.match_on import OnSamples
+
+        names, seed = (str(self.recipe.base), str(origin or model)), self.options.random_seed or 0
+        return OnSamples(how, *names, data or "self", count, seed, str(self.options.device or "cpu"))
+
     def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
         """Rows of shared tokens where the donor (or what it was tuned from) has another vocabulary than the anchor.
 
@@ -216,6 +239,9 @@ class Donors:
         options: MatchOptions | None = None
         settled: dict[ModelReference, Checked] = {}
         for model, reader in readers.items():
+            if self.recipe.of_model("match_on", reader, model) not in (None, WEIGHTS):
+                what = "'anchor: mean' aligns all models together, on weights"
+                raise RecipeError(what, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
             if self._origin(model, reader) or self.recipe.of_model("alignment", reader, model):
                 raise RecipeError(
                     "'anchor: mean' aligns whole models and does not go with finetuned_from or alignment",

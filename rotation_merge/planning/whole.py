@@ -17,7 +17,7 @@ from pydantic import Field
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.matching.block import named
 from rotation_merge.matching.mean import match_to_mean
-from rotation_merge.matching.model import Alignment, Progress, match_model
+from rotation_merge.matching.model import Alignment, Match, Progress, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sources import OnDevice
 from rotation_merge.matching.state import TensorSource
@@ -65,6 +65,7 @@ class MatchWhole(WholeTask):
     run: Run = Field(repr=False)
     device: str = "cpu"
     quiet: bool = False
+    match: Match = match_model
 
     def execute(self) -> Alignment:
         anchor, donor = (_on(source, self.device) for source in (self.anchor, self.donor))
@@ -72,7 +73,7 @@ class MatchWhole(WholeTask):
             progress_bar(f"Aligning {self.donor_name}", self.quiet) as progress,
             named(self.anchor_name, self.donor_name),
         ):
-            alignment = match_model(self.architecture, anchor, donor, self.options, progress)
+            alignment = self.match(self.architecture, anchor, donor, self.options, progress)
         self.run.aligned(self.donor_name, alignment)
         return alignment
 

@@ -8,7 +8,7 @@ from rotation_merge.recipe.document import Document, Path
 from rotation_merge.recipe.names import OPTIONS
 from rotation_merge.recipe.places import Group, at, groups, reference
 
-MATCHING = (*OPTIONS, "preset")
+MATCHING = (*OPTIONS, "preset", "match_on")
 """Parameters that only say how donors are matched."""
 
 

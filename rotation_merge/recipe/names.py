@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import CHOICES, by_stream
+from rotation_merge.matching.options import CHOICES, MATCH_ON, by_stream
 
 METHOD = "rotation_merge"
 """The merge method's name."""
@@ -132,11 +132,18 @@ KEYS = (
         False,
     ),
     Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
+    Key(
+        "match_on",
+        EACH,
+        MATCH_ON,
+        "what maps are chosen by (not given: weights); activations: of both models on samples ('data'); both: streams "
+        "start from these, and all count (not given: for 'carry: activations')",
+    ),
     Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
     Key(
         "carry",
         DONOR_ONLY,
-        ("weights", "signs", "refit", "distil"),
+        ("weights", "activations", "signs", "refit", "distil"),
         "how what 'finetuned_from' changed is carried",
         "weights",
     ),
@@ -167,7 +174,7 @@ KEYS = (
         EACH,
         ("self", "synthetic", FILE),
         "samples; for ot_fusion one pool for all models (not given: weights alone), for refit each model's own, for "
-        "donors that are carried ('carry', 'scale: auto') theirs",
+        "donors that are carried ('carry', 'scale: auto') or matched on activations ('match_on') theirs",
         delegates=("ot_fusion", "refit"),
     ),
     Key("samples", EACH, (COUNT,), "how many", 64, REFIT),

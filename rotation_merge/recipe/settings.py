@@ -206,7 +206,7 @@ def _setting(
             document.fault(path, what, remedy)
         return
     idle = key is not None and key.delegates and delegate is not None and delegate.spec.name not in key.delegates
-    if key is not None and delegate is not None and idle and not _of_carrying(document, path):
+    if key is not None and delegate is not None and idle and not _on_samples(document, path):
         what = f"parameter '{name}' does nothing with delegate {delegate.spec.name}"
         document.fault(path, what, f"leave it out; it is read by delegate {', '.join(key.delegates)}")
     for place, item in [(path, value), *(((*path, i), item) for i, item in items(value) if isinstance(value, list))]:
@@ -218,10 +218,13 @@ def _setting(
             document.fault(place, error.what, error.remedy or "")
 
 
-def _of_carrying(document: Document, path: Path) -> bool:
-    """Whether a parameter says on which samples a donor is carried to the anchor."""
-    beside = at(document.value, path[:-1])
-    return path[-1] in ("data", "samples") and isinstance(beside, Mapping) and "finetuned_from" in beside
+def _on_samples(document: Document, path: Path) -> bool:
+    """Whether a parameter says on which samples a donor is carried to the anchor, or donors are matched."""
+    if path[-1] not in ("data", "samples"):
+        return False
+    places = (place for place, _ in scopes(document.value))
+    matched = any("match_on" in (at(document.value, place) or {}) for place in places)
+    return matched or "finetuned_from" in (at(document.value, path[:-1]) or {})
 
 
 def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delegate: MergeMethod | None = None) -> None:

@@ -73,6 +73,10 @@ class Run:
             self.record(donor, block, matches)
         self.keep(donor, alignment.transforms)
         self.transforms[donor] = alignment.transforms
+        for note in alignment.notes:
+            self.note(f"`{donor}`: {note}")
+        if alignment.samples is not None:
+            self.used(f"matching {donor}", *alignment.samples)
         if alignment.summary:
             LOG.info("%s: %s", donor, ", ".join(f"{name} {value}" for name, value in alignment.summary.items()))
             self.whole[donor] = dict(alignment.summary)
