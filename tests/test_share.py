@@ -180,9 +180,10 @@ def test_an_aligned_donor_is_published_as_a_fine_tune(local: Any, home: Hub, tmp
     assert run("pull", "me/aligned", tmp_path / "theirs").exit_code == 0
 
 
-def test_a_polished_adapter_is_published_with_its_base(local: Any, home: Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [True, False])
+def test_what_was_polished_is_published_with_its_base(lora: bool, local: Any, home: Hub, tmp_path: Path) -> None:
     anchor, donor, _, revisions = local
-    flags = ("--samples", 8, "--steps", 6, "--length", 8, "--lora", 2, "--learning-rate", 0.01)
+    flags = ("--samples", 8, "--steps", 6, "--length", 8, "--learning-rate", 0.01, *(("--lora", 2) if lora else ()))
     far = make("llama", tmp_path / "far", 5)
     assert run("polish", anchor, tmp_path / "out", "--teachers", far, *flags).exit_code == 0
     again = run("polish", anchor, tmp_path / "out", "--teachers", donor, *flags)
@@ -192,10 +193,12 @@ def test_a_polished_adapter_is_published_with_its_base(local: Any, home: Hub, tm
     assert parsed("push", tmp_path / "out", "me/polished", *names, "--yes")["repository"] == "me/polished"
     files = home.files("me/polished")
     found = ModelCard(files["README.md"].decode()).data.to_dict()
-    assert (found["base_model"], found["base_model_relation"]) == ("org/anchor", "adapter")
+    assert (found["base_model"], found["base_model_relation"]) == ("org/anchor", "adapter" if lora else "finetune")
     assert found["license"] == "mit"
     assert "**trained**: `org/anchor@" in files["README.md"].decode()
-    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/anchor"
+    if lora:
+        assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/anchor"
+    assert ("model.safetensors" in files) != lora
     assert not any(str(anchor.parent).encode() in content for content in files.values())
     assert run("pull", "me/polished", tmp_path / "theirs").exit_code == 0
     assert run("report", tmp_path / "theirs").exit_code == 0
