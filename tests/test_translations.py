@@ -71,7 +71,7 @@ def test_which_rows_only_a_softmax_sees() -> None:
     routed = {case.family for case in WORDS if shifts(laid(case), head=False)}
     assert routed == {
         *("mixtral", "qwen_moe", "olmoe", "gpt_oss", "granitemoe", "granitemoehybrid", "qwen3_5_moe"),
-        *("qwen3_5_moe_vlm", "qwen3_next", "deepseek", "cohere2_moe", "gemma4"),
+        *("qwen3_5_moe_vlm", "qwen3_next", "deepseek", "cohere2_moe", "flex_olmo", "gemma4"),
     }
     assert {case.family for case in WORDS} - HEADS.keys() == {"gemma2"}
     assert not shifts(laid(next(case for case in WORDS if case.family == "t5")), head=True)
