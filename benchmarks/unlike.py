@@ -1,0 +1,135 @@
+"""What arrives of a fine-tune carried between bases of unlike shapes: Llamas of two widths and of two depths.
+
+    python benchmarks/unlike.py --checkpoints FOLDER
+
+The fine-tune for English of the shipped Llama 0 (width 96, four layers) goes to a Llama of half the width, and one of
+that to the shipped Llama 1 and to a Llama of half the width with three layers, of other seeds. What is not in FOLDER
+is trained first, for 400 steps (`half`, `three`) and 300 (`half-english`), a few processor minutes. Losses in nats a
+byte on the first 160 windows of the shipped texts; `own domain` is the new base's loss on Python; `place` the share of
+the change's squared norm that had a place; seconds of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from carry import loss
+from record import Table
+from train_checkpoints import SCHEDULES, byte_tokenizer, fit, new_llama, text_batches, warm_cosine
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from rotation_merge.averaging.carrying import Samples, carry_with_samples
+from rotation_merge.checkpoints.carried import Settings, carry_all
+from rotation_merge.checkpoints.unlike import Unlike
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.samples import demo
+
+STEPS = 400
+NONE, WHOLE = (MatchOptions(residual=r, heads=h) for r, h in (("none", "none"), ("rotation", "permutation")))
+OLD, TUNED, NEW = (str(demo.CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-1"))
+
+
+def half() -> PreTrainedModel:
+    """A Llama of width 48."""
+    return python(new_llama(48), 7)
+
+
+def three() -> PreTrainedModel:
+    """A Llama of width 48 with three layers."""
+    config = new_llama(48).config
+    config.num_hidden_layers = 3
+    return python(LlamaForCausalLM(config), 8)
+
+
+def python(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    batches = text_batches("python", torch.Generator().manual_seed(seed))
+    fit(model, batches, STEPS, warm_cosine(STEPS, 40, 0.05), lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    return model
+
+
+def english(base: Path) -> PreTrainedModel:
+    """A short fine-tune for English."""
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    steps, rate = SCHEDULES["short"]
+    batches = text_batches("english", torch.Generator().manual_seed(9))
+    fit(model, batches, steps, warm_cosine(steps, 30, 0.05), lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
+    return model
+
+
+def trained(folder: Path) -> dict[str, str]:
+    """The checkpoints that are not shipped, by name."""
+    makers = {"half": half, "three": three, "half-english": lambda: english(folder / "half")}
+    for number, (name, make) in enumerate(makers.items()):
+        if not (folder / name / "config.json").exists():
+            torch.manual_seed(number)
+            make().save_pretrained(folder / name)
+            byte_tokenizer().save_pretrained(folder / name)
+    return {name: str(folder / name) for name in makers}
+
+
+def ways(unlike: Unlike, refits: bool) -> dict[str, Callable[[dict[str, str], str, str], Any]]:
+    """Ways to carry, as functions of what goes where, the old base and the new one."""
+
+    def weights(match: MatchOptions, scale: float) -> Any:
+        return lambda jobs, old, new: carry_all(jobs, old, new, Settings(match, scale=scale, unlike=unlike))
+
+    def sampled(**given: Any) -> Any:
+        return lambda jobs, old, new: carry_with_samples(
+            jobs, old, new, Settings(WHOLE, unlike=unlike), Samples(**given)
+        )
+
+    found = {
+        "cut or padded as it is, scale 0.75": weights(NONE, 0.75),
+        "weights, scale 0.75": weights(WHOLE, 0.75),
+        "signs, scale by held-out samples": sampled(signs=True),
+    }
+    return {**found, "refit, scale 1": sampled(scale=1.0)} if refits else found
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--checkpoints", type=Path, default=Path("checkpoints/unlike"))
+    folder = asked.parse_args().checkpoints
+    torch.set_num_threads(1)
+    made = trained(folder)
+    table = Table("unlike")
+    widths, depth = Unlike(widths=True), Unlike(layers="auto")
+    for title, old, tuned, new, unlike, refits in (
+        ("width 96 to 48", OLD, TUNED, made["half"], widths, False),
+        ("width 48 to 96", made["half"], made["half-english"], NEW, widths, True),
+        ("four layers to three", made["half"], made["half-english"], made["three"], depth, False),
+    ):
+        before, after, start = loss(old, "english"), loss(tuned, "english"), loss(new, "english")
+        table.add(row(title, "the new base alone", start, "", loss(new, "python"), "", ""))
+        for way, carry in ways(unlike, refits).items():
+            with tempfile.TemporaryDirectory() as scratch:
+                out, began = f"{scratch}/out", time.process_time()
+                lines = " ".join(carry({out: tuned}, old, new)[0].lines)
+                seconds = f"{time.process_time() - began:.0f}"
+                found = loss(out, "english")
+                place = re.search(r"change (\S+) has a place", lines)
+                share = f"{(start - found) / (before - after):.0%}"
+                table.add(row(title, way, found, share, loss(out, "python"), place[1] if place else "", seconds))
+
+
+def row(what: str, how: str, found: float, share: str, own: float, place: str, seconds: str) -> dict[str, str]:
+    return {
+        "carried": what,
+        "how": how,
+        "loss": f"{found:.3f}",
+        "share of the gain at home": share,
+        "own domain": f"{own:.3f}",
+        "place": place,
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()
