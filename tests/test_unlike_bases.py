@@ -12,6 +12,7 @@ from cli_support import parsed, run
 from plugin_support import make as make_checkpoint
 from plugin_support import merged, mergekit_yaml, recipe_for, state, twin, write_recipe, write_state
 from safetensors.torch import save_file
+from test_plugin_inputs import with_tokenizer
 from tiny_models import Case, difference, exactly, inputs, make, outputs, reload, save
 from torch import Tensor
 from widths_support import CASES, doubled, widening
@@ -131,6 +132,25 @@ def test_a_fine_tune_of_a_larger_base_returns_to_the_smaller_one(
     assert "model.layers.0" in place
     assert place in (out / "README.md").read_text()
     assert dtype == "bfloat16" or near(out, logits(models["tuned"]), models["small"])
+
+
+def test_vocabularies_meet_in_the_tokens_that_both_have(models: dict[str, Path], tmp_path: Path) -> None:
+    """The larger base has three tokens more, all of them in another order."""
+    size = len(state(models["small"])["lm_head.weight"])
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for name in ("wide", "wide-tuned"):
+        own = {n: torch.cat([t[order], t[:3]]) if len(t) == size else t for n, t in state(models[name]).items()}
+        path = found[name] = write_state(own, models[name], tmp_path / name)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "vocab_size": size + 3}))
+        with_tokenizer([*(f"w{i}" for i in order.tolist()), "new0", "new1", "new2"], path)
+    small = write_state(state(models["small"]), models["small"], tmp_path / "small")
+    with_tokenizer([f"w{i}" for i in range(size)], small)
+    pair = ("--from", found["wide"], "--to", small)
+    done = parsed("carry", found["wide-tuned"], tmp_path / "out", *pair, *HOW)
+    assert any(f"share {size} tokens" in line for line in done["written"][0]["lines"])
+    assert near(tmp_path / "out", logits(models["tuned"]), small)
 
 
 def test_what_has_no_place_is_said(models: dict[str, Path], tmp_path: Path) -> None:
