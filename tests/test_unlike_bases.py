@@ -267,6 +267,7 @@ def test_a_recipe_carries_between_unlike_bases(
     assert near(tmp_path / "out", logits(models["tuned"]), models[new])
     report = (tmp_path / "out" / "rotation_merge.json").read_text()
     assert "has a place in the new base" in report
+    assert f"(carried over from {models[old]})" in (tmp_path / "out" / "README.md").read_text()
     assert run("check", write_recipe(made, tmp_path / "recipe.yml")).exit_code == 0
 
 
@@ -281,12 +282,16 @@ def test_what_a_recipe_cannot_carry_is_one_line(models: dict[str, Path], tmp_pat
         ({}, "widths: true"),
         ({"widths": True, "carry": "refit"}, "distil"),
         ({"widths": True, "heads_of": "each"}, "rotation-merge carry"),
+        ({"widths": True, "save_alignment": True}, "'save_alignment' needs models of one shape"),
         ({"widths": True, "layers_map": "0:5"}, "has 2"),
         ({"widths": "wide"}, "true"),
     ):
         made = recipe(models, "wide", "small", "wide-tuned", **given)
         refused(made, tmp_path, words)
     made = recipe(models, "wide", "small", "wide-tuned", widths=True)
+    looked = run("inspect", write_recipe(made, tmp_path / "recipe.yml"))
+    assert looked.exit_code == 2
+    assert "'rotation-merge check'" in looked.output
     del made["models"][0]["parameters"]["finetuned_from"]
     refused(made, tmp_path, "finetuned_from")
 

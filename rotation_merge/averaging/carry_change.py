@@ -13,8 +13,6 @@ from torch import Tensor
 from rotation_merge.architectures import Architecture
 from rotation_merge.averaging.change import ChangedAnswers
 from rotation_merge.averaging.refit import Refit, Refitted
-from rotation_merge.checkpoints.bases import Bases
-from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.model import aligned_source
 from rotation_merge.matching.state import TensorSource
@@ -86,20 +84,6 @@ def refit_change(
     shape = partial(of_rank, rank=options.rank) if options.rank else lambda change, _: change
     result = Refit(merge, architecture, answers, weights, options.ridge, write, shape=shape, watch=watch).run()
     return solved, result
-
-
-def check_refit(bases: Bases) -> None:
-    """Refuse to solve maps towards hidden states that the new base has no place for.
-
-    Raises:
-        RotationMergeError: says which ways are left.
-    """
-    if bases.frame is not None and not bases.frame.same:
-        raise RotationMergeError(
-            f"is larger than {bases.new.reference}, or of another depth: a refit has no place for its hidden states",
-            where=str(bases.old.reference),
-            remedy="use --carry distil, signs or weights ('carry' in a recipe)",
-        )
 
 
 def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:

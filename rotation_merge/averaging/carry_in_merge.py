@@ -8,46 +8,47 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rotation_merge.averaging.carry_change import check_refit
 from rotation_merge.averaging.carry_scale import Scales
 from rotation_merge.averaging.carrying import Carrying, Samples
 from rotation_merge.checkpoints.bases import open_bases
 from rotation_merge.checkpoints.carried import Settings, Work, aligned
-from rotation_merge.matching.model import Progress
+from rotation_merge.matching.model import Alignment, Progress
 from rotation_merge.scratch import Scratch
 
 
 def carried_tensors(
     name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None = None
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The new base's tensors that a fine-tune changes, as `carry_with_samples` solves them, in float32, and notes."""
+) -> tuple[dict[str, Tensor], list[str], Alignment]:
+    """The new base's tensors that a fine-tune changes, as `carry_with_samples` solves them, in float32, notes, and
+    what brought the old base to the new one."""
     one = _one(name, old, new, settings, samples, progress)
     with Scratch() as folder:
         solution, notes = one.solved(os.path.join(folder, "out"))
-    return dict(replace(solution, dtype=torch.float32).tensors()), notes
+    return dict(replace(solution, dtype=torch.float32).tensors()), notes, one.work.carrier.alignment
 
 
 def carried_scales(
     name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None = None
-) -> tuple[Scales, list[str]]:
+) -> tuple[Scales, list[str], None]:
     """The scales at which weights alone carry a fine-tune, by name of the new base's blocks, and notes."""
-    return _one(name, old, new, settings, samples, progress).scaled()
+    return *_one(name, old, new, settings, samples, progress).scaled(), None
 
 
 def carried_weights(
     name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None = None
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The new base's tensors as weights alone carry a fine-tune, at a scale or at those that samples say, and notes."""
+) -> tuple[dict[str, Tensor], list[str], Alignment]:
+    """The new base's tensors as weights alone carry a fine-tune, at a scale or at those that samples say, notes, and
+    what brought the old base to the new one."""
     one = _one(name, old, new, settings, samples, progress)
     scale, notes = one.scaled() if samples.scale is None else (samples.scale, [])
     changed, places = one.by_weights(scale)
-    return changed, [*one.work.report.notes, *places, *notes]
+    return changed, [*one.work.report.notes, *places, *notes], one.work.carrier.alignment
 
 
 def _one(name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None) -> Carrying:
     bases = open_bases(new, old, settings.device, True, settings.unlike).settled(settings.match, progress)
     if samples.refits:
-        check_refit(bases)
+        bases.check_refit()
     alignment, report = aligned(bases, settings, progress)
     work = Work(bases, bases.carrier(alignment), report, settings)
     return Carrying(work, name, bases.tuned(name), settings.lora, samples, progress)

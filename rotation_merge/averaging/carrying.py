@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.averaging.carry_change import ChangeOptions, check_refit, refit_change
+from rotation_merge.averaging.carry_change import ChangeOptions, refit_change
 from rotation_merge.averaging.carry_distil import Distilled, Lessons, adapter_in_training, distil
 from rotation_merge.averaging.carry_losses import SCALES, Losses, both
 from rotation_merge.averaging.carry_samples import AT_ONCE, HELD_OUT, Samples, read_parts
@@ -72,7 +72,7 @@ def carry_with_samples(
     """
     bases = open_bases(new, old, settings.device, True, settings.unlike).settled(settings.match, progress)
     if samples.refits:
-        check_refit(bases)
+        bases.check_refit()
     if bases.rows is not None:
         raise DataError(
             f"its vocabulary is not that of {new}: samples mean other things to the two", where=old, remedy=ALONE

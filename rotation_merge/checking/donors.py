@@ -14,7 +14,7 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.planning.presets import settle_presets
 from rotation_merge.recipe.document import Document, documents
-from rotation_merge.recipe.donor import RecipeDonor
+from rotation_merge.recipe.donor import RecipeDonor, says_unlike
 from rotation_merge.recipe.names import METHOD, OF_MODEL, OPTIONS, PRESETS
 from rotation_merge.recipe.reading import Recipe
 
@@ -47,7 +47,8 @@ def donors_of(path: str) -> list[RecipeDonor]:
         options = recipe.varying(reader, donor.model)
         words = not (config.tokenizer or config.tokenizer_source)
         names = str(recipe.base), str(donor.model)
-        result.append(RecipeDonor(*names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported))
+        said = (options, recipe.untie, origin, file, excluded, words, recipe.unsupported, says_unlike(donor.parameters))
+        result.append(RecipeDonor(*names, *said))
     if not result:
         raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
     return result

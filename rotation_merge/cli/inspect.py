@@ -14,7 +14,7 @@ from rotation_merge.checkpoints.glance import glance_all
 from rotation_merge.cli.check import read
 from rotation_merge.cli.options import match_options, matching_options
 from rotation_merge.cli.show import bytes_text, json_option, print_json, say, seconds_text, shown, table
-from rotation_merge.errors import RotationMergeError
+from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.matching.member import Member
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import check_pair
@@ -93,6 +93,9 @@ class _Look:
 
 def _estimate(donor: RecipeDonor) -> Estimate:
     """What matching a donor (or the model it was tuned from) to the anchor costs; its files are looked at, too."""
+    if donor.unlike:
+        what = f"is carried from {donor.origin}, which may have other shapes than {donor.anchor}: there is no estimate"
+        raise RecipeError(what, where=donor.name, remedy="'rotation-merge check' says whether the recipe is fit to run")
     seen = _glance(donor) or _look(donor)
     dtype = str(seen.anchor.config.get("dtype") or seen.anchor.config.get("torch_dtype") or "float32")
     size = ITEMSIZE.get(dtype.removeprefix("torch."), 4)

@@ -12,6 +12,7 @@ from rotation_merge.averaging.carry_in_merge import carried_scales, carried_tens
 from rotation_merge.averaging.carrying import Samples
 from rotation_merge.checkpoints.carried import Settings
 from rotation_merge.planning.whole import WholeTask
+from rotation_merge.recipe.donor import title
 from rotation_merge.report.run import Run
 
 
@@ -31,11 +32,13 @@ class Carry(WholeTask):
         if self.settings.unlike.asked and self.samples.way == "weights":
             make = carried_weights
         with tqdm.tqdm(desc=f"Carrying {self.donor}", disable=self.quiet) as bar:
-            found, notes = make(
+            found, notes, alignment = make(
                 self.donor, self.origin, self.anchor, self.settings, self.samples, lambda *_: bar.update(1)
             )
         if self.samples.needed:
             self.run.used(f"carrying {self.donor}", self.samples.data, self.samples.count)
+        if alignment is not None:
+            self.run.aligned(title(self.donor, self.origin), alignment)
         for note in notes:
             self.run.note(f"`{self.donor}`: {note}")
         return found

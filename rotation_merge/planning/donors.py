@@ -13,7 +13,6 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture
-from rotation_merge.averaging.carry_change import check_refit
 from rotation_merge.averaging.methods import Averaging
 from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.transport import OtFusion
@@ -181,18 +180,21 @@ class Donors:
         """
         recipe, base = self.recipe, str(self.recipe.base)
         own = isinstance(recipe.delegate, Averaging | OtFusion)
-        if own or recipe.value("heads_of") == "each":
-            what = f"delegate {recipe.delegate.spec.name}" if own else "'heads_of: each'"
+        kept = next(
+            (name for name in ("heads_of", "save_alignment") if recipe.value(name) not in ("base", None, False)), ""
+        )
+        if own or kept:
+            what = f"delegate {recipe.delegate.spec.name}" if own else f"'{kept}'"
             raise RecipeError(
                 f"has another shape than {base}, {what} needs models of one shape",
                 where=str(model),
-                remedy="carry it first ('rotation-merge carry'), and merge what that writes",
+                remedy="leave it out, or carry first ('rotation-merge carry') and merge what that writes",
             )
         origin = ModelReference.model_validate(recipe.of_model("finetuned_from", reader, model))
         bases = open_bases(base, str(origin), untie=recipe.untie, unlike=unlike_of(recipe, reader, model))
         bases.tuned(str(model))
         if recipe.of_model("carry", reader, model) == "refit":
-            check_refit(bases)
+            bases.check_refit()
         if bases.rows is not None and (recipe.config.tokenizer or recipe.config.tokenizer_source):
             raise _other_words(base, origin)
         both = bases.pair.checked

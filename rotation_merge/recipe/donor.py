@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
+from typing import TYPE_CHECKING, Any
 
 from rotation_merge.matching.options import MatchOptions
+
+if TYPE_CHECKING:
+    from mergekit.common import ModelReference
+    from mergekit.config import MergeConfiguration
 
 
 def title(model: object, origin: object | None) -> str:
@@ -52,6 +53,7 @@ class RecipeDonor:
         excluded: says of a tensor that it is copied from the anchor, or kept by each model.
         words: whether tokens at other ids stay where they are.
         unsupported: whether what is not known is refused (error) or taken along (merge).
+        unlike: whether what it was tuned from may have other shapes than the anchor.
     """
 
     anchor: str
@@ -63,6 +65,7 @@ class RecipeDonor:
     excluded: Callable[[str], bool] = lambda _: False
     words: bool = True
     unsupported: str = "error"
+    unlike: bool = False
 
     @property
     def matched(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.recipe.document import documents
-from rotation_merge.recipe.donor import RecipeDonor
+from rotation_merge.recipe.donor import RecipeDonor, says_unlike
 from rotation_merge.recipe.names import (
     BY_NAME,
     DONOR_ONLY,
@@ -105,6 +105,7 @@ def _donors(text: str) -> list[RecipeDonor]:
     _check_values(shared, (*OPTIONS, *names(EACH, RECIPE)), delegate)
     for settings in models.values():
         _check_values(settings, (*OPTIONS, *names(EACH, DONOR_ONLY)), delegate)
+    _only(not any(map(says_unlike, models.values())))
     words = _leaves_tokens(recipe)
     parts = [part.strip() for part in str(shared.get("exclude") or "").split(",") if part.strip()]
 
