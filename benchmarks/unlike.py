@@ -28,11 +28,11 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from rotation_merge.averaging.carrying import Samples, carry_with_samples
 from rotation_merge.checkpoints.carried import Settings, carry_all
 from rotation_merge.checkpoints.unlike import Unlike
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.samples import demo
 
 STEPS = 400
-NONE, WHOLE = (MatchOptions(residual=r, heads=h) for r, h in (("none", "none"), ("rotation", "permutation")))
+WHOLE = MatchOptions(heads="permutation", residual="rotation")
 OLD, TUNED, NEW = (str(demo.CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-1"))
 
 
@@ -74,23 +74,28 @@ def trained(folder: Path) -> dict[str, str]:
     return {name: str(folder / name) for name in makers}
 
 
-def ways(unlike: Unlike, refits: bool) -> dict[str, Callable[[dict[str, str], str, str], Any]]:
-    """Ways to carry, as functions of what goes where, the old base and the new one."""
+def ways(unlike: Unlike, way: str) -> dict[str, Callable[[dict[str, str], str, str], Any]]:
+    """Ways to carry, as functions of what goes where, the old base and the new one.
+
+    Args:
+        way: weights, and one that trains or solves.
+    """
 
     def weights(match: MatchOptions, scale: float) -> Any:
         return lambda jobs, old, new: carry_all(jobs, old, new, Settings(match, scale=scale, unlike=unlike))
 
     def sampled(**given: Any) -> Any:
-        return lambda jobs, old, new: carry_with_samples(
-            jobs, old, new, Settings(WHOLE, unlike=unlike), Samples(**given)
-        )
+        settings = Settings(WHOLE, unlike=unlike)
+        return lambda jobs, old, new: carry_with_samples(jobs, old, new, settings, Samples(**given))
 
+    if way == "distil":
+        return {"50 steps, scale 1": sampled(scale=1.0, steps=50)}
     found = {
-        "cut or padded as it is, scale 0.75": weights(NONE, 0.75),
+        "cut or padded as it is, scale 0.75": weights(NOTHING, 0.75),
         "weights, scale 0.75": weights(WHOLE, 0.75),
         "signs, scale by held-out samples": sampled(signs=True),
     }
-    return {**found, "refit, scale 1": sampled(scale=1.0)} if refits else found
+    return {**found, "refit, scale by held-out samples": sampled()} if way == "refit" else found
 
 
 def main() -> None:
@@ -101,14 +106,16 @@ def main() -> None:
     made = trained(folder)
     table = Table("unlike")
     widths, depth = Unlike(widths=True), Unlike(layers="auto")
-    for title, old, tuned, new, unlike, refits in (
-        ("width 96 to 48", OLD, TUNED, made["half"], widths, False),
-        ("width 48 to 96", made["half"], made["half-english"], NEW, widths, True),
-        ("four layers to three", made["half"], made["half-english"], made["three"], depth, False),
+    for title, old, tuned, new, unlike, way in (
+        ("width 48 to 96", made["half"], made["half-english"], NEW, widths, "refit"),
+        ("four layers to three", made["half"], made["half-english"], made["three"], depth, "weights"),
+        ("width 96 to 48", OLD, TUNED, made["half"], widths, "weights"),
+        ("width 96 to 48", OLD, TUNED, made["half"], widths, "distil"),
     ):
         before, after, start = loss(old, "english"), loss(tuned, "english"), loss(new, "english")
-        table.add(row(title, "the new base alone", start, "", loss(new, "python"), "", ""))
-        for way, carry in ways(unlike, refits).items():
+        if way != "distil":
+            table.add(row(title, "the new base alone", start, "", loss(new, "python"), "", ""))
+        for how, carry in ways(unlike, way).items():
             with tempfile.TemporaryDirectory() as scratch:
                 out, began = f"{scratch}/out", time.process_time()
                 lines = " ".join(carry({out: tuned}, old, new)[0].lines)
@@ -116,7 +123,7 @@ def main() -> None:
                 found = loss(out, "english")
                 place = re.search(r"change (\S+) has a place", lines)
                 share = f"{(start - found) / (before - after):.0%}"
-                table.add(row(title, way, found, share, loss(out, "python"), place[1] if place else "", seconds))
+                table.add(row(title, how, found, share, loss(out, "python"), place[1] if place else "", seconds))
 
 
 def row(what: str, how: str, found: float, share: str, own: float, place: str, seconds: str) -> dict[str, str]:

@@ -160,8 +160,8 @@ class Carrying:
         data, held_out, own = read_parts(self.name, self._new, self.samples)
         on = f"{data.examples} samples ({self.samples.data})"
         if self.samples.way == "signs":
-            changed, share = self._signed(data)
-            notes = [f"Of the changed entries {share:.1%} go where most of {on} want them, and were kept."]
+            changed, share, places = self._signed(data)
+            notes = [*places, f"Of the changed entries {share:.1%} go where most of {on} want them, and were kept."]
         elif self.samples.way == "activations":
             changed, count = self._at_sites(data)
             notes = [f"What {count} maps read was moved by maps of its own, from activations on {on}."]
@@ -210,17 +210,18 @@ class Carrying:
         batches = unpadded(data.batches, self.samples.data)
         return refit_change(self.work.carrier, self._config, self.source, batches, options)[0]
 
-    def _signed(self, data: Data) -> tuple[dict[str, Tensor], float]:
-        """The new base's tensors with the entries that samples agree with, and the share of these."""
+    def _signed(self, data: Data) -> tuple[dict[str, Tensor], float, list[str]]:
+        """The new base's tensors with the entries that samples agree with, the share of these, and what of the change
+        has a place there."""
         if self.rank:
             what = "signs of gradients keep single entries, which no adapter of low rank can"
             raise RotationMergeError(what, where=self.name, remedy="carry a whole model, without --lora")
         carrier = self.work.carrier
-        change, model = self._changes()[0], self._model({})
+        (change, places), model = self._changes(), self._model({})
         each = [one for batch in unpadded(data.batches, self.samples.data) for one in one_by_one(batch)]
         wanted = Respelled(votes(model, each, data.task), architecture_of(model, self._untie), carrier.architecture)
         kept, share = agreeing(change, {name: wanted[name] for name in change})
-        return self._added(kept), share
+        return self._added(kept), share, places
 
     def _at_sites(self, data: Data) -> tuple[dict[str, Tensor], int]:
         """The new base's tensors with the change moved at every map's inputs by itself, and how many such maps."""
