@@ -221,7 +221,7 @@ def _framed(new: str, old: str, device: str, untie: bool, unlike: Unlike) -> Bas
         raise CheckpointError(f"is not of the sizes of {new} ({grows})", where=old, remedy=WIDTHS)
     spec = find(d.config)
     config = d.config if spec is None else {**d.config, **of_sizes(spec, d.config, a.config)}
-    donor = replace(d.member, architecture=frame.grow_old.wide, config=config)
+    donor = _in_form_of(frame.common, replace(d.member, architecture=frame.met, config=config))
     anchor = replace(a.member, architecture=frame.common)
     checked = check_pair(anchor, donor, NOTHING, untie=untie)
     checked = replace(checked, warnings=(*checked.warnings, *other_order(a, d)))

@@ -32,11 +32,16 @@ class Framed(Widened):
 
     Attributes:
         own: its tensors under their own names.
+        met: those names that have a partner in the new base.
     """
 
-    def __init__(self, own: TensorSource, named: TensorSource, widening: Widening) -> None:
+    def __init__(self, own: TensorSource, named: Respelled, widening: Widening) -> None:
         super().__init__(named, widening)
         self.own = own
+        self.met = {
+            *named.names.values(),
+            *(n for made, _ in named.made.values() for c in made.cuts for n in c.info.names),
+        }
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,11 @@ class Frame:
     def block(self, block: Block) -> Block | None:
         """The common block of one of the new base's; None where no block of the old base meets it."""
         return self._blocks.get(block.name)
+
+    @cached_property
+    def met(self) -> Architecture:
+        """The old base's blocks that meet one, called as there, in the common sizes."""
+        return _with_spaces(_met(self.new, self.old, self.layers), self.common.spaces())
 
     @property
     def folded(self) -> tuple[str, ...]:
@@ -117,14 +127,14 @@ class Frame:
         return tuple(b for b in self.old.blocks if b.index is not None and (b.module, b.index) not in met)
 
     def without_place(self, old: Framed, tuned: Framed) -> dict[str, float]:
-        """By name of the old base's layers that meet none: the squared norm of what fine-tuning changed there."""
+        """By name of the old base's blocks: the squared norm of what fine-tuning changed in tensors without partner."""
         found: dict[str, float] = {}
-        for block in self.alone:
-            found[block.name] = 0.0
-            for info in block.tensors:
+        for block in self.old.blocks:
+            for info in (info for info in block.tensors if not old.met & {*info.names, *info.tied}):
                 before, after = (read_tensor(info, source.own) for source in (old, tuned))
                 if before is not None and after is not None and before.is_floating_point():
-                    found[block.name] += float((after.double() - before.double()).square().sum())
+                    change = float((after.double() - before.double()).square().sum())
+                    found[block.name] = found.get(block.name, 0.0) + change
         return found
 
     def notes(self, names: tuple[str, str]) -> list[str]:
@@ -239,7 +249,7 @@ class Places:
 
     Attributes:
         found: by block and tensor of the new base: what has a place, and all that was to be moved there.
-        lost: by name of an old base's layer that meets none: what was changed there.
+        lost: by name of the old base's blocks: what was changed there in tensors without partner.
     """
 
     found: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
@@ -265,5 +275,5 @@ class Places:
         if any(self.lost.values()):
             whole = sum(norm for _, norm in self.found.values()) + sum(self.lost.values())
             gone = ", ".join(f"{name} {norm / whole:.1%} of it" for name, norm in self.lost.items())
-            lines.append(f"Layers of the old base without a partner, whose change has no place: {gone}.")
+            lines.append(f"What of the old base has no partner, and its change no place: {gone}.")
         return lines
