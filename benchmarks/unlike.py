@@ -89,11 +89,11 @@ def ways(unlike: Unlike, way: str) -> dict[str, Callable[[dict[str, str], str, s
         return lambda jobs, old, new: carry_with_samples(jobs, old, new, settings, Samples(**given))
 
     if way == "distil":
-        return {"50 steps, scale 1": sampled(scale=1.0, steps=50)}
+        return {"50 steps, scale 1": sampled(scale=1.0, way="distil")}
     found = {
         "cut or padded as it is, scale 0.75": weights(NOTHING, 0.75),
         "weights, scale 0.75": weights(WHOLE, 0.75),
-        "signs, scale by held-out samples": sampled(signs=True),
+        "signs, scale by held-out samples": sampled(way="signs"),
     }
     return {**found, "refit, scale by held-out samples": sampled()} if way == "refit" else found
 
