@@ -167,37 +167,6 @@ def test_verify_runs_no_code_from_a_checkpoint(bench: Bench):
     assert not (bench.folder / "ran").exists()
 
 
-RECIPES: dict[str, tuple[str, str, str]] = {
-    "misspelt top-level key": ("base_model:", "base_mode:", "did you mean 'base_model'?"),
-    "misspelt method": ("rotation_merge", "rotation_merg", "did you mean 'rotation_merge'?"),
-    "slerp without t": ("delegate: linear", "delegate: slerp", "needs the parameter 't'"),
-    "model_stock with two models": ("delegate: linear", "delegate: model_stock", "at least 3"),
-    "option at the top": ("dtype: float32", "dtype: float32\nresidual: none", "under 'parameters'"),
-    "key twice": ("dtype: float32", "dtype: float32\ndtype: bfloat16", "stands twice"),
-    "misspelt filter": ("delegate: linear", "ffn: [{filtre: x, value: none}]", "did you mean 'filter'?"),
-    "alignment file is not there": (
-        "{weight: 0.5}\nparameters",
-        "{weight: 0.5, alignment: a.st}\nparameters",
-        "no such file",
-    ),
-    "old base is not there": ("{weight: 0.5}\nparameters", "{weight: 0.5, finetuned_from: ./gone}\nparameters", "gone"),
-}
-"""What `check` alone sees, or names otherwise than the reader does (`test_recipe_reader.py` has the rest): a text, what
-stands in its place, and words of the fault."""
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_check_names_the_fault_its_place_and_the_remedy(bench: Bench, name: str):
-    old, new, words = RECIPES[name]
-    bench.text(old, new)
-    done = CliRunner().invoke(app, ["check", str(bench.recipe)])
-    assert done.exit_code == 1, done.output
-    assert "Traceback" not in done.output
-    assert words in done.output
-    for line in done.output.splitlines()[:-1]:
-        assert line.startswith(f"{bench.recipe}:"), line
-
-
 def test_check_of_slices_that_ask_for_layers_beyond_the_model(bench: Bench):
     entry = "{{model: {}, layer_range: [0, 9], parameters: {{weight: 1}}}}"
     models = [entry.format(model) for model in (bench.anchor, bench.donor)]
