@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 LARGEST_LOG_SCALE = math.log(1e6)
 """Scales stay within a millionth and a million; `limited` says where that is what stopped them."""
 
-_NEWTON = {torch.float32: 8, torch.float64: 14}
+_NEWTON = {4: 8, 8: 14}  # steps at most, by the bytes of a number
 _TIE = 1e-12  # gains below this share of the norms give way to the scale 1
 _ROUNDS = 60
 _LOOKUPS = 2
@@ -64,26 +66,26 @@ def best_scale(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool 
 
     Source: ICML 2025 paper, equation 12.
     """
-    primal, dual, p, q = torch.broadcast_tensors(primal, dual, p, q)
-    usable = (primal > 0) & (dual > 0)
-    root = (torch.where(usable, dual, 1.0) / torch.where(usable, primal, 1.0)) ** (0.5 / (1 + degree))
-    middle = torch.where(usable, primal, 1.0) * root * root
-    u, v = p * root / middle, q / (root**degree * middle)
-    sign = torch.ones_like(u)
-    if signed:
-        sign = torch.where(u + v < 0, -sign, sign)
+    lib, (primal, dual, p, q) = _arrays(primal, dual, p, q)
+    with np.errstate(all="ignore"):
+        usable = (primal > 0) & (dual > 0)
+        first, second = (lib.where(usable, x, lib.ones_like(x)) for x in (primal, dual))
+        root = (second / first) ** (0.5 / (1 + degree))
+        middle = first * root * root
+        u, v = p * root / middle, q / (root**degree * middle)
+        one = lib.ones_like(u)
+        sign = lib.where(u + v < 0, -one, one) if signed else one
         u, v = u * sign, v * sign
-    if degree == 1:
-        x = _largest_root(torch.maximum(u, v), torch.minimum(u, v))
-        x = torch.where(u >= v, x, 1 / x)
-    else:
-        x = _outer_roots(u, v, degree)
-    limit = math.exp(LARGEST_LOG_SCALE)
-    a = (x * root).clamp(1 / limit, limit) * sign
-    one = torch.ones_like(a)
-    a = torch.where(usable & a.isfinite(), a, one)
-    gains = cost(one, primal, dual, p, q) - cost(a, primal, dual, p, q, degree) > _TIE * (primal + dual)
-    return torch.where(gains, a, one)
+        if degree == 1:
+            x = _largest_root(lib, lib.maximum(u, v), lib.minimum(u, v))
+            x = lib.where(u >= v, x, 1 / x)
+        else:
+            x = _outer_roots(lib, u, v, degree)
+        limit = math.exp(LARGEST_LOG_SCALE)
+        a = (x * root).clip(1 / limit, limit) * sign
+        a = lib.where(usable & lib.isfinite(a), a, one)
+        gains = cost(one, primal, dual, p, q) - cost(a, primal, dual, p, q, degree) > _TIE * (primal + dual)
+        return torch.as_tensor(lib.where(gains, a, one))
 
 
 def least_cost(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool = False, degree: int = 1) -> Tensor:
@@ -95,61 +97,86 @@ def least_cost(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool 
     Args: as `best_scale`; of what broadcasts, as little as possible is spread out.
     """
     if degree == 1 and p.numel() and bool((primal > 0).all()) and bool((dual > 0).all()):
-        root, middle = (dual / primal) ** 0.25, (primal * dual).sqrt()
-        u, v = p * (root / middle), q / (root * middle)
+        lib, (first, second, inner, other) = _arrays(primal, dual, p, q)
+        root, middle = (second / first) ** 0.25, lib.sqrt(first * second)
+        u, v = inner * (root / middle), other / (root * middle)
         if signed:
-            sign = torch.where(u + v < 0, -1.0, 1.0).to(u)
-            u, v = u.mul_(sign), v.mul_(sign)
-        high, low = torch.maximum(u, v), torch.minimum(u, v)
-        x = _largest_root(high, low, rough=True)
-        reach = math.log(max(float(x.max()), 1.0)) + float(root.log().abs().max())
-        if reach < LARGEST_LOG_SCALE and bool(x.isfinite().all()):
+            sign = lib.where(u + v < 0, -lib.ones_like(u), lib.ones_like(u))
+            u *= sign
+            v *= sign
+        high, low = lib.maximum(u, v), lib.minimum(u, v)
+        with np.errstate(all="ignore"):
+            x = _largest_root(lib, high, low, rough=True)
+        reach = math.log(max(float(x.max()), 1.0)) + float(abs(lib.log(root)).max())
+        if reach < LARGEST_LOG_SCALE and bool(lib.isfinite(x).all()):
             inverse = 1 / x
-            return (x * (x - 2 * high)).add_(inverse * (inverse - 2 * low)).mul_(middle)
+            found = x * (x - 2 * high)
+            found += inverse * (inverse - 2 * low)
+            found *= middle
+            return torch.as_tensor(found)
     return cost(best_scale(primal, dual, p, q, signed, degree), primal, dual, p, q, degree)
 
 
-def _largest_root(u: Tensor, v: Tensor, rough: bool = False) -> Tensor:
+def _arrays(*tensors: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """What computes with few numbers at the least price, and tensors as it takes them.
+
+    On the CPU numpy, an operation of which costs a third of torch's and gives the same; elsewhere torch itself.
+    """
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return torch, tensors
+    return np, tuple(tensor.detach().numpy() for tensor in tensors)
+
+
+def _largest_root(lib: Any, u: Any, v: Any, rough: bool = False) -> Any:
     """The root x >= 1 of x^4 - u x^3 + v x - 1 for u >= v, elementwise: Newton from the right, where it is convex.
 
     With `rough`, to half the digits.
     """
-    x = _right_of_root(u, v)
-    eps = torch.finfo(x.dtype).eps
+    x, one = _right_of_root(lib, u, v), lib.ones_like(u)
+    eps = float(lib.finfo(x.dtype).eps)
     settled = 0.4 * eps**0.25 if rough else eps  # the step that follows is of its square
-    for _ in range(_NEWTON.get(x.dtype, 14)):
+    for _ in range(_NEWTON[x.dtype.itemsize]):
         square = x * x
-        value = ((x - u).mul_(square).add_(v)).mul_(x).sub_(1)
-        slope = (4 * x).sub_(u, alpha=3).mul_(square).add_(v)
-        before, x = x, torch.where(slope > 0, x - value.div_(slope), x).clamp_min_(1.0)
-        if bool((before.sub_(x) <= settled * x).all()):
+        value = x - u
+        value *= square
+        value += v
+        value *= x
+        value -= 1
+        slope = 4 * x - 3 * u
+        slope *= square
+        slope += v
+        before, x = x, lib.maximum(lib.where(slope > 0, x - value / slope, x), one)
+        if bool((before - x <= settled * x).all()):
             break
     return x
 
 
-def _right_of_root(u: Tensor, v: Tensor) -> Tensor:
+def _right_of_root(lib: Any, u: Any, v: Any) -> Any:
     """Where Newton's method may start: not left of the root. Between unlike vectors its first step, from 1."""
     if bool((u < 1).all()) and bool((v > -0.5).all()):
-        return (u - v).div_((v + 4).sub_(u, alpha=3)).add_(1)  # convex and rising from 1 on: beyond the root
-    start = u / 2 + (u * u / 4 + 1).sqrt()
-    below = (-v).clamp_min(0)
+        return 1 + (u - v) / (v + 4 - 3 * u)  # convex and rising from 1 on: beyond the root
+    nought = lib.zeros_like(u)
+    start, below = u / 2 + lib.sqrt(u * u / 4 + 1), lib.maximum(-v, nought)
     cube_root = 1 + below / 3 if bool((below < 1).all()) else (below + 1) ** (1 / 3)  # the first is never the smaller
-    return torch.where(u + v >= 0, start, u.clamp_min(0) + cube_root)
+    return lib.where(u + v >= 0, start, lib.maximum(u, nought) + cube_root)
 
 
-def _outer_roots(u: Tensor, v: Tensor, degree: int) -> Tensor:
+def _outer_roots(lib: Any, u: Any, v: Any, degree: int) -> Any:
     """The better one of the least and the greatest stationary x > 0 of x^2 - 2 u x + x^-2k - 2 v x^-k, elementwise.
 
     Both lie in brackets found on a grid between bounds of all roots, and are closed in on by Newton's method in log x,
     by halves where a step would leave the bracket.
     """
-    k, none = degree, torch.full_like(u, torch.inf)
-    alone = torch.where(u > 0, u.log(), -none), torch.where(v > 0, -v.log() / k, none)  # minima of either side
-    low = torch.maximum(-(v.clamp_min(0) + 1 + (-u).clamp_min(0)).log() / k, torch.minimum(*alone))
-    high = torch.minimum((u.clamp_min(0) + 1 + k * (1 + (-v).clamp_min(0))).log(), torch.maximum(*alone))
+    k, one, none = degree, lib.ones_like(u), lib.full_like(u, math.inf)
+    nought = 0 * one
+    alone = lib.where(u > 0, lib.log(u), -none), lib.where(v > 0, -lib.log(v) / k, none)  # minima of either side
+    spread = lib.maximum(v, nought) + 1 + lib.maximum(-u, nought)
+    low = lib.maximum(-lib.log(spread) / k, lib.minimum(*alone))
+    spread = lib.maximum(u, nought) + 1 + k * (1 + lib.maximum(-v, nought))
+    high = lib.minimum(lib.log(spread), lib.maximum(*alone))
 
-    def slope(t: Tensor) -> Tensor:
-        x, y = t.exp(), (-k * t).exp()
+    def slope(t: Any) -> Any:
+        x, y = lib.exp(t), lib.exp(-k * t)
         return x * (x - u) - k * y * (y - v)
 
     step = (high - low) / _GRID
@@ -157,21 +184,20 @@ def _outer_roots(u: Tensor, v: Tensor, degree: int) -> Tensor:
     for i in range(1, _GRID):
         point = low + i * step
         falls = slope(point) < 0
-        last = torch.where(falls, point, last)
-        first = torch.where(~falls & (first == high), point, first)
+        last = lib.where(falls, point, last)
+        first = lib.where(~falls & (first == high), point, first)
     found = []
     for left, right in ((first - step, first), (last, last + step)):
         t = (left + right) / 2
-        for _ in range(2 * _NEWTON.get(u.dtype, 14)):
+        for _ in range(2 * _NEWTON[t.dtype.itemsize]):
             value = slope(t)
-            left, right = torch.where(value < 0, t, left), torch.where(value < 0, right, t)
-            x, y = t.exp(), (-k * t).exp()
+            left, right = lib.where(value < 0, t, left), lib.where(value < 0, right, t)
+            x, y = lib.exp(t), lib.exp(-k * t)
             moved = t - value / (x * (2 * x - u) + k * k * y * (2 * y - v))
-            t = torch.where((moved > left) & (moved < right), moved, (left + right) / 2)
-        found.append(t.exp())
-    ones = torch.ones_like(u)
-    better = cost(found[0], ones, ones, u, v, k) <= cost(found[1], ones, ones, u, v, k)
-    return torch.where(better, found[0], found[1])
+            t = lib.where((moved > left) & (moved < right), moved, (left + right) / 2)
+        found.append(lib.exp(t))
+    better = cost(found[0], one, one, u, v, k) <= cost(found[1], one, one, u, v, k)
+    return lib.where(better, found[0], found[1])
 
 
 def joint_scale(
