@@ -118,6 +118,11 @@ def _found(folders: str) -> dict[str, ArchitectureSpec]:
     return {spec.family: spec for spec in map(load_file, paths)}
 
 
+_MOST_LAID = 4
+_laid: dict[tuple[int, str], tuple[ArchitectureSpec, Architecture]] = {}
+"""By the identity of a file (which is kept, so that it stays its own) and the config: what `lay_out` made of them."""
+
+
 def register(path: Path) -> ArchitectureSpec:
     """Add a family from a file outside the package, for this process."""
     spec = load_file(path)
@@ -183,7 +188,7 @@ def resolve(
         )
     present = set(names)
     untie = untie and bool(evaluate(spec.tied_when, variables(spec, config)))
-    layout = lay_out(spec, config)
+    layout = _laid_out(spec, config)
     present = present.difference(_dropped(spec, config, layout, present))
     architecture, missing, unknown = _best_spelling(spec, layout, present, untie)
     if missing:
@@ -205,6 +210,17 @@ def resolve(
             architecture, blocks=(*architecture.blocks, Block("unknown", module, None, "after", extra))
         )
     return architecture
+
+
+def _laid_out(spec: ArchitectureSpec, config: Mapping[str, Any]) -> Architecture:
+    """`lay_out`, once for all models of one config: those of a merge, and what they are with a head of their own."""
+    told = {key: value for key, value in config.items() if key != "_name_or_path"}
+    key = id(spec), json.dumps(told, sort_keys=True, default=repr)
+    if key not in _laid:
+        if len(_laid) >= _MOST_LAID:
+            _laid.clear()
+        _laid[key] = spec, lay_out(spec, config)
+    return _laid[key][1]
 
 
 def _best_spelling(
@@ -242,7 +258,7 @@ def every_name(config: Mapping[str, Any]) -> dict[str, Spot]:
     if spec is None:
         return {}
     found: dict[str, Spot] = {}
-    laid = lay_out(spec, config)
+    laid = _laid_out(spec, config)
     for base, spelling in itertools.product(spec.bases, spec.spellings):
         for block in spelled(laid, base, spelling).blocks:
             for info in block.tensors:

@@ -12,6 +12,8 @@ from rotation_merge.errors import RecipeError, RotationMergeError
 
 Path = tuple[str | int, ...]
 """Keys and indices that lead from a document's root to a value."""
+Step = tuple[Path, tuple[int, int], bool]
+"""A path, its mark, and whether its key stands there a second time."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,17 @@ def documents(text: str) -> list[Document]:
         nodes = [node for node in yaml.compose_all(text, Loader=yaml.SafeLoader) if node is not None]
         for node in nodes:
             _check_size(node)
-        values = [value for value in yaml.safe_load_all(text) if value is not None]
+        walked = [list(_walk(node, ())) for node in nodes]  # first, as values are made by rewriting nodes (`<<`)
+        values = [yaml.SafeLoader("").construct_document(node) for node in nodes]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
         problem = getattr(error, "problem", None) or str(error)
         raise RecipeError(f"not valid YAML: {problem}", where=where, remedy="check indentation and quotes") from error
-    if not nodes:
+    found = [entry for entry in zip(nodes, walked, values, strict=True) if entry[2] is not None]
+    if not found:
         raise RecipeError("the recipe is empty", remedy="see the recipes directory for examples")
-    return [_document(node, value, i) for i, (node, value) in enumerate(zip(nodes, values, strict=True), 1)]
+    return [_document(*entry, i) for i, entry in enumerate(found, 1)]
 
 
 MOST_VALUES = 100_000
@@ -146,10 +150,10 @@ def _check_size(root: yaml.Node) -> None:
         )
 
 
-def _document(node: yaml.Node, value: Any, number: int) -> Document:
+def _document(node: yaml.Node, walked: list[Step], value: Any, number: int) -> Document:
     result = Document(value, number)
     result.marks[()] = _mark(node)
-    for path, mark, twice in _walk(node, ()):
+    for path, mark, twice in walked:
         if twice:
             line, column = mark
             result.faults.append(
@@ -161,14 +165,14 @@ def _document(node: yaml.Node, value: Any, number: int) -> Document:
     return result
 
 
-def _walk(node: yaml.Node, path: Path) -> Iterator[tuple[Path, tuple[int, int], bool]]:
+def _walk(node: yaml.Node, path: Path) -> Iterator[Step]:
     """Every path below a node, its mark, and whether its key stands there a second time."""
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
             below = (*path, str(key.value))
-            yield below, _mark(key), key.value in seen
-            seen.add(key.value)
+            yield below, _mark(key), below in seen
+            seen.add(below)
             yield from _walk(value, below)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import platform
@@ -222,6 +223,11 @@ class MergeReport:
 
 def versions() -> dict[str, str]:
     """Versions of what computed the result."""
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("rotation-merge", "mergekit", "torch", "transformers"):
         try:
