@@ -16,13 +16,32 @@ EXTRAS = {
 """Tests of extras, collected where those are installed."""
 collect_ignore = [file for file, packages in EXTRAS.items() if not all(map(find_spec, packages))]
 
+LONGEST = (
+    *("test_architectures_merged.py", "test_residual.py", "test_devices.py", "test_refit.py", "test_architectures.py"),
+    *(
+        "test_mean.py",
+        "test_docs_commands.py",
+        "test_carry.py",
+        "test_papers.py",
+        "test_fit.py",
+        "test_carry_adapters.py",
+    ),
+    *("test_averaging.py", "test_variants.py", "test_recipe_commands.py", "test_merge_command.py", "test_recipes.py"),
+    *("test_first_screen.py", "test_adapters.py", "test_interrupted_align.py", "test_alignment_file.py", "test_cli.py"),
+    *("test_transport.py", "test_proof.py", "test_plugin_commands.py", "test_matching_attention.py"),
+)
+"""Files that take more than ten seconds each: they start first, so that none keeps a worker busy when the other one has
+nothing left to do."""
+
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads cost more than tiny tensors
 gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a GPU are there where there is one."""
+    """Tests of a GPU are there where there is one; long files come first."""
     import torch
+
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
     if not torch.cuda.is_available():
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import EntryPoint, version
@@ -13,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fresh_support import fresh
 from plugin_support import make, recipe_for, twin, write_recipe
+from renamed_mergekit import NAMES, attempt
 
 from rotation_merge.seam import hooks, host
 
@@ -29,15 +28,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     donor = twin(anchor, folder / "donor")
     ours = recipe_for("linear", anchor, donor)
     stock = {**ours, "merge_method": "linear", "parameters": {}}
-    arguments = [write_recipe(stock, folder / "stock.yml"), write_recipe(ours, folder / "ours.yml"), folder]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", Path(__file__).with_name("host_driver.py"), *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )
-    return json.loads(result.stdout)
+    recipes = write_recipe(stock, folder / "stock.yml"), write_recipe(ours, folder / "ours.yml")
+    return {name: fresh(lambda: attempt(name, *recipes, folder), start="") for name in NAMES}  # noqa: B023
 
 
 def test_mergekit_merges_on_whatever_is_missing(outcomes: Outcomes) -> None:
@@ -113,23 +105,25 @@ def test_entry_points_lead_somewhere_and_the_finder_stands_down(monkeypatch: pyt
 
 
 def test_the_switch_leaves_mergekit_alone(tmp_path: Path) -> None:
-    recipe = write_recipe(
-        yaml.safe_dump({"merge_method": "rotation_merge", "base_model": "a", "models": [{"model": "a"}]}),
-        tmp_path / "recipe.yml",
-    )
-    code = (
-        "import sys, rotation_merge, mergekit.scripts.run_yaml, mergekit.merge_methods as m\n"
-        "print([type(f).__name__ for f in sys.meta_path if 'Mergekit' in type(f).__name__])\n"
-        "print('rotation_merge' in m.registry._METHODS, hasattr(mergekit.config, '_rotation_merge'))\n"
-        "from rotation_merge.seam.merging import merge_recipe\n"
-        f"merge_recipe(open({str(recipe)!r}).read(), 'out')\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, hooks.SWITCH: "0"},
-    )
-    assert result.stdout.splitlines() == ["[]", "False False"], result.stderr
-    assert "the plugin is switched off (ROTATION_MERGE_PLUGIN=0)" in result.stderr
+    recipe = {"merge_method": "rotation_merge", "base_model": "a", "models": [{"model": "a"}]}
+
+    def switched_off() -> tuple[list[str], list[bool], str]:
+        import mergekit.config
+        import mergekit.merge_methods as methods
+        import mergekit.scripts.run_yaml
+
+        import rotation_merge  # noqa: F401
+        from rotation_merge.errors import RotationMergeError
+        from rotation_merge.seam.merging import merge_recipe
+
+        finders = [type(f).__name__ for f in sys.meta_path if "Mergekit" in type(f).__name__]
+        known = ["rotation_merge" in methods.registry._METHODS, hasattr(mergekit.config, "_rotation_merge")]
+        try:
+            merge_recipe(yaml.safe_dump(recipe), str(tmp_path / "out"))
+        except RotationMergeError as error:
+            return finders, known, str(error)
+        return finders, known, "merged"
+
+    finders, known, said = fresh(switched_off, plugin="0")
+    assert (finders, known) == ([], [False, False])
+    assert "the plugin is switched off (ROTATION_MERGE_PLUGIN=0)" in said

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
+from fresh_support import START, fresh
 from interrupted_support import forked
 from plugin_support import (
     one_error,
@@ -89,37 +91,28 @@ def test_mergekit_multi_in_a_process_of_its_own(pair: Pair, tmp_path: Path) -> N
     assert max(distances.values()) <= 1e-5
 
 
-WORKER = """
-import sys
-sys.modules["mergekit.scripts"] = None
-from mergekit.plan import MergePlanner
-from mergekit.architecture import get_architecture_info
-from mergekit.config import MergeConfiguration
-from mergekit.graph import Executor
-from mergekit.merge import _model_out_config
-from mergekit.options import MergeOptions
-import torch, yaml
-config = MergeConfiguration.model_validate(yaml.safe_load(open(sys.argv[1])))
-options = MergeOptions()
-info = get_architecture_info(config, options)
-planner = MergePlanner(config, info, options, _model_out_config(config, info))
-cpu = torch.device("cpu")
-Executor(planner.plan_to_disk(sys.argv[2]), math_device=cpu, storage_device=cpu).execute()
-print(type(planner).__name__)
-"""
-"""What a worker of mergekit-evolve does: it imports the planner and never sees a command."""
-
-
 def test_fresh_worker_process(pair: Pair, tmp_path: Path) -> None:
-    recipe = write_recipe(recipe_for("linear", *pair), tmp_path / "recipe.yml")
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WORKER, recipe, tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "RotationMergePlanner"
+    """What a worker of mergekit-evolve does: it imports the planner and never sees a command."""
+    recipe = recipe_for("linear", *pair)
+
+    def work() -> str:
+        sys.modules["mergekit.scripts"] = None  # type: ignore[assignment]
+        from mergekit.architecture import get_architecture_info
+        from mergekit.config import MergeConfiguration
+        from mergekit.graph import Executor
+        from mergekit.merge import _model_out_config
+        from mergekit.options import MergeOptions
+        from mergekit.plan import MergePlanner
+
+        config, options = MergeConfiguration.model_validate(recipe), MergeOptions()
+        info = get_architecture_info(config, options)
+        planner = MergePlanner(config, info, options, _model_out_config(config, info))
+        cpu = torch.device("cpu")
+        tasks = planner.plan_to_disk(str(tmp_path / "out"))
+        Executor(tasks, math_device=cpu, storage_device=cpu).execute()
+        return type(planner).__name__
+
+    assert fresh(work) == "RotationMergePlanner"
     assert max(relative_distances(state(tmp_path / "out"), state(pair[0])).values()) <= 1e-5
 
 
@@ -142,22 +135,33 @@ def test_planning_in_memory(pair: Pair) -> None:
     assert max(relative_distances(merged, state(pair[0])).values()) <= 1e-5
 
 
-def test_explicit_import_registers_once() -> None:
-    """Before or after mergekit, twice or without the .pth file."""
-    after = (
-        "import mergekit.merge_methods as m, mergekit.plan, mergekit.merge, mergekit.config, mergekit.architecture\n"
-        "import rotation_merge, importlib\n"
-        "importlib.reload(rotation_merge); rotation_merge.install()\n"
-        "import sys; print(sum(type(f).__name__ == 'MergekitFinder' for f in sys.meta_path))\n"
-        "print(m.get('rotation_merge').spec.name == 'rotation_merge')\n"
-        "print(mergekit.plan._rotation_merge, mergekit.merge._rotation_merge)\n"
-    )
-    # -S: no site-packages, so no .pth file is processed; the path is then added by hand
-    for flags, path in (([], ""), (["-S"], f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n")):
-        result = subprocess.run(
-            [sys.executable, "-W", "ignore", *flags, "-c", path + after], capture_output=True, text=True, check=False
-        )
-        assert result.stdout.split() == ["1", "True", "True", "True"], result.stderr
+@pytest.mark.parametrize("start", [START, ""], ids=["after the .pth file", "without it"])
+def test_explicit_import_registers_once(start: str) -> None:
+    """After mergekit, twice, with or without the .pth file."""
+
+    def work() -> list[object]:
+        import importlib
+
+        import mergekit.architecture
+        import mergekit.config
+        import mergekit.merge
+        import mergekit.merge_methods
+        import mergekit.plan
+
+        extended = [hasattr(module, "_rotation_merge") for module in (mergekit.plan, mergekit.merge)]
+        import rotation_merge
+
+        importlib.reload(rotation_merge)
+        rotation_merge.install()
+        return [
+            extended,
+            sum(type(finder).__name__ == "MergekitFinder" for finder in sys.meta_path),
+            mergekit.merge_methods.get("rotation_merge").spec.name,
+            mergekit.plan._rotation_merge,
+            mergekit.merge._rotation_merge,
+        ]
+
+    assert fresh(work, start=start) == [[bool(start)] * 2, 1, "rotation_merge", True, True]
 
 
 @pytest.mark.slow
@@ -179,15 +183,16 @@ def test_install_and_uninstall_leave_nothing(tmp_path: Path) -> None:
     )
     for how in ([root], ["-e", root]):
         home = tmp_path / ("editable" if len(how) > 1 else "plain")
-        run(sys.executable, "-m", "venv", "--system-site-packages", home)
+        venv.EnvBuilder(system_site_packages=True, symlinks=True).create(home)
         site = next(home.glob("lib/python*/site-packages"))
         before = {path.name for path in site.iterdir()}
         # the borrowed packages are those of the running environment, not of the interpreter below it
         (site / "_borrowed.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
-        run(home / "bin" / "python", "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--quiet", *how)
+        pip = (sys.executable, "-m", "pip", "--python", home / "bin" / "python")
+        run(*pip, "install", "--no-deps", "--no-build-isolation", "--quiet", *how)
         added = {path.name for path in site.iterdir()} - before
         assert "rotation_merge.pth" in added
-        run(home / "bin" / "python", "-m", "pip", "uninstall", "-y", "--quiet", "rotation-merge")
+        run(*pip, "uninstall", "-y", "--quiet", "rotation-merge")
         assert {path.name for path in site.iterdir()} - before == {"_borrowed.pth"}
         (site / "_borrowed.pth").unlink()
         assert run(home / "bin" / "python", "-I", "-c", probe).splitlines() == ["[]", "gone"]

@@ -1,0 +1,61 @@
+"""Work in forked processes that begin as new ones do: without mergekit and this package, all else imported already.
+
+A new interpreter that imports what a merge needs takes eight seconds of a processor, such a process a second.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+
+from rotation_merge.seam import hooks
+
+torch.set_num_threads(1)  # a forked process has no other threads
+START = (Path(__file__).resolve().parent.parent / "rotation_merge.pth").read_text()
+
+
+def fresh(work: Callable[[], Any], plugin: str = "1", start: str = START) -> Any:
+    """What some work gives, as JSON holds it.
+
+    Args:
+        work: may import mergekit and this package, and must not use what this process has imported of them.
+        plugin: the switch of the plugin.
+        start: the line of a `.pth` file that every new interpreter runs, or nothing.
+
+    Returns:
+        What `work` returns, or {"broken": the exception}.
+    """
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            gc.freeze()
+            huggingface_hub.constants.HF_HUB_OFFLINE = True
+            os.environ[hooks.SWITCH] = plugin
+            forget()
+            exec(start, {})
+            found = work()
+        except BaseException as error:
+            found = {"broken": repr(error)}
+        with os.fdopen(writing, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+
+
+def forget() -> None:
+    """mergekit and ourselves as if they had never been imported."""
+    for module in [name for name in sys.modules if name.split(".")[0] in ("mergekit", "rotation_merge")]:
+        del sys.modules[module]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "MergekitFinder"]
