@@ -1,4 +1,5 @@
-"""The scripts of benchmarks/papers run in seconds on what comes with the package, and their pictures are up to date."""
+"""The scripts of benchmarks/papers run in seconds on what comes with the package, go on where they were stopped, and
+their pictures are up to date."""
 
 from __future__ import annotations
 
@@ -56,3 +57,19 @@ def test_what_is_kept_is_not_computed_again_after_a_run_was_killed(tmp_path: Pat
     assert Journal(file).kept("cut off", lambda: 0, "two") == 4
     assert set(second.seconds()) == {"one", "two"}
     assert Journal(file, again=True).kept("outer", lambda: 0, "two") == 0
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, kinds = importlib.import_module("train_checkpoints"), importlib.import_module("kinds")
+    model = kinds.encoder(train.BertForSequenceClassification)
+
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "byte_tokenizer", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            train.save(model, tmp_path / "encoder-0-c")
+    assert not (tmp_path / "encoder-0-c").exists(), "what is there is not trained again"
+    train.save(model, tmp_path / "encoder-0-c")
+    assert [path.name for path in tmp_path.iterdir()] == ["encoder-0-c"]
