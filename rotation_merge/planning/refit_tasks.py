@@ -145,6 +145,7 @@ class _Work:
         heads = head_names(own)
         body = Either(self.anchor, _Stored(self.results), self.written.__contains__)
         for number, teacher in enumerate(self.lesson.teachers):
+            self.states.clear()
             solved = run.heads.setdefault(str(teacher.model), {})
             config, batches = model_config(self.donors, teacher.model), self.parts[number]
             source = self.sources[number]

@@ -60,8 +60,13 @@ class Store:
         if key in self._files:
             os.remove(self._files.pop(key))
 
+    def clear(self) -> None:
+        """Forget everything; more may come."""
+        for key in [*self._held, *self._files]:
+            self.drop(key)
+
     def close(self) -> None:
-        """Forget everything."""
+        """Forget everything, for good."""
         self._held.clear()
         self._files.clear()
         if self._scratch is not None:
