@@ -31,7 +31,11 @@ from rotation_merge.report.run import Run
 MOVED = (
     "Nothing was trained: what it changes was moved by the map that brings the old base as near as possible to the new "
     "one. If the new base were the old one in other coordinates, it would do here what it did there; how much of it "
-    "arrives at another base was not measured."
+    "arrives at another base "
+)
+ASK = (
+    "How much of it arrives in function was not measured: '--scale auto' measures it on samples, and says when to "
+    "train on the new base instead."
 )
 
 
@@ -117,6 +121,16 @@ class Work:
     report: MergeReport
     settings: Settings
 
+    @property
+    def measured(self) -> bool:
+        """Whether samples said the scales."""
+        return isinstance(self.settings.scale, Mapping)
+
+    @property
+    def how(self) -> str:
+        """What weights alone do, for a card."""
+        return MOVED + ("is said by the losses below." if self.measured else "was not measured.")
+
     def adapter(self, adapter: Adapter) -> tuple[Written, list[str]]:
         new = str(self.bases.new.reference)
         old = self.bases.old
@@ -131,13 +145,19 @@ class Work:
         note = f"An adapter of rank {rank} keeps {share(kept):.1%} of the squared norm of {what}."
         return written, [*tuned.share(), note]
 
-    def write(self, work: str, out: str, written: Written, notes: list[str], how: str = MOVED) -> Done:
+    def write(self, work: str, out: str, written: Written, notes: list[str], how: str = "") -> Done:
+        """An adapter, its report and card.
+
+        Args:
+            how: what was done; nothing: it was carried by weights.
+        """
+        notes = notes if how or self.measured else [*notes, ASK]
         report = replace(self.report, notes=[*self.report.notes, *notes], relation="adapter")
         with staged(out) as staging:
             written.write(staging)
             report.write(os.path.join(staging, REPORT_FILE))
             with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
-                file.write(card(self.bases, work, report, out, "adapter", how))
+                file.write(card(self.bases, work, report, out, "adapter", how or self.how))
         return Done(work, out, [_verdict(self.bases, report), *report.notes])
 
     def write_tuned(self, work: str, out: str, source: TensorSource, progress: Progress | None) -> Done:
@@ -150,10 +170,11 @@ class Work:
             for _, pieces, change, before in tuned.tensors():
                 run.transport(work, change, before)
                 yield from pieces.items()
-            notes.extend([*self.report.notes, *tuned.share(), *run.transport_notes()])
+            asked = [] if self.measured else [ASK]
+            notes.extend([*self.report.notes, *tuned.share(), *run.transport_notes(), *asked])
 
         def text() -> str:
-            return card(self.bases, work, report, out, "finetune")
+            return card(self.bases, work, report, out, "finetune", self.how)
 
         write_checkpoint(self.bases.new, tensors(), report, text, out, self.settings.storage, progress)
         return Done(work, out, [_verdict(self.bases, report), *notes])
@@ -206,7 +227,7 @@ def _other_base(adapter: Adapter, bases: Bases) -> str | None:
     return f"The adapter's config names {name} as its base, not {old}: check --from."
 
 
-def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str, how: str = MOVED) -> str:
+def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str, how: str) -> str:
     """A model card for what was carried: an `adapter` or a `finetune` of the new base; `how` says what was done."""
     old, new = str(bases.old.reference), str(bases.new.reference)
     name, full = os.path.basename(os.path.abspath(out)), replace(report, relation=relation)

@@ -67,6 +67,8 @@ def carried(
     if by_weights:
         scale = 1.0 if scale is None else float(scale)
         if not unlike.asked:
+            what = "how much of its change arrives in function is not measured; 'scale: auto' measures it on samples"
+            run.note(f"`{model}`: {what}.")
             return Carried(scale=scale)
     if not shares_vocabulary and not by_weights:
         raise RecipeError(
