@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DEVICE = torch.device("meta")
 """The only device besides the CPU that every build of PyTorch knows; here it has values."""
 
+_NUMBERS = {bool, int, float}
 _ANYWHERE = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 _INDEXING = {
     torch.ops.aten.index.Tensor,
@@ -91,6 +92,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _plain(x: Any, given: list[Tensor]) -> Any:
     """An argument as the CPU has it; the tensors in it are added to those given."""
+    if x is None or type(x) in _NUMBERS:  # the quickest question first: there are hundreds of thousands
+        return x
     if isinstance(x, Tensor):
         given.append(x)
         return x.held if isinstance(x, Far) else x

@@ -13,7 +13,7 @@ from rotation_merge.architectures.registry import shipped
 from rotation_merge.groups import KINDS, SpaceTransform, invertible
 from rotation_merge.learning.parameters import LearnedTransforms, identities
 from rotation_merge.linalg import scaling
-from rotation_merge.matching import mean, model
+from rotation_merge.matching import block, mean, model
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.model import Alignment, aligned_tensors, match_model
@@ -29,16 +29,17 @@ SMALL = {64: 16, 16: 8, 8: 4, 4: 2, 2: 1}
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices are no matter of sizes, and of the first step as much as of the last."""
     monkeypatch.setattr(table, "SIZES", {keys: SMALL.get(size, size) for keys, size in table.SIZES.items()})
-    few = {
-        "MOST_PASSES": (model, 1),
-        "MOST_ROUNDS": (mean, 1),
-        "_ITERATIONS": (invertible, 2),
-        "_ROUNDS": (scaling, 1),
-        "_WIDE": (scaling, 1.0),
-    }
-    for name, (module, value) in few.items():
+    few = (
+        (model, "MOST_PASSES", 1),
+        (block, "MOST_ROUNDS", 1),
+        (mean, "MOST_ROUNDS", 1),
+        (invertible, "_ITERATIONS", 2),
+        (scaling, "_ROUNDS", 1),
+        (scaling, "_WIDE", 1.0),
+        (scaling, "_NEWTON", {4: 1, 8: 1}),
+    )
+    for module, name, value in few:
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(scaling, "_NEWTON", {4: 1, 8: 1})
 
 
 SEVERAL = ["gpt_neox", "llama", "vit"]
