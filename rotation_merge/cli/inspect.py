@@ -107,7 +107,7 @@ def _estimate(donor: RecipeDonor) -> Estimate:
 
 def _glance(donor: RecipeDonor) -> _Look | None:
     """Anchor and donor without mergekit; None where it is needed."""
-    if donor.file is not None or donor.unsupported != "error":
+    if donor.file is not None or donor.unsupported != "error" or donor.unlike:
         return None
     members = glance_all(list(dict.fromkeys((donor.anchor, donor.matched, donor.name))), donor.words)
     if members is None:
