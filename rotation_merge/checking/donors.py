@@ -47,8 +47,9 @@ def donors_of(path: str) -> list[RecipeDonor]:
         options = recipe.varying(reader, donor.model)
         words = not (config.tokenizer or config.tokenizer_source)
         names = str(recipe.base), str(donor.model)
-        said = (options, recipe.untie, origin, file, excluded, words, recipe.unsupported, says_unlike(donor.parameters))
-        result.append(RecipeDonor(*names, *said))
+        unlike = says_unlike(donor.parameters)
+        found = RecipeDonor(*names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported, unlike)
+        result.append(found)
     if not result:
         raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
     return result
