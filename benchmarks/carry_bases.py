@@ -24,8 +24,9 @@ from corpora import documents
 from record import Table
 from torch import Tensor
 
+from rotation_merge.averaging.carry_in_merge import carried_tensors
+from rotation_merge.averaging.carry_samples import Samples
 from rotation_merge.averaging.carry_scale import Scaled
-from rotation_merge.averaging.carrying import Samples, carried_tensors
 from rotation_merge.averaging.match_on import OnSamples
 from rotation_merge.checkpoints.bases import open_bases
 from rotation_merge.checkpoints.carried import Settings
@@ -79,7 +80,7 @@ class Pair:
         return dict(model.state_dict())
 
     def carried(self, tuned: str, samples: Samples, alignment: Alignment, rank: int = 0) -> dict[str, Tensor]:
-        found, _ = carried_tensors(tuned, self.old, self.new, self.settings(alignment, rank), samples)
+        found, _, _ = carried_tensors(tuned, self.old, self.new, self.settings(alignment, rank), samples)
         return found
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> tuple[float, float]:
