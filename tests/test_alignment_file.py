@@ -106,7 +106,7 @@ def test_carries_task_vectors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", ["anchor", "donor"])
 def test_other_weights_are_refused(other: str, tmp_path: Path) -> None:
     models = {n: checkpoint("llama", "llama", tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor"))}
-    align(models["anchor"], models["donor"], tmp_path / "map.safetensors", "rotation")
+    align(models["anchor"], models["donor"], tmp_path / "map.safetensors", "none")
     state = models[other].state
     name = "model.layers.1.mlp.up_proj.weight"
     state[name][0, 0] = state[name][0, 0].nextafter(torch.tensor(9.0))

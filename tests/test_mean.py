@@ -78,7 +78,7 @@ def test_spread_falls_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mean, "MOST_ROUNDS", 3)
     models = [checkpoint("llama", "llama", tmp_path / str(i), seed=i) for i in range(3)]
     sources = {str(i): one.state for i, one in enumerate(models)}
-    options = MatchOptions(heads="permutation", residual="rotation")
+    options = MatchOptions(heads="permutation", residual="rotation", rescale=False)
     architecture = models[0].architecture
     found = match_to_mean(architecture, sources, "0", options)
     spread = found["1"].summary["spread"]
