@@ -55,12 +55,13 @@ def _counting_read(found: Counter[str], real: Any) -> Any:
 def run(recipe: dict[str, Any], out: Path) -> None:
     LoaderCache.loaders.clear()
     headers._once.cache_clear()
+    registry._laid.clear()
     merge.run_merge(MergeConfiguration.model_validate(recipe), str(out), MergeOptions(quiet=True, copy_tokenizer=False))
 
 
 def test_a_merge_of_two_models_does_everything_once(counted: Counter[str], pair: Pair, tmp_path: Path) -> None:
     run(recipe_for("linear", *pair), tmp_path / "out")
-    assert counted == {"_header": 2, "lay_out": 2, "_module_blocks": 2, "Recipe.read": 1}
+    assert counted == {"_header": 2, "lay_out": 1, "_module_blocks": 1, "Recipe.read": 1}
 
 
 def test_a_residual_merge_too(counted: Counter[str], pair: Pair, tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_a_residual_merge_too(counted: Counter[str], pair: Pair, tmp_path: Path)
     run(recipe_for("linear", *pair, residual="rotation"), tmp_path / "out")
     assert counted["_header"] == 2
     assert counted["Recipe.read"] == 1
-    assert counted["lay_out"] <= 3
+    assert counted["lay_out"] <= 2
 
 
 def test_a_merge_leaves_mergekit_as_it_was(pair: Pair, tmp_path: Path) -> None:
