@@ -11,7 +11,7 @@ import torch
 from tiny_models import ALL, make
 
 from rotation_merge.errors import DataError
-from rotation_merge.samples.data import Data, read_batches, unpadded
+from rotation_merge.samples.data import Data, described, read_batches, unpadded
 
 IMAGE = 50
 GRIDS = torch.tensor([[1, 4, 4], [1, 4, 8], [1, 4, 4]])
@@ -107,3 +107,11 @@ def test_what_does_not_fit_is_said_in_one_line(change: dict, said: str, models: 
         read(arrays, models["qwen2_5_vl"], tmp_path)
     assert "\n" not in str(caught.value)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("order", [("pixel_values", "labels"), ("labels", "pixel_values")])
+def test_an_image_counts_once_wherever_its_label_stands(order: tuple[str, str]) -> None:
+    """`merge` hands regmean arrays whose labels stand first."""
+    given = {"pixel_values": torch.zeros(5, 3, 4, 4), "labels": torch.zeros(5, dtype=torch.long)}
+    found = described(Data([{name: given[name] for name in order}], "label", 5), "digits.npz")
+    assert (found["samples"], found["tokens"]) == (5, 5)

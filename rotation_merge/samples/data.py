@@ -98,14 +98,17 @@ def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -
     Args:
         source: what they are called.
         batches: as they were used, where that is not how they were read.
+
+    Returns:
+        Among them `tokens`: ids of texts, each image or recording as one.
     """
     used = data.batches if batches is None else batches
-    real = sum(int((b["input_ids"] if "input_ids" in b else next(iter(b.values()))[:, :1]).numel()) for b in used)
+    tokens = sum(b["input_ids"].numel() if "input_ids" in b else len(next(iter(b.values()))) for b in used)
     return {
         "data": source,
         "data_hash": data_hash(used),
         "samples": data.examples,
-        "tokens": real,
+        "tokens": tokens,
         "task": data.task,
     }
 
