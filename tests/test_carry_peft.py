@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -330,12 +331,13 @@ class TestWholeFineTunes:
         new, alignment = llama.new(options)
         tuned = Tuned(Carrier(llama.architecture, llama.state, new, alignment), state)
         config = {**llama.config, "architectures": [llama.case.class_name]}
-        written, kept = lora_of_tuned(tuned, 64, config, str(llama.where / "new"))
+        base = SimpleNamespace(config=config, reference=llama.where / "new", tied_head=None)
+        written, kept = lora_of_tuned(tuned, 64, base)
         assert share(kept) == pytest.approx(1.0, abs=1e-9)
         written.write(str(llama.where / "lora"))
         model = PeftModel.from_pretrained(llama.base("new"), llama.where / "lora", autocast_adapter_dtype=False)
         torch.testing.assert_close(llama.logits(model), expected, atol=1e-4, rtol=1e-4)
-        _, less = lora_of_tuned(tuned, 4, config, "new")
+        _, less = lora_of_tuned(tuned, 4, base)
         assert 0.1 < share(less) < 0.9
 
     def test_biases_and_what_has_no_place(self, gpt2: Home) -> None:
@@ -344,7 +346,8 @@ class TestWholeFineTunes:
         new, alignment = gpt2.new(ROTATION)
         tuned = Tuned(Carrier(gpt2.architecture, gpt2.state, new, alignment), state)
         config = {**gpt2.config, "architectures": [gpt2.case.class_name]}
-        written, kept = lora_of_tuned(tuned, 96, config, str(gpt2.where / "new"))
+        base = SimpleNamespace(config=config, reference=gpt2.where / "new", tied_head=None)
+        written, kept = lora_of_tuned(tuned, 96, base)
         lost = {key for key, (norm, rest) in kept.items() if rest < 0.5 * norm}
         assert lost
         assert all("wte" in key or "wpe" in key or "ln_f" in key or "lm_head" in key for key in lost), lost
@@ -367,6 +370,27 @@ class TestWholeFineTunes:
         assert done.exit_code == 0, done.output
         assert "keeps" in done.output
         assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
+
+    def test_an_embedding_that_is_the_head_stays_the_new_bases(self, tmp_path: Path) -> None:
+        """peft would change one of the two; the adapter is one that our own commands take."""
+        tied = Home("llama", "llama, tied, biases", tmp_path)
+        self.tuned(tied, norms=False)
+        tied.new(PERMUTATION)
+        bases = (
+            "--from",
+            tmp_path / "old",
+            "--to",
+            tmp_path / "new",
+            "--heads",
+            "permutation",
+            "--residual",
+            "permutation",
+        )
+        done = run("carry", tmp_path / "tuned", *bases, tmp_path / "lora", "--lora", 64)
+        assert done.exit_code == 0, done.output
+        assert "`lm_head.weight` is tied to it" in (tmp_path / "lora" / "README.md").read_text()
+        done = run("verify", f"{tmp_path / 'new'}+{tmp_path / 'lora'}", tmp_path / "new")
+        assert "differ" in done.output, done.output
 
 
 def test_errors_are_of_our_own() -> None:

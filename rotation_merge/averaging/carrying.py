@@ -24,7 +24,7 @@ from rotation_merge.checkpoints.adapters import Adapter, is_adapter
 from rotation_merge.checkpoints.aligned import write_checkpoint
 from rotation_merge.checkpoints.bases import open_bases
 from rotation_merge.checkpoints.carried import Done, Settings, Work, aligned, card, check_head
-from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
+from rotation_merge.checkpoints.lora_of_tuned import left_out, lora_of_tuned
 from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.learning.polish import PolishOptions
 from rotation_merge.learning.unfinished import Unfinished
@@ -93,7 +93,8 @@ def carry_with_samples(
         solution, notes = one.solved(out)
         how = f"{one.how} {notes[0]}"
         if rank:
-            written, _ = lora_of_tuned(solution, rank, bases.new.config, str(bases.new.reference))
+            written, _ = lora_of_tuned(solution, rank, bases.new)
+            notes += left_out(bases.new)
             done.append(work.write(works[out], out, written, notes, how))
             continue
         full = replace(report, notes=[*report.notes, *notes])
@@ -272,7 +273,7 @@ class Carrying:
         if not self.rank:
             return self._model(changed).requires_grad_(True)
         solution = Solution(self.work.carrier, changed, 1.0)
-        written, _ = lora_of_tuned(solution, self.rank, self.work.bases.new.config, self._new)
+        written, _ = lora_of_tuned(solution, self.rank, self.work.bases.new)
         return adapter_in_training(self._model({}), written)
 
     def _distilled(

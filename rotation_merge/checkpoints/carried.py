@@ -14,7 +14,7 @@ from rotation_merge.checkpoints.bases import Bases, open_bases
 from rotation_merge.checkpoints.carry import Carried, carry_adapter
 from rotation_merge.checkpoints.headers import read_json
 from rotation_merge.checkpoints.lora import Written
-from rotation_merge.checkpoints.lora_of_tuned import lora_of_tuned
+from rotation_merge.checkpoints.lora_of_tuned import left_out, lora_of_tuned
 from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.errors import CheckpointError, RecipeError
@@ -140,10 +140,10 @@ class Work:
     def as_lora(self, source: TensorSource, rank: int) -> tuple[Written, list[str]]:
         """A whole fine-tune's change as an adapter."""
         tuned = Tuned(self.carrier, source, self.settings.scale)
-        written, kept = lora_of_tuned(tuned, rank, self.bases.new.config, str(self.bases.new.reference))
+        written, kept = lora_of_tuned(tuned, rank, self.bases.new)
         what = "what fine-tuning changed" if self.carrier.frame is None else "what has a place there"
         note = f"An adapter of rank {rank} keeps {share(kept):.1%} of the squared norm of {what}."
-        return written, [*tuned.share(), note]
+        return written, [*tuned.share(), note, *left_out(self.bases.new)]
 
     def write(self, work: str, out: str, written: Written, notes: list[str], how: str = "") -> Done:
         """An adapter, its report and card.

@@ -32,23 +32,44 @@ class Changes(Protocol):
     def factors(self, block: Block, rank: int) -> tuple[dict[str, Change], Kept]: ...
 
 
-def lora_of_tuned(tuned: Changes, rank: int, config: Mapping[str, Any], name: str) -> tuple[Written, Kept]:
+class Base(Protocol):
+    """A model that an adapter is for; `reference` is what adapter_config.json calls it."""
+
+    @property
+    def reference(self) -> object: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    @property
+    def tied_head(self) -> str | None: ...
+
+
+def left_out(base: Base) -> list[str]:
+    """What no adapter of this base can say, in words."""
+    head = base.tied_head
+    return [f"The embedding stays the new base's: `{head}` is tied to it, and an adapter changes one only."] * bool(
+        head
+    )
+
+
+def lora_of_tuned(tuned: Changes, rank: int, base: Base) -> tuple[Written, Kept]:
     """The carried change of a fine-tune as an adapter of the new base.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms of streams that are not turned into
     `modules_to_save`. Beside a `lora_bias`, which peft has not for embeddings, these are left as they are; so is what
-    has no module of its own in the model's class (experts in one tensor, position tables).
+    has no module of its own in the model's class (experts in one tensor, position tables), and an embedding that is
+    the head as well: peft would change one of the two.
 
     Args:
         rank: of every factor, at most.
-        config: the new base's.
-        name: what adapter_config.json is to call the new base.
+        base: the new base.
 
     Returns:
         The adapter, and what of each tensor's change it keeps.
     """
-    modules = _modules(config, name)
-    writing = _Writing()
+    modules = _modules(base.config, str(base.reference))
+    writing = _Writing(base.tied_head is not None)
     kept: Kept = {}
     for block in tuned.carrier.architecture.blocks:
         changes, parts = tuned.factors(block, rank)
@@ -59,13 +80,14 @@ def lora_of_tuned(tuned: Changes, rank: int, config: Mapping[str, Any], name: st
             if info is None or not writing.take(block, info, change, changes, place, tuned):
                 kept[f"{block.name}: {key}"] = parts[key][0], 0.0
     kept |= {key: (kept[key][0], 0.0) for key in writing.without_embeddings()}
-    return Written(writing.config(rank, config, name), writing.tensors), kept
+    return Written(writing.config(rank, base.config, str(base.reference)), writing.tensors), kept
 
 
 @dataclass
 class _Writing:
     """An adapter in the making."""
 
+    tied: bool
     tensors: dict[str, Tensor] = field(default_factory=dict)
     targets: dict[str, int] = field(default_factory=dict)
     saved: set[str] = field(default_factory=set)
@@ -83,7 +105,8 @@ class _Writing:
         tuned: Changes,
     ) -> bool:
         """Put one change in; False where an adapter has no place for it."""
-        if place is None or stacks(info):
+        words = self.tied and info.vocabulary_axis is not None
+        if place is None or stacks(info) or words:
             return False
         module, _, leaf = place.rpartition(".")
         if isinstance(change, LowRank):
