@@ -99,8 +99,8 @@ def test_one_file_and_one_line_are_all(shift: Any, tmp_path: Path) -> None:
     assert all(t.qk.kind == "shift" and not t.qk.is_identity() for t in heads)
     twin = transform_state(architecture, anchor, gauge)
     found = match_model(architecture, anchor, twin, options)
-    for key, transform in gauge.items():
-        again = found.transforms[key].compose(transform)
+    for key in [key for key, transform in gauge.items() if not transform.is_identity()]:
+        again = found.transforms[key].compose(gauge[key])
         assert max(again.distances().values()) < 1e-6, key
     learned = LearnedTransforms(architecture, found.transforms).hardened()
     assert [t.group() for t in learned.values()] == [t.group() for t in found.transforms.values()]

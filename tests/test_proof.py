@@ -16,9 +16,8 @@ from torch import Tensor
 
 from rotation_merge.checkpoints import aligned
 from rotation_merge.matching.sources import Renamed
-from rotation_merge.samples import answers, runner
+from rotation_merge.samples import answers, proof, runner
 from rotation_merge.samples.proof import Proof, prove
-from rotation_merge.seam import merge
 
 FAMILIES = ("llama", "qwen2", "mistral", "bert", "roberta", "vit")
 
@@ -154,7 +153,7 @@ def test_a_merge_proves_donors_moved_by_files(
     notes = " ".join(json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["notes"])
     assert "random batches" in notes
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
-    monkeypatch.setattr(merge, "prove", lambda *_: Proof(1.0, 0.1))
+    monkeypatch.setattr(proof, "prove", lambda *_: Proof(1.0, 0.1))
     done = mergekit_yaml(recipe, tmp_path / "second")
     assert done.exit_code == 2
     assert f"changes what {donor} computes" in one_error(done.output)
