@@ -209,6 +209,11 @@ def test_carrying_and_resizing_do_not_go_together(words: Any, tmp_path: Path) ->
     anchor, old, fine, _ = words
     document = {**transport(anchor, (fine, old), residual="rotation"), "tokenizer_source": "base"}
     assert "leave out 'tokenizer'" in one_error(mergekit_yaml(document, tmp_path / "out").output)
+    document = transport(anchor, (fine, old), residual="rotation")
+    document["models"][-1]["parameters"]["carry"] = "refit"
+    line = one_error(mergekit_yaml(document, tmp_path / "out").output)
+    assert "samples mean other things to the two" in line
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("mean", [False, True])
