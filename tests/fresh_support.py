@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
+from huggingface_hub import constants
 
 from rotation_merge.seam import hooks
 
@@ -37,7 +37,7 @@ def fresh(work: Callable[[], Any], plugin: str = "1", start: str = START) -> Any
     if (child := os.fork()) == 0:
         try:
             gc.freeze()
-            huggingface_hub.constants.HF_HUB_OFFLINE = True
+            constants.HF_HUB_OFFLINE = True
             os.environ[hooks.SWITCH] = plugin
             forget()
             exec(start, {})
