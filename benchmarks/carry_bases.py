@@ -1,7 +1,9 @@
-"""What arrives of three domains' fine-tunes at three new bases, by every way of carrying them but distilling.
+"""What arrives of three domains' fine-tunes at three new bases, by every way of carrying them.
 
     python benchmarks/carry_bases.py checkpoints          to benchmarks/results/carry-bases.json
     python benchmarks/carry_bases.py checkpoints long     long fine-tunes, to benchmarks/results/carry-bases-long.json
+    python benchmarks/carry_bases.py checkpoints distil   50 steps, to benchmarks/results/carry-bases-distil.json
+    python benchmarks/carry_bases.py checkpoints long distil
 
 The checkpoints are those of benchmarks/train_checkpoints.py: Llama 0's fine-tunes go to Llamas 1, 2 and 3, which were
 trained from other seeds. Samples are 64 sequences that the fine-tune wrote itself. Shares are of the gain that
@@ -15,15 +17,19 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from corpora import documents
+from peft import LoraConfig, get_peft_model
 from record import Table
 from torch import Tensor
 
+from rotation_merge.averaging import carrying
 from rotation_merge.averaging.carry_in_merge import carried_tensors
 from rotation_merge.averaging.carry_samples import Samples
 from rotation_merge.averaging.carry_scale import Scaled
@@ -42,7 +48,11 @@ WHOLE = MatchOptions(heads="permutation", residual="rotation")
 NEW = ("llama-1", "llama-2", "llama-3")
 SHORT = {"C++": ("llama-0-cpp", "cpp"), "English": ("llama-0-english", "english"), "C": ("llama-0-c", "c")}
 LONG = {"English, long": ("llama-0-english-long", "english"), "C, long": ("llama-0-c-long", "c")}
-LENGTH, WINDOWS = 128, 80
+LENGTH, WINDOWS, RANK = 128, 80, 16
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+Way = Callable[["Pair", str, str], dict[str, Tensor]]
+"""Of a pair, a fine-tune and the file of its own text, the new base's tensors that change."""
 
 
 def windows(domain: str) -> Data:
@@ -90,36 +100,70 @@ class Pair:
         return loss(model, data), loss(model, windows("python"))
 
 
-def ways(long: bool) -> dict[str, Callable[[Pair, str, str], dict[str, Tensor]]]:
-    """Ways to carry: of a pair, a fine-tune and the file of its own text, the new base's tensors that change."""
+def distilled(rank: int, fresh: bool = False) -> Way:
+    """Fifty steps from the refit on; `fresh`: from the new base as it is, an adapter's factors as peft draws them."""
+
+    def carry(pair: Pair, tuned: str, text: str) -> dict[str, Tensor]:
+        samples = Samples(text, scale=1.0, steps=50, way="distil")
+        with from_the_new_base() if fresh else nullcontext():
+            return pair.carried(tuned, samples, pair.weights, rank)
+
+    return carry
+
+
+@contextmanager
+def from_the_new_base() -> Iterator[None]:
+    """Training begins at what the new base is, not at the refit."""
+
+    def drawn(model: Any, _: Any) -> Any:
+        torch.manual_seed(0)
+        wanted = LoraConfig(r=RANK, lora_alpha=RANK, use_rslora=True, target_modules=LINEAR)
+        return get_peft_model(model, wanted).eval()
+
+    with (
+        patch.object(carrying.Carrying, "_refitted", lambda *_: {}),
+        patch.object(carrying, "lora_of_tuned", lambda *_: (None, {})),
+        patch.object(carrying, "adapter_in_training", drawn),
+    ):
+        yield
+
+
+def ways(long: bool, distil: bool) -> dict[str, Way]:
     scale = 0.25 if long else 0.75
 
-    def by(way: str, scale: float, rank: int = 0) -> Callable[[Pair, str, str], dict[str, Tensor]]:
+    def by(way: str, scale: float, rank: int = 0) -> Way:
         def carry(pair: Pair, tuned: str, text: str) -> dict[str, Tensor]:
             alignment = pair.both if way == "activations" else pair.weights
             return pair.carried(tuned, Samples(text, scale=scale, way=way), alignment, rank)
 
         return carry
 
+    if distil:
+        return {
+            "50 steps, all weights": distilled(0),
+            "50 steps, an adapter of rank 16": distilled(RANK),
+            "50 steps, an adapter of rank 16, from the new base": distilled(RANK, fresh=True),
+        }
     return {
         f"weights, scale {scale}": lambda pair, tuned, _: pair.moved(tuned, scale),
         f"activations, scale {scale}": by("activations", scale),
         "signs, scale 0.25": by("signs", 0.25),
         "refit, scale 1": by("refit", 1.0),
-        "refit, an adapter of rank 16, scale 1": by("refit", 1.0, 16),
+        "refit, an adapter of rank 16, scale 1": by("refit", 1.0, RANK),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", type=Path)
-    parser.add_argument("length", nargs="?", choices=["short", "long"], default="short")
+    parser.add_argument("asked", nargs="*", choices=["long", "distil"])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table("carry-bases-long" if args.length == "long" else "carry-bases")
+    table = Table("-".join(["carry-bases", *sorted(args.asked, reverse=True)]))
+    long = "long" in args.asked
     old = str(args.checkpoints / "llama-0")
     pairs = [Pair(old, str(args.checkpoints / name)) for name in NEW]
-    for title, (name, domain) in (LONG if args.length == "long" else SHORT).items():
+    for title, (name, domain) in (LONG if long else SHORT).items():
         tuned, data = str(args.checkpoints / name), windows(domain)
         home = loss(load(old), data) - loss(load(tuned), data)
         before = [loss(load(pair.new), data) for pair in pairs]
@@ -127,7 +171,7 @@ def main() -> None:
             text = f"{scratch}/own.jsonl"
             rows = self_written(load(tuned), tuned, 64, LENGTH).tolist()
             Path(text).write_text("\n".join(json.dumps({"input_ids": row}) for row in rows), encoding="utf-8")
-            for way, carry in ways(args.length == "long").items():
+            for way, carry in ways(long, "distil" in args.asked).items():
                 began, found = time.process_time(), []
                 for pair in pairs:
                     found.append(carry(pair, tuned, text))
