@@ -14,6 +14,7 @@ ORDER = (
     "errors",
     "durable",
     "scratch",
+    "spread",
     "linalg",
     "groups",
     "architectures",

@@ -12,9 +12,9 @@ from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, s
 
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import model as matching_model
-from rotation_merge.matching import workers
-from rotation_merge.matching.workers import BYTES_A_WEIGHT, SHARE, in_order, keep_freed_memory, workers_for
 from rotation_merge.planning import ahead
+from rotation_merge.spread import threads
+from rotation_merge.spread.threads import BYTES_A_WEIGHT, SHARE, in_order, keep_freed_memory, workers_for
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -60,7 +60,7 @@ def test_the_first_error_in_order_ends_it_and_workers_compute_with_one_thread() 
 
 
 def test_workers_are_as_many_as_memory_and_threads_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "free_memory", lambda: int(10e9))
+    monkeypatch.setattr(threads, "free_memory", lambda: int(10e9))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     weights = int(10e9 * SHARE / BYTES_A_WEIGHT / 3)
     assert workers_for(weights) == 3
@@ -104,7 +104,7 @@ def test_freed_memory_is_asked_to_be_kept_where_the_allocator_can(monkeypatch: p
             asked.append((limit[0], limit[1]))
 
     for library in (Library(), object()):
-        monkeypatch.setattr(workers.ctypes, "CDLL", lambda _, library=library: library)
-        monkeypatch.setattr(workers.sys, "platform", "linux")
+        monkeypatch.setattr(threads.ctypes, "CDLL", lambda _, library=library: library)
+        monkeypatch.setattr(threads.sys, "platform", "linux")
         keep_freed_memory.__wrapped__()
     assert asked == [(-1, 1 << 29), (-3, 1 << 28)]

@@ -29,7 +29,7 @@ from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors
 from rotation_merge.matching.state import Kept, TensorSource, read_block, read_tensor, unstack
 from rotation_merge.matching.stream import FLOOR, Statistics, residual_groups
-from rotation_merge.matching.workers import in_order, workers_for
+from rotation_merge.spread.threads import in_order, workers_for
 
 Found = TypeVar("Found")
 

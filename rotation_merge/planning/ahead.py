@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rotation_merge.matching.block import BlockMatch
 from rotation_merge.matching.model import Alignment
-from rotation_merge.matching.workers import Workers, workers_for
+from rotation_merge.spread.threads import Workers, workers_for
 
 
 class Job(Protocol):

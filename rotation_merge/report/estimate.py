@@ -14,7 +14,7 @@ from rotation_merge.groups.space import Work
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.stream import residual_groups
-from rotation_merge.matching.workers import workers_for
+from rotation_merge.spread.threads import workers_for
 
 Shapes = dict[str, tuple[int, ...]]
 

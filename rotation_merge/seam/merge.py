@@ -26,7 +26,6 @@ from rotation_merge.checkpoints.pair import open_pair, read_alignment
 from rotation_merge.checkpoints.sentence import module_of, write_modules
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.options import NOTHING
-from rotation_merge.matching.workers import keep_freed_memory
 from rotation_merge.planning.keeping import keep_alignments
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.planning.tasks import check_output
@@ -37,6 +36,7 @@ from rotation_merge.report.closing import closing
 from rotation_merge.report.record import MergeReport
 from rotation_merge.scratch import Scratch
 from rotation_merge.seam.replaced import replaced
+from rotation_merge.spread.threads import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
