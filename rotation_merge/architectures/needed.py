@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from rotation_merge.architectures.registry import families
 from rotation_merge.architectures.schema import ArchitectureSpec, Expression
 
-ALWAYS = frozenset({"tie_word_embeddings", "architectures", "model_type"})
+_TYING = frozenset({"tie_word_embeddings", "model_type"})
+ALWAYS = _TYING | {"architectures"}
 """Entries that are read of every config."""
 
 _EXPRESSIONS = (Expression, dict[str, Expression])
@@ -25,6 +26,18 @@ def needed(spec: ArchitectureSpec) -> frozenset[str]:
     begins = {name for begin in spec.dropped for _, name, _, _ in string.Formatter().parse(begin) if name}
     apart = {name for other in families().values() if other.when is not None for name in _names(other.when)}
     return ALWAYS | begins | apart | {name for text in _expressions(spec) for name in _names(text)}
+
+
+def needed_within(spec: ArchitectureSpec) -> dict[str, frozenset[str]]:
+    """The same of the configs within the config, by the entries where they stand."""
+    texts = [*_expressions(spec), *(other.when for other in families().values())]
+    found = {module.config: _TYING for module in spec.modules.values() if module.config is not None}
+    for module in spec.modules.values():
+        if module.config is not None:
+            found[module.config] |= {name for text in _expressions(module) for name in _names(text)}
+    for holder, name in {pair for text in texts for pair in _reached(text)}:
+        found[holder] = found.get(holder, _TYING) | {name}
+    return found
 
 
 def _expressions(part: Any) -> Iterator[Any]:
@@ -46,3 +59,14 @@ def _names(text: Any) -> frozenset[str]:
     if not isinstance(text, str):
         return frozenset()
     return frozenset(node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name))
+
+
+@cache
+def _reached(text: Any) -> frozenset[tuple[str, str]]:
+    """Entries that an expression reads in others, each with the other's name."""
+    nodes = ast.walk(ast.parse(text, mode="eval")) if isinstance(text, str) else ()
+    return frozenset(
+        (node.value.id, node.attr)
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    )

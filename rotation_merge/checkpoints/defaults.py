@@ -1,4 +1,4 @@
-"""What transformers fills into a config, read off the source of its class without running it.
+"""What transformers fills into a config, read off the source of its class without importing it.
 
 Importing transformers takes longer than everything that looking at a model needs otherwise. Where the source does not
 plainly say what becomes of an entry, nothing is guessed.
@@ -16,10 +16,10 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from rotation_merge.architectures.expression import evaluate
-from rotation_merge.errors import ArchitectureError
+from rotation_merge.checkpoints.plain_python import Nested, Refused, Scope, Unclear, set_in
 
 _BASES = ("PreTrainedConfig", "PretrainedConfig")
+_MIXIN = "BackboneConfigMixin"
 
 _PARTS = re.compile(r"_(text|vision)(_model)?$")
 """Ends of the kinds whose classes lie beside the class of the whole."""
@@ -29,19 +29,17 @@ _KINDS = {"NoneType": "None"}
 
 
 @dataclass(frozen=True)
-class _Step:
-    """What becomes of entries once they are set.
+class _Part:
+    """A config in a config.
 
     Attributes:
-        test: an expression; None: in any case.
-        name, value: the entry that becomes the value of an expression where the test holds.
-        unclear: what the source says more of where the test holds.
+        own: the name of its class in the same file; None: that of its kind, or else of the kind `usual`.
+        optional: whether there may be none.
     """
 
-    test: str | None
-    name: str = ""
-    value: str = ""
-    unclear: frozenset[str] = frozenset()
+    own: str | None
+    usual: str | None = None
+    optional: bool = False
 
 
 @dataclass
@@ -50,82 +48,152 @@ class _Class:
 
     Attributes:
         kinds, values: annotation and default of each entry.
-        steps: what becomes of them, one after the other.
-        refused: conditions under which a config is refused; None: nothing plain.
-        unclear: entries of which the source says more than that.
+        constants: what it has beside its entries.
+        parts: configs in it.
+        methods: its functions, by name; those of a mixin, too.
+        unclear: entries that functions set which others may call, or whose defaults are not plain.
         aliases: other names of entries, and the entries.
-        given: words that it looks for beside its entries.
-        own_rope, checks_rope: it reads tables of rotary positions in a way of its own; it refuses some.
+        file: where it stands.
     """
 
+    file: str
     kinds: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    steps: list[_Step] = field(default_factory=list)
-    refused: list[str | None] = field(default_factory=list)
+    constants: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, _Part] = field(default_factory=dict)
+    methods: dict[str, ast.FunctionDef] = field(default_factory=dict)
     unclear: set[str] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
-    given: set[str] = field(default_factory=set)
-    own_rope: bool = False
-    checks_rope: bool = False
 
 
-def with_defaults(raw: Mapping[str, Any], names: Collection[str]) -> dict[str, Any] | None:
+def with_defaults(
+    raw: Mapping[str, Any], names: Collection[str], within: Mapping[str, Collection[str]] | None = None
+) -> dict[str, Any] | None:
     """A config.json with the defaults of its class; None where `names` might be others in transformers' hands.
 
     Args:
         names: the entries that matter; all others need not be as transformers has them.
+        within: those that matter in the configs within.
     """
     found = _class_of(str(raw.get("model_type"))) if "auto_map" not in raw else None
-    if found is None or set(found.aliases) & set(raw) or not _plain_rope(raw, found, names):
-        return None
-    if not all(_fits(raw[name], kind) for name, kind in found.kinds.items() if name in raw):
-        return None
-    doubled = set(found.aliases) & set(found.values)  # whose defaults are those of other entries
-    if not {found.aliases[name] for name in doubled} <= set(raw):
-        return None
-    config = {**{name: value for name, value in found.values.items() if name not in doubled}, **raw}
-    tables = {name for name in names if isinstance(config.get(name), Mapping)} - {ROPE}
-    if tables or any(_of_all(name, name not in config) for name in set(names) - {ROPE}):
-        return None
     try:
-        settled = _settled(found, raw, config, names)
-        refused = settled is None or None in found.refused
-        return None if refused or any(evaluate(condition, settled or {}) for condition in found.refused) else config
-    except ArchitectureError:
+        return None if found is None else _made(found, raw, frozenset(names), within or {})
+    except Refused:
         return None
 
 
-def _settled(
-    found: _Class, raw: Mapping[str, Any], config: dict[str, Any], names: Collection[str]
-) -> dict[str, Any] | None:
-    """Take a class's steps with a config, in place; with its variables. None where one of `names` stays unclear."""
-    unclear = set(found.unclear)
-    known = {**{_HAS + name: name in raw for name in found.given}, **{_GIVEN + n: raw.get(n) for n in found.given}}
-    for step in found.steps:
-        known.update(config, **{_KIND + name: type(value).__name__ for name, value in config.items()})
-        used = {name for text in (step.test, step.value) for name in _names(text or "None")}
-        if step.test is not None and not unclear & used and not evaluate(step.test, known):
+def _made(
+    found: _Class, raw: Mapping[str, Any], names: frozenset[str], within: Mapping[str, Collection[str]]
+) -> dict[str, Any]:
+    """The config that a class makes of one.
+
+    Raises:
+        Refused: it makes none, or what becomes of `names` is not clear.
+    """
+    doubled = set(found.aliases) & set(found.values)  # whose defaults are those of other entries
+    _clear(not set(found.aliases) & set(raw) and {found.aliases[name] for name in doubled} <= set(raw))
+    _clear(_plain_rope(raw, found, names))
+    _clear(all(_fits(raw[name], kind) for name, kind in found.kinds.items() if name in raw))
+    raw = copy.deepcopy(dict(raw))
+    fields = set(found.kinds) | _of_base()
+    values = {name: value for name, value in found.values.items() if name not in doubled}
+    entries = {**found.constants, **copy.deepcopy(values), **{n: v for n, v in raw.items() if n in fields}}
+    scope = Scope(entries, {n: v for n, v in raw.items() if n not in fields}, found.aliases, found.methods)
+    scope.unknown = lambda name: _of_all(name, True)
+    scope.unclear |= found.unclear - set(raw)
+    scope.settle = lambda: _settle(scope, found, within)
+    _run(scope, found)
+    config = {n: value for n, value in scope.entries.items() if n in raw or n not in found.constants}
+    unclear = scope.unclear | {name for method in _others(found) for name in set_in(method)}
+    tables = {name for name in names if isinstance(config.get(name), Mapping)} - {ROPE, LAYERS, *found.parts}
+    changed = {name for name in names - {ROPE, LAYERS} if _of_all(name, name not in config)}
+    _clear(not names & (unclear | tables | changed))
+    return config
+
+
+def _clear(condition: bool) -> None:
+    if not condition:
+        raise Refused
+
+
+def _run(scope: Scope, found: _Class) -> None:
+    """What a class does once entries are set, and what it checks after."""
+    if "__post_init__" in found.methods:
+        scope.run(found.methods["__post_init__"])
+    else:
+        scope.settle()
+    for name, method in found.methods.items():
+        if name.startswith("validate_") and name != "validate_rope":
+            scope.run(method)
+    if "validate_layer_type" not in found.methods:
+        _check_layers(scope)
+
+
+def _check_layers(scope: Scope) -> None:
+    """What all config classes check of kinds of layers: that there are such, one for each layer."""
+    own = {name: scope.entries.get(scope.aliases.get(name, name)) for name in ("num_hidden_layers", *LAYER_KINDS)}
+    count = own["num_hidden_layers"]
+    for entry, table in LAYER_KINDS.items():
+        kinds = own[entry]
+        _clear(kinds is None or (isinstance(kinds, list) and count in (None, len(kinds))))
+        _clear(kinds is None or not _table(table) or all(f'"{word}"' in _table(table) for word in kinds))
+
+
+def _settle(scope: Scope, found: _Class, within: Mapping[str, Collection[str]]) -> None:
+    """What all config classes do: make the configs within, and entries of what else is given."""
+    for name, part in found.parts.items():
+        _clear(name not in scope.unclear)
+        own = scope.entries.get(name)
+        if own is None and part.optional:
             continue
-        unclear |= step.unclear
-        if step.name:
-            unclear -= {step.name}
-            unclear |= {step.name} if unclear & used else set()
-            (known if step.name.startswith(_OWN) else config)[step.name] = evaluate(step.value, known)
-    return None if unclear & set(names) else {**known, **config}
+        _clear(isinstance(own, dict))
+        if isinstance(own, dict) and not isinstance(own, Nested):
+            kind = str(own.get("model_type", part.usual))
+            inner = _named(found.file, part.own) if part.own is not None else _class_of(kind)
+            _clear(inner is not None)
+            scope.entries[name] = Nested(_made(inner or found, own, frozenset(within.get(name, ())), {}))
+    layers = scope.given.pop(LAYERS, None)
+    scope.entries.update(scope.given)
+    if layers is not None:
+        scope.entries[LAYERS] = _by_layer(layers, scope.entries)
+    kinds = scope.entries.get(scope.aliases.get("layer_types", "layer_types")) or []
+    _clear(not any(f'"{word}": ' in _table("_LEGACY_LAYER_TYPE_REMAP") for word in kinds))
 
 
-ROPE = "rope_parameters"
+LAYER_KINDS = {"layer_types": "ALLOWED_ATTN_LAYER_TYPES", "mlp_layer_types": "ALLOWED_MLP_LAYER_TYPES"}
+"""Entries that list kinds of layers, and transformers' tables of those there are."""
+ROPE, LAYERS = "rope_parameters", "per_layer_config"
 _ROPE_WORDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+def _by_layer(layers: Any, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """What single layers have otherwise than all, as transformers writes it.
+
+    Raises:
+        Refused: it is not that.
+    """
+    _clear(isinstance(layers, dict) and f'kwargs.pop("{LAYERS}"' in _base())
+    count = entries.get("num_hidden_layers")
+    found = {int(i): own for i, own in layers.items()}
+    _clear(isinstance(count, int) and all(isinstance(own, dict) and 0 <= i < count for i, own in found.items()))
+    words = {name for own in found.values() for name in own}
+    _clear(words <= set(entries) and not words & {"skip", "sliding_window", "attention_chunk_size"})
+    _clear(None in (entries.get("sliding_window"), entries.get("attention_chunk_size")))
+    kept = {i: {n: v for n, v in own.items() if v != entries[n]} for i, own in found.items()}
+    digits = len(str(max((i for i, own in kept.items() if own), default=0)))
+    return {str(i).zfill(digits): own for i, own in kept.items() if own}
 
 
 def _plain_rope(raw: Mapping[str, Any], found: _Class, names: Collection[str]) -> bool:
     """Whether the table of rotary positions, as far as it matters, is that of config.json."""
-    if ROPE not in names and not found.checks_rope:
+    if ROPE not in names and "validate_rope" not in found.methods:
         return True
     table = raw.get(ROPE) or {}
-    plain = isinstance(table, Mapping) and set(table) <= _ROPE_WORDS and not raw.get("rope_scaling")
+    known = _ROPE_WORDS | set(found.constants.get("ignore_keys_at_rope_validation") or ())
+    plain = isinstance(table, Mapping) and set(table) <= known and not raw.get("rope_scaling")
     usual = plain and {table.get(word, "default") for word in ("rope_type", "type")} == {"default"}
-    return usual and (ROPE not in names or not found.own_rope or "partial_rotary_factor" in table)
+    own = "convert_rope_params_to_dict" in found.methods
+    return usual and (ROPE not in names or not own or "partial_rotary_factor" in table)
 
 
 def _fits(value: Any, annotation: str) -> bool:
@@ -134,16 +202,34 @@ def _fits(value: Any, annotation: str) -> bool:
     return _KINDS.get(kind, kind) in re.findall(r"[\w']+", annotation) or f"'{value}'" in annotation
 
 
-def _folder() -> str | None:
+def _folder() -> str:
     found = find_spec("transformers")
-    return os.path.dirname(found.origin) if found is not None and found.origin else None
+    return os.path.dirname(found.origin) if found is not None and found.origin else ""
+
+
+@cache
+def _whole_base() -> str:
+    with open(os.path.join(_folder(), "configuration_utils.py"), encoding="utf-8") as file:
+        return file.read()
 
 
 @cache
 def _base() -> str:
     """The source of the class that all configs extend."""
-    with open(os.path.join(_folder() or "", "configuration_utils.py"), encoding="utf-8") as file:
-        return re.split(r"^class Pre[tT]rainedConfig", file.read(), maxsplit=1, flags=re.MULTILINE)[-1]
+    return re.split(r"^class Pre[tT]rainedConfig", _whole_base(), maxsplit=1, flags=re.MULTILINE)[-1]
+
+
+@cache
+def _table(name: str) -> str:
+    """The source of a table beside that class; nothing where there is none."""
+    found = re.search(rf"^{name} = [({{].*?^[)}}]", _whole_base(), re.MULTILINE | re.DOTALL)
+    return found[0] if found is not None else ""
+
+
+@cache
+def _of_base() -> frozenset[str]:
+    """Entries that all configs have."""
+    return frozenset(re.findall(r"^    (\w+): (?!ClassVar)", _base(), re.MULTILINE))
 
 
 @cache
@@ -154,18 +240,28 @@ def _of_all(name: str, absent: bool) -> bool:
 
 
 @cache
+def _parsed(file: str) -> list[ast.ClassDef]:
+    """The classes of a file in transformers' folder; none where there is no such file."""
+    path = os.path.join(_folder(), file)
+    if not os.path.isfile(path):
+        return []
+    with open(path, encoding="utf-8") as source:
+        return [node for node in ast.parse(source.read()).body if isinstance(node, ast.ClassDef)]
+
+
+@cache
 def _class_of(model_type: str) -> _Class | None:
     """The class of a kind of model, where it lies in the folder of that name and extends nothing but the base."""
     stem = _PARTS.sub("", model_type.replace("-", "_"))
-    path = os.path.join(_folder() or "", "models", stem, f"configuration_{stem}.py")
-    if not stem.isidentifier() or not os.path.isfile(path):
+    if not stem.isidentifier():
         return None
-    with open(path, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and _model_type(node) == model_type:
-            return _read(node) if [ast.unparse(base) for base in node.bases] in [[base] for base in _BASES] else None
-    return None
+    file = os.path.join("models", stem, f"configuration_{stem}.py")
+    return next((_read(node, file) for node in _parsed(file) if _model_type(node) == model_type), None)
+
+
+@cache
+def _named(file: str, name: str) -> _Class | None:
+    return next((_read(node, file) for node in _parsed(file) if node.name == name), None)
 
 
 def _model_type(node: ast.ClassDef) -> str | None:
@@ -176,165 +272,49 @@ def _model_type(node: ast.ClassDef) -> str | None:
     return None
 
 
-def _read(node: ast.ClassDef) -> _Class | None:
-    found = _Class()
+def _read(node: ast.ClassDef, file: str) -> _Class | None:
+    bases = [ast.unparse(base) for base in node.bases]
+    if bases[-1:] not in [[base] for base in _BASES] or bases[:-1] not in ([], [_MIXIN]):
+        return None
+    found = _Class(file)
     for statement in node.body:
         match statement:
             case ast.AnnAssign(target=ast.Name(id=name)):
                 _entry(found, name, statement)
             case ast.Assign(targets=[ast.Name(id="attribute_map")], value=ast.Dict() as names):
                 found.aliases.update(ast.literal_eval(names))
-    for statement in node.body:
-        match statement:
-            case ast.FunctionDef(name="__post_init__"):
-                reader = _Reader(found)
-                for inner in statement.body:
-                    reader.read(inner)
-            case ast.FunctionDef(name="convert_rope_params_to_dict"):
-                found.own_rope = True
-            case ast.FunctionDef(name="validate_rope"):
-                found.checks_rope = True
-            case ast.FunctionDef(name=name) if name.startswith("validate_"):
-                found.refused += [_Reader(found).plain(part.test) for part in _checks(statement)]
-            case ast.FunctionDef():
-                found.unclear.update(_set_in(statement))
+            case ast.Assign(targets=[ast.Name(id="sub_configs_defaults")], value=ast.Dict(keys=keys, values=values)):
+                named = {ast.literal_eval(key): value for key, value in zip(keys, values, strict=True) if key}
+                found.parts.update({name: _part(value) for name, value in named.items()})
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() | ast.Set() as value):
+                found.constants[name] = ast.literal_eval(value)
+    mixed = [m for m in _parsed("backbone_utils.py") if m.name == _MIXIN] if _MIXIN in bases else []
+    for part in (*mixed, node):
+        found.methods.update({f.name: f for f in part.body if isinstance(f, ast.FunctionDef)})
     return found if found.kinds else None
+
+
+def _part(value: ast.expr) -> _Part:
+    """A config in a config, as a class declares it: its class, or `SubConfigSpec(config_class=..., model_type=...)`."""
+    if not isinstance(value, ast.Call):
+        return _Part(ast.unparse(value))
+    said = {word.arg: word.value for word in value.keywords}
+    own = ast.unparse(said["config_class"]) if "config_class" in said else "AutoConfig"
+    usual = ast.literal_eval(said["model_type"]) if "model_type" in said else None
+    optional = "optional" in said and bool(ast.literal_eval(said["optional"]))
+    return _Part(None if own == "AutoConfig" else own, usual, optional)
+
+
+def _others(found: _Class) -> Iterator[ast.FunctionDef]:
+    """Functions of a class that others call when it suits them."""
+    for name, method in found.methods.items():
+        if not name.startswith(("validate_", "__post_init__", "convert_rope_params_to_dict")):
+            yield method
 
 
 def _entry(found: _Class, name: str, statement: ast.AnnAssign) -> None:
     found.kinds[name] = ast.unparse(statement.annotation)
-    value = None if statement.value is None else _Reader(found).plain(statement.value)
     try:
-        found.values[name] = ast.literal_eval(statement.value) if statement.value is not None else None
-    except ValueError:
-        if value is None or _names(value):
-            found.unclear.add(name)
-        else:
-            found.values[name] = evaluate(value, {})
-
-
-_OWN, _HAS, _GIVEN, _KIND = "_own_", "_has_", "_given_", "_kind_"
-"""How the names of a function's variables, of words that are there, of their values and of entries' types begin."""
-
-
-class _Unclear(Exception):
-    """More than arithmetic over entries."""
-
-
-class _Reader(ast.NodeTransformer):
-    """Reads what a class does to its entries once they are set, statement by statement."""
-
-    def __init__(self, found: _Class) -> None:
-        self.found, self.known, self.own = found, set(found.kinds), set[str]()
-
-    def read(self, statement: ast.stmt) -> None:
-        """A statement as steps; one that is more than arithmetic over entries makes what it sets unclear."""
-        step = self._step(statement)
-        if step is None:
-            inner = statement.test if isinstance(statement, ast.If) else None
-            test = self.plain(inner) if inner is not None else None
-            step = _Step(test, unclear=frozenset(_set_in(statement)))
-            self.own -= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        self.found.steps.append(step)
-
-    def _step(self, statement: ast.stmt, test: str | None = None) -> _Step | None:
-        match statement:
-            case ast.If(test=condition, body=[ast.Assign() as inner], orelse=[]) if test is None:
-                asked = self.plain(condition)
-                return None if asked is None else self._step(inner, asked)
-            case ast.Expr(
-                ast.Call(ast.Attribute(ast.Name(id="kwargs"), "setdefault"), [ast.Constant(value=str(name)), value])
-            ):
-                whole = self.plain(value)
-                if whole is None or name in self.known:
-                    return None
-                self.found.given.add(name)
-                return _Step(None, name, f"{_GIVEN}{name} if {_HAS}{name} else {whole}")
-            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)], value=value):
-                whole = self.plain(value)
-                self.known.add(name)
-            case ast.Assign(targets=[ast.Name(id=own)], value=value) if test is None:
-                whole, name = self.plain(value), _OWN + own
-                self.own |= {own} if whole is not None else set()
-            case _:
-                return None
-        return None if whole is None else _Step(test, name, whole)
-
-    def plain(self, expression: ast.expr) -> str | None:
-        """An expression over entries and variables, as `evaluate` reads it; None for any other."""
-        try:
-            return ast.unparse(self.visit(copy.deepcopy(expression)))
-        except _Unclear:
-            return None
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        if not isinstance(node, _ARITHMETIC):
-            raise _Unclear
-        return super().generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if not (isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in self.known):
-            raise _Unclear
-        return ast.Name(node.attr, ast.Load())
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id not in self.own:
-            raise _Unclear
-        return ast.Name(_OWN + node.id, ast.Load())
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        match node:
-            case ast.Compare(ast.Constant(value=str(name)), [ast.In()], [ast.Name(id="kwargs")]):
-                return self._given(name, _HAS)
-        return self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        match node:
-            case ast.Call(ast.Name(id="isinstance"), [ast.Attribute() as entry, ast.Name(id=kind)], []):
-                name = ast.Name(_KIND + ast.unparse(self.visit(entry)), ast.Load())
-                return ast.Compare(name, [ast.Eq()], [ast.Constant(kind)])
-            case ast.Call(
-                ast.Attribute(ast.Name(id="kwargs"), "pop" | "get"), [ast.Constant(value=str(name)), *rest], []
-            ):
-                other = self.visit(rest[0]) if rest else ast.Constant(None)
-                return ast.IfExp(self._given(name, _HAS), self._given(name, _GIVEN), other)
-        raise _Unclear
-
-    def _given(self, name: str, what: str) -> ast.Name:
-        """A word beside the entries: whether it is there, or its value."""
-        if name in self.known:
-            raise _Unclear
-        self.found.given.add(name)
-        return ast.Name(what + name, ast.Load())
-
-
-_ARITHMETIC = (
-    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Constant, ast.List, ast.Tuple),
-    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context),
-)
-
-
-@cache
-def _names(expression: str) -> frozenset[str]:
-    return frozenset(node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name))
-
-
-def _stored(part: ast.AST) -> Iterator[str]:
-    """Entries that a part of a class sets."""
-    for node in ast.walk(part):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-
-
-def _set_in(part: ast.AST) -> Iterator[str]:
-    """Those, and all that it mentions as words, which may be set by way of a function."""
-    yield from _stored(part)
-    for node in ast.walk(part):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-
-
-def _checks(function: ast.FunctionDef) -> Iterator[ast.If]:
-    for node in ast.walk(function):
-        if isinstance(node, ast.If) and any(isinstance(inner, ast.Raise) for inner in node.body):
-            yield node
+        found.values[name] = Scope({}).value(statement.value) if statement.value is not None else None
+    except Unclear:
+        found.unclear.add(name)

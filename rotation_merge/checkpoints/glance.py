@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.architectures.needed import needed
+from rotation_merge.architectures.needed import needed, needed_within
 from rotation_merge.architectures.registry import find, tied_head
 from rotation_merge.checkpoints.defaults import with_defaults
 from rotation_merge.checkpoints.headers import Shapes, check_folder, check_local, file_shapes, read_json, safetensors_in
@@ -111,7 +111,7 @@ def _member(path: str, folder: str, exact: bool) -> Member | None:
 def _config(raw: dict[str, Any]) -> dict[str, Any] | None:
     """The config with what an architecture file asks for as transformers would have it; None where that is unsure."""
     spec = find(raw) if raw.get("architectures") else None
-    return None if spec is None else with_defaults(raw, needed(spec))
+    return None if spec is None else with_defaults(raw, needed(spec), needed_within(spec))
 
 
 def _by_transformers(path: str, folder: str) -> dict[str, Any]:
