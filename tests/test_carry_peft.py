@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[str, MatchOptions, dict[str, Any], str]] = {
         "llama",
         ROTATION,
         {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
-        "cannot be carried where the stream is turned",
+        r"'model.*norm.weight' cannot be carried where the stream is turned",
     ),
     "constants beside embeddings": (
         "gpt2",
@@ -233,6 +233,13 @@ class TestBadInput:
         other = self.changed(folder, tmp_path / "wide", wider)
         assert "its base says" in self.refused(folder, tmp_path / "out", other)
 
+    def test_numbers_that_are_none(self, folder: Path, tmp_path: Path):
+        def spoilt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {k: x / 0 if "layers.1" in k else x for k, x in tensors.items()}
+
+        other = self.changed(folder, tmp_path / "spoilt", spoilt)
+        assert "holds NaN or infinity" in self.refused(folder, tmp_path / "out", other)
+
     def test_modules_that_are_not_there(self, folder: Path, tmp_path: Path):
         def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             return {k.replace("q_proj", "query"): x for k, x in tensors.items()}
@@ -271,6 +278,7 @@ def test_command(llama: Home, tmp_path: Path) -> None:
     card = (tmp_path / "both" / "second" / "README.md").read_text()
     assert "\nbase_model_relation: adapter\n" in card
     assert f"carried to `{llama.where / 'new'}`" in card
+    assert "nothing beside peft" in card
     config = json.loads((tmp_path / "both" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(llama.where / "new")
     maps = tmp_path / "maps.safetensors"
@@ -279,6 +287,10 @@ def test_command(llama: Home, tmp_path: Path) -> None:
         *("--heads", "permutation", "--residual", "rotation"),
     )
     assert aligned.exit_code == 0, aligned.output
+    done = run("carry", first, *bases, tmp_path / "half", "--alignment", maps, "--scale", 0.5, "--lora", 7)
+    assert done.exit_code == 0, done.output
+    assert "multiplied by 0.5" in (tmp_path / "half" / "README.md").read_text()
+    assert "stays an adapter of rank 2" in done.output
     done = run("carry", first, *bases, tmp_path / "one", "--alignment", maps)
     assert done.exit_code == 0, done.output
     one, two = (load_file(tmp_path / p / "adapter_model.safetensors") for p in ("one", "both/adapter"))

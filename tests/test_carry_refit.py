@@ -197,6 +197,7 @@ def test_distilling_goes_on_where_it_was_stopped(
         (("--carry", "refit", "--steps", 5), "--carry distil"),
         (("--data", "texts.txt"), "--scale auto"),
         (("--scale", "much"), "write a number"),
+        (("--scale", "nan"), "write a number"),
         (("--carry", "refit", "--data", "nowhere.txt"), "nowhere.txt"),
     ],
 )

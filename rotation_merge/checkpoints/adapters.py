@@ -158,8 +158,14 @@ class Adapter:
         return LazyTensorLoader(ShardedTensorIndex.from_file(self._file), lazy_unpickle=False)
 
     def tensor(self, key: str) -> Tensor:
-        """One tensor of the file."""
+        """One tensor of the file.
+
+        Raises:
+            CheckpointError: it holds NaN or infinity.
+        """
         tensor: Tensor = self._loader.get_tensor(key)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise self._damaged(f"'{key}' holds NaN or infinity")
         return tensor
 
     def _check_config(self) -> None:

@@ -127,6 +127,14 @@ class Work:
         return isinstance(self.settings.scale, Mapping)
 
     @property
+    def asked(self) -> list[str]:
+        """What else to say where weights alone carried it: at which scale, and what would measure what arrives."""
+        scale = self.settings.scale
+        if isinstance(scale, Mapping):
+            return []
+        return [ASK] if scale == 1 else [f"Its change was multiplied by {scale:g}.", ASK]
+
+    @property
     def how(self) -> str:
         """What weights alone do, for a card."""
         return MOVED + ("is said by the losses below." if self.measured else "was not measured.")
@@ -135,7 +143,10 @@ class Work:
         new = str(self.bases.new.reference)
         old = self.bases.old
         carried = carry_adapter(adapter, self.carrier, old.config, new, self.settings.scale, old.rows)
-        return carried.adapter, _notes(carried, self.bases, adapter)
+        notes = _notes(carried, self.bases, adapter)
+        if self.settings.lora not in (0, adapter.rank):
+            notes.append(f"It stays an adapter of rank {adapter.rank}: --lora is for whole fine-tunes.")
+        return carried.adapter, notes
 
     def as_lora(self, source: TensorSource, rank: int) -> tuple[Written, list[str]]:
         """A whole fine-tune's change as an adapter."""
@@ -151,7 +162,7 @@ class Work:
         Args:
             how: what was done; nothing: it was carried by weights.
         """
-        notes = notes if how or self.measured else [*notes, ASK]
+        notes = notes if how else [*notes, *self.asked]
         report = replace(self.report, notes=[*self.report.notes, *notes], relation="adapter")
         with staged(out) as staging:
             written.write(staging)
@@ -170,8 +181,7 @@ class Work:
             for _, pieces, change, before in tuned.tensors():
                 run.transport(work, change, before)
                 yield from pieces.items()
-            asked = [] if self.measured else [ASK]
-            notes.extend([*self.report.notes, *tuned.share(), *run.transport_notes(), *asked])
+            notes.extend([*self.report.notes, *tuned.share(), *run.transport_notes(), *self.asked])
 
         def text() -> str:
             return card(self.bases, work, report, out, "finetune", self.how)
@@ -232,12 +242,13 @@ def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str, 
     old, new = str(bases.old.reference), str(bases.new.reference)
     name, full = os.path.basename(os.path.abspath(out)), replace(report, relation=relation)
     classes = bases.new.config.get("architectures")
+    options = f"\nOptions:\n\n```yaml\n{report.recipe}```\n" if report.recipe else ""
     body = (
         f"# {name}\n\n"
         f"This is `{work}`, trained on `{old}`, carried to `{new}` by rotation_merge "
         f"{versions().get('rotation-merge', '')}. {how}\n\n"
         f"{_verdict(bases, report)}\n\n" + "\n".join(report.notes) + "\n"
-        f"\nOptions:\n\n```yaml\n{report.recipe}```\n\n" + section(full, name, str(classes[0]) if classes else None)
+        f"{options}\n" + section(full, name, str(classes[0]) if classes else None)
     )
     return with_metadata(metadata(full), body)
 

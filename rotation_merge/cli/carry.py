@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, replace
 from typing import Any
@@ -49,7 +50,13 @@ from rotation_merge.errors import RotationMergeError
     default="",
     help="Of the change: a number; auto: by samples held out, for weights in each block.",
 )
-@click.option("--lora", default=0, metavar="RANK", help="Write a whole fine-tune's change as an adapter.")
+@click.option(
+    "--lora",
+    default=0,
+    metavar="RANK",
+    type=click.IntRange(min=0),
+    help="Write a whole fine-tune's change as an adapter; 0: as a model.",
+)
 @click.option("--widths", is_flag=True, help="OLD_BASE may be wider or narrower, with more or fewer heads and neurons.")
 @click.option(
     "--layers-map",
@@ -156,6 +163,9 @@ def _factor(text: str, way: str) -> float | None:
     if text in ("", "auto"):
         return 1.0 if text == "" and way == "weights" else None
     try:
-        return float(text)
-    except ValueError as error:
-        raise RotationMergeError(f"--scale is '{text}'", remedy="write a number, or auto") from error
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise RotationMergeError(f"--scale is '{text}'", remedy="write a number, or auto")
+    return number

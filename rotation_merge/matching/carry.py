@@ -175,10 +175,10 @@ class Carrier:
 
     def _check_norms(self, block: Block, changes: Mapping[str, Change]) -> None:
         for key in folded_keys(block, self.alignment.folded):
-            change = changes.get(key)
-            if isinstance(change, Tensor) and bool(change.abs().max() > 0):
+            change, info = changes.get(key), block.tensor(key)
+            if isinstance(change, Tensor) and info is not None and bool(change.abs().max() > 0):
                 raise AlignmentError(
-                    f"the change of '{key}' cannot be carried where the stream is turned",
+                    f"the change of '{info.name}' cannot be carried where the stream is turned",
                     where=block.name,
                     remedy="use 'residual: permutation', or merge the adapter and carry the whole model",
                 )

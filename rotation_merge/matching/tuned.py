@@ -122,6 +122,9 @@ class Tuned:
             )
         old = old.to(torch.promote_types(old.dtype, torch.float32))
         change = tuned.to(old.dtype) - old
+        if not bool(torch.isfinite(change).all()):
+            what = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"
+            raise AlignmentError(what, where=block.name, remedy="repair or replace the checkpoint")
         return change if frame is None else frame.grow_old.trimmed(info.name, change), float(old.square().sum())
 
 

@@ -204,7 +204,8 @@ def running(report: MergeReport, name: str, model_class: str | None) -> list[str
     else:
         kind = model_class or "AutoModel"
         loading = [f"from transformers import {kind}", "", f'model = {kind}.from_pretrained("{name}")']
-    lines = ["", "### How to run it", "", "As any model: nothing beside transformers is needed.", "", "```python"]
+    runs = "adapter: nothing beside peft" if report.relation == "adapter" else "model: nothing beside transformers"
+    lines = ["", "### How to run it", "", f"As any {runs} is needed.", "", "```python"]
     lines += [*loading, "```"]
     return lines if report.relation != "merge" else [*lines, *_again(report, name)]
 
