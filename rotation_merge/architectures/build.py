@@ -25,10 +25,12 @@ from rotation_merge.architectures.schema import (
     FIXED,
     TIMES,
     ArchitectureSpec,
+    AttentionSpec,
     AxisLabel,
     Expression,
     FusedAxis,
     LinearSpec,
+    LocalSpace,
     ModuleSpec,
     NormSpec,
     Section,
@@ -117,18 +119,30 @@ def _module_blocks(scope: Scope, module: str, definition: ModuleSpec) -> list[Bl
     outer = {name: space_of(scope, f"{module}.{name}", space) for name, space in definition.spaces.items()}
     outer_scope = replace(scope, spaces={**scope.spaces, **outer})
     blocks = [_block(outer_scope, definition.before, f"{module}.before", module, None, "before", outer)]
+    spans: dict[tuple[str, Any], str] = {}
     for index in range(integer(scope, definition.layers, f"number of layers of module {module}")):
         path = definition.layer.path.replace("{i}", str(index))
         config = _named({**scope.config, "i": index}, definition.layer.variables)
         inner = replace(scope, config=config)
         local = path.replace("{base}", "")
-        spaces = {name: space_of(inner, local + name, space) for name, space in definition.layer.spaces.items()}
+        own = {name: space_of(inner, local + name, space) for name, space in definition.layer.spaces.items()}
+        spaces = {name: _spanning(inner, name, definition.layer.spaces[name], own[name], spans) for name in own}
         layer_scope = replace(inner, prefix=definition.layer.path, spaces={**scope.spaces, **spaces})
         block = _block(layer_scope, definition.layer, path.rstrip("."), module, index, "layer", spaces)
         unread = tuple(path + name for name, when in definition.layer.dropped.items() if holds(layer_scope, when))
         blocks.append(replace(block, dropped=unread))
     blocks.append(_block(outer_scope, definition.after, f"{module}.after", module, None, "after", outer))
     return [block for block in blocks if block.tensors]
+
+
+def _spanning(scope: Scope, local: str, spec: LocalSpace, space: Space, spans: dict[tuple[str, Any], str]) -> Space:
+    """The space with the name that it has in the first layer of its span, if it has one.
+
+    Args:
+        spans: those names, by the space's name in its layer and the word for the span.
+    """
+    word = evaluate(spec.span, scope.config) if isinstance(spec, AttentionSpec) else None
+    return replace(space, span=spans.setdefault((local, word), space.name)) if word else space
 
 
 def _block(

@@ -27,6 +27,7 @@ class Space:
         values: what values and outputs admit, as in the architecture file.
         free_order: whether heads may change places.
         free_groups: whether KV groups may, too.
+        span: of layers that meet the keys and values of one of them: the name of the space in that one.
         visible_bias: whether softmax sees a key's bias although there is no rotary.
         gated: whether the neurons' activations are multiplied by a second, linear map.
         degree: a neuron scaled by c on its way in is scaled by 1 / c^degree on its way out; 0: it cannot be scaled.
@@ -44,6 +45,7 @@ class Space:
     values: str = "free"
     free_order: bool = True
     free_groups: bool = True
+    span: str | None = None
     visible_bias: bool = False
     gated: bool = False
     degree: int = 0

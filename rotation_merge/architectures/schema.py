@@ -154,10 +154,10 @@ class AttentionSpec(Strict):
     Attributes:
         norm: what stands between projection and product: null, rms_head (RMSNorm a head), rms_turned (the same, after
             rotary embedding), layer_head (LayerNorm a head), affine_head (LayerNorm with a shift a head), rms_all
-            (RMSNorm over all heads), rms_clipped (the same, its outputs clamped), l2_head (unit length, no gain),
-            shared (any, of keys that other layers meet, too: nothing may move).
-        order: `fixed` where heads cannot change places (ALiBi, biases shared between layers), `inside` where query
-            heads can inside their KV group alone (keys and values shared between layers).
+            (RMSNorm over all heads), rms_clipped (the same, its outputs clamped), l2_head (unit length, no gain).
+        order: `fixed` where heads cannot change places (ALiBi, biases shared between layers).
+        span: a word that layers have in common which meet the keys and values of the first of them: KV heads and what
+            is inside them move in all of them as one (null: a layer has its own).
         visible_bias: whether keys meet more than the queries of their own head's softmax (positions of their own), so
             that a key's bias changes the outputs.
         values: `fixed` where the value/output coordinates cannot be turned, `gated` where outputs are gated one by one,
@@ -174,6 +174,7 @@ class AttentionSpec(Strict):
     order: Expression = "free"
     visible_bias: bool = False
     values: Expression = "free"
+    span: Expression = None
 
 
 class FfnSpec(Strict):

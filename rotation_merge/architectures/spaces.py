@@ -96,7 +96,7 @@ def _attention(scope: Scope, name: str, spec: AttentionSpec) -> Space:
         raise scope.error(
             f"{name}: {rotary} of {head_dim} dimensions do not divide into {parts} parts", "check config.json"
         )
-    order = word(spec.order, scope.config, ("free", "fixed", "inside"))
+    order = word(spec.order, scope.config, ("free", "fixed"))
     return Space(
         name,
         "attention",
@@ -108,5 +108,4 @@ def _attention(scope: Scope, name: str, spec: AttentionSpec) -> Space:
         values=word(spec.values, scope.config, tuple(VALUES)) or "free",
         visible_bias=spec.visible_bias,
         free_order=order != "fixed",
-        free_groups=order != "inside",
     )

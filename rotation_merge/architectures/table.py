@@ -98,14 +98,10 @@ def _row(spec: ArchitectureSpec) -> str:
         _joined({name: STREAM_GROUPS[groups[-1]] for name, groups in architecture.stream_groups.items()}),
         _joined({name: _queries(space) for name, space in attention.items()}),
         _joined({name: heads(space).vo.symbol for name, space in attention.items()}),
-        _joined({name: _order(space) for name, space in ordered.items()}),
+        _joined({name: "free" if space.free_order else "fixed" for name, space in ordered.items()}),
         _joined({name: _neurons(space) for name, space in neurons.items()}),
     ]
     return f"| {spec.title} | {' | '.join(cells)} |\n"
-
-
-def _order(space: Space) -> str:
-    return ("free" if space.free_groups else "free inside KV groups") if space.free_order else "fixed"
 
 
 def _queries(space: Space) -> str:

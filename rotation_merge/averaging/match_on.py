@@ -31,8 +31,9 @@ from rotation_merge.checkpoints.vocabulary import moved_tokens, shared_rows
 from rotation_merge.errors import DataError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.fold import Folded
-from rotation_merge.matching.model import Alignment, Progress, match_model, recorded
+from rotation_merge.matching.model import Alignment, Progress, match_model
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MatchOptions
+from rotation_merge.matching.recorded import recorded
 from rotation_merge.matching.state import TensorSource, read_tensor
 from rotation_merge.matching.stream import Statistics, residual_groups
 from rotation_merge.samples.data import SAMPLES, read_batches, unpadded

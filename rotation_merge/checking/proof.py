@@ -192,11 +192,17 @@ def wrong_halves(entry: Any) -> Any:
     return {**entry, "parts": 1} if "layout" in entry else entry
 
 
+def wrong_span(entry: Any) -> Any:
+    """Keys and values that several layers meet as if each had its own."""
+    return {**entry, "span": None} if entry.get("kind") == "attention" else entry
+
+
 MISTAKES = {
     "wrong heads": wrong_heads,
     "wrong rotary layout": wrong_rotary,
     "rotary halves as one": wrong_halves,
     "wrong split": wrong_split,
+    "layers apart that share keys": wrong_span,
 }
 """What a file may get wrong, by what a proof calls it."""
 
@@ -217,6 +223,8 @@ def matters(change: Callable[[Any], Any], architecture: Architecture) -> bool:
         return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head", "shared") for s in spaces)
     if change is wrong_halves:
         return any(s.rotary_parts > 1 for s in spaces)
+    if change is wrong_span:
+        return any(s.span is not None for s in spaces)
     fused = [[*map(_acts, axis.parts)] for info in architecture.tensors() for axis in info.axes if len(axis.pieces) > 1]
     return any(parts != parts[::-1] for parts in fused)
 

@@ -22,9 +22,10 @@ from rotation_merge.checkpoints.widened import widened
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.file import AlignmentFile, check_fingerprints, load_alignment, save_alignment
 from rotation_merge.matching.fingerprint import Fingerprint
-from rotation_merge.matching.model import Alignment, recorded
+from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair, residual_of
+from rotation_merge.matching.recorded import recorded
 from rotation_merge.matching.sources import OnDevice, Rows
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.report.record import MergeReport, figures, rows_of, versions

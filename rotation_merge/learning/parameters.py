@@ -50,6 +50,8 @@ class LearnedTransforms(nn.Module):
         spaces |= {s.name: s for block in architecture.blocks for s in block.spaces.values()}
         self.elements = nn.ModuleDict()
         for name, transform in self.start.items():
+            if spaces[name].span is not None:
+                continue  # stays as it was found, for all its layers alike
             freedom = _freedom(architecture, spaces[name], rescale, permutations)
             for part, element in transform.elements().items():
                 self.elements[_key(name, part)] = LearnedElement(element, freedom)
@@ -59,7 +61,9 @@ class LearnedTransforms(nn.Module):
         return {name: self._moved(name, transform, exact) for name, transform in self.start.items()}
 
     def _moved(self, name: str, start: SpaceTransform, exact: bool) -> SpaceTransform:
-        return start.with_elements({part: self.elements[_key(name, part)](exact) for part in start.elements()})
+        keys = {part: _key(name, part) for part in start.elements()}
+        learned = {part: self.elements[key](exact) for part, key in keys.items() if key in self.elements}
+        return start.with_elements({**start.elements(), **learned})
 
     @torch.no_grad()
     def hardened(self) -> Transforms:

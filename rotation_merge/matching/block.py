@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from rotation_merge.matching.latent import match_latent
 from rotation_merge.matching.mixer import match_mixer
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors, sides
+from rotation_merge.matching.spanning import Leads, held, led, ordered
 from rotation_merge.matching.translation import match_translation
 
 _BLOCK = 1 << 20  # entries widened at a time
@@ -104,6 +106,7 @@ def match_block(
     donor: Tensors,
     options: MatchOptions,
     streams: Mapping[str, SpaceTransform] | None = None,
+    leads: Leads = MappingProxyType({}),
 ) -> BlockMatch:
     """Best transform of every local space of one block.
 
@@ -112,6 +115,7 @@ def match_block(
         anchor, donor: tensors of the block by key.
         options: which groups to use.
         streams: transforms of the residual streams that the donor has been given.
+        leads: the spans that may move, with the element of the first layer unless this is it; others stay.
 
     Raises:
         AlignmentError: a tensor holds NaN or infinity; names it.
@@ -121,7 +125,7 @@ def match_block(
     wanted = wanted_spaces(block, options)
     names = {space.name for space in wanted}
     anchor, donor = settled(block, anchor, names), settled(block, donor, names)
-    matching = _Matching(block, anchor, donor, options, dict(streams or {}))
+    matching = _Matching(block, anchor, donor, options, dict(streams or {}), leads)
     for place, space in enumerate(wanted):
         matching.match(space, {later.name for later in wanted[place + 1 :]})
     matching.settle(linked(block, wanted))
@@ -155,6 +159,7 @@ class _Matching:
 
     Attributes:
         streams: transforms of the residual streams.
+        leads: elements of the spans that move, as `match_block` is given them.
         local: transforms of the block's own spaces.
         records: what the report says of each, by space name.
     """
@@ -164,6 +169,7 @@ class _Matching:
     donor: Tensors
     options: MatchOptions
     streams: dict[str, SpaceTransform]
+    leads: Leads
     local: dict[str, SpaceTransform] = field(default_factory=dict)
     records: dict[str, SpaceMatch] = field(default_factory=dict)
 
@@ -229,6 +235,8 @@ class _Matching:
             return experts.transform, {**_distances(experts), "gap": experts.gap, "notes": experts.notes}
         if space.kind == "translation":
             return self._recorded(space, match_translation(*given, others, self.options))
+        if space.kind == "attention" and space.span is not None:
+            return self._spanning(space, others, unknown)
         found = sides(*given, others, unknown) or sides(*given, others)
         if space.kind == "ffn":
             neurons = match_ffn(space, found, self.options)
@@ -242,6 +250,22 @@ class _Matching:
             return transform, {**record, "gap": gap}
         match = match_latent if space.kind == "latent" else match_mixer
         return self._recorded(space, match(space, found, self.options))
+
+    def _spanning(
+        self, space: Space, others: Mapping[str, SpaceTransform], unknown: Collection[str]
+    ) -> tuple[SpaceTransform, dict[str, Any]]:
+        """A space that spans layers: as the first of them says, or here, or not at all."""
+        lead = self.leads.get(str(space.span))
+        donor = dict(self.donor)
+        moved = {} if lead is None else {space.name: ordered(lead)}
+        for info in self.block.tensors:
+            if info.key in donor and space in info.spaces():
+                donor[info.key] = transform_tensor(donor[info.key], info, moved)
+        given = (self.block, space, self.anchor, donor, others)
+        here = lead is None and space.span in self.leads
+        own = match_attention(space if here else held(space), sides(*given, unknown) or sides(*given), self.options)
+        transform, record = self._recorded(space, own.transform if lead is None else led(lead, own.transform))
+        return transform, {**record, "notes": own.notes}
 
     def _recorded(self, space: Space, transform: SpaceTransform) -> tuple[SpaceTransform, dict[str, Any]]:
         (before, norm), (after, _) = (self._distance([space], local) for local in ({}, {space.name: transform}))

@@ -19,6 +19,7 @@ from rotation_merge.errors import AlignmentError, short
 from rotation_merge.groups import TRANSFORMS, SpaceTransform, StreamTransform
 from rotation_merge.groups.admitted import WIDEST, admitted
 from rotation_merge.matching.model import Alignment, Transforms
+from rotation_merge.matching.spanning import torn
 
 FORMAT = "rotation_merge.alignment.3"
 
@@ -174,6 +175,10 @@ def _check_spaces(transforms: Transforms, header: _Header, architecture: Archite
         )
         if refused is not None:
             raise AlignmentError(f"would change what the models compute: space '{name}': {refused}")
+    if apart := torn(architecture, transforms):
+        raise AlignmentError(
+            f"would change what the models compute: space '{apart}' moves apart from its keys and values"
+        )
     turned = {name for name, transform in transforms.items() if _mixes(transform)}
     spare = {name for name in set(header.folded) - turned if name not in known or known[name].kind != "latent"}
     if spare or not turned <= set(header.folded):

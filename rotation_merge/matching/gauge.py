@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from rotation_merge.architectures.model import Architecture
-from rotation_merge.groups import SpaceTransform
+from rotation_merge.groups import HeadTransform, SpaceTransform
 from rotation_merge.groups.admitted import admitted
 from rotation_merge.matching.options import MatchOptions, by_stream
+from rotation_merge.matching.spanning import held, led, whole_spans
 
 
 def random_gauge(
@@ -19,10 +20,16 @@ def random_gauge(
     only function-preserving on a folded model.
     """
     result: dict[str, SpaceTransform] = {}
+    spans = whole_spans(architecture, options)
     for block in architecture.blocks:
         if options.matches_layer(block.index):
             for space in block.spaces.values():
-                result[space.name] = admitted(space, options).random(generator)
+                alone = space.span is None or space.span in spans
+                own = admitted(space if alone else held(space), options).random(generator)
+                lead = result.get(space.span or "")
+                if space.span in spans and isinstance(lead, HeadTransform) and isinstance(own, HeadTransform):
+                    own = led(lead, own)
+                result[space.name] = own
     wanted = by_stream(options.residual) or dict.fromkeys(architecture.streams, options.residual)
     for name, asked in wanted.items():
         admits = architecture.stream_groups[name]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from threading import Lock
 from typing import TypeVar
 
@@ -13,13 +14,12 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block
-from rotation_merge.groups import SpaceTransform
+from rotation_merge.groups import HeadTransform, SpaceTransform
 from rotation_merge.matching.biases import Aligned, settled
 from rotation_merge.matching.block import (
     BlockMatch,
     SpaceMatch,
     check_finite,
-    described,
     match_block,
     squared_distances,
     wanted_spaces,
@@ -27,6 +27,7 @@ from rotation_merge.matching.block import (
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors
+from rotation_merge.matching.spanning import whole_spans
 from rotation_merge.matching.state import Kept, TensorSource, read_block, read_tensor, unstack
 from rotation_merge.matching.stream import FLOOR, Statistics, residual_groups
 from rotation_merge.spread.threads import in_order, workers_for
@@ -123,6 +124,7 @@ class _Walk:
 
     Attributes:
         ready: the anchor's block that was read to count workers, until its turn comes.
+        leads: what this pass has found for the first layers of spans.
     """
 
     architecture: Architecture
@@ -132,12 +134,13 @@ class _Walk:
     progress: Progress
     streams: dict[str, str]
     ready: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    leads: dict[str, HeadTransform] = field(default_factory=dict)
 
     def each(
         self, what: str, work: Callable[[Block, Tensors, Tensors], Found], layers: int | None = None
     ) -> Iterator[Found]:
         """`work` of every block, side by side, in order: of what stands before and after the layers, and of all layers
-        or some, evenly spread."""
+        or some, evenly spread. The first layers of spans that move come before all others."""
         blocks = list(self.architecture.blocks)
         inner = [block for block in blocks if block.index is not None]
         if layers is not None and len(inner) > 2 * layers:
@@ -155,9 +158,31 @@ class _Walk:
             return work(block, settled(block, anchor, matched), settled(block, donor, matched))
 
         self.progress(what, 0, len(blocks))
-        for done, found in enumerate(in_order(one, blocks, self.workers), 1):
+        self.leads.clear()
+        first, rest = (
+            [b for b in blocks if self.spans.isdisjoint(s.name for s in b.spaces.values()) == later]
+            for later in (False, True)
+        )
+        parts = chain.from_iterable(in_order(one, part, self.workers) for part in (first, rest))
+        for done, found in enumerate(parts, 1):
             yield found
             self.progress(what, done, len(blocks))
+
+    @cached_property
+    def spans(self) -> frozenset[str]:
+        """Spaces that span layers and move in all of them, by the names that they have in the first."""
+        return whole_spans(self.architecture, self.options)
+
+    def matched(
+        self, block: Block, anchor: Tensors, donor: Tensors, options: MatchOptions, streams: Transforms
+    ) -> BlockMatch:
+        """`match_block`, with what spans layers."""
+        here = self.spans & {space.name for space in block.spaces.values()}
+        match = match_block(block, anchor, donor, options, streams, {**dict.fromkeys(here), **self.leads})
+        for name in here:
+            if isinstance(found := match.transforms[name], HeadTransform):
+                self.leads[name] = found
+        return match
 
     @cached_property
     def workers(self) -> int:
@@ -204,7 +229,7 @@ class _Walk:
             options = self.options.at(self.architecture, block)
             if wanted_spaces(block, options):
                 a, b = _weighted(block, anchor, donor, weights)
-                local = match_block(block, a, b, options, transforms).transforms
+                local = self.matched(block, a, b, options, transforms).transforms
                 del a, b
             own = Statistics(self.architecture, precise=precise)
             own.add(block, anchor, donor, {**transforms, **local})
@@ -223,7 +248,7 @@ class _Walk:
             options = self.options.at(self.architecture, block)
             if not streams and not wanted_spaces(block, options):
                 return None
-            match = match_block(block, anchor, donor, options, streams)
+            match = self.matched(block, anchor, donor, options, streams)
             if not streams:
                 return block, match, 0.0, 0.0, 0.0
             maps = {**streams, **match.transforms}
@@ -241,6 +266,9 @@ class _Walk:
             transforms.update(match.transforms)
             records.append((block, match.records))
             before, norm, after = before + apart, norm + own, after + left
+        if self.spans:
+            places = [block.name for block in self.architecture.blocks]
+            records.sort(key=lambda record: places.index(record[0].name))
         for name, transform in streams.items():
             record = SpaceMatch(
                 space=name,
@@ -255,35 +283,6 @@ class _Walk:
             )
             records.append((self.architecture.blocks[0], [record]))
         return records
-
-
-def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:
-    """An alignment that was not matched (but learned, say) with the records of its transforms: what each moved, and the
-    distances over its space, the other transforms applied, before and after."""
-    if alignment.folded:
-        anchor, donor = (Folded(architecture, source, alignment.folded) for source in (anchor, donor))
-    transforms, records = alignment.transforms, []
-    sums = {name: [0.0, 0.0, 0.0] for name in architecture.streams if name in transforms}
-    for block in architecture.blocks:
-        a, b = (settled(block, read_block(block, source), transforms) for source in (anchor, donor))
-        here = []
-        for space in block.spaces.values():
-            if space.name in transforms:
-                others = {name: t for name, t in transforms.items() if name != space.name}
-                before = squared_distances(block, space, a, b, others)[0]
-                after, norm = squared_distances(block, space, a, b, transforms)
-                here.append(_record(space.name, space.kind, transforms[space.name], before, after, norm))
-        records.append((block, here))
-        for total in sums.values():
-            moved, norm = squared_distances(block, None, a, b, transforms)
-            for i, value in enumerate((squared_distances(block, None, a, b, {})[0], moved, norm)):
-                total[i] += value
-    streams = [_record(name, "stream", transforms[name], *total) for name, total in sums.items()]
-    return replace(alignment, records=[*records, *([(architecture.blocks[0], streams)] if streams else [])])
-
-
-def _record(name: str, kind: str, transform: SpaceTransform, before: float, after: float, norm: float) -> SpaceMatch:
-    return described(SpaceMatch(name, kind, "", before, after, norm, {}, 0.0), transform)
 
 
 def _weighted(

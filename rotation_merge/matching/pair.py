@@ -190,6 +190,7 @@ _WORDS = {
     "degree": "degree of the activation",
     "free_order": "heads that may change places",
     "free_groups": "KV heads that may change places",
+    "span": "keys and values of",
 }
 
 

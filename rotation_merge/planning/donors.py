@@ -28,6 +28,7 @@ from rotation_merge.matching.model import Match, match_model
 from rotation_merge.matching.options import BOTH, NOTHING, WEIGHTS, MatchOptions
 from rotation_merge.matching.pair import Checked, check_pair, residual_of
 from rotation_merge.matching.sources import Renamed, Rows
+from rotation_merge.matching.spanning import whole_spans
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.planning.ahead import Ahead
 from rotation_merge.planning.carrying import Carried, carried, unlike_of
@@ -150,7 +151,8 @@ class Donors:
             self.run.transforms[str(model)] = given.alignment.transforms
             return Donor(origin, given, rows, checked)
         match = self._match(model, origin, reader)
-        if options.residual == "none" and match is match_model and not isinstance(self.recipe.delegate, RefitMethod):
+        by_block = options.residual == "none" and not self._spans(model, options)
+        if by_block and match is match_model and not isinstance(self.recipe.delegate, RefitMethod):
             return Donor(origin, None, rows, checked)
         self._fold(checked.folded)
         sources: list[TensorSource] = [self._base, self.source(origin or model)]
@@ -171,6 +173,13 @@ class Donors:
             match=match,
         )
         return Donor(origin, task, rows, checked)
+
+    def _spans(self, model: ModelReference, options: MatchOptions) -> bool:
+        """Whether spaces that span layers are to be matched, which needs the whole model, each layer meeting itself."""
+        meeting = self.layers.get(model, {})
+        known = {name: list(range(len(self._architecture.layers(name)))) for name in self._architecture.layers_key}
+        same = all(sorted(meeting.get(name, [])) == [(i, i) for i in every] for name, every in known.items())
+        return same and bool(whole_spans(self._architecture, options))
 
     def _unlike(self, model: ModelReference, reader: ConfigReader) -> Donor:
         """A donor whose change is carried from a base of other shapes: by a task of its own (`carrying`).

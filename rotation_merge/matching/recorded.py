@@ -1,0 +1,42 @@
+"""What an alignment that was not matched on weights does to each space, for reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rotation_merge.architectures.model import Architecture
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching.biases import settled
+from rotation_merge.matching.block import SpaceMatch, described, squared_distances
+from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.state import TensorSource, read_block
+
+
+def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:
+    """An alignment that was not matched (but learned, say) with the records of its transforms: what each moved, and the
+    distances over its space, the other transforms applied, before and after."""
+    if alignment.folded:
+        anchor, donor = (Folded(architecture, source, alignment.folded) for source in (anchor, donor))
+    transforms, records = alignment.transforms, []
+    sums = {name: [0.0, 0.0, 0.0] for name in architecture.streams if name in transforms}
+    for block in architecture.blocks:
+        a, b = (settled(block, read_block(block, source), transforms) for source in (anchor, donor))
+        here = []
+        for space in block.spaces.values():
+            if space.name in transforms:
+                others = {name: t for name, t in transforms.items() if name != space.name}
+                before = squared_distances(block, space, a, b, others)[0]
+                after, norm = squared_distances(block, space, a, b, transforms)
+                here.append(_record(space.name, space.kind, transforms[space.name], before, after, norm))
+        records.append((block, here))
+        for total in sums.values():
+            moved, norm = squared_distances(block, None, a, b, transforms)
+            for i, value in enumerate((squared_distances(block, None, a, b, {})[0], moved, norm)):
+                total[i] += value
+    streams = [_record(name, "stream", transforms[name], *total) for name, total in sums.items()]
+    return replace(alignment, records=[*records, *([(architecture.blocks[0], streams)] if streams else [])])
+
+
+def _record(name: str, kind: str, transform: SpaceTransform, before: float, after: float, norm: float) -> SpaceMatch:
+    return described(SpaceMatch(name, kind, "", before, after, norm, {}, 0.0), transform)

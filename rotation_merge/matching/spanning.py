@@ -1,0 +1,75 @@
+"""Spaces that span layers: where layers meet the keys and values of one of them, its KV heads move in all of them.
+
+The first layer of a span, which has the keys and values, is matched like any other; the others take its element, and
+only the order of their query heads inside each KV group is their own. Where not all layers of a span are matched alike,
+keys and values stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from rotation_merge.architectures.model import Architecture, Block, Space
+from rotation_merge.groups import HeadTransform, SpaceTransform
+from rotation_merge.groups.admitted import asks
+from rotation_merge.matching.options import MatchOptions
+
+Leads = Mapping[str, HeadTransform | None]
+"""By the name of a span: the element of its first layer, None where that is not known yet."""
+
+
+def spanned(architecture: Architecture) -> Iterator[tuple[Block, Space]]:
+    """Every space that spans layers, with the block that holds its part of it."""
+    for block in architecture.blocks:
+        for space in block.spaces.values():
+            if space.span is not None:
+                yield block, space
+
+
+def whole_spans(architecture: Architecture, options: MatchOptions) -> frozenset[str]:
+    """The spans whose layers these options ask to match, all in the same way."""
+    asked: dict[str, list[object]] = {}
+    for block, space in spanned(architecture):
+        own = options.at(architecture, block)
+        wanted = own.matches_layer(block.index) and asks(space, own)
+        asked.setdefault(str(space.span), []).append((own.attention, own.heads, own.rescale) if wanted else None)
+    return frozenset(name for name, ways in asked.items() if None not in ways and len(set(ways)) == 1)
+
+
+def held(space: Space) -> Space:
+    """The space with nothing left but the order of query heads inside their KV groups."""
+    return replace(space, norm="shared", values="fixed", free_groups=False)
+
+
+def led(lead: HeadTransform, own: HeadTransform) -> HeadTransform:
+    """The element of a span's first layer with a layer's own order of query heads."""
+    return replace(lead, queries=own.queries)
+
+
+def ordered(lead: HeadTransform) -> HeadTransform:
+    """The element of a span's first layer with query heads in the order they have."""
+    return led(lead, lead.still())
+
+
+def torn(architecture: Architecture, transforms: Mapping[str, SpaceTransform]) -> str | None:
+    """A space that does not move as the first one of its span does; None where all do."""
+    for _, space in spanned(architecture):
+        name, first = space.name, str(space.span)
+        lead, own = (transforms.get(key) for key in (first, name))
+        if name != first and not _agree(lead, own):
+            return name
+    return None
+
+
+def _agree(lead: SpaceTransform | None, own: SpaceTransform | None) -> bool:
+    """Whether two elements differ in the order of query heads alone, one that is not there being the identity."""
+    one, other = (ordered(x) if isinstance(x, HeadTransform) else None for x in (lead, own))
+    known = one or other
+    if known is None:
+        return True
+    still = known.still()
+    mine, theirs = ((x or still).tensors() for x in (one, other))
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
