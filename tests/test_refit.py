@@ -231,6 +231,21 @@ def test_how_samples_are_cut_and_where_they_wait_changes_nothing(tmp_path: Path)
     assert all(torch.equal(once[name], spilled[name]) for name in once)
 
 
+def test_a_batch_goes_through_each_map_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is solved and after; beside that only when stages are looked for, on the first batch."""
+    counts: dict[int, int] = {}
+    plain = torch.nn.Linear.forward
+
+    def counted(self: torch.nn.Linear, x: Tensor) -> Tensor:
+        counts[id(self)] = counts.get(id(self), 0) + 1
+        return plain(self, x)
+
+    few = Few(case_of("llama"), tmp_path)
+    monkeypatch.setattr(torch.nn.Linear, "forward", counted)
+    few.refit(mean=True, batches=[{"input_ids": ids[None]} for ids in torch.arange(60).view(10, 6) % 40])
+    assert max(counts.values()) <= 2 * 10 + 4
+
+
 def test_least_squares_optimum() -> None:
     """Without a ridge each map is the optimum that lstsq finds; too few samples are told."""
     draw = torch.Generator().manual_seed(0)

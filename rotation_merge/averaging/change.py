@@ -83,8 +83,8 @@ class ChangedAnswers:
 
 def _seen(runner: Runner, taps: Taps, batch: int, wanted: frozenset[str]) -> dict[str, Tensor]:
     with runner.recording():
-        seen = taps.see(batch)
-    return {key: value for key, value in {**seen.outputs, **seen.stream}.items() if key in wanted}
+        seen = taps.see(batch, also=wanted)
+    return {**seen.outputs, **seen.stream}
 
 
 class _Maps:

@@ -34,8 +34,11 @@ BIAS = 1e-6
 ROUNDED = 1e-3
 """The least ridge that products may be rounded under: from here on they are computed in the inputs' own precision."""
 
-STRIPE = 512
+STRIPE = 256
 """Of products of inputs with themselves, those of so many with all that come after them are computed at once."""
+
+AT_ONCE = 2048
+"""Positions whose products are computed at once, at least: several small batches, or one large one."""
 
 Answer = dict[str, Tensor]
 """What is wanted of one batch, by key of a map (its output) or name of a place (the stream there)."""
@@ -75,11 +78,10 @@ class Teachers:
             total: Answer = {}
             for donor, number, share in teachers:
                 with self.runners[donor].recording():
-                    seen = taps[donor].see(number)
+                    seen = taps[donor].see(number, also=wanted)
                 for key, value in {**seen.outputs, **seen.stream}.items():
-                    if key in wanted:
-                        part = value if share == 1.0 else share * value
-                        total[key] = total[key] + part if key in total else part
+                    part = value if share == 1.0 else share * value
+                    total[key] = total[key] + part if key in total else part
             self._keys = [key for key in sorted(wanted) if key in total]
             self.store.put(f"answer:{batch}", [total[key] for key in self._keys])
         return True
@@ -172,16 +174,17 @@ class Refit:
         total = len(self.merge.architecture.blocks)
         while (block := self.merge.advance()) is not None:
             self.watch("refitting", len(self.merge.opened) - 1, total)
-            self._block(block, result)
+            taps = Taps(self.merge, block)
+            self._block(block, taps, result)
             self._fused.clear()
             with self.merge.recording():
                 for batch in range(len(self.merge.batches)):
-                    self.merge.run(batch)
+                    taps.see(batch)
+            taps.forget()
         self.watch("refitting", total, total)
         return result
 
-    def _block(self, block: Block, result: Refitted) -> None:
-        taps = Taps(self.merge, block)
+    def _block(self, block: Block, taps: Taps, result: Refitted) -> None:
         places = self._places(block, taps, result)
         chosen = stages(taps, set(places))
         solved = {key for stage in chosen for key in stage.keys}
@@ -190,6 +193,8 @@ class Refit:
         if self.answers.learn(block, wanted):
             for stage in chosen:
                 result.maps += self._solve(taps, stage, places)
+                taps.settled.update(stage.keys)
+                taps.settled.update(stage.keys)
 
     def _places(self, block: Block, taps: Taps, result: Refitted) -> dict[str, list[_Written]]:
         """By key of a map that can be solved: where it goes."""
@@ -226,7 +231,10 @@ class Refit:
             inputs = seen.inputs[keys[0]]
             sums = sums or _Sums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
             sums.add(inputs, {key: (lacking(key, stage, seen, wanted), seen.outputs[key]) for key in keys}, weight)
-        return [] if sums is None else [self._set(key, taps, sums, places[key]) for key in sums.cross]
+        if sums is None:
+            return []
+        sums.flush()
+        return [self._set(key, taps, sums, places[key]) for key in sums.cross]
 
     def _set(self, key: str, taps: Taps, sums: _Sums, places: Sequence[_Written]) -> Fitted:
         module, name = cast(Any, taps.modules[key]), taps.maps[key].info.name
@@ -288,7 +296,7 @@ class _Sums:
 
     Args:
         like: inputs of the maps.
-        dtype: what products of one batch are computed in; they are added up in float64.
+        dtype: what products of a few batches are computed in; they are added up in float64.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
@@ -296,6 +304,9 @@ class _Sums:
         self.cross: dict[str, Tensor] = {}
         self.squares: dict[str, list[float]] = {}
         self._upper = torch.zeros(self.width + 1, self.width + 1, dtype=torch.float64, device=like.device)
+        self._inputs: list[Tensor] = []
+        self._lacks: dict[str, list[Tensor]] = {}
+        self._weight = 1.0
 
     @cached_property
     def gram(self) -> Tensor:
@@ -304,18 +315,29 @@ class _Sums:
 
     def add(self, inputs: Tensor, lacks: Mapping[str, tuple[Tensor, Tensor]], weight: float) -> None:
         """One batch: the inputs, and by key of a map what its output lacks, (positions, out), and the output."""
-        x = rows(inputs).to(self.dtype)
+        if weight != self._weight or sum(map(len, self._inputs)) >= AT_ONCE:
+            self.flush()
+        self._weight = weight
+        self._inputs.append(rows(inputs).to(self.dtype))
+        for key, (lack, output) in lacks.items():
+            self._lacks.setdefault(key, []).append(lack.to(self.dtype))
+            squares = self.squares.setdefault(key, [0.0, 0.0])
+            squares[0] += weight * _square(lack)
+            squares[1] += weight * _square(rows(output) + lack)
+
+    def flush(self) -> None:
+        """Add up the products of what waits."""
+        if not self._inputs:
+            return
+        x, lacks, weight = torch.cat(self._inputs), self._lacks, self._weight
+        self._inputs, self._lacks = [], {}
         x = torch.cat([x, x.new_ones(len(x), 1)], 1)
         self.rows += weight * len(x)
         for i in range(0, self.width + 1, STRIPE):
-            self._upper[i : i + STRIPE, i:] += weight * (x[:, i : i + STRIPE].mT @ x[:, i:]).double()
-        for key, (lack, output) in lacks.items():
-            lack = lack.to(self.dtype)
-            part = weight * (x.mT @ lack).double()
-            self.cross[key] = self.cross[key] + part if key in self.cross else part
-            squares = self.squares.setdefault(key, [0.0, 0.0])
-            squares[0] += weight * float(lack.double().square().sum())
-            squares[1] += weight * float((rows(output) + lack).double().square().sum())
+            self._upper[i : i + STRIPE, i:].add_(x[:, i : i + STRIPE].mT @ x[:, i:], alpha=weight)
+        for key, parts in lacks.items():
+            part = weight * (x.mT @ torch.cat(parts)).double()
+            self.cross[key] = self.cross[key].add_(part) if key in self.cross else part
 
     def change(self, key: str, ridge: float, biased: bool, name: str) -> Tensor:
         """The map's change, (out, in), with a bias (out, in + 1).
@@ -342,3 +364,8 @@ class _Sums:
         gained = 2 * (change.mT * self.cross[key][:size]).sum() - (change @ self.gram[:size, :size] * change).sum()
         after = max(before - float(gained), 0.0)
         return (before / whole) ** 0.5 if whole else 0.0, (after / whole) ** 0.5 if whole else 0.0
+
+
+def _square(x: Tensor) -> float:
+    """The sum of squares."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2

@@ -35,6 +35,23 @@ class Seen:
     stream: dict[str, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
 
+    def part(self, whole: frozenset[str], given: frozenset[str], mask: Tensor | None) -> Seen:
+        """What some maps read and gave, or only gave, and the stream at places among them, without padding."""
+        real: dict[int, Tensor] = {}
+        at = None if mask is None else mask.flatten().nonzero()[:, 0]
+
+        def cut(found: dict[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+            some = {name: x for name, x in found.items() if name in names}
+            if mask is None or at is None:
+                return some
+            for x in some.values():
+                if id(x) not in real:
+                    real[id(x)] = _real(x, mask, at)
+            return {name: real[id(x)] for name, x in some.items()}
+
+        every = whole | given
+        return Seen(cut(self.inputs, whole), cut(self.outputs, every), cut(self.stream, every), self.order)
+
 
 class Taps:
     """Hooks on one block of a model.
@@ -43,10 +60,13 @@ class Taps:
         maps: the linear maps that are modules of their own, by key.
         modules: those modules.
         places: where the stream can be looked at: keys of norms, and LAYER.
+        settled: keys of maps that stay what they are from now on: each gives to a batch what it gave the first time.
     """
 
     def __init__(self, runner: Runner, block: Block) -> None:
         self.runner = runner
+        self.settled: set[str] = set()
+        self._known: dict[int, list[str]] = {}
         self.maps: dict[str, LinearMap] = {}
         self.modules: dict[str, nn.Module] = {}
         for info in block.tensors:
@@ -60,12 +80,18 @@ class Taps:
         self.layer = runner.module_of(block)
 
     @contextmanager
-    def watching(self, until: frozenset[str] = frozenset(), disturb: dict[str, Tensor] | None = None) -> Iterator[Seen]:
+    def watching(
+        self,
+        until: frozenset[str] = frozenset(),
+        disturb: dict[str, Tensor] | None = None,
+        known: dict[str, Tensor] | None = None,
+    ) -> Iterator[Seen]:
         """See what runs.
 
         Args:
             until: end the forward when all of these (keys or places) have been seen.
             disturb: what to add to the outputs of maps.
+            known: outputs of maps, which are not computed again; gains those of settled maps that are.
         """
         seen = Seen()
 
@@ -78,6 +104,8 @@ class Taps:
             if disturb and key in disturb:
                 output = output + disturb[key]
             seen.inputs[key], seen.outputs[key] = given[0], output
+            if known is not None and key in self.settled and key not in known:
+                known[key] = output.clone()
             note(key)
             return output
 
@@ -99,11 +127,15 @@ class Taps:
         ]
         if self.layer is not None:
             hooks.append(self.layer.register_forward_hook(lambda _, __, output: left(output)))
+        for key, output in (known or {}).items():
+            self.modules[key].forward = lambda *_, output=output: output.clone()
         try:
             yield seen
         finally:
             for hook in hooks:
                 hook.remove()
+            for key in known or {}:
+                self.modules[key].__dict__.pop("forward", None)
 
     def first(self, disturb: dict[str, Tensor] | None = None) -> Seen:
         """What the first batch shows, padding and all."""
@@ -111,14 +143,30 @@ class Taps:
             self.runner.run(0)
         return seen
 
-    def see(self, batch: int, until: frozenset[str] = frozenset()) -> Seen:
-        """What one batch shows; of a padded one only the real positions, (positions, width)."""
-        with self.watching(until) as seen:
+    def see(self, batch: int, until: frozenset[str] = frozenset(), also: frozenset[str] = frozenset()) -> Seen:
+        """What one batch shows; of a padded one only the real positions, (positions, width).
+
+        Args:
+            until: end the forward when all of these have been seen, and show them, with what such maps read.
+            also: keys and places that are shown, whatever else runs.
+        """
+        keys, name = self._known.get(batch, []), self._name(batch)
+        known = dict(zip(keys, self.runner.store.get(name, self.runner.device), strict=True)) if keys else {}
+        with self.watching(until, known=known) as seen:
             self.runner.run(batch)
-        if (mask := self.runner.batches[batch].get("attention_mask")) is not None:
-            for found in (seen.inputs, seen.outputs, seen.stream):
-                found.update({name: real(x, mask) for name, x in found.items()})
-        return seen
+        if len(known) > len(keys):
+            self._known[batch] = list(known)
+            self.runner.store.put(name, list(known.values()))
+        return seen.part(until, also, self.runner.batches[batch].get("attention_mask"))
+
+    def forget(self) -> None:
+        """Let go what settled maps gave: nothing more is to be seen here."""
+        for batch in self._known:
+            self.runner.store.drop(self._name(batch))
+        self._known.clear()
+
+    def _name(self, batch: int) -> str:
+        return f"{self.runner.prefix}:settled:{batch}"
 
 
 def _submodule(runner: Runner, tensor: str) -> nn.Module | None:
@@ -202,16 +250,16 @@ def _places(taps: Taps, key: str, seen: Seen) -> dict[str, Tensor]:
     return found
 
 
-def real(x: Tensor, mask: Tensor) -> Tensor:
+def _real(x: Tensor, mask: Tensor, at: Tensor) -> Tensor:
     """The positions that are no padding, (positions, width); what has no positions as it is.
 
     Args:
         mask: (texts, positions), 1 where they are real.
+        at: where they are among all of them.
     """
-    kept = mask.bool()
-    if x.ndim > 2 and x.shape[:2] == kept.shape:
-        return x[kept]
-    return x[kept.flatten()] if len(x) == kept.numel() else x
+    if x.ndim > 2 and x.shape[:2] == mask.shape:
+        return x.flatten(0, 1).index_select(0, at)
+    return x.index_select(0, at) if len(x) == mask.numel() else x
 
 
 def rows(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.averaging.maps import linear_map
 from rotation_merge.averaging.refit import Refit, Refitted, Teachers
-from rotation_merge.checkpoints.heads import head_names
+from rotation_merge.checkpoints.heads import head_names, is_head
 from rotation_merge.checkpoints.pair import WithTied
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.matching.fold import Folded
@@ -105,11 +105,10 @@ class _Work:
         average = Either(Average(self.sources, shares), anchor, self.recipe.excluded)  # the merge runs as it is written
         self.start: TensorSource = anchor if self.lesson.start == "anchor" else average
         self.written: set[str] = set()
-        self.parts: list[list[Batch]] = []
 
     def refit(self, progress: Progress) -> Refitted:
         lesson, own = self.lesson, self.base.architecture
-        self.parts = parts = [self._samples(number) for number in range(len(lesson.teachers))]
+        parts = [self._samples(number) for number in range(len(lesson.teachers))]
         batches = [batch for part in parts for batch in part]
         shares = [t.share for t in lesson.teachers]
         if lesson.pooled:
@@ -120,14 +119,14 @@ class _Work:
             given = parts
             who = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
             weights = [shares[k] * len(shares) for k, part in enumerate(parts) for _ in part]
-        runners = [
+        self.runners = [
             self._runner(str(number), model_config(self.donors, teacher.model), source, some)
             for number, (teacher, source, some) in enumerate(zip(lesson.teachers, self.sources, given, strict=True))
         ]
         config = model_config(self.donors, self.recipe.base)
-        merge = self._runner("merge", config, self.start, batches, self._rounded)
-        answers = Teachers(runners, who, self.states)
-        return Refit(merge, own, answers, weights, lesson.ridge, self._write, self.recipe.excluded, progress).run()
+        self.merge = self._runner("merge", config, self.start, batches, self._rounded)
+        answers = Teachers(self.runners, who, self.states)
+        return Refit(self.merge, own, answers, weights, lesson.ridge, self._write, self.recipe.excluded, progress).run()
 
     def write_rest(self) -> None:
         """What was not solved is what the merge started from."""
@@ -140,32 +139,33 @@ class _Work:
                     self._write(name, piece)
 
     def solve_heads(self) -> None:
-        """Every donor's own head, on its own samples, as the merged body carries them: the last maps of its refit."""
+        """Every donor's own head, on its own samples, as the merged body carries them: the last maps of its refit.
+
+        All layers have been run on these samples, by the merge and by the donors.
+        """
         own, run, exclude = self.base.architecture, self.donors.run, self.recipe.exclude
-        heads = head_names(own)
+        heads, first = head_names(own), 0
         body = Either(self.anchor, _Stored(self.results), self.written.__contains__)
-        for number, teacher in enumerate(self.lesson.teachers):
-            self.states.clear()
+
+        def skip(name: str) -> bool:
+            return name not in heads or any(part in name for part in exclude)
+
+        for teacher, source, runner in zip(self.lesson.teachers, self.sources, self.runners, strict=True):
+            count, config = len(runner.batches), model_config(self.donors, teacher.model)
             solved = run.heads.setdefault(str(teacher.model), {})
-            config, batches = model_config(self.donors, teacher.model), self.parts[number]
-            source = self.sources[number]
-            merge = self._runner(f"head:{number}", config, Either(body, source, heads.__contains__), batches)
-            answers = Teachers(
-                [self._runner(f"of:{number}", config, source, batches)],
-                [[(0, i, 1.0)] for i in range(len(batches))],
-                self.states,
-            )
 
             def write(name: str, tensor: Tensor, solved: dict[str, Tensor] = solved) -> Tensor:
                 solved[name] = tensor.to("cpu", self._dtype(name)).contiguous()
                 return solved[name].to(tensor)
 
-            def skip(name: str) -> bool:
-                return name not in heads or any(part in name for part in exclude)
-
-            weights = [1.0] * len(batches)
             if teacher.model != self.recipe.base and not all(map(skip, heads)):
-                Refit(merge, own, answers, weights, self.lesson.ridge, write, skip).run()
+                merge = self._runner("", config, Either(body, source, heads.__contains__), runner.batches)
+                merge.follow(self.merge, first, is_head)
+                teacher_run = self._runner("", config, source, runner.batches)
+                teacher_run.follow(runner, 0, is_head)
+                answers = Teachers([teacher_run], [[(0, i, 1.0)] for i in range(count)], self.states)
+                Refit(merge, own, answers, [1.0] * count, self.lesson.ridge, write, skip).run()
+            first += count
         if any(run.heads.values()):
             run.note(
                 "Refit solved each donor's own head as well, on its samples under the merged body ('exclude: NAME' "

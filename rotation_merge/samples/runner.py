@@ -106,7 +106,7 @@ class Runner:
         self._every: set[str] = set()
         self._hooks: list[Any] = []
         self._recording = self._inside = False
-        self._batch = 0
+        self._batch = self._first = 0
         self._guard()
         for info in [] if self.whole else self.architecture.tensors():
             if "." not in info.name:  # the model's own, which no module below it is entered for
@@ -117,11 +117,12 @@ class Runner:
         if self.block is not None:
             self._leave(self.block)
         self.block = None
+        least = min(range(len(self.batches)), key=lambda i: next(iter(self.batches[i].values())).numel())
         try:
-            self._forward(0)
+            self._forward(least)
         except _Unfilled as stop:
             self._open(stop.block)
-            self.run(0)  # fills what stands outside of a layer and is entered inside of it, before anybody looks
+            self.run(least)  # fills what stands outside of a layer and is entered inside of it, before anybody looks
         return self.block
 
     def run(self, batch: int) -> None:
@@ -138,6 +139,22 @@ class Runner:
                 self.run(batch)
         except Halt:
             return
+
+    def follow(self, other: Runner, first: int, late: Callable[[Block, TensorInfo], bool]) -> None:
+        """Take up where a runner of the same layers has ended: they give what they gave there.
+
+        Args:
+            first: the other's number of this one's first batch; those after it follow.
+            late: tells tensors, outside of the layers, whose blocks are still to be opened.
+        """
+        self.prefix, self._first, self._latest, self._every = other.prefix, first, other._latest, other._every
+        for block in self.architecture.blocks:
+            layer = self.module_of(block)
+            if layer is not None:
+                self.opened.add(block.name)
+                self._repeat(layer, block)
+            elif not any(late(block, info) for info in block.tensors):
+                self._fill(block)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -215,7 +232,7 @@ class Runner:
         self._every.add(done.module)
         layer = self.module_of(done)
         if layer is not None:
-            layer.forward = lambda *_, **__: self._replay(done.name)
+            self._repeat(layer, done)
 
     def _fill(self, block: Block, late: Collection[str] = ()) -> None:
         self.opened.add(block.name)
@@ -248,8 +265,7 @@ class Runner:
         layer = self.module_of(block)
         if layer is None:
             return
-        stack = self._stack(block)
-        layer.forward = lambda *_, **__: self._replay(stack)
+        self._repeat(layer, block)
         if self.whole:
             return
         for info in block.tensors:
@@ -258,6 +274,11 @@ class Runner:
                     old = place._parameters[slot]
                     if old is not None:
                         place._parameters[slot] = nn.Parameter(torch.empty_like(old, device="meta"), False)
+
+    def _repeat(self, layer: nn.Module, block: Block) -> None:
+        """From now on a layer gives what it gave."""
+        stack = self._stack(block)
+        layer.forward = lambda *_, **__: self._replay(stack)
 
     # --- forwards ----------------------------------------------------------------------------------------------
 
@@ -314,7 +335,7 @@ class Runner:
 
     @torch.no_grad()
     def _forward(self, batch: int) -> None:
-        self._batch, self._inside = batch, False
+        self._batch, self._inside = self._first + batch, False
         self.model(**self.batches[batch])
 
 
