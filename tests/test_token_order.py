@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from carry_support import make_adapter
 from cli_support import parsed, run
 from plugin_support import merged
 from residual_support import Checkpoint, checkpoint, recipe, twin
 from test_plugin_inputs import with_tokenizer
 
 from rotation_merge.matching.fold import Folded
+from rotation_merge.samples.functions import load
 
 WARNED = "stand at other ids than in"
 
@@ -79,3 +81,24 @@ def test_streams_are_matched_on_shared_tokens(
     made = {**recipe(anchor, donor, residual="rotation"), "tokenizer": {"source": "base"}}
     for name, tensor in merged(made, tmp_path / "merged").items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-3, atol=1e-4)
+
+
+def test_an_adapter_is_carried_by_its_tokens(
+    models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
+) -> None:
+    """Embedding and head included; nothing is said of ids, and that samples cannot measure it is."""
+    anchor, donor, rows = models
+    make_adapter(anchor.architecture, donor.state).write(str(tmp_path / "lora"))
+    pair = ("--from", donor.path, "--to", anchor.path, "--heads", "permutation")
+    done = run("carry", tmp_path / "lora", *pair, tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert WARNED not in done.output
+    assert "two vocabularies" in done.output
+    assert "of the squared norm of what they were" in done.output
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        wanted = load(f"{donor.path}+{tmp_path / 'lora'}")(input_ids=ids).logits
+        found = load(f"{anchor.path}+{tmp_path / 'out'}")(input_ids=rows[ids]).logits
+        plain = load(str(donor.path))(input_ids=ids).logits
+    assert float((plain - wanted).abs().max()) > 0.1
+    torch.testing.assert_close(found[..., rows], wanted, rtol=1e-3, atol=1e-2)

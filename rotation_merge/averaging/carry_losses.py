@@ -50,6 +50,11 @@ class Losses:
         if scale == 0:
             return [*lines, "Nothing is worth carrying: every scale is worse than none. Train on the new base instead."]
         share = (self.new - there) / home if home > 0 else None
+        if share is None:
+            lines.append(
+                "The fine-tune is no better on these than its base, so what arrives of it cannot be told: give samples "
+                "of what it was tuned for (--data)."
+            )
         if share is not None:
             lines.append(f"That is {share:.0%} of what fine-tuning gained at home.")
         if share is not None and 0 < share < LITTLE:

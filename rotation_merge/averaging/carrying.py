@@ -23,7 +23,7 @@ from rotation_merge.averaging.match_on import seen_of
 from rotation_merge.checkpoints.adapters import Adapter, is_adapter
 from rotation_merge.checkpoints.aligned import write_checkpoint
 from rotation_merge.checkpoints.bases import open_bases
-from rotation_merge.checkpoints.carried import Done, Settings, Work, aligned, card, check_head
+from rotation_merge.checkpoints.carried import Done, Settings, Work, aligned, card, check_head, verdict
 from rotation_merge.checkpoints.lora_of_tuned import left_out, lora_of_tuned
 from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.learning.polish import PolishOptions
@@ -100,7 +100,7 @@ def carry_with_samples(
         full = replace(report, notes=[*report.notes, *notes])
         text = card(bases, works[out], full, out, "finetune", how)
         write_checkpoint(bases.new, solution.tensors(), full, text, out, settings.storage, progress)
-        done.append(Done(works[out], out, full.notes))
+        done.append(Done(works[out], out, [verdict(bases, full), *full.notes]))
     return done
 
 

@@ -16,7 +16,7 @@ from rotation_merge.architectures.sizes import of_sizes
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.checkpoints.pair import Pair, WithTied, open_pair, read_file
 from rotation_merge.checkpoints.unlike import AUTO, Unlike
-from rotation_merge.checkpoints.vocabulary import other_order, shared_rows
+from rotation_merge.checkpoints.vocabulary import shared_rows
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.carry import Carrier, Rows
 from rotation_merge.matching.depth import in_order, marks, probes
@@ -224,7 +224,6 @@ def _framed(new: str, old: str, device: str, untie: bool, unlike: Unlike) -> Bas
     donor = _in_form_of(frame.common, replace(d.member, architecture=frame.met, config=config))
     anchor = replace(a.member, architecture=frame.common)
     checked = check_pair(anchor, donor, NOTHING, untie=untie)
-    checked = replace(checked, warnings=(*checked.warnings, *other_order(a, d)))
     return Bases(Pair(a, d, a.architecture, checked, device), frame, unlike.layers == AUTO)
 
 

@@ -26,7 +26,7 @@ from rotation_merge.matching.tuned import Scale, Tuned, share
 from rotation_merge.report.card import metadata, section, with_metadata
 from rotation_merge.report.html import REPORT_FILE
 from rotation_merge.report.record import MergeReport, versions
-from rotation_merge.report.run import Run
+from rotation_merge.report.run import Run, how_far
 
 MOVED = (
     "Nothing was trained: what it changes was moved by the map that brings the old base as near as possible to the new "
@@ -36,6 +36,11 @@ MOVED = (
 ASK = (
     "How much of it arrives in function was not measured: '--scale auto' measures it on samples, and says when to "
     "train on the new base instead."
+)
+
+OTHER_WORDS = (
+    "How much of it arrives in function was not measured: samples mean other things to models of two vocabularies. "
+    "Compare it on your task with the new base alone, and with training on that."
 )
 
 
@@ -132,7 +137,8 @@ class Work:
         scale = self.settings.scale
         if isinstance(scale, Mapping):
             return []
-        return [ASK] if scale == 1 else [f"Its change was multiplied by {scale:g}.", ASK]
+        ask = ASK if self.bases.rows is None else OTHER_WORDS
+        return [ask] if scale == 1 else [f"Its change was multiplied by {scale:g}.", ask]
 
     @property
     def how(self) -> str:
@@ -169,7 +175,7 @@ class Work:
             report.write(os.path.join(staging, REPORT_FILE))
             with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
                 file.write(card(self.bases, work, report, out, "adapter", how or self.how))
-        return Done(work, out, [_verdict(self.bases, report), *report.notes])
+        return Done(work, out, [verdict(self.bases, report), *report.notes])
 
     def write_tuned(self, work: str, out: str, source: TensorSource, progress: Progress | None) -> Done:
         """A whole fine-tune as a model: the new base, folded where the alignment needs it, with the moved change."""
@@ -187,7 +193,7 @@ class Work:
             return card(self.bases, work, report, out, "finetune", self.how)
 
         write_checkpoint(self.bases.new, tensors(), report, text, out, self.settings.storage, progress)
-        return Done(work, out, [_verdict(self.bases, report), *notes])
+        return Done(work, out, [verdict(self.bases, report), *notes])
 
 
 def check_head(bases: Bases, alignment: Alignment, settings: Settings) -> None:
@@ -200,13 +206,18 @@ def check_head(bases: Bases, alignment: Alignment, settings: Settings) -> None:
         )
 
 
-def _verdict(bases: Bases, report: MergeReport) -> str:
+def verdict(bases: Bases, report: MergeReport) -> str:
+    """How far the bases were apart, before and after the alignment, in one line."""
     words = report.verdict(str(bases.old.reference))
     return f"{bases.old.reference} to {bases.new.reference}: {words}."
 
 
 def _notes(carried: Carried, bases: Bases, adapter: Adapter) -> list[str]:
-    notes = [f"{len(carried.after)} changed tensors were carried, each exactly as the bases were aligned."]
+    change, before = map(sum, zip(*carried.norms.values(), strict=True))
+    notes = [
+        f"{len(carried.norms)} changed tensors were carried, each exactly as the bases were aligned.",
+        how_far("Their change", change, before, "of what they were"),
+    ]
     if carried.constants:
         notes.append(
             f"{len(carried.constants)} modules got a bias (peft's lora_bias): norms of the old base shift their inputs."
@@ -247,7 +258,7 @@ def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str, 
         f"# {name}\n\n"
         f"This is `{work}`, trained on `{old}`, carried to `{new}` by rotation_merge "
         f"{versions().get('rotation-merge', '')}. {how}\n\n"
-        f"{_verdict(bases, report)}\n\n" + "\n".join(report.notes) + "\n"
+        f"{verdict(bases, report)}\n\n" + "\n".join(report.notes) + "\n"
         f"{options}\n" + section(full, name, str(classes[0]) if classes else None)
     )
     return with_metadata(metadata(full), body)

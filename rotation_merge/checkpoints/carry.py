@@ -30,18 +30,18 @@ class Carried:
     """An adapter of the new base.
 
     Attributes:
-        before, after: squared norm of every change in the old base and in the new one, by tensor.
+        norms: squared norm of every change, and of the old base's tensor before it, by tensor.
         constants: modules that got a bias, because a norm of the old base shifts what they read.
     """
 
     adapter: Written
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, tuple[float, float]] = field(default_factory=dict)
     constants: list[str] = field(default_factory=list)
 
-    def saw(self, name: str, before: Tensor, after: Tensor) -> None:
-        self.before[name] = self.before.get(name, 0.0) + float(before.square().sum())
-        self.after[name] = self.after.get(name, 0.0) + float(after.square().sum())
+    def saw(self, info: TensorInfo, change: Change, old: Tensor | None) -> None:
+        so_far = self.norms.get(info.name, (0.0, 0.0))[0]
+        before = 0.0 if old is None else float(old.double().square().sum())
+        self.norms[info.name] = so_far + float(dense(change, info).square().sum()), before
 
 
 def carry_adapter(
@@ -215,7 +215,7 @@ class _BlockOfAdapter:
         """Put a carried change back under the adapter's names."""
         assert isinstance(moved, LowRank)
         first, info = entries[0], self._info(entries[0].spot.info.key)
-        self.result.saw(info.name, dense(before, info), dense(moved, info))
+        self.result.saw(info, before, read_tensor(info, self.carrier.old))
         a, b = moved.a, moved.b
         if first.bias is not None:
             self._put(first.bias, b[:, -1].reshape(-1))
@@ -290,7 +290,7 @@ class _BlockOfAdapter:
     def _write_saved(self, name: str, key: str, change: Change) -> None:
         info = self._info(key)
         moved = dense(change, info)
-        self.result.saw(info.name, self._saved_change(name, key), moved)
+        self.result.saw(info, self._saved_change(name, key), read_tensor(info, self.carrier.old))
         new = read_tensor(info, self.carrier.new)
         self._put(name, moved if new is None else new.double() + moved)
 

@@ -130,7 +130,7 @@ def open_pair(
 
     Args:
         widths: bring a smaller donor to the anchor's sizes first.
-        words: whether their vocabularies must be of one size, too.
+        words: whether their vocabularies must be of one size, too, and a warning tells of tokens at other ids.
         unsupported: as in a recipe: whether what is not known is refused or taken along.
         excluded: says of a tensor that it need not fit.
 
@@ -147,7 +147,7 @@ def open_pair(
     checked = check_pair(
         replace(a.member, architecture=architecture), d.member, options, untie=untie, excluded=excluded
     )
-    checked = replace(checked, warnings=(*checked.warnings, *other_order(a, d)))
+    checked = replace(checked, warnings=(*checked.warnings, *other_order(a, d))) if words else checked
     d.rows = checked.rows
     for info in architecture.tensors():
         ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)

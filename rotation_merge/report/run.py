@@ -122,17 +122,10 @@ class Run:
 
     def transport_notes(self) -> list[str]:
         """What the reader should know of the task vectors that were carried over."""
-        notes = []
-        for donor, (change, origin) in sorted(self.carried.items()):
-            share = change / origin if origin else 0.0
-            words = f"The task vector of `{donor}` is {share:.2g} of the squared norm of what it was tuned from"
-            if share > FAR:
-                words += (
-                    f". That is far (above {FAR}): little of it arrives at another base, and the rest harms. Try a "
-                    "weight of 0.1 at most and compare with base_model alone, or fine-tune base_model itself"
-                )
-            notes.append(words + ".")
-        return notes
+        return [
+            how_far(f"The task vector of `{donor}`", *norms, "of what it was tuned from")
+            for donor, norms in sorted(self.carried.items())
+        ]
 
     def note(self, text: str) -> None:
         """Something the user should read in the report; the same words once."""
@@ -144,6 +137,18 @@ class Run:
         """The run is over, well or not: what it kept on disk goes."""
         for ending in self.endings:
             ending()
+
+
+def how_far(what: str, change: float, origin: float, of: str) -> str:
+    """How large a change is to what it changes, given their squared norms, and advice where that is too much."""
+    share = change / origin if origin else 0.0
+    words = f"{what} is {share:.2g} of the squared norm {of}"
+    if share > FAR:
+        words += (
+            f". That is far (above {FAR}): little of it arrives at another base, and the rest harms. Try a scale or "
+            "weight of 0.1 at most and compare with the new base alone, or fine-tune that one"
+        )
+    return f"{words}."
 
 
 def _log(donor: str, block: Block, matches: list[SpaceMatch]) -> None:

@@ -92,7 +92,8 @@ def _file_error(error: Exception) -> RotationMergeError:
         return RotationMergeError(f"the disk is full ({text})", remedy="free some space and run again")
     if number == errno.EFBIG or _names(text, 27):
         return RotationMergeError(
-            f"a file grew over the limit ({text})", remedy="raise the limit, or write smaller shards (--out-shard-size)"
+            f"a file grew over the limit ({text})",
+            remedy="raise the limit, or write smaller shards (--out-shard-size, or --shard-size)",
         )
     if isinstance(error, SafetensorError) and not any(mark in text for mark in ("I/O", "IoError", "os error")):
         return CheckpointError(f"a safetensors file is corrupt ({text})", remedy="download it again")
