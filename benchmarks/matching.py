@@ -22,6 +22,7 @@ from typing import Any
 import straight
 import torch
 from record import Table
+from shapes import SHAPES, rows
 from torch import Tensor
 
 from rotation_merge.architectures.build import build
@@ -32,13 +33,6 @@ from rotation_merge.matching.block import BlockMatch, match_block
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import MatchOptions
 
-SHAPES = {
-    "llama-tiny": ("llama", 256, 688, 8, 4),
-    "llama-300m": ("llama", 1024, 2816, 16, 4),
-    "llama-1b": ("llama", 2048, 5632, 32, 8),
-    "llama-8b": ("llama", 4096, 14336, 32, 8),
-    "bert-base": ("bert", 768, 3072, 12, 12),
-}
 ROLES = {
     "llama": {
         "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "up_proj": "up", "gate_proj": "gate",
@@ -67,17 +61,14 @@ def layer(family: str, hidden: int, ffn: int, heads: int, kv_heads: int) -> tupl
 
 
 def random_tensors(block: Block, seed: int) -> dict[str, Tensor]:
-    """Tensors of a layer, rows with heavy-tailed norms as trained ones have."""
+    """Tensors of a layer."""
     generator = torch.Generator().manual_seed(seed)
     result = {}
     for info in block.tensors:
         sizes = [axis.size for axis in info.axes]
         if None in sizes or (info.optional and block.tensor("self_attn.q_proj.weight")):
             continue
-        x = torch.randn([size or 1 for size in sizes], generator=generator)
-        result[info.key] = x * (0.3 * torch.randn(x.shape[:1], generator=generator)).exp().reshape(
-            -1, *[1] * (x.ndim - 1)
-        )
+        result[info.key] = rows(tuple(size or 1 for size in sizes), generator)
     return {key: 0.02 * x for key, x in result.items() if not ("llama" in block.name and key.endswith("bias"))}
 
 
@@ -175,8 +166,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    family, *sizes = SHAPES[args.shape]
-    sizes = [family, *(args.sizes or sizes)]
+    shape = SHAPES[args.shape]
+    sizes = [shape.family, *(args.sizes or (shape.hidden, shape.ffn, shape.heads, shape.kv_heads))]
     table = Table(f"matching-{args.shape.removeprefix('llama-').removesuffix('-base')}")
     context = multiprocessing.get_context("spawn")
     for relation in args.relation:

@@ -1,0 +1,303 @@
+"""What a merge costs at the sizes that people have: plain linear and ours in the same run, by phase, beside the estimate.
+
+    python benchmarks/sizes.py --shape llama-300m --repeats 3             whole models, as they stand on disk
+    python benchmarks/sizes.py --shape llama-300m --busy --threads 0      both cores busy with other work
+    python benchmarks/sizes.py --shape llama-8b --layers 2 --vocabulary 16032 --whole
+    python benchmarks/sizes.py --curves                                   cost by layers, width and donors
+
+Two bf16 models of the shape (`shapes.py`) are merged half and half by `mergekit-yaml` in processes of their own
+(`phases.py`). The donor is a fine-tune (2% noise), a planted twin, or independent. Seconds are processor time unless a
+title says wall. "Start" is what Python and its libraries take before the merge begins; the estimate is
+that of `inspect`, made in the same run for so many threads, and is compared with what comes after the start.
+
+With `--whole` some layers and a part of the vocabulary are measured and the whole shape is extrapolated from them: what
+was spent in layers by their number, the rest by weights outside of layers; passes for a residual stream by their number
+in the 300M models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import yaml
+from phases import PHASES
+from record import RESULTS, Table
+from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
+
+from rotation_merge.architectures import resolve
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.report.estimate import Estimate, estimate
+
+SIGNS: dict[str, object] = {**OPTIONS, "residual": "signed_permutation"}
+TURNED: dict[str, object] = {**OPTIONS, "residual": "rotation", "untie": True}
+CASES: dict[str, tuple[str, Mapping[str, object]]] = {
+    "near": ("near", OPTIONS),
+    "planted": ("planted", OPTIONS),
+    "far": ("far", OPTIONS),
+    "near, residual: signed_permutation": ("near", SIGNS),
+    "near, residual: rotation": ("near", TURNED),
+    "far, residual: rotation": ("far", TURNED),
+}
+LINEAR = "mergekit's linear"
+EACH_PASS = ("reading", "matching", "stream")
+"""Phases that every pass over the model takes anew."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one merge took.
+
+    Attributes:
+        wall, processor: seconds of the whole command.
+        peak: resident bytes at most.
+        found: what `phases.py` wrote.
+    """
+
+    wall: float
+    processor: float
+    peak: int
+    found: Mapping[str, object]
+
+    def of(self, which: str) -> Mapping[str, float]:
+        part = self.found[which]
+        assert isinstance(part, Mapping)
+        return part
+
+    @property
+    def total(self) -> float:
+        """Seconds after the start."""
+        return float(str(self.found["total"]))
+
+    @property
+    def passes(self) -> int:
+        """How often the stream was solved for."""
+        return int(self.of("calls").get("solve, not in a layer", 0))
+
+    def rounds(self, layers: int) -> float:
+        """How often a layer was matched."""
+        return self.of("calls").get("match_block", 0) / layers
+
+
+def recipe(options: Mapping[str, object], anchor: Path, donors: Sequence[Path]) -> dict[str, object]:
+    """All models alike; no options: by mergekit's own linear."""
+    models = [{"model": str(path), "parameters": {"weight": 1 / (1 + len(donors))}} for path in (anchor, *donors)]
+    return {
+        "merge_method": "rotation_merge" if options else "linear",
+        "base_model": str(anchor),
+        "models": models,
+        "parameters": {"delegate": "linear", **options} if options else {},
+        "dtype": "bfloat16",
+    }
+
+
+def run(options: Mapping[str, object], anchor: Path, donors: Sequence[Path], threads: int, passes: int = 0) -> Cost:
+    """One merge in a process of its own.
+
+    Args:
+        threads: of torch; 0: as many as it takes by itself.
+        passes: at most so many for a residual stream; 0: as ever.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    with tempfile.TemporaryDirectory(dir=anchor.parent) as name:
+        folder = Path(name)
+        (folder / "recipe.yml").write_text(yaml.safe_dump(recipe(options, anchor, donors)))
+        command = [sys.executable, Path(__file__).with_name("phases.py"), folder / "recipe.yml", folder / "out"]
+        command += [folder / "found.json", *(["--passes", passes] if passes else [])]
+        begin = time.perf_counter()
+        with open(folder / "log", "wb") as log:
+            process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=environment)
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        wall = time.perf_counter() - begin
+        if process.returncode:
+            sys.exit((folder / "log").read_text())
+        found = json.loads((folder / "found.json").read_text())
+    return Cost(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, found)
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """Every core has other work."""
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def expected(shape: Shape, case: str, donors: int = 1) -> float:
+    """Seconds by the estimate of `inspect`, on as many threads as there are here."""
+    near, options = CASES[case][0] != "far", dict(CASES[case][1])
+    untie = bool(options.pop("untie", False))
+    architecture = resolve(shape.config, list(shape.sizes), "benchmark", untie=untie)
+    sizes = replace(shape, tied=False).sizes if untie else shape.sizes
+    found: Estimate = estimate(architecture, sizes, MatchOptions(**options), 2, 2)  # type: ignore[arg-type]
+    return (found.near_seconds if near else found.seconds) * donors
+
+
+def middle(costs: Sequence[Cost]) -> Cost:
+    """The one of median processor time, with the median wall time and the largest peak."""
+    typical = sorted(costs, key=lambda cost: cost.processor)[len(costs) // 2]
+    return replace(
+        typical, wall=statistics.median(cost.wall for cost in costs), peak=max(cost.peak for cost in costs)
+    )
+
+
+def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, table: Table, folder: Path) -> None:
+    """Plain linear and each case in turn, so often."""
+    anchor = write(shape, folder / "anchor")
+    donors = {kind: write(shape, folder / kind, kind) for kind in dict.fromkeys(CASES[case][0] for case in cases)}
+    costs: dict[str, list[Cost]] = {LINEAR: [], **{case: [] for case in cases}}
+    for turn in range(repeats):
+        costs[LINEAR].append(run({}, anchor, list(donors.values())[:1], threads))
+        for case in cases:
+            kind, options = CASES[case]
+            if turn == 0 or kind != "far":
+                costs[case].append(run(options, anchor, [donors[kind]], threads))
+    linear = middle(costs[LINEAR])
+    for case, found in costs.items():
+        cost = middle(found)
+        guess = "" if case == LINEAR else expected(shape, case)
+        table.add(
+            {
+                "merge": case,
+                "wall, s": f"{cost.wall:.1f}",
+                "processor, s": f"{cost.processor:.1f}",
+                "wall, times linear": f"{cost.wall / linear.wall:.2f}",
+                "processor, times linear": f"{cost.processor / linear.processor:.2f}",
+                "peak, MB": f"{cost.peak / 1e6:.0f}",
+                "peak, times linear": f"{cost.peak / linear.peak:.2f}",
+                "read, GB": f"{float(str(cost.found['read'])) / 1e9:.2f}",
+                "start": f"{float(str(cost.found['start'])):.1f}",
+                **{phase: _seconds(cost.of("spent").get(phase, 0.0)) for phase in PHASES},
+                "after the start": f"{cost.total:.1f}",
+                "estimate": f"{guess:.1f}" if guess else "",
+                "estimate / measured": f"{guess / cost.total:.2f}" if guess else "",
+                "layers matched, times": f"{cost.rounds(shape.layers):.1f}" if guess else "",
+                "passes": str(cost.passes) if "residual" in case else "",
+            }
+        )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.005 else ""
+
+
+def extrapolated(cost: Cost, part: Shape, full: Shape, rounds: float, passes: float) -> tuple[float, float]:
+    """Seconds of a layer, and of what stands outside of layers, in the whole shape.
+
+    Args:
+        rounds: how often a layer is matched in a whole model.
+        passes: how often the stream is solved for.
+    """
+    again = rounds / cost.rounds(part.layers) if cost.rounds(part.layers) else 1.0
+    outside = [shape.parameters - shape.layers * _layer(shape) for shape in (full, part)]
+    layer, other = 0.0, cost.of("spent")["rest"]
+    for phase, spent in cost.of("spent").items():
+        inside = cost.of("inside").get(phase, 0.0)
+        times = again if phase in EACH_PASS else 1.0
+        if phase == "solving":
+            other += spent * passes / max(cost.passes, 1)
+        elif phase != "rest":
+            layer += inside / part.layers * times
+            other += (spent - inside) * times * outside[0] / outside[1]
+    return layer, other
+
+
+def _layer(shape: Shape) -> int:
+    return sum(math.prod(size) for name, size in shape.sizes.items() if ".layers.0." in name)
+
+
+def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, table: Table, folder: Path) -> None:
+    """Some layers measured, the whole shape extrapolated."""
+    anchor = write(part, folder / "anchor")
+    donors = {kind: write(part, folder / kind, kind) for kind in dict.fromkeys(CASES[case][0] for case in cases)}
+    known = {row["merge"]: row for row in json.loads((RESULTS / "sizes-300m.json").read_text())["rows"]}
+    linear = 0.0
+    for case in (LINEAR, *cases):
+        kind, options = CASES.get(case, (next(iter(donors)), {}))
+        residual = "far" in case and "residual" in case
+        rounds, passes = (float(known[case][key]) for key in ("layers matched, times", "passes")) if residual else (1, 0)
+        cost = run(options, anchor, [donors[kind]], threads, passes=2 if residual else 0)
+        layer, other = extrapolated(cost, part, full, rounds, passes)
+        whole = full.layers * layer + other
+        linear = linear or whole
+        guess = expected(full, case) if options else 0.0
+        table.add(
+            {
+                "merge": case,
+                "a layer, s": f"{layer:.2f}",
+                "outside of layers, s": f"{other:.1f}",
+                f"{full.layers} layers, min": f"{whole / 60:.1f}",
+                "times linear": f"{whole / linear:.2f}",
+                "peak of the part, MB": f"{cost.peak / 1e6:.0f}",
+                "estimate, min": f"{guess / 60:.1f}" if guess else "",
+                "estimate / measured": f"{guess / whole:.2f}" if guess else "",
+                "passes": f"{passes:.0f}" if residual else "",
+                **{f"{phase}, s": _seconds(cost.of("spent").get(phase, 0.0)) for phase in PHASES},
+            }
+        )
+
+
+def curves(table: Table, folder: Path) -> None:
+    """Near and far donors of 300M shape with other numbers of layers, widths and donors, one at a time."""
+    base = replace(SHAPES["llama-300m"], layers=4, vocabulary=8000)
+
+    def wide(width: int) -> Shape:
+        return replace(base, hidden=width, ffn=width * 11 // 4, heads=width // 64, kv_heads=width // 256, layers=2)
+
+    shapes = {("layers", n): (replace(base, layers=n), 1) for n in (2, 4, 8, 16)}
+    shapes |= {("width", n): (wide(n), 1) for n in (512, 1024, 2048, 4096)}
+    shapes |= {("donors", n): (base, n) for n in (1, 2, 3, 4)}
+    for (what, count), (shape, number) in shapes.items():
+        for kind in ("near", "far"):
+            place = folder / f"{what}-{count}-{kind}"
+            anchor = write(shape, place / "anchor")
+            donors = [write(shape, place / f"donor{i}", kind, i) for i in range(number)]
+            linear, ours = run({}, anchor, donors, 1), run(OPTIONS, anchor, donors, 1)
+            cells = {"by": what, "number": count, "donor": kind, "linear, s": f"{linear.total:.2f}"}
+            table.add(cells | {"ours, s": f"{ours.total:.2f}", "matching, s": f"{ours.of('spent')['matching']:.2f}"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["near", "planted", "far"])
+    parser.add_argument("--repeats", type=int, default=1, help="of everything but far donors")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; 0: as many as it takes by itself")
+    parser.add_argument("--busy", action="store_true", help="keep every core busy with other work")
+    parser.add_argument("--whole", action="store_true", help="extrapolate from these layers to the whole shape")
+    parser.add_argument("--curves", action="store_true", help="cost by layers, width and donors instead")
+    parser.add_argument("--folder", help="where models are written for the time being")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads or torch.get_num_threads())
+    name = arguments.shape.removeprefix("llama-") + ("-busy" if arguments.busy else "")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as place, busy() if arguments.busy else nullcontext():
+        if arguments.curves:
+            return curves(Table("sizes-curves"), Path(place))
+        given, shape = (arguments.cases, arguments.threads), chosen(arguments)
+        if arguments.whole:
+            return by_layers(shape, SHAPES[arguments.shape], *given, Table(f"layers-{name}"), Path(place))
+        compare(shape, given[0], arguments.repeats, given[1], Table(f"sizes-{name}"), Path(place))
+
+
+if __name__ == "__main__":
+    main()
