@@ -2,8 +2,8 @@
 
     python benchmarks/phases.py RECIPE OUT RESULT.json [--passes N]
 
-Used by `sizes.py`; runs mergekit's own command in this process. A phase's seconds are those of the threads that torch
-does not share (with `OMP_NUM_THREADS=1`: all); what a memory-mapped file costs falls to whoever touches its pages first.
+Used by `sizes.py`; runs mergekit's own command in this process. A phase's seconds are those of the threads that call
+torch (with `OMP_NUM_THREADS=1`: all); what a memory-mapped file costs falls to whoever touches its pages first.
 `--passes` ends matching of a residual stream after so many passes, to see what one of them takes.
 """
 
@@ -73,13 +73,13 @@ class Watch:
 
     def everything(self) -> None:
         """Watch mergekit's tasks and ours, and what matching is made of."""
-        import rotation_merge.planning.planner
         from mergekit.graph import Task
         from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 
         from rotation_merge.matching import model
-        from rotation_merge.planning import tasks
+        from rotation_merge.planning import planner, tasks
 
+        assert planner, "its tasks are to be found below Task"
         for task in every_task(Task):
             if not getattr(task.__dict__.get("execute"), "__isabstractmethod__", "execute" not in task.__dict__):
                 self.over(task, "execute", TASKS.get(task.__name__, "averaging"), _task_in_layer)

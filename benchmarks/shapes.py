@@ -115,7 +115,10 @@ def pieces(name: str, lengths: tuple[int, ...], seed: int) -> Iterator[tuple[sli
         part = slice(start, min(start + step, lengths[0]))
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name} {start}".encode()))
         size = (part.stop - part.start, *lengths[1:])
-        yield part, (1 + 0.1 * torch.randn(size, generator=generator) if len(size) == 1 else 0.02 * rows(size, generator))
+        yield (
+            part,
+            (1 + 0.1 * torch.randn(size, generator=generator) if len(size) == 1 else 0.02 * rows(size, generator)),
+        )
 
 
 def made(name: str, lengths: tuple[int, ...], donor: str | None, number: int = 0) -> Tensor:
@@ -154,7 +157,9 @@ def write(shape: Shape, where: Path, donor: str | None = None, number: int = 0) 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that say which shape."""
-    parser.add_argument("--shape", choices=[name for name, s in SHAPES.items() if s.family == "llama"], default="llama-300m")
+    parser.add_argument(
+        "--shape", choices=[name for name, s in SHAPES.items() if s.family == "llama"], default="llama-300m"
+    )
     parser.add_argument("--layers", type=int, help="other than the shape has")
     parser.add_argument("--vocabulary", type=int, help="tokens, other than the shape has")
 

@@ -1,18 +1,18 @@
-"""What a merge costs at the sizes that people have: plain linear and ours in the same run, by phase, beside the estimate.
+"""What merges cost at the sizes that people have: plain linear and ours in the same run, by phase; inspect's estimates.
 
-    python benchmarks/sizes.py --shape llama-300m --repeats 3             whole models, as they stand on disk
-    python benchmarks/sizes.py --shape llama-300m --busy --threads 0      both cores busy with other work
-    python benchmarks/sizes.py --shape llama-8b --layers 2 --vocabulary 16032 --whole
-    python benchmarks/sizes.py --curves                                   cost by layers, width and donors
+    python benchmarks/sizes.py --shape llama-300m             whole models
+    python benchmarks/sizes.py --shape llama-300m --busy --threads 0 --cases near
+    python benchmarks/sizes.py --shape llama-8b --layers 1 --vocabulary 4000 --whole
+    python benchmarks/sizes.py --curves                       cost by layers, width and donors
+    python benchmarks/sizes.py --estimates                    the estimates for what has been measured
 
 Two bf16 models of the shape (`shapes.py`) are merged half and half by `mergekit-yaml` in processes of their own
-(`phases.py`). The donor is a fine-tune (2% noise), a planted twin, or independent. Seconds are processor time unless a
-title says wall. "Start" is what Python and its libraries take before the merge begins; the estimate is
-that of `inspect`, made in the same run for so many threads, and is compared with what comes after the start.
+(`phases.py`). The donor is a fine-tune (2% noise), a planted twin, or independent. Seconds are processor time where a
+title does not say wall. "Start" is what Python and its libraries take before a merge begins; `inspect` estimates the rest.
 
 With `--whole` some layers and a part of the vocabulary are measured and the whole shape is extrapolated from them: what
-was spent in layers by their number, the rest by weights outside of layers; passes for a residual stream by their number
-in the 300M models.
+was spent in layers by their number, the rest by the weights outside of layers. For a residual stream of independent
+models two passes are measured and as many counted as are typical (`estimate.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -39,7 +40,7 @@ from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
 from rotation_merge.architectures import resolve
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.report.estimate import Estimate, estimate
+from rotation_merge.report.estimate import PASSES, SAMPLE, Estimate, estimate
 
 SIGNS: dict[str, object] = {**OPTIONS, "residual": "signed_permutation"}
 TURNED: dict[str, object] = {**OPTIONS, "residual": "rotation", "untie": True}
@@ -156,9 +157,7 @@ def expected(shape: Shape, case: str, donors: int = 1) -> float:
 def middle(costs: Sequence[Cost]) -> Cost:
     """The one of median processor time, with the median wall time and the largest peak."""
     typical = sorted(costs, key=lambda cost: cost.processor)[len(costs) // 2]
-    return replace(
-        typical, wall=statistics.median(cost.wall for cost in costs), peak=max(cost.peak for cost in costs)
-    )
+    return replace(typical, wall=statistics.median(cost.wall for cost in costs), peak=max(cost.peak for cost in costs))
 
 
 def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, table: Table, folder: Path) -> None:
@@ -175,7 +174,6 @@ def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, tabl
     linear = middle(costs[LINEAR])
     for case, found in costs.items():
         cost = middle(found)
-        guess = "" if case == LINEAR else expected(shape, case)
         table.add(
             {
                 "merge": case,
@@ -189,9 +187,7 @@ def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, tabl
                 "start": f"{float(str(cost.found['start'])):.1f}",
                 **{phase: _seconds(cost.of("spent").get(phase, 0.0)) for phase in PHASES},
                 "after the start": f"{cost.total:.1f}",
-                "estimate": f"{guess:.1f}" if guess else "",
-                "estimate / measured": f"{guess / cost.total:.2f}" if guess else "",
-                "layers matched, times": f"{cost.rounds(shape.layers):.1f}" if guess else "",
+                "layers matched, times": f"{cost.rounds(shape.layers):.1f}" if case != LINEAR else "",
                 "passes": str(cost.passes) if "residual" in case else "",
             }
         )
@@ -230,17 +226,15 @@ def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, tabl
     """Some layers measured, the whole shape extrapolated."""
     anchor = write(part, folder / "anchor")
     donors = {kind: write(part, folder / kind, kind) for kind in dict.fromkeys(CASES[case][0] for case in cases)}
-    known = {row["merge"]: row for row in json.loads((RESULTS / "sizes-300m.json").read_text())["rows"]}
     linear = 0.0
     for case in (LINEAR, *cases):
         kind, options = CASES.get(case, (next(iter(donors)), {}))
-        residual = "far" in case and "residual" in case
-        rounds, passes = (float(known[case][key]) for key in ("layers matched, times", "passes")) if residual else (1, 0)
-        cost = run(options, anchor, [donors[kind]], threads, passes=2 if residual else 0)
-        layer, other = extrapolated(cost, part, full, rounds, passes)
+        turned = CASES.get(case) == ("far", TURNED)
+        cost = run(options, anchor, [donors[kind]], threads, passes=2 if turned else 0)
+        rounds = PASSES + 1 + 2 * SAMPLE / full.layers if turned else cost.rounds(part.layers)
+        layer, other = extrapolated(cost, part, full, rounds, PASSES if turned else cost.passes)
         whole = full.layers * layer + other
         linear = linear or whole
-        guess = expected(full, case) if options else 0.0
         table.add(
             {
                 "merge": case,
@@ -249,12 +243,32 @@ def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, tabl
                 f"{full.layers} layers, min": f"{whole / 60:.1f}",
                 "times linear": f"{whole / linear:.2f}",
                 "peak of the part, MB": f"{cost.peak / 1e6:.0f}",
-                "estimate, min": f"{guess / 60:.1f}" if guess else "",
-                "estimate / measured": f"{guess / whole:.2f}" if guess else "",
-                "passes": f"{passes:.0f}" if residual else "",
+                "passes": str(PASSES) if turned else "",
                 **{f"{phase}, s": _seconds(cost.of("spent").get(phase, 0.0)) for phase in PHASES},
             }
         )
+
+
+def estimates(table: Table) -> None:
+    """Every case that was measured, beside the estimate for it on one thread."""
+    for name, shape in SHAPES.items():
+        short = name.removeprefix("llama-")
+        for kind, column, unit in (("sizes", "after the start", 1), ("layers", f"{shape.layers} layers, min", 60)):
+            path = RESULTS / f"{kind}-{short}.json"
+            for row in json.loads(path.read_text("utf-8"))["rows"] if path.exists() else ():
+                if row["merge"] in CASES and row["merge"] != "planted":
+                    measured, guess = unit * float(row[column]), expected(shape, row["merge"])
+                    cells = {
+                        "shape": name,
+                        "merge": row["merge"],
+                        "measured": _time(measured),
+                        "estimate": _time(guess),
+                    }
+                    table.add(cells | {"estimate / measured": f"{guess / measured:.2f}"})
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 300 else f"{seconds / 60:.1f} min"
 
 
 def curves(table: Table, folder: Path) -> None:
@@ -264,17 +278,18 @@ def curves(table: Table, folder: Path) -> None:
     def wide(width: int) -> Shape:
         return replace(base, hidden=width, ffn=width * 11 // 4, heads=width // 64, kv_heads=width // 256, layers=2)
 
-    shapes = {("layers", n): (replace(base, layers=n), 1) for n in (2, 4, 8, 16)}
-    shapes |= {("width", n): (wide(n), 1) for n in (512, 1024, 2048, 4096)}
-    shapes |= {("donors", n): (base, n) for n in (1, 2, 3, 4)}
+    shapes = {("layers", n): (replace(base, layers=n), 1) for n in (2, 4, 8)}
+    shapes |= {("width", n): (wide(n), 1) for n in (512, 1024, 2048)}
+    shapes |= {("donors", n): (base, n) for n in (1, 2, 3)}
     for (what, count), (shape, number) in shapes.items():
         for kind in ("near", "far"):
             place = folder / f"{what}-{count}-{kind}"
             anchor = write(shape, place / "anchor")
             donors = [write(shape, place / f"donor{i}", kind, i) for i in range(number)]
-            linear, ours = run({}, anchor, donors, 1), run(OPTIONS, anchor, donors, 1)
-            cells = {"by": what, "number": count, "donor": kind, "linear, s": f"{linear.total:.2f}"}
-            table.add(cells | {"ours, s": f"{ours.total:.2f}", "matching, s": f"{ours.of('spent')['matching']:.2f}"})
+            ours = run(OPTIONS, anchor, donors, 1)
+            cells = {"by": what, "number": count, "donor": kind, "after the start, s": f"{ours.total:.2f}"}
+            table.add(cells | {"matching, s": f"{ours.of('spent')['matching']:.2f}"})
+            shutil.rmtree(place)
 
 
 def main() -> None:
@@ -286,9 +301,12 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="keep every core busy with other work")
     parser.add_argument("--whole", action="store_true", help="extrapolate from these layers to the whole shape")
     parser.add_argument("--curves", action="store_true", help="cost by layers, width and donors instead")
+    parser.add_argument("--estimates", action="store_true", help="the estimates for what has been measured instead")
     parser.add_argument("--folder", help="where models are written for the time being")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
+    if arguments.estimates:
+        return estimates(Table("estimates"))
     name = arguments.shape.removeprefix("llama-") + ("-busy" if arguments.busy else "")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place, busy() if arguments.busy else nullcontext():
         if arguments.curves:

@@ -20,8 +20,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 ASSIGNMENT_SECONDS = 8.4 / 14336**2
 """Seconds of one assignment per squared neuron, one core: benchmarks/README.md."""
-PASSES = 16
-"""Typical passes over the model that matching the residual stream takes, both starts together."""
+PASSES = 6
+"""Typical passes over the model that matching the residual stream of independent models takes, from the better start."""
+SAMPLE = 4
+"""Layers of a deep model on which each start is tried."""
 STEP_SECONDS = 0.03
 """Seconds of one pass over one block beside its arithmetic: what small models take."""
 SHARD = 5_000_000_000
