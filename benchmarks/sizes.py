@@ -8,7 +8,8 @@
 
 Two bf16 models of the shape (`shapes.py`) are merged half and half by `mergekit-yaml` in processes of their own
 (`phases.py`). The donor is a fine-tune (2% noise), a planted twin, or independent. Seconds are processor time where a
-title does not say wall. "Start" is what Python and its libraries take before a merge begins; `inspect` estimates the rest.
+title does not say wall. "Start" is what Python and its libraries take before a merge begins; the estimates are of the
+rest.
 
 With `--whole` some layers and a part of the vocabulary are measured and the whole shape is extrapolated from them: what
 was spent in layers by their number, the rest by the weights outside of layers. For a residual stream of independent
@@ -39,8 +40,9 @@ from record import RESULTS, Table
 from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
 from rotation_merge.architectures import resolve
+from rotation_merge.matching.model import SAMPLE
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.report.estimate import PASSES, SAMPLE, Estimate, estimate
+from rotation_merge.report.estimate import PASSES, Estimate, estimate
 
 SIGNS: dict[str, object] = {**OPTIONS, "residual": "signed_permutation"}
 TURNED: dict[str, object] = {**OPTIONS, "residual": "rotation", "untie": True}

@@ -49,7 +49,8 @@ LEAST_PROMISE = 0.1
 """The stream of related models stays as it is if turning it would take off less than this share of their squared
 distance: so much is gained by turning it after the noise of fine-tuning, and merges are none the better for it."""
 _EXACT = 1e-12
-_SAMPLE = 4  # layers that starts are compared on
+SAMPLE = 4
+"""Layers that starts are compared on in deep models."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ def _match_streams(walk: _Walk, starts: Mapping[str, Transforms] | None) -> tupl
     """Alternate residual and local spaces, from the start that is nearest (in deep models: on a sample of layers)."""
     if starts is None:
         still: Transforms = {s: walk.architecture.stream_group(s, g).identity() for s, g in walk.streams.items()}
-        run = walk.pass_over(still, "residual, from identity", {}, layers=_SAMPLE)
+        run = walk.pass_over(still, "residual, from identity", {}, layers=SAMPLE)
         if run.objective < RELATED and run.promise(still, _solved(walk, run, still)) < LEAST_PROMISE:
             return still, {"start": "identity", "passes": 0, "objective": [run.objective], "shared": True}
         starts = {"identity": still, "embeddings and heads": _solved(walk, walk.ends(still), still)}
@@ -310,7 +311,7 @@ def _match_streams(walk: _Walk, starts: Mapping[str, Transforms] | None) -> tupl
         runs = {}
     for name, start in starts.items():
         if name not in runs:
-            runs[name] = walk.pass_over(start, f"residual, from {name}", {}, layers=_SAMPLE)
+            runs[name] = walk.pass_over(start, f"residual, from {name}", {}, layers=SAMPLE)
     best = min(runs, key=lambda name: runs[name].objective)
     first = runs[best]
     if first.blocks < len(walk.architecture.blocks):

@@ -12,6 +12,7 @@ from rotation_merge.architectures.model import Architecture, Block, Space, Tenso
 from rotation_merge.groups.admitted import admitted, heads
 from rotation_merge.groups.space import Work
 from rotation_merge.matching.block import wanted_spaces
+from rotation_merge.matching.model import SAMPLE
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.spread.threads import workers_for
@@ -21,15 +22,16 @@ Shapes = dict[str, tuple[int, ...]]
 ASSIGNMENT_SECONDS = 8.4 / 14336**2
 """Seconds of one assignment per squared neuron, one core: benchmarks/README.md."""
 PASSES = 6
-"""Typical passes over the model that matching the residual stream of independent models takes, from the better start."""
-SAMPLE = 4
-"""Layers of a deep model on which each start is tried."""
-STEP_SECONDS = 0.03
+"""Passes over two independent models that matching their stream takes from its better start: 5 and 7 between the ViTs
+and the Llamas of benchmarks/residual.md."""
+STEP_SECONDS = 0.01
 """Seconds of one pass over one block beside its arithmetic: what small models take."""
 SHARD = 5_000_000_000
 """Bytes of output that are held before a file is written."""
-READ_BYTES = 3e8
+READ_BYTES = 5e8
 """Bytes a second that reading, casting and writing manage on one core."""
+REACHED = 0.8
+"""Share of the speed of one large product that matching reaches."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +89,23 @@ def estimate(
     total = sum(sizes.values())
     speed, files = flops_per_second(), (2 * itemsize + out_itemsize) * total / READ_BYTES
     largest = max((sum(sizes.get(n, 0) for i in b.tensors for n in i.names) for b in architecture.blocks), default=0)
-    flops, assignments = _work(architecture, shapes, options)
-    near, _ = _work(architecture, shapes, options, near=True)
-    files += STEP_SECONDS * len(architecture.blocks)
-    steps = STEP_SECONDS * len(architecture.blocks) * (_passes(options) - 1)
+    workers = workers_for(largest)
+
+    def seconds(near: bool) -> float:
+        rounds = Rounds.of(architecture, options, near)
+        flops, assigned = _work(architecture, shapes, options, near, rounds)
+        again = (rounds.local if rounds.products else 0.0) * 2 * itemsize * total / READ_BYTES
+        steps = STEP_SECONDS * len(architecture.blocks) * rounds.local
+        return flops / speed + assigned * ASSIGNMENT_SECONDS / workers + files + again + steps
+
     return Estimate(
         family=architecture.family,
         lines=_lines(architecture, options),
         matched=matched,
         parameters=total,
         unaligned=_unaligned(architecture, shapes, options, moved),
-        seconds=flops / speed + assignments / workers_for(largest) + files + steps,
-        near_seconds=near / speed + files,
+        seconds=seconds(near=False),
+        near_seconds=seconds(near=True),
         memory=_memory(architecture, sizes, options, itemsize) + min(total * out_itemsize, SHARD),
         disk=total * out_itemsize,
         streams={name: list(groups) for name, groups in architecture.stream_groups.items()},
@@ -216,34 +223,62 @@ def _unaligned(architecture: Architecture, shapes: Shapes, options: MatchOptions
     return reasons
 
 
-def _work(architecture: Architecture, shapes: Shapes, options: MatchOptions, near: bool = False) -> tuple[float, float]:
-    """Floating-point operations of all products, and seconds of all assignments."""
-    flops, assigned = 0.0, 0
+@dataclass(frozen=True)
+class Rounds:
+    """How often things are done, each as a share of the model.
+
+    Attributes:
+        local: local spaces are matched.
+        products: products of a stream are gathered.
+        ends: the same of what stands outside of layers.
+        turned: a donor is moved by a stream's map.
+        solved: a stream's map is solved for.
+    """
+
+    local: float = 1.0
+    products: float = 0.0
+    ends: float = 0.0
+    turned: float = 0.0
+    solved: float = 0.0
+
+    @classmethod
+    def of(cls, architecture: Architecture, options: MatchOptions, near: bool) -> Rounds:
+        """As `matching/model.py` goes about it: starts on a sample of layers, passes, and a last look at everything."""
+        if options.residual == "none":
+            return cls()
+        layers = sum(block.index is not None for block in architecture.blocks)
+        sample = SAMPLE / layers if layers > 2 * SAMPLE else 1.0
+        if near:
+            return cls(local=1 + sample, products=sample, ends=1, solved=1)
+        passes = PASSES + (2 * sample if sample < 1 else 1)
+        return cls(local=passes + 1, products=passes, ends=PASSES + 3, turned=passes + 3, solved=PASSES + 1)
+
+
+def _work(
+    architecture: Architecture, shapes: Shapes, options: MatchOptions, near: bool, rounds: Rounds
+) -> tuple[float, float]:
+    """Floating-point operations of all products, and entries of all assignments."""
+    groups = residual_groups(architecture, options.residual)
+    streams = {name: architecture.stream_group(name, group).work() for name, group in groups.items()}
+    flops, assigned = rounds.solved * sum(work.solving for work in streams.values()), 0.0
     for block in architecture.blocks:
         works = _works(architecture, block, options, near)
-        flops += sum(work.solving for work in works.values())
-        assigned += sum(work.assigned for work in works.values())
+        products = rounds.products if block.index is not None else rounds.ends
+        flops += rounds.local * sum(work.solving for work in works.values())
+        assigned += rounds.local * sum(work.assigned for work in works.values())
         for info in block.tensors:
-            weights = _count(_shape(info, shapes))
-            flops += sum(
-                works[name].per_weight * weights for name in sorted({s.name for s in info.spaces()} & works.keys())
-            )
-    passes = _passes(options)
-    return passes * flops, passes * assigned * ASSIGNMENT_SECONDS
-
-
-def _passes(options: MatchOptions) -> int:
-    return PASSES if options.residual != "none" else 1
+            weights, names = _count(_shape(info, shapes)), sorted({space.name for space in info.spaces()})
+            flops += rounds.local * weights * sum(works[name].per_weight for name in names if name in works)
+            turns = sum(streams[name].per_weight for name in names if name in streams)
+            flops += (products + rounds.turned) * weights * turns
+    return flops, assigned
 
 
 def _works(architecture: Architecture, block: Block, options: MatchOptions, near: bool = False) -> dict[str, Work]:
-    """What each space of a block costs that is matched, by name; the streams that pass through it included."""
+    """What each local space of a block costs that is matched, by name."""
     own = options.at(architecture, block)
     found = {space.name: admitted(space, own).work() for space in wanted_spaces(block, own)}
-    if near:
-        found = {name: work.between_near_models for name, work in found.items()}
-    groups = residual_groups(architecture, options.residual)
-    return found | {name: architecture.stream_group(name, group).work() for name, group in groups.items()}
+    return {name: work.between_near_models if near else work for name, work in found.items()}
 
 
 def _shape(info: TensorInfo, shapes: Shapes) -> tuple[int, ...]:
@@ -256,7 +291,7 @@ def _memory(architecture: Architecture, sizes: dict[str, int], options: MatchOpt
     peak, streams = 0, architecture.streams
     for block in architecture.blocks:
         weights = [sum(sizes.get(name, 0) for name in info.names) for info in block.tensors]
-        spaces = [work for name, work in _works(architecture, block, options).items() if name not in streams]
+        spaces = list(_works(architecture, block, options).values())
         width = 3 if options.residual != "none" else 1
         block_bytes = 2 * itemsize * sum(weights) + 8 * width * max(weights, default=0)
         peak = max(peak, block_bytes + 12 * max((work.table for work in spaces), default=0))
@@ -264,10 +299,11 @@ def _memory(architecture: Architecture, sizes: dict[str, int], options: MatchOpt
 
 
 def flops_per_second() -> float:
-    """What products of this size reach on this machine, measured in a moment."""
-    x = torch.randn(768, 768)
+    """What products of this size reach on this machine, measured in a moment, however busy it is."""
+    x, best = torch.randn(768, 768), float("inf")
     x @ x
-    began = time.perf_counter()
-    for _ in range(3):
+    for _ in range(5):
+        began = time.process_time()
         x @ x
-    return 3 * 2 * 768**3 / (time.perf_counter() - began) * 0.6
+        best = min(best, time.process_time() - began)
+    return REACHED * torch.get_num_threads() * 2 * 768**3 / max(best, 1e-6)
