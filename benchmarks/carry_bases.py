@@ -80,7 +80,7 @@ class Pair:
         self.weights, self.both = match_model(*given), OnSamples(BOTH, new, old)(*given)
 
     def settings(self, alignment: Alignment, rank: int = 0) -> Settings:
-        return Settings(WHOLE, lora=rank, matcher=lambda *_: alignment)
+        return Settings(WHOLE, lora=rank, matcher=lambda *_: alignment, streams="shared")
 
     def carried(self, tuned: str, samples: Samples, alignment: Alignment, rank: int = 0) -> dict[str, Tensor]:
         find = carried_weights if samples.way == "weights" else carried_tensors

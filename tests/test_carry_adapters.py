@@ -13,6 +13,7 @@ from rotation_merge.architectures import resolve
 from rotation_merge.checkpoints.adapters import Adapter
 from rotation_merge.checkpoints.carry import carry_adapter
 from rotation_merge.matching.carry import Carrier
+from rotation_merge.matching.layer_streams import LayerStreams
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.tuned import Tuned
 
@@ -52,7 +53,8 @@ def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path:
         if options.residual not in admitted:
             continue
         new, alignment = other_coordinates(architecture, state, options)
-        carried = carry_adapter(stored, Carrier(architecture, state, new, alignment), config, "new")
+        layers = LayerStreams(architecture, new, state, alignment, forced=True)  # which are the identity
+        carried = carry_adapter(stored, Carrier(architecture, state, new, alignment, layers=layers), config, "new")
         assert difference(outputs(reload(case, tmp_path, new), given), home) <= 1e-8, what
         there = outputs(reload(case, tmp_path, merged(carried.adapter, architecture, new)), given)
         size = max(float(x.abs().max()) for x in expected.values())

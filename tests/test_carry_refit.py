@@ -28,6 +28,7 @@ from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.samples import functions
 
+SHARED = ("--stream-maps", "shared")
 STOPPED_AT = 10
 """Steps after which a run is stopped: three rates of one step and four of training for each kind of answers."""
 
@@ -114,8 +115,8 @@ def test_scales_of_what_weights_carry(lessons: tuple[Path, list[Path]], tmp_path
     bases = open_bases(str(new), str(old))
     alignment, _ = bases.match(MatchOptions(residual="rotation"))
     carrier, source = bases.carrier(alignment), bases.tuned(str(tuned))
-    scaled = Scaled(carrier, source, bases.new.reference.config())
-    assert run("carry", tuned, "--from", old, "--to", new, tmp_path / "out", "--residual", "rotation").exit_code == 0
+    scaled, how = Scaled(carrier, source, bases.new.reference.config()), ("--residual", "rotation", *SHARED)
+    assert run("carry", tuned, "--from", old, "--to", new, tmp_path / "out", *how).exit_code == 0
     ids = torch.arange(20)[None]
     with torch.no_grad():
         for scale, path in ((0.0, new), (1.0, tmp_path / "out")):

@@ -23,6 +23,7 @@ from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.depth import in_order
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.frame import frame_of
+from rotation_merge.matching.layer_streams import LayerStreams
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.tuned import Tuned
 from rotation_merge.matching.widen import Widened
@@ -48,7 +49,10 @@ def carried(
     """What a fine-tune of the old base is at the new one, which is the same model, and the share that had a place."""
     layers = {module: [(i, i) for i in range(len(new[0].layers(module)))] for module in new[0].layers_key}
     frame = frame_of(new[0], old[0], layers, tied, ("new", "old"))
-    carrier = Carrier(new[0], frame.of_old(old[1], old[0]), new[1], Alignment({}, folded), frame=frame)
+    still = {name: new[0].stream_group(name, "rotation").identity() for name in folded}
+    alignment, there = Alignment(still, folded), frame.of_old(old[1], old[0])
+    layers = LayerStreams(frame.common, frame.of_new(new[1]), there, alignment, forced=True)  # which are the identity
+    carrier = Carrier(new[0], there, new[1], alignment, frame=frame, layers=layers)
     moving = Tuned(carrier, frame.of_old(tuned, old[0]))
     found = {name: tensor for _, pieces, _, _ in moving.tensors() for name, tensor in pieces.items()}
     return {**new[1], **found}, moving.places.share()

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rotation_merge.averaging.carry_scale import Scales
 from rotation_merge.averaging.carrying import Carrying, Samples
 from rotation_merge.checkpoints.bases import open_bases
-from rotation_merge.checkpoints.carried import Settings, Work, aligned
+from rotation_merge.checkpoints.carried import Settings, Work, aligned, by_weights
 from rotation_merge.matching.model import Alignment, Progress
+from rotation_merge.matching.tuned import Chosen, Scale
 from rotation_merge.scratch import Scratch
 
 
@@ -29,8 +29,8 @@ def carried_tensors(
 
 def carried_scales(
     name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None = None
-) -> tuple[Scales, list[str], None]:
-    """The scales at which weights alone carry a fine-tune, by name of the new base's blocks, and notes."""
+) -> tuple[Chosen, list[str], None]:
+    """The scales at which weights alone carry a fine-tune, with which maps of the streams, and notes."""
     return *_one(name, old, new, settings, samples, progress).scaled(), None
 
 
@@ -40,9 +40,17 @@ def carried_weights(
     """The new base's tensors as weights alone carry a fine-tune, at a scale or at those that samples say, notes, and
     what brought the old base to the new one."""
     one = _one(name, old, new, settings, samples, progress)
-    scale, notes = one.scaled() if samples.scale is None else (samples.scale, [])
+    work, alignment = one.work, one.work.carrier.alignment
+    if samples.scale is None:
+        chosen, notes = one.scaled()
+        scale: Scale = chosen.scales
+        one = one.with_layers(chosen.own)
+        one = replace(one, work=replace(one.work, settings=replace(settings, scale=scale)))
+    else:
+        scale, notes = samples.scale, []
+        one = replace(one, work=by_weights(work.bases, alignment, work.report, settings))
     changed, places = one.by_weights(scale)
-    return changed, [*one.work.report.notes, *places, *notes], one.work.carrier.alignment
+    return changed, [*work.report.notes, *places, *notes, *one.work.layers()], alignment
 
 
 def _one(name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None) -> Carrying:

@@ -82,26 +82,46 @@ def search(
     Returns:
         The scales (all zero, where nothing is better than none), and the losses at zero and there.
     """
-    total, step = len(SCALES) + len(blocks) * len(FACTORS), 0
+    _, found, zero, there = search_ways([losses], blocks, watch)
+    return found, zero, there
 
-    def ask(scales: Mapping[str, float]) -> Both:
+
+def search_ways(
+    ways: Sequence[Callable[[Mapping[str, float]], Both]],
+    blocks: Sequence[str],
+    watch: Callable[[str, int, int], None] = lambda *_: None,
+) -> tuple[int, Scales, Both, Both]:
+    """As `search`, of several ways of carrying: one scale for all in each, then, in the best one, block after block.
+
+    Args:
+        ways: give the losses at scales.
+
+    Returns:
+        Which way, and what `search` returns.
+    """
+    total, step = 1 + len(ways) * (len(SCALES) - 1) + len(blocks) * len(FACTORS), 0
+
+    def ask(way: int, scales: Mapping[str, float]) -> Both:
         nonlocal step
         step += 1
         watch("scales", min(step, total), total)
-        return losses(scales)
+        return ways[way](scales)
 
-    tried = {scale: ask(dict.fromkeys(blocks, scale)) for scale in SCALES}
-    least = min(tried, key=lambda scale: sum(tried[scale]))
-    best, found = dict.fromkeys(blocks, least or SCALES[1]), tried[least or SCALES[1]]
+    zero = ask(0, dict.fromkeys(blocks, 0.0))
+    tried = {(way, s): ask(way, dict.fromkeys(blocks, s)) for way in range(len(ways)) for s in SCALES[1:]}
+    way, least = min(tried, key=lambda one: sum(tried[one]))
+    if sum(zero) <= sum(tried[way, least]):
+        least = SCALES[1]
+    best, found = dict.fromkeys(blocks, least), tried[way, least]
     for block in blocks:
         for scale in [factor * best[block] for factor in FACTORS]:
             other = {**best, block: scale}
-            reached = ask(other)
+            reached = ask(way, other)
             if sum(reached) < sum(found):
                 best, found = other, reached
-    if sum(found) >= sum(tried[0.0]):
-        return dict.fromkeys(blocks, 0.0), tried[0.0], tried[0.0]
-    return best, tried[0.0], found
+    if sum(found) >= sum(zero):
+        return way, dict.fromkeys(blocks, 0.0), zero, zero
+    return way, best, zero, found
 
 
 def words(scales: Mapping[str, float]) -> str:

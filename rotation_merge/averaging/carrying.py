@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rotation_merge.averaging.carry_change import ChangeOptions, refit_change
 from rotation_merge.averaging.carry_distil import Distilled, Lessons, adapter_in_training, distil
-from rotation_merge.averaging.carry_losses import SCALES, Losses, both
+from rotation_merge.averaging.carry_losses import SCALES, Both, Losses, both
 from rotation_merge.averaging.carry_samples import AT_ONCE, HELD_OUT, Samples, read_parts
-from rotation_merge.averaging.carry_scale import Scaled, Scales, search
+from rotation_merge.averaging.carry_scale import Scaled, search_ways
 from rotation_merge.averaging.carry_scale import words as scale_words
 from rotation_merge.averaging.carry_signs import agreeing, votes
 from rotation_merge.averaging.carry_sites import site_maps
@@ -32,7 +32,7 @@ from rotation_merge.matching.factors import dense
 from rotation_merge.matching.model import Progress
 from rotation_merge.matching.sources import Renamed, Replaced, Respelled
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
-from rotation_merge.matching.tuned import Scale, Tuned
+from rotation_merge.matching.tuned import Chosen, Scale, Tuned
 from rotation_merge.samples.arrays import one_by_one
 from rotation_merge.samples.data import Data, read_batches, unpadded
 from rotation_merge.samples.evaluate import evaluate
@@ -45,6 +45,7 @@ ALONE = "leave --carry and --scale auto out: weights alone are carried by the to
 SIGNED = "What the weights' alignment moved was kept where the new base's gradients on samples have the same sign."
 FROM_WEIGHTS = "Training began at what weights carry: the old base's hidden states have no place in the new one."
 TRAINED = "What weights carry was **trained** on for a few steps."
+STREAMS = "A map of the stream of its own for every layer was tried beside the shared one; samples held out took {}."
 HOW = {
     "signs": SIGNED,
     "activations": "What the weights' alignment moved was moved on at every map's inputs, by maps from activations.",
@@ -109,9 +110,9 @@ def _moved(one: Carrying, path: str, out: str) -> Done:
     work, settings = one.work, one.work.settings
     if not (is_adapter(path) or settings.lora):
         check_head(work.bases, work.carrier.alignment, settings)
-    scales, notes = one.scaled()
+    chosen, notes = one.scaled()
     report = replace(work.report, notes=[*work.report.notes, *notes])
-    work = replace(work, report=report, settings=replace(settings, scale=scales))
+    work = replace(one.with_layers(chosen.own).work, report=report, settings=replace(settings, scale=chosen.scales))
     if not one.rank:
         return work.write_tuned(path, out, one.source, one.progress)
     if is_adapter(path) and work.carrier.frame is None:
@@ -142,14 +143,32 @@ class Carrying:
             return TRAINED
         return HOW[self.samples.way]
 
-    def scaled(self) -> tuple[Scales, list[str]]:
-        """The scales at which weights alone carry it, and what the user should know."""
+    def scaled(self) -> tuple[Chosen, list[str]]:
+        """How weights alone carry it: which maps of the streams, which scales; and what the user should know."""
         _, held_out, own = read_parts(self.name, self._new, self.samples)
-        moved = Scaled(self.work.carrier, self.source, self._config, self.work.settings.device)
-        watch = self.progress or (lambda *_: None)
-        found, zero, there = search(moved.blocks, lambda scales: both(moved.model(scales), held_out, own), watch)
+        carrier, settings = self.work.carrier, self.work.settings
+        asked = {"shared": [False], "own": [True], "auto": [False, True]}[settings.streams]
+        if not any(name in carrier.alignment.transforms for name in carrier.architecture.streams):
+            asked = [False]
+        carriers = [self.with_layers(own).work.carrier for own in asked]
+        moved = [Scaled(one, self.source, self._config, settings.device) for one in carriers]
+
+        def losses_of(one: Scaled) -> Callable[[Mapping[str, float]], Both]:
+            return lambda scales: both(one.model(scales), held_out, own)
+
+        ways = [losses_of(one) for one in moved]
+        way, found, zero, there = search_ways(ways, moved[0].blocks, self.progress or (lambda *_: None))
         losses = Losses(*self._home(held_out), *zero, {0.0: zero, 1.0: there})
-        return found, [*losses.words(float(any(found.values())), "at the scales below"), scale_words(found)]
+        notes = [*losses.words(float(any(found.values())), "at the scales below"), scale_words(found)]
+        if len(asked) > 1:
+            notes.append(STREAMS.format("these" if asked[way] else "the shared one"))
+        return Chosen(found, asked[way]), notes
+
+    def with_layers(self, own: bool) -> Carrying:
+        """The same, every layer with a map of the streams of its own, or none."""
+        carrier = self.work.carrier
+        layers = self.work.bases.layer_streams(carrier.alignment, forced=True) if own else None
+        return replace(self, work=replace(self.work, carrier=replace(carrier, layers=layers)))
 
     def _home(self, held_out: Data) -> tuple[float, float]:
         """Losses of the old pair."""

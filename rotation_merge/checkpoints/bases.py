@@ -24,6 +24,7 @@ from rotation_merge.matching.depth import likeness as alikeness
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.frame import WIDTHS, Frame, frame_of
 from rotation_merge.matching.labels import label_rows
+from rotation_merge.matching.layer_streams import LayerStreams
 from rotation_merge.matching.member import Member
 from rotation_merge.matching.model import Alignment, Match, Progress, match_model
 from rotation_merge.matching.options import NOTHING, MatchOptions
@@ -185,6 +186,17 @@ class Bases:
         """
         new, old = self.sources
         return Carrier(self.architecture, old, new, alignment, self.rows, dtype_from_name(dtype), self.frame)
+
+    def layer_streams(self, alignment: Alignment, forced: bool = False) -> LayerStreams:
+        """Maps of the streams for every layer behind an alignment, for what weights alone carry.
+
+        Args:
+            forced: every layer takes its own.
+        """
+        new, old = self.sources
+        if self.frame is None:
+            return LayerStreams(self.architecture, new, old, alignment, forced)
+        return LayerStreams(self.frame.common, self.frame.of_new(new), old, alignment, forced)
 
 
 def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True, unlike: Unlike | None = None) -> Bases:

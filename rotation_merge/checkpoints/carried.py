@@ -20,7 +20,7 @@ from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.model import Alignment, Match, Progress, match_model
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import STREAM_MAPS, MatchOptions
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.matching.tuned import Scale, Tuned, share
 from rotation_merge.report.card import metadata, section, with_metadata
@@ -55,6 +55,7 @@ class Settings:
         lora: rank of the adapters that whole fine-tunes are written as; 0: as models.
         unlike: what of the bases' shapes may differ.
         matcher: what finds the map between the bases.
+        streams: which maps of the streams weights alone go by (`layer_streams.STREAM_MAPS`).
     """
 
     match: MatchOptions = field(default_factory=MatchOptions)
@@ -65,6 +66,7 @@ class Settings:
     storage: Storage = field(default_factory=Storage)
     unlike: Unlike = field(default_factory=Unlike)
     matcher: Match = match_model
+    streams: str = STREAM_MAPS[0]
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def carry_all(
     alignment, report = aligned(bases, settings, progress)
     if not all(ranks.values()):
         check_head(bases, alignment, settings)
-    carrying = Work(bases, bases.carrier(alignment, settings.storage.dtype), report, settings)
+    carrying = by_weights(bases, alignment, report, settings)
     ready = {out: carrying.adapter(adapter) for out, adapter in adapters.items()}
     ready |= {out: carrying.as_lora(source, ranks[out]) for out, source in tuned.items() if ranks[out]}
     tuned = {out: source for out, source in tuned.items() if not ranks[out]}
@@ -115,6 +117,14 @@ def aligned(bases: Bases, settings: Settings, progress: Progress | None) -> tupl
     if settings.alignment is not None:
         return bases.given(settings.alignment)
     return bases.match(settings.match, progress, settings.matcher)
+
+
+def by_weights(bases: Bases, alignment: Alignment, report: MergeReport, settings: Settings) -> Work:
+    """What weights alone carry: by the streams' maps of the alignment, or with maps of their own for layers."""
+    carrier = bases.carrier(alignment, settings.storage.dtype)
+    if settings.streams != "shared":
+        carrier = replace(carrier, layers=bases.layer_streams(alignment, forced=settings.streams == "own"))
+    return Work(bases, carrier, report, settings)
 
 
 @dataclass
@@ -145,14 +155,21 @@ class Work:
         """What weights alone do, for a card."""
         return MOVED + ("is said by the losses below." if self.measured else "was not measured.")
 
+    def layers(self) -> list[str]:
+        """What is to be said of layers' own maps of the streams, once all have been moved."""
+        found = self.carrier.layers
+        return [] if found is None or (self.measured and self.settings.streams == "auto") else found.words()
+
     def adapter(self, adapter: Adapter) -> tuple[Written, list[str]]:
         new = str(self.bases.new.reference)
         old = self.bases.old
-        carried = carry_adapter(adapter, self.carrier, old.config, new, self.settings.scale, old.rows)
+        dora = bool(adapter.config.get("use_dora"))  # whose outputs keep their directions
+        own = replace(self, carrier=replace(self.carrier, layers=None)) if dora else self
+        carried = carry_adapter(adapter, own.carrier, old.config, new, self.settings.scale, old.rows)
         notes = _notes(carried, self.bases, adapter)
         if self.settings.lora not in (0, adapter.rank):
             notes.append(f"It stays an adapter of rank {adapter.rank}: --lora is for whole fine-tunes.")
-        return carried.adapter, notes
+        return carried.adapter, [*notes, *own.layers()]
 
     def as_lora(self, source: TensorSource, rank: int) -> tuple[Written, list[str]]:
         """A whole fine-tune's change as an adapter."""
@@ -160,7 +177,7 @@ class Work:
         written, kept = lora_of_tuned(tuned, rank, self.bases.new)
         what = "what fine-tuning changed" if self.carrier.frame is None else "what has a place there"
         note = f"An adapter of rank {rank} keeps {share(kept):.1%} of the squared norm of {what}."
-        return written, [*tuned.share(), note, *left_out(self.bases.new)]
+        return written, [*tuned.share(), note, *self.layers(), *left_out(self.bases.new)]
 
     def write(self, work: str, out: str, written: Written, notes: list[str], how: str = "") -> Done:
         """An adapter, its report and card.
@@ -187,7 +204,7 @@ class Work:
             for _, pieces, change, before in tuned.tensors():
                 run.transport(work, change, before)
                 yield from pieces.items()
-            notes.extend([*self.report.notes, *tuned.share(), *run.transport_notes(), *self.asked])
+            notes.extend([*self.report.notes, *tuned.share(), *run.transport_notes(), *self.layers(), *self.asked])
 
         def text() -> str:
             return card(self.bases, work, report, out, "finetune", self.how)
@@ -215,7 +232,7 @@ def verdict(bases: Bases, report: MergeReport) -> str:
 def _notes(carried: Carried, bases: Bases, adapter: Adapter) -> list[str]:
     change, before = map(sum, zip(*carried.norms.values(), strict=True))
     notes = [
-        f"{len(carried.norms)} changed tensors were carried, each exactly as the bases were aligned.",
+        f"{len(carried.norms)} changed tensors were carried.",
         how_far("Their change", change, before, "of what they were"),
     ]
     if carried.constants:

@@ -22,6 +22,7 @@ from rotation_merge.cli.options import (
 )
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.options import STREAM_MAPS
 
 
 @click.command(
@@ -49,6 +50,14 @@ from rotation_merge.errors import RotationMergeError
     "--scale",
     default="",
     help="Of the change: a number; auto: by samples held out, for weights in each block.",
+)
+@click.option(
+    "--stream-maps",
+    "streams",
+    type=click.Choice(STREAM_MAPS),
+    default=STREAM_MAPS[0],
+    show_default=True,
+    help="Of weights; own: every layer has a map of the stream of its own; auto: where weights, or samples, say so.",
 )
 @click.option(
     "--lora",
@@ -87,6 +96,7 @@ def command(
     samples: int,
     seed: int,
     scale: str,
+    streams: str,
     lora: int,
     widths: bool,
     layers_map: str,
@@ -120,6 +130,8 @@ def command(
         way = "distil"
     if steps is not None and way != "distil":
         raise RotationMergeError(f"--carry {way} takes no steps", remedy="add --carry distil, or leave --steps out")
+    if way != "weights" and context.get_parameter_source("streams") is not ParameterSource.DEFAULT:
+        raise RotationMergeError("--stream-maps is of what weights carry", remedy=f"leave out --carry {way}, or it")
     factor = _factor(scale, way)
     given = {
         n for n in ("data", "samples", "match_on") if context.get_parameter_source(n) is not ParameterSource.DEFAULT
@@ -131,7 +143,8 @@ def command(
     if alignment_file and "match_on" in given:
         raise RotationMergeError("the file under --alignment says the maps", remedy="leave out --match-on")
     unlike, find = Unlike(widths, layers_map), matcher(match_on, new, old, data, samples, seed, device)
-    settings = Settings(options, alignment_file, 1.0 if factor is None else factor, device, lora, storage, unlike, find)
+    scaled = 1.0 if factor is None else factor
+    settings = Settings(options, alignment_file, scaled, device, lora, storage, unlike, find, streams)
     progress = Progress()
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     check_places(work, places)

@@ -20,6 +20,7 @@ from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.factors import LowRank, dense, factor_infos, input_dim
 from rotation_merge.matching.fold import Fold, unfold_change
 from rotation_merge.matching.frame import Frame, Places
+from rotation_merge.matching.layer_streams import LayerStreams, along_streams
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.state import TensorSource, read_tensor
 
@@ -43,6 +44,7 @@ class Carrier:
         dtype: that a carried model is going to be rounded to, if another than its own.
         frame: where the bases' shapes differ: what they meet in. The old base is in its sizes, and `alignment` of it.
         sites: by name of a linear map: what its inputs are moved by behind the alignment, (inputs, inputs).
+        layers: maps of the streams for every layer, behind the alignment, too.
     """
 
     architecture: Architecture
@@ -53,6 +55,7 @@ class Carrier:
     dtype: torch.dtype | None = None
     frame: Frame | None = None
     sites: Mapping[str, Tensor] = field(default_factory=dict)
+    layers: LayerStreams | None = None
 
     @property
     def fold(self) -> Fold:
@@ -128,6 +131,8 @@ class Carrier:
         site, dim = self.sites.get(info.name), input_dim(info)
         if site is not None and dim is not None:
             moved = (moved.movedim(dim, -1) @ site.to(moved).mT).movedim(-1, dim)
+        if self.layers is not None:
+            moved = along_streams(moved, wide, self.layers(block.name))
         if self.frame is None:
             return moved
         cut = self.frame.cut(block, info, moved)

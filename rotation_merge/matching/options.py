@@ -28,6 +28,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 WEIGHTS, ACTIVATIONS, BOTH = MATCH_ON = ("weights", "activations", "both")
 """What elements are chosen by; both: weights and activations together, the streams started from activations."""
 
+STREAM_MAPS = ("auto", "shared", "own")
+"""Of a change that weights carry. auto: a layer has a map of its own where weights (or samples) say so; shared: none
+has; own: every one."""
+
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 

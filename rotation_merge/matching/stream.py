@@ -110,7 +110,7 @@ class Statistics:
             other = _square(moved, logits)
             distance = norm + other
             for part, start, x, y in axis_views(a, moved, dim, axis):
-                product = _product(x.movedim(start, 0), y.movedim(start, 0), self.precise, logits is not None)
+                product = cross_product(x.movedim(start, 0), y.movedim(start, 0), self.precise, logits is not None)
                 distance -= 2 * _element(transforms, part.space.name).overlap(product, part.role)
                 found.append((part.space.name, part.role, product))
         if norm == 0 or (
@@ -180,7 +180,7 @@ def _logits_axis(info: TensorInfo) -> int | None:
     return info.vocabulary_axis if reads else None
 
 
-def _product(a: Tensor, b: Tensor, precise: bool, centred: bool) -> Tensor:
+def cross_product(a: Tensor, b: Tensor, precise: bool, centred: bool) -> Tensor:
     """A B^T over all other dimensions, (d, d), float64 (unless `precise`, summed in float32 inside a chunk).
 
     With `centred`, of both matrices' columns less their mean column.

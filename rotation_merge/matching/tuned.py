@@ -20,6 +20,19 @@ Scale = float | Mapping[str, float]
 """What a change is multiplied by: everywhere, or by name of a block (one, where it is not named)."""
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What samples say of a change that weights alone carry.
+
+    Attributes:
+        scales: by name of a block.
+        own: whether every layer has a map of the streams of its own.
+    """
+
+    scales: Mapping[str, float]
+    own: bool
+
+
 def scale_at(scale: Scale, block: str) -> float:
     """The scale in one block."""
     return scale.get(block, 1.0) if isinstance(scale, Mapping) else scale

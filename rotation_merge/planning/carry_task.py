@@ -11,6 +11,7 @@ from torch import Tensor
 from rotation_merge.averaging.carry_in_merge import carried_scales, carried_tensors, carried_weights
 from rotation_merge.averaging.carrying import Samples
 from rotation_merge.checkpoints.carried import Settings
+from rotation_merge.matching.tuned import Chosen
 from rotation_merge.planning.whole import WholeTask
 from rotation_merge.recipe.donor import title
 from rotation_merge.report.run import Run
@@ -27,7 +28,7 @@ class Carry(WholeTask):
     run: Run = Field(repr=False)
     quiet: bool = False
 
-    def execute(self) -> dict[str, Tensor] | dict[str, float]:
+    def execute(self) -> dict[str, Tensor] | Chosen:
         make: Any = carried_tensors if self.samples.way != "weights" else carried_scales
         if self.settings.unlike.asked and self.samples.way == "weights":
             make = carried_weights

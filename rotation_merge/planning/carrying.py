@@ -12,7 +12,7 @@ from mergekit.options import MergeOptions
 from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.model import Match
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import STREAM_MAPS, MatchOptions
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
 
@@ -24,10 +24,12 @@ class Carried:
     Attributes:
         carrying: task that carries it with samples: the anchor's tensors as it changes them, by name.
         scale: what its task vector is multiplied by; a task gives the scale of each block.
+        streams: which maps of the streams it goes by, where weights carry it (`layer_streams.STREAM_MAPS`).
     """
 
     carrying: Task | None = None
     scale: float | Task = 1.0
+    streams: str = STREAM_MAPS[0]
 
 
 def carried(
@@ -52,8 +54,12 @@ def carried(
     Raises:
         RecipeError: there is no change to carry, or samples mean other things to its base than to the anchor.
     """
-    given = {name: recipe.of_model(name, reader, model) for name in ("carry", "scale", "data", "samples", "steps")}
-    way, scale = given["carry"], given["scale"]
+    asked = ("carry", "scale", "data", "samples", "steps", "stream_maps")
+    given = {name: recipe.of_model(name, reader, model) for name in asked}
+    way, scale, streams = given["carry"], given["scale"], given["stream_maps"]
+    if streams != STREAM_MAPS[0] and (origin is None or way != "weights"):
+        what = f"'stream_maps: {streams}' is of a change that weights carry"
+        raise RecipeError(what, where=str(model), remedy="leave it out, or add 'finetuned_from' and no other 'carry'")
     if origin is None:
         if unlike_of(recipe, reader, model).asked:
             what = "'widths' and 'layers_map' are of what fine-tuning changed"
@@ -69,7 +75,7 @@ def carried(
         if not unlike.asked:
             what = "how much of its change arrives in function is not measured; 'scale: auto' measures it on samples"
             run.note(f"`{model}`: {what}.")
-            return Carried(scale=scale)
+            return Carried(scale=scale, streams=streams)
     if not shares_vocabulary and not by_weights:
         raise RecipeError(
             f"the vocabulary of {origin} is not the anchor's: samples mean other things to the two",
@@ -97,12 +103,12 @@ def carried(
         donor=str(model),
         origin=str(origin),
         anchor=str(recipe.base),
-        settings=Settings(match, file, 1.0, device, 0, Storage(untie=recipe.untie), unlike, finding),
+        settings=Settings(match, file, 1.0, device, 0, Storage(untie=recipe.untie), unlike, finding, streams),
         samples=samples,
         run=run,
         quiet=options.quiet,
     )
-    return Carried(carrying=task) if samples.way != "weights" or unlike.asked else Carried(scale=task)
+    return Carried(carrying=task) if samples.way != "weights" or unlike.asked else Carried(scale=task, streams=streams)
 
 
 def unlike_of(recipe: Recipe, reader: ConfigReader, model: ModelReference) -> Unlike:

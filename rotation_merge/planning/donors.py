@@ -33,7 +33,7 @@ from rotation_merge.matching.state import TensorSource
 from rotation_merge.planning.ahead import Ahead
 from rotation_merge.planning.carrying import Carried, carried, unlike_of
 from rotation_merge.planning.presets import settle_presets
-from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, Pick
+from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, OwnStreams, Pick
 from rotation_merge.recipe.donor import title
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.record import rows_in
@@ -52,6 +52,7 @@ class Donor:
         rows: where its vocabulary is not the anchor's, the anchor's and the donor's rows of the tokens they share.
         checked: what may be done to it (or to its origin).
         carried: how its task vector is carried.
+        layers: task that gives maps of the streams for every layer, for what weights carry.
     """
 
     origin: ModelReference | None = None
@@ -59,6 +60,7 @@ class Donor:
     rows: tuple[Tensor, Tensor] | None = None
     checked: Checked | None = None
     carried: Carried = field(default_factory=Carried)
+    layers: Task | None = None
 
 
 @dataclass
@@ -112,7 +114,7 @@ class Donors:
                 match = MatchOptions() if donor.checked is None else donor.checked.options
                 finding = self._match(model, donor.origin, reader)
                 own = carried(recipe, reader, options, run, model, donor.origin, match, donor.rows is None, finding)
-                self.found[model] = replace(donor, carried=own)
+                self.found[model] = replace(donor, carried=own, layers=self._layers(model, donor, own))
         for model, donor in self.found.items():
             how = "block by block" if donor.whole is None else f"by {type(donor.whole).__name__}"
             options = "with all others" if donor.checked is None else donor.checked.options
@@ -180,6 +182,23 @@ class Donors:
         known = {name: list(range(len(self._architecture.layers(name)))) for name in self._architecture.layers_key}
         same = all(sorted(meeting.get(name, [])) == [(i, i) for i in every] for name, every in known.items())
         return same and bool(whole_spans(self._architecture, options))
+
+    def _layers(self, model: ModelReference, donor: Donor, own: Carried) -> Task | None:
+        """What gives layers maps of the streams of their own: where weights carry a change, and a stream is matched."""
+        if donor.origin is None or donor.whole is None or own.carrying is not None or own.streams == "shared":
+            return None
+        return OwnStreams(
+            key=f"streams:{model}",
+            label="",
+            architecture=self._architecture,
+            anchor=self._base,
+            donor=self.source(donor.origin),
+            donor_name=str(model),
+            run=self.run,
+            whole=donor.whole,
+            forced=own.streams == "own" or not isinstance(own.scale, float),
+            device=str(self.options.device or "cpu"),
+        )
 
     def _unlike(self, model: ModelReference, reader: ConfigReader) -> Donor:
         """A donor whose change is carried from a base of other shapes: by a task of its own (`carrying`).

@@ -32,6 +32,7 @@ class Move:
         rows: the anchor's and the origin's rows of the tokens they share, where their vocabularies differ.
         carrying: task that gives the anchor's tensors as the source changes them, instead of all these.
         scale: of the change from the origin.
+        layers: task that gives maps of the streams for every layer, for that change.
     """
 
     source: Source
@@ -42,6 +43,7 @@ class Move:
     rows: tuple[Tensor, Tensor] | None = None
     carrying: Task | None = None
     scale: float | Task = 1.0
+    layers: Task | None = None
 
 
 class Moves:
@@ -68,7 +70,7 @@ class Moves:
             return Move(source, anchor.block, origin=origin)
         if donor.whole is not None and source.block.index == anchor.block.index:
             frame = self._same_block(recipe.base, source.block)
-            return Move(source, frame.block, None, donor.whole, origin, donor.rows)
+            return Move(source, frame.block, None, donor.whole, origin, donor.rows, layers=donor.layers)
         options = recipe.options(reader, anchor.block.name, source.model)
         if not wanted_spaces(anchor.block, options):
             return Move(source, anchor.block, None, donor.whole, origin, donor.rows)
@@ -131,6 +133,7 @@ class Moves:
             dtype=dtype_from_name(recipe.config.dtype) or self._stored(move.source, info),
             scale=move.scale if isinstance(move.scale, float) else 1.0,
             scales=None if isinstance(move.scale, float) else move.scale,
+            layers=move.layers if moving else None,
         )
         return (task,) * len(names)
 

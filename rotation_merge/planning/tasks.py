@@ -20,10 +20,11 @@ from rotation_merge.matching.biases import with_biases
 from rotation_merge.matching.block import BlockMatch, match_block, named
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.labels import in_order
+from rotation_merge.matching.layer_streams import LayerStreams, Maps, along_streams
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.state import read_tensor
-from rotation_merge.matching.tuned import scale_at
+from rotation_merge.matching.tuned import Chosen, scale_at
 from rotation_merge.planning.ahead import Ahead
 from rotation_merge.report.run import Run
 
@@ -176,17 +177,19 @@ class MoveTensor(KeyedTask):
     dtype: torch.dtype | None = None
     scale: float = 1.0
     scales: Task | None = None
+    layers: Task | None = None
 
     def arguments(self) -> dict[str, Task]:
         sides = load_arguments(donor=self.loads, anchor=self.anchor, origin=self.origin)
-        sides |= {} if self.scales is None else {"scales": self.scales}
+        sides |= {n: task for n, task in (("scales", self.scales), ("layers", self.layers)) if task is not None}
         return {**sides, **map_arguments(self.transforms, self.whole)}
 
     def execute(
         self,
         transforms: dict[str, SpaceTransform] | None = None,
         whole: Alignment | None = None,
-        scales: Mapping[str, float] | None = None,
+        scales: Chosen | None = None,
+        layers: LayerStreams | None = None,
         **values: Tensor | None,
     ) -> tuple[Tensor, ...] | None:
         stored = loaded("donor", self.loads, self.block, values).get(self.info.key)
@@ -195,8 +198,9 @@ class MoveTensor(KeyedTask):
         if donor is None or stored is None:
             return None
         if self.origin and donor.is_floating_point():
-            scale = self.scale if scales is None else scale_at(scales, self.block.name)
-            donor = self._transport(donor, maps, values, scale)
+            scale = self.scale if scales is None else scale_at(scales.scales, self.block.name)
+            own = layers(self.block.name) if layers is not None and (scales is None or scales.own) else {}
+            donor = self._transport(donor, maps, values, scale, own)
         else:
             donor = self._moved(maps, values)
         if donor.is_floating_point():
@@ -228,7 +232,12 @@ class MoveTensor(KeyedTask):
         return found
 
     def _transport(
-        self, donor: Tensor, maps: dict[str, SpaceTransform], values: Mapping[str, Tensor | None], scale: float
+        self,
+        donor: Tensor,
+        maps: dict[str, SpaceTransform],
+        values: Mapping[str, Tensor | None],
+        scale: float,
+        own: Maps,
     ) -> Tensor:
         anchor, origin = self._tensor("anchor", self.anchor, values), self._tensor("origin", self.origin, values)
         why = "a model lacks it" if anchor is None or origin is None else "shapes differ"
@@ -241,7 +250,8 @@ class MoveTensor(KeyedTask):
         change = donor.float() - origin.float()
         if self.run is not None:
             self.run.transport(self.donor_name, float(change.square().sum()), float(origin.float().square().sum()))
-        moved, axis = scale * transform_tensor(change, self.info, maps, change=True), self.info.vocabulary_axis
+        moved = along_streams(transform_tensor(change, self.info, maps, change=True), self.info, own)
+        moved, axis = scale * moved, self.info.vocabulary_axis
         if self.rows is None or axis is None:
             return anchor.float() + moved
         mine, theirs = (rows.to(moved.device) for rows in self.rows)

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.matching.block import named
+from rotation_merge.matching.layer_streams import LayerStreams
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.model import Alignment, Match, Progress, match_model
 from rotation_merge.matching.options import MatchOptions
@@ -76,6 +77,28 @@ class MatchWhole(WholeTask):
             alignment = self.match(self.architecture, anchor, donor, self.options, progress)
         self.run.aligned(self.donor_name, alignment)
         return alignment
+
+
+class OwnStreams(WholeTask):
+    """Maps of the streams for every layer behind a donor's alignment, found when a layer is asked for."""
+
+    architecture: Architecture = Field(repr=False)
+    anchor: object = Field(repr=False)
+    donor: object = Field(repr=False)
+    donor_name: str
+    run: Run = Field(repr=False)
+    whole: KeyedTask
+    forced: bool = False
+    device: str = "cpu"
+
+    def arguments(self) -> dict[str, KeyedTask]:
+        return {"whole": self.whole}
+
+    def execute(self, whole: Alignment) -> LayerStreams:
+        anchor, donor = (_on(source, self.device) for source in (self.anchor, self.donor))
+        found = LayerStreams(self.architecture, anchor, donor, whole, self.forced)
+        self.run.told_later(lambda: [f"`{self.donor_name}`: {line}" for line in found.words()])
+        return found
 
 
 class MatchMean(WholeTask):

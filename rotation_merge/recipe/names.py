@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import CHOICES, MATCH_ON, by_stream
+from rotation_merge.matching.options import CHOICES, MATCH_ON, STREAM_MAPS, by_stream
 
 METHOD = "rotation_merge"
 """The merge method's name."""
@@ -154,6 +154,14 @@ KEYS = (
         DONOR_ONLY,
         ("auto", PAIRS),
         "which of its layers meet which of base_model's, if it is of another depth; auto: by similarity",
+    ),
+    Key(
+        "stream_maps",
+        DONOR_ONLY,
+        STREAM_MAPS,
+        "which maps of the stream 'carry: weights' goes by; auto: a layer has one of its own where weights (with "
+        "'scale: auto' samples) say so; shared: none has; own: every one",
+        "auto",
     ),
     Key("steps", DONOR_ONLY, (COUNT,), "of 'carry: distil'", 50),
     Key(

@@ -59,6 +59,7 @@ class Run:
     kept: dict[str, dict[str, SpaceTransform]] | None = None
     began: float = field(default_factory=time.perf_counter)
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    later: list[Callable[[], list[str]]] = field(default_factory=list, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
@@ -122,10 +123,16 @@ class Run:
 
     def transport_notes(self) -> list[str]:
         """What the reader should know of the task vectors that were carried over."""
-        return [
+        words = [
             how_far(f"The task vector of `{donor}`", *norms, "of what it was tuned from")
             for donor, norms in sorted(self.carried.items())
         ]
+        return [*words, *(line for told in self.later for line in told())]
+
+    def told_later(self, words: Callable[[], list[str]]) -> None:
+        """What the user should read in the report, and is known once all tensors are there."""
+        with self._lock:
+            self.later.append(words)
 
     def note(self, text: str) -> None:
         """Something the user should read in the report; the same words once."""
