@@ -340,6 +340,19 @@ class TestBadInput:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "data.jsonl", "whole"]
         assert not (broken / NAME).exists()
 
+    def test_nan_that_shows_late(self, tmp_path: Path):
+        """In the last of the samples, or in the sums alone: nothing stays, not even for going on."""
+        model, data = build("llama", 5), tmp_path / "data.jsonl"
+        model.model.embed_tokens.weight.data[39] = float("nan")
+        broken = save(model, tmp_path / "broken")
+        data.write_text('{"input_ids": [3, 4, 5, 6]}\n' * 17 + '{"input_ids": [3, 39, 5, 6]}\n')
+        before = sorted(broken.iterdir())
+        for flags in (("--kinds", "gram"), ("--kinds", "fisher"), ("--by-layer",)):
+            done = run("measure", broken, "--data", data, *flags)
+            assert done.exit_code == 2
+            assert "NaN" in one_error(done.output)
+            assert sorted(broken.iterdir()) == before
+
     def test_a_full_disk(self, pair: tuple[Path, Path], tmp_path: Path):
         done = run("measure", pair[0], "--data", "self", "--samples", 2, "--length", 8, "--out", "/dev/full/x")
         assert done.exit_code == 2

@@ -130,6 +130,8 @@ def test_nothing_gained_writes_nothing(models: list[Path], tmp_path: Path) -> No
         (("--teachers", "A", "--data", "nowhere.txt"), "no such file"),
         (("--teachers", "A", "--samples", 2, "--data", "self", "self"), "give --data once"),
         (("--teachers", "A", "--data", "one.jsonl"), "cannot be parted"),
+        (("--teachers", "A", "wider", "--samples", 4), "tells which of them are the same"),
+        (("--teachers", "A", "--samples", 4, "--learning-rate", "1e30", "--length", 8), "training gives NaN"),
     ],
 )
 def test_bad_input(
@@ -141,8 +143,29 @@ def test_bad_input(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("one.jsonl").write_text('{"input_ids": [3, 4, 5, 6]}\n')
+    if "wider" in arguments:
+        make("llama", Path("wider"), vocab_size=50)
     done = run("polish", models[2], "out", *(models[0] if x == "A" else x for x in arguments))
     assert done.exit_code == 2
     assert expected in done.output
     assert "Traceback" not in done.output
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("what", ["answers", "state"])
+def test_a_full_disk_leaves_nothing(
+    what: str, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: object, path: str, **_: object) -> None:
+        Path(path).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    place = {"answers": "rotation_merge.learning.answers.save_file", "state": "torch.save"}[what]
+    monkeypatch.setattr(place, full)
+    done = run(
+        "polish", models[2], tmp_path / "out", "--teachers", *models[:2], models[0], "--samples", 4, "--length", 8
+    )
+    assert done.exit_code == 2
+    assert "No space left" in done.output
+    assert f"the {what}" in done.output or what == "answers"
+    assert not list(tmp_path.iterdir())

@@ -134,8 +134,13 @@ class Stored:
     load: Callable[[], Tensor]
 
 
-def write_statistics(path: Path | str, tensors: Mapping[str, Stored], meta: Mapping[str, str]) -> None:
+def write_statistics(
+    path: Path | str, tensors: Mapping[str, Stored], meta: Mapping[str, str], where: Path | str | None = None
+) -> None:
     """Write a safetensors file, one tensor in memory at a time; it takes its place when it is whole.
+
+    Args:
+        where: what to call it in errors, if not by its path.
 
     Raises:
         StatisticsError: it cannot be written, or a number is none; nothing is left behind.
@@ -155,7 +160,7 @@ def write_statistics(path: Path | str, tensors: Mapping[str, Stored], meta: Mapp
             tensor = tensors[key].load().to("cpu", tensors[key].dtype).contiguous()
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 what, remedy = f"'{key}' would hold NaN or infinity", "look at the model's weights, and at the samples"
-                raise StatisticsError(what, where=str(path), remedy=remedy)
+                raise StatisticsError(what, where=str(where or path), remedy=remedy)
             file.write(tensor.numpy().tobytes())
 
 
@@ -170,7 +175,10 @@ def replacing(path: Path | str) -> Iterator[Any]:
         with durable.replacing(path) as temporary, open(temporary, "wb") as file:
             yield file
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise StatisticsError(
-            f"cannot be written ({reason})", where=str(path), remedy="give another place with --out"
-        ) from error
+        raise unwritten(path, error) from error
+
+
+def unwritten(path: Path | str, error: OSError) -> StatisticsError:
+    """What to say where a file cannot be written."""
+    reason = (error.strerror or str(error)).lower()
+    return StatisticsError(f"cannot be written ({reason})", where=str(path), remedy="give another place with --out")

@@ -86,7 +86,6 @@ class Measurement:
         probe = Probe()
         with torch.no_grad(), self.tapped.watched(probe):
             plain = self.outputs(first)
-        check_answers(model, _tensors(plain))
         self.shared, self.called = probe.shared(self.tapped), set(probe.inputs)
         self.layers_only = False
         for layers_only in (False, True):
@@ -98,14 +97,20 @@ class Measurement:
                     return
 
     def outputs(self, batch: Batch) -> Any:
-        """What the model gives for a batch, labels left out."""
+        """What the model gives for a batch, labels left out.
+
+        Raises:
+            CheckpointError: NaN.
+        """
         dtype = next(self.model.parameters()).dtype
         given = {
             name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
             for name, tensor in batch.items()
             if name != "labels"
         }
-        return self.model(**given)
+        made = self.model(**given)
+        check_answers(self.model, _tensors(made))
+        return made
 
     def run(self, options: MeasureOptions, state: Unfinished, progress: Progress) -> Measured:
         """Everything that the options ask for."""

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rotation_merge.averaging.file import Stored, write_statistics
+from rotation_merge.averaging.file import Stored, unwritten, write_statistics
 from rotation_merge.averaging.sums import Sums
+from rotation_merge.errors import RotationMergeError
 
 Progress = Callable[[str, int, int], None]
 
@@ -50,19 +52,32 @@ class Pass:
 
 
 class Unfinished:
-    """What an interrupted measurement has done so far, in a folder beside its file."""
+    """What an interrupted measurement has done so far, in a folder beside its file, as a context: it goes where the
+    measurement ends, and with an error in what was given, unless it was there before."""
 
     def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
         """Take up the folder, or begin a new one where it is of another measurement."""
-        self.folder = Path(f"{out}.unfinished")
+        self.out, self.folder = out, Path(f"{out}.unfinished")
         text = json.dumps(identity, sort_keys=True, default=str)
         head = self.folder / "of.json"
         if self.folder.exists() and (not head.exists() or head.read_text(encoding="utf-8") != text):
             log.warning("%s is of another measurement and is replaced", self.folder)
             shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not head.exists():
-            head.write_text(text, encoding="utf-8")
+        self.new = not self.folder.exists()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.new:
+                head.write_text(text, encoding="utf-8")
+        except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise unwritten(out, error) from error
+
+    def __enter__(self) -> Unfinished:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or (self.new and isinstance(error, RotationMergeError)):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def part(self, one: Pass) -> Path:
         """The file of what a pass found."""
@@ -80,11 +95,11 @@ class Unfinished:
 
     def keep(self, one: Pass, done: int, sums: Sums) -> None:
         """Write the state of a pass."""
-        write_statistics(self._running(one), stored(sums), {"done": str(done)})
+        write_statistics(self._running(one), stored(sums), {"done": str(done)}, self.out)
 
     def done(self, one: Pass, tensors: dict[str, Tensor]) -> None:
         """Write what a pass found."""
-        write_statistics(self.part(one), stored(tensors), {})
+        write_statistics(self.part(one), stored(tensors), {}, self.out)
         self._running(one).unlink(missing_ok=True)
 
     def _running(self, one: Pass) -> Path:
@@ -93,9 +108,6 @@ class Unfinished:
     @staticmethod
     def _name(one: Pass) -> str:
         return f"{one.name}-{zlib.crc32(' '.join(sorted(one.blocks)).encode()):08x}".replace(" ", "-")
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def stored(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:

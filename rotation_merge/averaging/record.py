@@ -65,7 +65,8 @@ def record(
         source: what the data are called.
 
     Raises:
-        RotationMergeError: the model or the data do not allow it; a next run goes on with what was done.
+        RotationMergeError: the model or the data do not allow it, or there is no place to write; nothing is left behind
+            but what an earlier run had done.
     """
     batches = unpadded(data.batches, source)
     made: dict[str, Any] = {
@@ -81,25 +82,21 @@ def record(
         "versions": versions(),
     }
     os.makedirs(out.resolve().parent, exist_ok=True)
-    state = Unfinished(out, made)
-    measured, own = _measured(checkpoint, model, batches, data.task, options, state, progress, device)
-    whole = resolve(checkpoint.config, checkpoint.names, str(checkpoint.reference), untie=True)
-    named = as_stored(measured, own, whole)
-    made["loss_scale"] = measured.loss_scale
-    made["fisher_norm"] = _norm(named, checkpoint.names)
-    made["narrow"] = _narrow(named)
-    write_statistics(
-        out,
-        named.tensors,
-        {
+    with Unfinished(out, made) as state:
+        measured, own = _measured(checkpoint, model, batches, data.task, options, state, progress, device)
+        whole = resolve(checkpoint.config, checkpoint.names, str(checkpoint.reference), untie=True)
+        named = as_stored(measured, own, whole)
+        made["loss_scale"] = measured.loss_scale
+        made["fisher_norm"] = _norm(named, checkpoint.names)
+        made["narrow"] = _narrow(named)
+        meta = {
             "made": json.dumps(made, sort_keys=True, default=str),
             "inputs": json.dumps(named.inputs, sort_keys=True),
             "split": json.dumps(sorted(named.split)),
             "behind": json.dumps(sorted(named.behind)),
             "uncalled": json.dumps(sorted(named.uncalled)),
-        },
-    )
-    state.remove()
+        }
+        write_statistics(out, named.tensors, meta)
     return made
 
 

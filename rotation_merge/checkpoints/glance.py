@@ -6,7 +6,6 @@ from __future__ import annotations
 import filecmp
 import logging
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,15 @@ from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.architectures.needed import needed, needed_within
 from rotation_merge.architectures.registry import find, tied_head
 from rotation_merge.checkpoints.defaults import with_defaults
-from rotation_merge.checkpoints.headers import Shapes, check_folder, check_local, file_shapes, read_json, safetensors_in
+from rotation_merge.checkpoints.headers import (
+    TOKENIZER,
+    Shapes,
+    check_folder,
+    check_local,
+    file_shapes,
+    read_json,
+    safetensors_in,
+)
 from rotation_merge.checkpoints.hub import in_cache, is_hub_name
 from rotation_merge.checkpoints.sentence import is_sentence
 from rotation_merge.errors import RotationMergeError
@@ -25,7 +32,6 @@ LOG = logging.getLogger(__name__)
 
 HARMLESS = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
 """Entries of config.json that say nothing of what a model computes."""
-_TOKENIZER = re.compile(r"(tokenizer|vocab|spiece|merges|added_tokens|special_tokens).*")
 
 
 def glance(path: str, exact: bool = False) -> Member | None:
@@ -77,7 +83,7 @@ def _said(folder: str) -> dict[str, Any] | None:
 
 def _same_tokens(one: str, other: str) -> bool:
     """Whether two folders hold the same tokenizer files, byte by byte, or none."""
-    names = [sorted(filter(_TOKENIZER.fullmatch, os.listdir(folder))) for folder in (one, other)]
+    names = [sorted(filter(TOKENIZER.fullmatch, os.listdir(folder))) for folder in (one, other)]
     same = names[0] == names[1]
     return same and all(filecmp.cmp(os.path.join(one, n), os.path.join(other, n), shallow=False) for n in names[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from torch import Tensor
 from rotation_merge.errors import CheckpointError, short
 
 Shapes = dict[str, tuple[int, ...]]
+
+TOKENIZER = re.compile(r"(tokenizer|vocab|spiece|merges|added_tokens|special_tokens).*")
+"""Files of a tokenizer."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Floating types of safetensors headers."""

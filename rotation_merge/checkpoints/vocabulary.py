@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from mergekit.common import ModelReference
 from torch import Tensor
 
+from rotation_merge.checkpoints.headers import TOKENIZER, read_json
 from rotation_merge.checkpoints.models import Model
-from rotation_merge.errors import CheckpointError
+from rotation_merge.errors import CheckpointError, RotationMergeError
 
 LEAST_SHARED = 32
 """Fewer common tokens than this say nothing about how two models lie to each other."""
@@ -87,7 +93,7 @@ def _has_tokenizer(reference: ModelReference) -> bool:
     return os.path.isdir(path) and any(name.startswith(("tokenizer", "vocab", "spiece")) for name in os.listdir(path))
 
 
-def _held(tokens: dict[str, int], token: str, size: int | None) -> bool:
+def _held(tokens: Mapping[str, int], token: str, size: int | None) -> bool:
     """Whether a token has a row."""
     return token in tokens and tokens[token] < (size or 0)
 
@@ -100,16 +106,48 @@ def _size(model: Model) -> int | None:
     return None
 
 
-def _tokens(reference: ModelReference, trust_remote_code: bool) -> dict[str, int] | None:
+def _tokens(reference: ModelReference, trust_remote_code: bool) -> Mapping[str, int] | None:
     """Tokens and their numbers, None where no tokenizer can be loaded."""
+    path = reference.model
+    return _loaded(_Tokenizer(path.path, path.revision, trust_remote_code, _contents(path.path)))
+
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    """A tokenizer; two that lie here are the same where their files are.
+
+    Attributes:
+        contents: a digest of its files; the path again where it does not lie here.
+    """
+
+    path: str = field(compare=False)
+    revision: str | None
+    trust_remote_code: bool
+    contents: str
+
+
+def _contents(path: str) -> str:
+    if not os.path.isdir(path):
+        return path
+    digest = hashlib.blake2b(digest_size=20)
+    for name in sorted(filter(TOKENIZER.fullmatch, os.listdir(path))):
+        with open(os.path.join(path, name), "rb") as file:
+            digest.update(name.encode() + b"\0" + file.read())
+    with suppress(RotationMergeError):
+        digest.update(str(read_json(os.path.join(path, "config.json")).get("model_type")).encode())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _loaded(tokenizer: _Tokenizer) -> Mapping[str, int] | None:
     from transformers import AutoTokenizer
 
-    path = reference.model
+    options = {"revision": tokenizer.revision, "trust_remote_code": tokenizer.trust_remote_code}
     try:
-        found = AutoTokenizer.from_pretrained(path.path, revision=path.revision, trust_remote_code=trust_remote_code)
+        found = AutoTokenizer.from_pretrained(tokenizer.path, **options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None
-    return None if is_hollow(found) else dict(found.get_vocab())
+    return None if is_hollow(found) else MappingProxyType(dict(found.get_vocab()))
 
 
 def is_hollow(tokenizer: Any) -> bool:

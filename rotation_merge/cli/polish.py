@@ -165,6 +165,7 @@ def _ask(
     from rotation_merge.learning.answers import Answered, write_answers
     from rotation_merge.samples.functions import load
 
+    _check_words(merged, teachers)
     result = []
     for number, (teacher, source) in enumerate(zip(teachers, sources, strict=True)):
         path, mark = work / f"answers-{number}.safetensors", f"{teacher} {source} {samples} {length} {seed}"
@@ -177,6 +178,22 @@ def _ask(
             del model
         result.append(Answered(path))
     return result
+
+
+def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
+    """What a teacher says means the same to the merge.
+
+    Raises:
+        RotationMergeError: it has another vocabulary.
+    """
+    from rotation_merge.averaging.record import checkpoint_of
+    from rotation_merge.checkpoints.vocabulary import moved_tokens, shared_rows
+
+    own = checkpoint_of(merged)
+    for other in map(checkpoint_of, teachers):
+        if shared_rows([own, other]) is not None or moved_tokens(own, other)[0]:
+            what, remedy = f"its tokens are not those of {merged}", "give teachers with the merge's tokenizer"
+            raise RotationMergeError(what, where=str(other.reference), remedy=remedy)
 
 
 def _with_lora(model: Any, rank: int, seed: int) -> Any:

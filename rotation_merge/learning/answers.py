@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rotation_merge.errors import CheckpointError
+from rotation_merge.durable import replacing
+from rotation_merge.errors import CheckpointError, RotationMergeError, short
 from rotation_merge.learning.objective import is_distribution, main_output, unlabelled
 from rotation_merge.samples.functions import Batch, check_answers
 
@@ -27,6 +28,9 @@ def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, w
     Args:
         mark: what tells these answers from others in the same place.
         where: what the model is called.
+
+    Raises:
+        RotationMergeError: it answers with NaN, or there is no space.
     """
     held: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
@@ -36,9 +40,12 @@ def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, w
         check_answers(model, found.values(), where)
         for name, tensor in found.items():
             held[f"{number}.answer.{name}"] = tensor.contiguous()
-    temporary = path.with_suffix(".partial")
-    save_file(held, temporary, metadata={"mark": mark, "batches": str(len(batches))})
-    temporary.replace(path)
+    try:
+        with replacing(path) as temporary:
+            save_file(held, temporary, metadata={"mark": mark, "batches": str(len(batches))})
+    except (OSError, SafetensorError) as error:
+        what, remedy = f"answers cannot be written ({short(error)})", "free some space, or give fewer samples"
+        raise RotationMergeError(what, where=str(path.parent), remedy=remedy) from error
 
 
 def answer(outputs: Any) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ Dean (2015).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotation_merge.errors import DataError
+from rotation_merge.errors import CheckpointError, DataError
 from rotation_merge.learning.answers import Answered, divergence
 from rotation_merge.learning.objective import unlabelled
 from rotation_merge.learning.resume import State
@@ -149,20 +150,22 @@ class _Polish:
                 report.trials[f"{rate:g}"] = self.trial(rate)
             self.restore(start)
             report.rate = min(rates, key=lambda r: report.trials.get(f"{r:g}", 0.0))
+            _check_number(report.trials.get(f"{report.rate:g}", 0.0))
         best = self.train(report, began, start)
         self.restore(best)
         report.seconds = time.perf_counter() - began
         return report
 
     def trial(self, rate: float) -> float:
-        """The held-out divergence after a tenth of the steps."""
+        """The held-out divergence after a tenth of the steps; infinite where it is no number."""
         steps = max(1, round(self.options.steps * TRIAL))
         optimiser = self.optimiser(rate)
         batches = self.draws(torch.Generator().manual_seed(self.options.seed + 1))
         for step in range(steps):
             self.step(optimiser, next(batches))
             self.watch(f"learning rate {rate:g}", step + 1, steps)
-        return self.score()
+        found = self.score()
+        return found if math.isfinite(found) else math.inf
 
     def train(self, report: PolishReport, began: float, start: dict[str, Tensor]) -> dict[str, Tensor]:
         steps = self.options.steps
@@ -177,7 +180,7 @@ class _Polish:
         every = max(1, steps // LOOKS)
         batches = self.draws(generator)
         for step in range(first, steps):
-            self.step(optimiser, next(batches))
+            _check_number(self.step(optimiser, next(batches)))
             schedule.step()
             if (step + 1) % every == 0 or step + 1 == steps:
                 value = self.score()
@@ -205,13 +208,18 @@ class _Polish:
         while True:
             yield [t[int(torch.randint(len(t), (), generator=generator))] for t in self.training]
 
-    def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[int]) -> None:
+    def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[int]) -> float:
+        """One step; gives the divergence before it."""
         optimiser.zero_grad()
+        total = 0.0
         for one, number in zip(self.answered, numbers, strict=True):
             batch, wanted = one.read(number, self.device)
-            (divergence(self.model(**unlabelled(batch)), wanted) / len(self.answered)).backward()
+            loss = divergence(self.model(**unlabelled(batch)), wanted) / len(self.answered)
+            loss.backward()
+            total += float(loss)
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         optimiser.step()
+        return total
 
     @torch.no_grad()
     def score(self) -> float:
@@ -233,3 +241,9 @@ class _Polish:
         for name, parameter in self.model.named_parameters():
             if name in values:
                 parameter.copy_(values[name])
+
+
+def _check_number(loss: float) -> None:
+    if not math.isfinite(loss):
+        what, remedy = "training gives NaN", "give a lower '--learning-rate', or look at the model's weights"
+        raise CheckpointError(what, remedy=remedy)

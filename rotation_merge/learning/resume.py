@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.durable import replacing
-from rotation_merge.errors import AlignmentError
+from rotation_merge.errors import AlignmentError, RotationMergeError, short
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.learning.together import Together
 from rotation_merge.matching.fingerprint import Fingerprint
@@ -99,7 +99,11 @@ class State:
         return self.path.read_bytes() if self.path is not None and self.path.exists() else None
 
     def save(self, step: int, best: dict[str, Tensor], report: Any) -> None:
-        """Write the state, whole or not at all."""
+        """Write the state, whole or not at all.
+
+        Raises:
+            RotationMergeError: there is no space.
+        """
         if self.path is None or self.together.rank:
             return
         state = {
@@ -112,8 +116,12 @@ class State:
             "generator": self.generator.get_state(),
             "report": json.dumps(asdict(report)),
         }
-        with replacing(self.path) as temporary:
-            torch.save(state, temporary)
+        try:
+            with replacing(self.path) as temporary:
+                torch.save(state, temporary)
+        except (OSError, RuntimeError) as error:  # the second is what torch says of a full disk
+            what = f"the state of the run cannot be written ({short(error)})"
+            raise RotationMergeError(what, where=str(self.path), remedy="free some space and run again") from error
 
     def remove(self) -> None:
         """The fit is done."""
