@@ -49,7 +49,6 @@ def test_the_best_is_written_and_its_recipe_gives_the_same_bytes(merged: tuple[P
     assert (out / "recipe.yml").read_text() == found["tried"][0]["recipe"]
     assert (out / "tokenizer_config.json").exists()
     assert not Path(f"{out}.unfinished").exists()
-    assert not (out / "figures.json").exists()
     result = mergekit_yaml((out / "recipe.yml").read_text(), tmp_path / "again")
     assert result.exit_code == 0, result.output
     first, again = state(out), state(tmp_path / "again")
@@ -208,7 +207,7 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     monkeypatch.setattr(search, "merge_recipe", merging)
     arguments = (ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway", "--json")
     assert run(*arguments).exit_code == 130
-    assert list((tmp_path / "out.unfinished").glob("plain-*/figures.json"))
+    assert list((tmp_path / "out.unfinished").glob("plain-*.json"))
     plain = made[0]
     again = run(*arguments, "--budget", "1s")
     assert again.exit_code == 0, again.output
@@ -216,6 +215,33 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     found = json.loads(again.stdout[again.stdout.index("{") :])
     assert found["relations"] == {C: pytest.approx(1.0, abs=0.1)}
     assert found["tried"]
+
+
+def test_interrupted_while_it_writes_it_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing half written, whenever it ends; what was moved to OUT is neither made again nor lost."""
+    from rotation_merge.choosing import run as search
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    real, merging, made = search.candidates, search.merge_recipe, list[str]()
+    monkeypatch.setattr(search, "candidates", lambda *given, **more: real(*given, **more)[:1])
+    monkeypatch.setattr(search, "merge_recipe", lambda *given, **more: (made.append(given[1]), merging(*given, **more)))
+    out = tmp_path / "out"
+    arguments = (ENGLISH, C, out, "--data", "demo:python", *TINY, "--anyway")
+    with monkeypatch.context() as patch:
+        patch.setattr(search.os, "replace", lambda *given: interrupted() if given[1] == out else os.rename(*given))
+        assert run(*arguments).exit_code == 130
+    assert not out.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(search.Choice, "clean", interrupted)
+        assert run(*arguments).exit_code == 130
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert {"config.json", "model.safetensors", "recipe.yml", "evaluation.json"} <= whole.keys()
+    assert run(*arguments).exit_code == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    assert (len(made), [path.name for path in tmp_path.iterdir()]) == (1, ["out"])
+    assert "--force" in run(*arguments).output
 
 
 def test_announced_times_follow_what_was_measured():
@@ -246,7 +272,8 @@ def test_a_soup_keeps_what_helps(monkeypatch: pytest.MonkeyPatch):
     from rotation_merge.choosing.candidates import Candidate
     from rotation_merge.choosing.judge import Figures
     from rotation_merge.choosing.making import Wish
-    from rotation_merge.choosing.run import Choice, Tried
+    from rotation_merge.choosing.outcome import Tried
+    from rotation_merge.choosing.run import Choice
 
     worth = {"ab": 2.0, "ac": 9.0, "abc": 3.0, "abd": 1.0}
     seen = []

@@ -48,8 +48,10 @@ def staged(out_path: str) -> Iterator[str]:
     target = os.path.abspath(out_path)
     parent, name = os.path.split(target)
     missing = _first_missing(parent)
-    holder = os.path.join(target if os.path.isdir(target) else parent, f".{name}.partial")
-    shutil.rmtree(holder, ignore_errors=True)
+    beside, inside = (os.path.join(place, f".{name}.partial") for place in (parent, target))
+    for left in (beside, inside):
+        shutil.rmtree(left, ignore_errors=True)
+    holder = inside if os.path.isdir(target) else beside
     staging = os.path.join(holder, name)
     try:
         os.makedirs(staging)

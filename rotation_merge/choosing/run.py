@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ import yaml
 
 from rotation_merge.averaging.record import checkpoint_of, keep_figures
 from rotation_merge.checkpoints.headers import reason
-from rotation_merge.checkpoints.models import parse_reference
 from rotation_merge.checkpoints.pair import Pair, open_pair
 from rotation_merge.choosing.candidates import FIRST_PART, Candidate, candidates, shortened, with_models
 from rotation_merge.choosing.costs import Costs
 from rotation_merge.choosing.judge import Figures, Judge, Sets, answers, fits, split, write_data
 from rotation_merge.choosing.making import Maker, Wish
+from rotation_merge.choosing.outcome import Outcome, Tried, mark_of
 from rotation_merge.durable import write_text
 from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.matching.options import NOTHING
@@ -35,59 +35,15 @@ from rotation_merge.samples.written import SELF, SOURCES
 from rotation_merge.seam.console import OneLineError
 from rotation_merge.seam.merging import merge_recipe
 
-RECIPE, FIGURES = "recipe.yml", "figures.json"
+RECIPE, FIGURES = "recipe.yml", ".json"
+"""A merge's recipe in its folder, and the end of the name of what it is worth, beside the folder."""
+WRITTEN = "written.json"
+"""Says which of the merges that were tried is on its way to OUT, and of which search."""
 MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
 """Units of scores that are measures, by what the hub calls them."""
 WRITTEN_APART = 7919
 """Added to the seed for held-out samples that models write themselves, so that no merge has seen them."""
 Say = Callable[[str], None]
-
-
-@dataclass
-class Tried:
-    """One candidate and what it is worth on the deciding samples; `expected`: the seconds that were announced."""
-
-    name: str
-    figures: Figures
-    seconds: float
-    recipe: str
-    expected: float | None = None
-
-
-@dataclass
-class Outcome:
-    """What was found.
-
-    Attributes:
-        tried: by score, the best first.
-        parents, ensemble, best: on the samples that only report, as is `plain`.
-        left_out: candidates that the budget had no room for, or that could not be made, and why.
-        relations: of every other model: mean cosine of its matrices to the first one's.
-        unit, figure: what scores are, and what stands beside them where there are labels.
-    """
-
-    labelled: bool
-    tried: list[Tried]
-    parents: dict[str, Figures]
-    ensemble: Figures
-    best: Figures
-    plain: Figures | None
-    left_out: dict[str, str] = field(default_factory=dict)
-    relations: dict[str, float] = field(default_factory=dict)
-    unit: str = "loss (nats)"
-    figure: str = "accuracy"
-
-    @property
-    def best_parent(self) -> str:
-        return min(self.parents, key=lambda name: self.parents[name].score)
-
-    @property
-    def worth_it(self) -> bool:
-        """Whether the best merge beats every parent alone."""
-        return self.best.score < self.parents[self.best_parent].score
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "best_parent": self.best_parent, "worth_it": self.worth_it}
 
 
 class Choice:
@@ -96,7 +52,7 @@ class Choice:
     def __init__(self, wish: Wish, say: Say) -> None:
         self.wish, self.say = wish, say
         self.work = Path(f"{wish.out}.unfinished")
-        self.mark = _mark(wish)
+        self.mark = mark_of(wish)
         self.files = Path(f"{wish.out}-samples") / self.mark
         self.began = time.perf_counter()
         self.left_out: dict[str, str] = {}
@@ -120,6 +76,24 @@ class Choice:
                 self.clean(written=False)
             raise
 
+    def goes_on(self) -> bool:
+        """Whether this search was interrupted once it had begun to write OUT."""
+        return bool(self._written())
+
+    def _written(self) -> dict[str, str]:
+        """Which merge this search has written, or was writing, to OUT: its name and recipe."""
+        try:
+            found = json.loads((self.work / WRITTEN).read_text(encoding="utf-8"))
+            return dict(found) if found["mark"] == self.mark else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _moved(self, place: Path) -> bool:
+        """Whether a merge lies in OUT by now."""
+        found, recipe = self._written(), Path(self.wish.out) / RECIPE
+        named = found.get("name") == place.name and not place.exists() and recipe.is_file()
+        return named and recipe.read_text(encoding="utf-8") == found["recipe"]
+
     # --- samples -----------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -138,7 +112,7 @@ class Choice:
         self.written = wish.data[0] in SOURCES
         loaded = [self._load(model) for model in wish.models]
         begin = time.perf_counter()
-        sets = self._written(loaded) if self.written else self._given(loaded[0])
+        sets = self._sampled(loaded) if self.written else self._given(loaded[0])
         wrote = (time.perf_counter() - begin) / sum(data.examples for data in (*sets.deciding, *sets.reported))
         self.labelled = not self.written and all(data.task != "none" for data in sets.deciding)
         self.training = sets.training
@@ -176,7 +150,7 @@ class Choice:
         fits([data], found[0].shape[-1])
         return found
 
-    def _written(self, loaded: Sequence[Any]) -> Sets:
+    def _sampled(self, loaded: Sequence[Any]) -> Sets:
         """Held-out samples that the models write (or noise), apart from those that the merges are made with."""
         wish = self.wish
         parts: tuple[list[Data], list[Data]] = ([], [])
@@ -251,9 +225,18 @@ class Choice:
     def _best(tried: Sequence[tuple[Candidate, Tried]]) -> tuple[Candidate, Tried]:
         return min(tried, key=lambda pair: pair[1].figures.score)
 
-    def _place(self, candidate: Candidate) -> Path:
+    def _name(self, candidate: Candidate) -> Path:
         mark = hashlib.blake2b(json.dumps([candidate.name, candidate.models]).encode(), digest_size=4).hexdigest()
         return self.work / ("".join(c if c.isalnum() else "-" for c in candidate.name)[:60] + f"-{mark}")
+
+    def _place(self, candidate: Candidate) -> Path:
+        """Where a merge lies: among those that were tried, or where it was moved to."""
+        place = self._name(candidate)
+        return Path(self.wish.out) if self._moved(place) else place
+
+    def _figures(self, candidate: Candidate) -> Path:
+        """Where it stands what a merge is worth, once it is whole."""
+        return Path(f"{self._name(candidate)}{FIGURES}")
 
     def _soup(self, tried: list[tuple[Candidate, Tried]]) -> None:
         """Of three and more models: add one after the other, in the order of their worth, and keep those that help."""
@@ -291,18 +274,18 @@ class Choice:
         return found
 
     def _made(self, candidate: Candidate, text: str, begin: float) -> Tried:
-        place = self._place(candidate)
+        place = self._name(candidate)
         merge_recipe(text, str(place), tokenizer=True)
         figures = self.deciding.measure(self._load(place))
         found = Tried(candidate.name, figures, time.perf_counter() - begin, text)
-        write_text(place / FIGURES, json.dumps({"key": self._key(text), **asdict(found)}))
+        write_text(self._figures(candidate), json.dumps({"key": self._key(text), **asdict(found)}))
         return found
 
     def _kept(self, candidate: Candidate, text: str) -> Tried | None:
         """What an interrupted search found for the same recipe and samples."""
         try:
-            kept = json.loads((self._place(candidate) / FIGURES).read_text(encoding="utf-8"))
-            if kept.pop("key") != self._key(text):
+            kept = json.loads(self._figures(candidate).read_text(encoding="utf-8"))
+            if kept.pop("key") != self._key(text) or not self._place(candidate).is_dir():
                 return None
             return Tried(**{**kept, "figures": Figures(**kept["figures"])})
         except (OSError, ValueError, KeyError, TypeError):
@@ -327,26 +310,35 @@ class Choice:
         return self.reporting.measure(self._load(model))
 
     def write(self) -> None:
-        """The best merge, which its recipe made as stock mergekit-yaml does, and the recipe beside it."""
-        made, out = self._place(self.best), Path(self.wish.out)
-        if out.exists():
+        """The best merge, which its recipe made as stock mergekit-yaml does, and the recipe beside it.
+
+        What is there before it is whole is the merge that was there before, or none.
+        """
+        place, made, out = self._place(self.best), self._name(self.best), Path(self.wish.out)
+        write_text(self.work / WRITTEN, json.dumps({"mark": self.mark, "name": made.name, "recipe": self.text}))
+        if place == made and out.exists():
+            (out / RECIPE).unlink(missing_ok=True)  # of the merge that was there
             merge_recipe(self.text, str(out), tokenizer=True)  # which exchanges what is there
-        else:
-            (made / FIGURES).unlink()
+            self._complete(out)
+        elif place == made:
+            self._complete(made)
             out.parent.mkdir(parents=True, exist_ok=True)
             os.replace(made, out)
-        write_text(out / RECIPE, self.text)
-        if self.labelled:
-            self._keep_figures()
 
-    def _keep_figures(self) -> None:
+    def _complete(self, folder: Path) -> None:
+        """What stands beside the weights."""
+        write_text(folder / RECIPE, self.text)
+        if self.labelled:
+            self._keep_figures(folder)
+
+    def _keep_figures(self, folder: Path) -> None:
         """What the merge is worth on the samples that only report, for its card."""
         sets, best = self.reporting.sets, self.outcome.best
         figures = {} if best.accuracy is None else {self.reporting.figure.lower(): best.accuracy}
         if name := MEASURES.get(self.reporting.unit):
             figures[name] = best.score
         facts = {"data": ", ".join(self.wish.data), "task": sets[0].task, "examples": sum(d.examples for d in sets)}
-        keep_figures(self.wish.out, "pixel_values" in sets[0].batches[0], facts, figures)
+        keep_figures(str(folder), "pixel_values" in sets[0].batches[0], facts, figures)
 
     def clean(self, written: bool) -> None:
         """Remove what an interrupted search would have gone on from, and samples that the recipe does not name."""
@@ -359,19 +351,3 @@ class Choice:
         for folder in (*self.files.parent.glob("*"), self.files.parent):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
-
-
-def _mark(wish: Wish) -> str:
-    """Stands for what is merged with what: the models, the samples, and their files as they are."""
-    asked = {name: value for name, value in asdict(wish).items() if name not in ("budget", "out")}
-    files = [path for model in wish.models for path in _weights(model)] + [d for d in wish.data if os.path.exists(d)]
-    stamps = [os.stat(path).st_mtime_ns for path in files]
-    return hashlib.blake2b(json.dumps([asked, stamps]).encode(), digest_size=4).hexdigest()
-
-
-def _weights(model: str) -> list[str]:
-    """The weight files of a model that lies here, and of its adapter."""
-    reference = parse_reference(model)
-    folders = [part.path for part in (reference.model, reference.lora) if part is not None and os.path.isdir(part.path)]
-    ends = (".safetensors", ".bin")
-    return [os.path.join(folder, n) for folder in folders for n in sorted(os.listdir(folder)) if n.endswith(ends)]

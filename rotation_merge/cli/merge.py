@@ -16,7 +16,8 @@ from rotation_merge.samples.data import KINDS
 
 if TYPE_CHECKING:
     from rotation_merge.choosing.judge import Figures
-    from rotation_merge.choosing.run import Choice, Outcome
+    from rotation_merge.choosing.outcome import Outcome
+    from rotation_merge.choosing.run import Choice
 
 POLISHED = "-polished"
 """What is added to OUT for the trained model."""
@@ -74,14 +75,14 @@ def command(
         raise click.UsageError("name two or more models and the directory to write")
     *names, out = models
     out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
-    for place in (out, *([f"{out}{POLISHED}"] if polish else [])):
-        _check_place(place, names, force)
     if dtype is not None and dtype not in DTYPES:
         raise RotationMergeError(f"--dtype is '{dtype}'", remedy=nearest(dtype, DTYPES))
     wish = Wish(
         tuple(names), out, data or (_made_up(names[0]),), samples, seconds(budget), seed, length, batch_size, dtype
     )
     choice = Choice(wish, note)
+    for place in (out, *([f"{out}{POLISHED}"] if polish else [])):
+        _check_place(place, names, force or choice.goes_on())
     with choice.begun():
         choice.prepare()
         found = choice.run()
