@@ -3,6 +3,7 @@
     python benchmarks/sizes.py --shape llama-300m             whole models
     python benchmarks/sizes.py --shape llama-300m --busy --threads 0 --cases near
     python benchmarks/sizes.py --shape llama-8b --layers 1 --vocabulary 4000 --whole
+    python benchmarks/sizes.py --data                         `measure`, and a refit of two models, on samples
     python benchmarks/sizes.py --curves                       cost by layers, width and donors
     python benchmarks/sizes.py --estimates                    the estimates for what has been measured
 
@@ -33,6 +34,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import yaml
 from phases import PHASES
@@ -113,24 +115,30 @@ def run(options: Mapping[str, object], anchor: Path, donors: Sequence[Path], thr
         threads: of torch; 0: as many as it takes by itself.
         passes: at most so many for a residual stream; 0: as ever.
     """
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory(dir=anchor.parent) as name:
         folder = Path(name)
         (folder / "recipe.yml").write_text(yaml.safe_dump(recipe(options, anchor, donors)))
         command = [sys.executable, Path(__file__).with_name("phases.py"), folder / "recipe.yml", folder / "out"]
         command += [folder / "found.json", *(["--passes", passes] if passes else [])]
-        begin = time.perf_counter()
-        with open(folder / "log", "wb") as log:
-            process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=environment)
-            _, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+        used = process(command, threads)
+        return replace(used, found=json.loads((folder / "found.json").read_text()))
+
+
+def process(command: Sequence[object], threads: int) -> Cost:
+    """A command in a process of its own; ends everything where it fails."""
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    begin = time.perf_counter()
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=environment)
+        _, status, used = os.wait4(child.pid, 0)
         wall = time.perf_counter() - begin
-        if process.returncode:
-            sys.exit((folder / "log").read_text())
-        found = json.loads((folder / "found.json").read_text())
-    return Cost(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, found)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
+            log.seek(0)
+            sys.exit(log.read().decode())
+    return Cost(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, {})
 
 
 @contextmanager
@@ -273,6 +281,24 @@ def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 300 else f"{seconds / 60:.1f} min"
 
 
+def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
+    """Statistics of one model, and a refit of two, on 64 samples of 128 made-up tokens."""
+    anchor, donor = write(shape, folder / "anchor"), write(shape, folder / "near", "near")
+    samples = folder / "samples.npz"
+    tokens = torch.randint(0, shape.vocabulary, (64, 128), generator=torch.Generator().manual_seed(0))
+    np.savez(samples, input_ids=tokens.numpy())
+    measure = [Path(sys.executable).with_name("rotation-merge"), "measure", anchor, "--data", samples, "--by-layer"]
+    refit = {**OPTIONS, "delegate": "refit", "data": str(samples), "targets": "mean"}
+    done = {
+        "`measure`, gram": lambda: process([*measure, "--out", folder / "statistics.safetensors"], threads),
+        "`delegate: refit` of two models": lambda: run(refit, anchor, [donor], threads),
+    }
+    for what, work in done.items():
+        cost = work()
+        cells = {"wall, s": f"{cost.wall:.0f}", "processor, s": f"{cost.processor:.0f}"}
+        table.add({"what": what, **cells, "peak, MB": f"{cost.peak / 1e6:.0f}"})
+
+
 def curves(table: Table, folder: Path) -> None:
     """Near and far donors of 300M shape with other numbers of layers, widths and donors, one at a time."""
     base = replace(SHAPES["llama-300m"], layers=4, vocabulary=8000)
@@ -292,6 +318,21 @@ def curves(table: Table, folder: Path) -> None:
             cells = {"by": what, "number": count, "donor": kind, "after the start, s": f"{ours.total:.2f}"}
             table.add(cells | {"matching, s": f"{ours.of('spent')['matching']:.2f}"})
             shutil.rmtree(place)
+    laws(table.rows, Table("sizes-laws"))
+
+
+def laws(rows: Sequence[Mapping[str, str]], table: Table) -> None:
+    """How cost grows: the exponent (least squares of the logarithms), and how far it is from a straight line."""
+    for what, kind in dict.fromkeys((row["by"], row["donor"]) for row in rows):
+        chosen = [row for row in rows if (row["by"], row["donor"]) == (what, kind)]
+        count = np.array([float(row["number"]) for row in chosen])
+        cells = {"by": what, "donor": kind}
+        for column in ("after the start, s", "matching, s"):
+            cost = np.array([float(row[column]) for row in chosen])
+            line = np.polyval(np.polyfit(count, cost, 1), count)
+            cells[f"exponent, {column[:-3]}"] = f"{np.polyfit(np.log(count), np.log(cost), 1)[0]:.2f}"
+            cells[f"off a line, {column[:-3]}"] = f"{np.abs(line / cost - 1).max():.0%}"
+        table.add(cells)
 
 
 def main() -> None:
@@ -303,6 +344,7 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="keep every core busy with other work")
     parser.add_argument("--whole", action="store_true", help="extrapolate from these layers to the whole shape")
     parser.add_argument("--curves", action="store_true", help="cost by layers, width and donors instead")
+    parser.add_argument("--data", action="store_true", help="measure and refit instead")
     parser.add_argument("--estimates", action="store_true", help="the estimates for what has been measured instead")
     parser.add_argument("--folder", help="where models are written for the time being")
     arguments = parser.parse_args()
@@ -313,6 +355,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place, busy() if arguments.busy else nullcontext():
         if arguments.curves:
             return curves(Table("sizes-curves"), Path(place))
+        if arguments.data:
+            return with_data(chosen(arguments), arguments.threads, Table(f"sizes-data-{name}"), Path(place))
         given, shape = (arguments.cases, arguments.threads), chosen(arguments)
         if arguments.whole:
             return by_layers(shape, SHAPES[arguments.shape], *given, Table(f"layers-{name}"), Path(place))
