@@ -22,6 +22,7 @@ from rotation_merge.groups.gains import CoordinateExchange, PairExchange
 from rotation_merge.groups.group import GROUPS, Group
 from rotation_merge.groups.invertible import InvertibleGroup
 from rotation_merge.groups.monomial import CoordinateOrder, GatedOrder
+from rotation_merge.groups.ordered import OrderedExchange, OrderedSigns
 from rotation_merge.groups.planar import PlanarGroup
 from rotation_merge.groups.scaled import OrthogonalGroup
 from rotation_merge.groups.signs import CoordinateSigns, Fixed, HeadSign, PairSigns
@@ -52,6 +53,10 @@ ALL: dict[str, Group] = {
     "coordinate order": CoordinateOrder(),
     "gated order": GatedOrder(),
     "gated order, scaled": GatedOrder(True),
+    "ordered signs": OrderedSigns(),
+    "order, no signs": OrderedSigns(signs=False),
+    "ordered gains": OrderedExchange(),
+    "ordered gains, exchanged": OrderedExchange(True),
 }
 groups = pytest.mark.parametrize("group", ALL.values(), ids=ALL.keys())
 
@@ -222,10 +227,12 @@ def attention(**facts: object) -> Space:
             InvertibleGroup(True),
         ),
         ({"rotary": 4, "norm": "rms_head"}, {}, PairSigns(), OrthogonalGroup(True)),
-        ({"rotary": 2, "norm": "rms_all"}, {}, Split(PairSigns(), CoordinateSigns(), 2), OrthogonalGroup(True)),
+        ({"rotary": 2, "norm": "rms_all"}, {}, Split(PairSigns(), OrderedSigns(), 2), OrthogonalGroup(True)),
+        ({"rotary": 4, "norm": "rms_turned"}, {}, PairSigns(), OrthogonalGroup(True)),
+        ({"rotary": 2, "norm": "rms_clipped"}, {}, Split(PairSigns(), CoordinateSigns(), 2), OrthogonalGroup(True)),
         ({"norm": "l2_head"}, {}, OrthogonalGroup(False), OrthogonalGroup(True)),
         ({"norm": "l2_head", "rotary": 4}, {}, PlanarGroup(False), OrthogonalGroup(True)),
-        ({"norm": "rms_head"}, {}, CoordinateSigns(), OrthogonalGroup(True)),
+        ({"norm": "rms_head"}, {}, OrderedSigns(), OrthogonalGroup(True)),
         ({"values": "gated"}, {}, OrthogonalGroup(True), GatedOrder(True)),
         ({"norm": "layer_head", "rotary": 4}, {}, HeadSign(), OrthogonalGroup(True)),
         ({"norm": "affine_head"}, {}, Fixed(), OrthogonalGroup(True)),
@@ -233,7 +240,8 @@ def attention(**facts: object) -> Space:
         ({"values": "normed"}, {}, OrthogonalGroup(True), OrthogonalGroup(False)),
         ({}, {"attention": "permutation"}, CoordinateOrder(), CoordinateOrder()),
         ({"rotary": 4, "values": "gated"}, {"attention": "permutation"}, Fixed(), GatedOrder(False)),
-        ({"norm": "rms_head"}, {"attention": "permutation"}, Fixed(), CoordinateOrder()),
+        ({"norm": "rms_head"}, {"attention": "permutation"}, OrderedSigns(False), CoordinateOrder()),
+        ({"rotary": 2}, {"attention": "permutation"}, Split(Fixed(), CoordinateOrder(), 2), CoordinateOrder()),
         ({}, {"heads": "spectral"}, CoordinateOrder(), CoordinateOrder()),
         ({"rotary": 4}, {"heads": "spectral"}, Fixed(), CoordinateOrder()),
     ],

@@ -406,7 +406,7 @@ def test_gated_neuron_function_is_kept():
 
 
 def test_registry_holds_every_subclass():
-    found = {cls for base in (GroupElement, MatrixElement) for cls in base.__subclasses__()}
+    found = {cls for base in (GroupElement, MatrixElement, Monomial) for cls in base.__subclasses__()}
     found = {cls for cls in found if cls.__module__.startswith("rotation_merge.")}
     assert set(KINDS.values()) == found - {MatrixElement}
     assert all(cls.kind == kind for kind, cls in KINDS.items())

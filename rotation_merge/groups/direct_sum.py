@@ -105,6 +105,13 @@ class Split(Group):
     def parts(self, size: int) -> list[tuple[Group, slice]]:
         return [(self.first, slice(0, self.at)), (self.second, slice(self.at, size))]
 
+    def unordered(self) -> Group:
+        return Split(self.first.unordered(), self.second.unordered(), self.at)
+
+    def lift(self, element: GroupElement) -> GroupElement:
+        assert isinstance(element, DirectSum)
+        return DirectSum((self.first.lift(element.parts[0]), self.second.lift(element.parts[1])))
+
     def identity(self, batch: int, size: int) -> DirectSum:
         return DirectSum((self.first.identity(batch, self.at), self.second.identity(batch, size - self.at)))
 

@@ -66,6 +66,14 @@ class Group(ABC):
     def admits(self, maps: Tensor) -> bool:
         """Whether invertible matrices (N, d, d), float64, are maps of the group."""
 
+    def unordered(self) -> Group:
+        """Its elements that leave coordinates at their places, of a group whose permutations heads share."""
+        return self
+
+    def lift(self, element: GroupElement) -> GroupElement:
+        """An element of `unordered`, as one of its own."""
+        return element
+
     def parts(self, size: int) -> list[tuple[Group, slice]]:
         """The groups that act on consecutive coordinates and are solved one by one: of most groups, itself."""
         return [(self, slice(0, size))]

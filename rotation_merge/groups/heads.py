@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from rotation_merge.groups.base import GroupElement, dump, gather, is_order, load, mixes, nested, proven_maps
 from rotation_merge.groups.group import Group
 from rotation_merge.groups.monomial import Monomial
+from rotation_merge.groups.ordered import orders_of, tied, with_orders
 from rotation_merge.groups.space import SpaceGroup, SpaceTransform, Work
 
 QUERY_ROLES = ("q", "o", "gate", "q_gain", "head")
@@ -191,6 +192,20 @@ class HeadGroup(SpaceGroup):
     def _gains(self, make: Callable[[Group, int, int], GroupElement]) -> GroupElement | None:
         return None if self.gains is None else make(self.gains, 1 if self.shared else self.groups, self.head_dim)
 
+    @property
+    def orders(self) -> bool:
+        """Whether coordinates of queries and keys may change places for several heads together."""
+        return self.gains is not None and self.gains.unordered() != self.gains
+
+    def unordered(self) -> HeadGroup:
+        """The same without such permutations."""
+        return replace(self, qk=self.qk.unordered(), gains=None if self.gains is None else self.gains.unordered())
+
+    def lifted(self, transform: HeadTransform) -> HeadTransform:
+        """A transform of `unordered`, as one of its own."""
+        gains = None if transform.gains is None or self.gains is None else self.gains.lift(transform.gains)
+        return replace(transform, qk=self.qk.lift(transform.qk), gains=gains)
+
     def refuses(self, transform: SpaceTransform) -> str | None:
         if not isinstance(transform, HeadTransform):
             return "it is not one of heads"
@@ -210,6 +225,8 @@ class HeadGroup(SpaceGroup):
         ]
         if transform.gains is not None:
             sides.append(("gains", transform.gains, self.gains, 1 if self.shared else self.groups, self.head_dim))
+        if self.gains is not None and not tied(transform.qk, transform.gains):
+            return "query/key: coordinates move apart from the gains of their norms"
         for side, element, group, batch, size in sides:
             if (element.batch, element.size) != (batch, size):
                 return f"{side}: it has not {batch} maps of size {size}"
@@ -226,6 +243,8 @@ class HeadGroup(SpaceGroup):
         qk = self.qk.random(self.groups, self.head_dim, generator)
         vo = self.vo.random(self.groups, self.value_dim, generator)
         gains = self._gains(lambda group, *sizes: group.random(*sizes, generator))
+        if self.orders and gains is not None and (orders := orders_of(gains)) is not None:
+            qk = with_orders(qk, orders)
         return HeadTransform(order, queries, qk, vo, gains)
 
     @property

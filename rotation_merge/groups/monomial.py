@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -50,14 +50,14 @@ class Monomial(GroupElement):
 
     def inverse(self) -> Monomial:
         back = self.permutation.inverse()
-        return Monomial(back, Scaling(1 / self.scaling.factor.gather(1, back.index)))
+        return replace(self, permutation=back, scaling=Scaling(1 / self.scaling.factor.gather(1, back.index)))
 
     def compose(self, first: Monomial) -> Monomial:
         factor = self.scaling.factor * first.scaling.factor.gather(1, self.permutation.index)
-        return Monomial(self.permutation.compose(first.permutation), Scaling(factor))
+        return replace(self, permutation=self.permutation.compose(first.permutation), scaling=Scaling(factor))
 
     def select(self, index: Tensor) -> Monomial:
-        return Monomial(self.permutation.select(index), self.scaling.select(index))
+        return replace(self, permutation=self.permutation.select(index), scaling=self.scaling.select(index))
 
     def powered(self, degree: int) -> Monomial:
         """The same order, every factor to the power of `degree`."""
@@ -157,12 +157,16 @@ class GatedOrder(Group):
         single = bool(((moved.sum(1) == 1) & (moved.sum(2) == 1)).all())
         return single and (bool(self.rescale) or bool(((maps == 0) | (maps == 1)).all()))
 
-    def solve(self, grams: Grams) -> tuple[Monomial, Tensor]:
+    def _values(self, grams: Grams) -> tuple[Tensor, Tensor]:
+        """The best factor of each pair of coordinates, and what they gain beside each other, (N, d, d) both."""
         norms = grams.donor_primal[:, None], grams.donor_dual[:, None]
         scale = torch.ones_like(grams.primal)
         if self.rescale:
             scale = best_scale(*norms, grams.primal, grams.dual, signed=True)
-        value = -cost(scale, *norms, grams.primal, grams.dual)
+        return scale, -cost(scale, *norms, grams.primal, grams.dual)
+
+    def solve(self, grams: Grams) -> tuple[Monomial, Tensor]:
+        scale, value = self._values(grams)
         if grams.follow is not None and grams.donor_follow is not None:
             value = value + 2 * grams.follow - grams.donor_follow[:, None]
         index = torch.stack([assign_small(m) for m in value]).to(value.device)

@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Space
-from rotation_merge.groups import GroupElement, HeadTransform
+from rotation_merge.groups import GroupElement
 from rotation_merge.groups.admitted import heads
 from rotation_merge.groups.heads import HeadGroup
-from rotation_merge.matching.head_order import head_order
+from rotation_merge.matching.normed import AttentionMatch, best_order, match_ordered
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.pairing import Pairing, assembled, pairings_of, shared_gains
 from rotation_merge.matching.products import Order
 from rotation_merge.matching.sides import Side
-from rotation_merge.matching.spectral import spectral_order
-
-
-@dataclass(frozen=True)
-class AttentionMatch:
-    """What matching found for one attention layer.
-
-    Attributes:
-        transform: order of heads and maps inside them.
-        notes: for the report.
-        before, after: squared distance donor - anchor over the axes that live in the space.
-        anchor: the anchor's squared norm there.
-    """
-
-    transform: HeadTransform
-    notes: list[str]
-    before: float
-    after: float
-    anchor: float
 
 
 def match_attention(space: Space, found: list[Side], options: MatchOptions) -> AttentionMatch:
     """The best order of heads and maps inside them, as far as `options` and the layer allow."""
     group = heads(space, options)
+    if not group.orders:
+        return _match(space, found, group)
+    return match_ordered(space, found, group, lambda sides: _match(space, sides, group.unordered()))
+
+
+def _match(space: Space, found: list[Side], group: HeadGroup) -> AttentionMatch:
+    """The best of a group in which no permutation holds several heads together."""
     donor, queries = group.own_order
     own = Order(torch.arange(group.groups), donor, queries)
-    pairings, shared = pairings_of(space, found, options), shared_gains(space, found, options)
+    pairings, shared = pairings_of(space, found, group), shared_gains(space, found, group)
     distances = [pairing.distance() for pairing in (*pairings, *shared)]
     before = float(sum(distance.sum().cpu() for distance in distances))
     anchor = float(sum(pairing.anchor_norm().sum().cpu() for pairing in (*pairings, *shared)))
     if before == 0:
         return AttentionMatch(group.identity(), [], 0.0, 0.0, anchor)
-    order, notes = _order(group, pairings, own)
+    order, notes = best_order(group, pairings)
     if order is not None:
         distances[: len(pairings)] = [pairing.distance(order) for pairing in pairings]
     elements, after = [], 0.0
@@ -62,18 +50,6 @@ def match_attention(space: Space, found: list[Side], options: MatchOptions) -> A
     maps = {side: assembled([*pairings, *shared], elements, side) or one for side, one in still.elements().items()}
     transform = replace(still.with_elements(maps), groups=order.donor, queries=order.queries)
     return AttentionMatch(transform, notes, before, after, anchor)
-
-
-def _order(group: HeadGroup, pairings: list[Pairing], own: Order) -> tuple[Order | None, list[str]]:
-    """The order of the donor's heads, None where it is its own; and notes."""
-    if group.order == "none" or own.queries.numel() == 1:
-        return None, []
-    if group.order == "fixed":
-        return None, ["the order of the heads is fixed by the architecture"]
-    found = spectral_order if group.order == "spectral" else head_order
-    order, notes = found(pairings, group.inside)
-    unmoved = torch.equal(order.donor, own.donor) and torch.equal(order.queries, own.queries)
-    return (None if unmoved else order), notes
 
 
 def _solve(pairing: Pairing, order: Order | None, distance: Tensor) -> tuple[GroupElement, Tensor]:

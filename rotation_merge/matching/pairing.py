@@ -9,14 +9,12 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Space
 from rotation_merge.groups import DirectSum, GroupElement
-from rotation_merge.groups.admitted import heads
 from rotation_merge.groups.group import Group
-from rotation_merge.groups.heads import QUERY_ROLES, SHARED_GAINS
+from rotation_merge.groups.heads import QUERY_ROLES, SHARED_GAINS, HeadGroup
 from rotation_merge.groups.monomial import GatedOrder
 from rotation_merge.groups.planar import pair_dims
 from rotation_merge.groups.signs import Fixed
 from rotation_merge.groups.statistics import Grams
-from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.products import Half, Order
 from rotation_merge.matching.sides import Side
 
@@ -133,10 +131,9 @@ class Pairing:
         return torch.complex(norms[..., first] + norms[..., second], torch.zeros_like(norms[..., first]))
 
 
-def pairings_of(space: Space, found: list[Side], options: MatchOptions) -> list[Pairing]:
+def pairings_of(space: Space, found: list[Side], group: HeadGroup) -> list[Pairing]:
     """Everything of an attention space that moves with its heads, by side: qk, vo, rest."""
     sizes = space.sizes
-    group = heads(space, options)
     result = _parts("qk", group.qk, space, found, ("k", "q"), sizes["head_dim"])
     values = _parts("vo", group.vo, space, found, ("v", "o"), sizes["value_dim"])
     rest = [(("kv_head", "head"), 1)]
@@ -153,12 +150,11 @@ def pairings_of(space: Space, found: list[Side], options: MatchOptions) -> list[
     return result
 
 
-def shared_gains(space: Space, found: list[Side], options: MatchOptions) -> list[Pairing]:
+def shared_gains(space: Space, found: list[Side], group: HeadGroup) -> list[Pairing]:
     """The gains of norms that all heads of a layer share, if it has such, as one group of one head."""
     if not any(side.role in SHARED_GAINS for side in found):
         return []
-    group = heads(space, options).gains or Fixed()
-    return _parts("gains", group, space, found, ("k_norm", "q_norm"), space.sizes["head_dim"])
+    return _parts("gains", group.gains or Fixed(), space, found, ("k_norm", "q_norm"), space.sizes["head_dim"])
 
 
 def assembled(pairings: list[Pairing], elements: list[GroupElement], side: str) -> GroupElement | None:
