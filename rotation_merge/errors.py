@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
 
 class RotationMergeError(Exception):
@@ -22,6 +23,9 @@ class RotationMergeError(Exception):
         if remedy:
             parts.append(remedy)
         super().__init__(" ".join("; ".join(parts).split()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.what, self.where, self.remedy)
 
 
 class RecipeError(RotationMergeError):
@@ -46,6 +50,11 @@ class DataError(RotationMergeError):
 
 class StatisticsError(RotationMergeError):
     """Statistics of a model are missing, unreadable, of another model, or of no use."""
+
+
+def _again(kind: type[RotationMergeError], what: str, where: str | None, remedy: str | None) -> RotationMergeError:
+    """An error of another process."""
+    return kind(what, where=where, remedy=remedy)
 
 
 def short(error: object) -> str:

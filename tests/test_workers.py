@@ -11,7 +11,7 @@ import torch
 from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
 
 from rotation_merge.errors import AlignmentError
-from rotation_merge.matching import model as matching_model
+from rotation_merge.matching import both
 from rotation_merge.planning import ahead
 from rotation_merge.spread import threads
 from rotation_merge.spread.threads import BYTES_A_WEIGHT, SHARE, in_order, keep_freed_memory, workers_for
@@ -76,7 +76,7 @@ def test_merges_are_the_same_bytes_however_many_workers(
     donor = make("llama", tmp_path / "donor", seed=1)
     found = []
     for count in (1, 3):
-        for part in (ahead, matching_model):
+        for part in (ahead, both):
             monkeypatch.setattr(part, "workers_for", lambda _, count=count: count)
         merged(recipe_for("linear", anchor, donor, **options), tmp_path / str(count))
         found.append((tmp_path / str(count) / "model.safetensors").read_bytes())

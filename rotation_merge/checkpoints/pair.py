@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -52,10 +52,79 @@ class WithTied:
 
 
 @dataclass(frozen=True)
+class Opening:
+    """How a pair was opened, so that another process can open it again; see `open_pair`."""
+
+    anchor: str
+    donor: str
+    options: MatchOptions
+    untie: bool
+    unsupported: str
+    words: bool
+    widths: bool
+
+    def elsewhere(self) -> Opening:
+        """The same for a process that works in another folder."""
+        return replace(self, anchor=_whole_path(self.anchor), donor=_whole_path(self.donor))
+
+    def open(self) -> Pair:
+        return open_pair(**{name.name: getattr(self, name.name) for name in fields(self)})
+
+
+def _whole_path(name: str) -> str:
+    """A model's name, with whole paths in the place of those that start from the working directory."""
+    found = parse_reference(name)
+    parts = {"model": found.model, **({} if found.lora is None else {"lora": found.lora})}
+    whole = {
+        key: part.model_copy(update={"path": os.path.abspath(part.path)})
+        for key, part in parts.items()
+        if os.path.exists(part.path)
+    }
+    return str(found.model_copy(update=whole))
+
+
+class Again:
+    """One of the two sources of a pair that are matched; unpickled, it opens the pair anew when a tensor is asked for.
+
+    Attributes:
+        which: 0 the anchor's, 1 the donor's.
+    """
+
+    def __init__(self, opening: Opening, which: int, source: TensorSource | None = None) -> None:
+        self.opening, self.which, self._source = opening, which, source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Again, (self.opening.elsewhere(), self.which)
+
+    @property
+    def source(self) -> TensorSource:
+        if self._source is None:
+            self._source = _opened(self.opening).matched[self.which]
+        return self._source
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.source[name]
+
+
+_LATEST: list[tuple[Opening, Pair]] = []
+
+
+def _opened(opening: Opening) -> Pair:
+    """A pair opened in this way, the latest kept: both of its sources are asked for."""
+    if not _LATEST or _LATEST[0][0] != opening:
+        _LATEST[:] = [(opening, opening.open())]
+    return _LATEST[0][1]
+
+
+@dataclass(frozen=True)
 class Pair:
     """Two checkpoints of one architecture, opened lazily.
 
     Attributes:
+        opening: how they were opened; None: another process cannot do that.
         device: where their tensors are put as they are read.
         marks: what is known of their fingerprints; every tensor read leaves its mark.
         checked: what may be done to the donor.
@@ -67,6 +136,7 @@ class Pair:
     checked: Checked
     device: str = "cpu"
     marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
+    opening: Opening | None = None
 
     @property
     def sources(self) -> tuple[TensorSource, TensorSource]:
@@ -88,9 +158,11 @@ class Pair:
     @property
     def matched(self) -> tuple[TensorSource, TensorSource]:
         """What of the two is compared: of embeddings and heads the rows of shared tokens."""
-        if self.shared is None:
-            return self.sources
-        anchor, donor = (Rows(self.architecture, *pair) for pair in zip(self.sources, self.shared, strict=True))
+        anchor, donor = self.sources
+        if self.shared is not None:
+            anchor, donor = (Rows(self.architecture, *pair) for pair in zip(self.sources, self.shared, strict=True))
+        if self.opening is not None:
+            return Again(self.opening, 0, anchor), Again(self.opening, 1, donor)
         return anchor, donor
 
     def notes(self) -> list[str]:
@@ -123,7 +195,7 @@ def open_pair(
     device: str = "cpu",
     words: bool = True,
     unsupported: str = "error",
-    excluded: Callable[[str], bool] = lambda _: False,
+    excluded: Callable[[str], bool] | None = None,
     widths: bool = False,
 ) -> Pair:
     """Two checkpoints, checked to fit together under these options.
@@ -137,6 +209,8 @@ def open_pair(
     Raises:
         RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
     """
+    opening = Opening(anchor, donor, options, untie, unsupported, words, widths) if excluded is None else None
+    excluded = excluded or (lambda _: False)
     models = Models(MergeOptions(), unsupported, untie and widths)
     first, second = parse_reference(anchor), parse_reference(donor)
     if widths:
@@ -159,7 +233,7 @@ def open_pair(
                 where=donor,
                 remedy="other vocabularies or heads need a merge recipe, with 'tokenizer' or 'exclude'",
             )
-    return Pair(a, d, architecture, checked, device)
+    return Pair(a, d, architecture, checked, device, opening=opening)
 
 
 def check_models(

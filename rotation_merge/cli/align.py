@@ -10,11 +10,12 @@ import click
 
 from rotation_merge.cli.options import (
     device_option,
+    devices,
     match_on_option,
     match_options,
     matcher,
     matching_options,
-    usable_device,
+    ray_option,
     writes,
 )
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
@@ -40,6 +41,7 @@ from rotation_merge.errors import CheckpointError, RotationMergeError
 @click.option("--shard-size", default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
 @click.option("--dtype", help="Storage of the output; the donor's if not given.")
 @device_option(" to compute on")
+@ray_option
 @click.option("--verify/--no-verify", default=True, help="Compare OUT's outputs with the donor's.")
 @click.option("--html", is_flag=True, help="Also write the report as report.html.")
 @json_option
@@ -63,6 +65,7 @@ def command(
     data: str | None,
     samples: int | None,
     seed: int,
+    ray: str | None,
     **values: Any,
 ) -> int:
     """Write DONOR in ANCHOR's coordinates to OUT.
@@ -75,6 +78,7 @@ def command(
     from rotation_merge.checkpoints.aligned import Storage, check_dtype, match_pair, parse_size, write_aligned
     from rotation_merge.checkpoints.pair import open_pair, write_alignment
     from rotation_merge.samples.proof import Proof, prove
+    from rotation_merge.spread.cluster import spread
 
     if widths and not (verify and out is not None):
         raise click.UsageError("--widths needs OUT, whose outputs are compared with the donor's: leave out --no-verify")
@@ -89,11 +93,12 @@ def command(
     check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
     options = match_options(values)
-    device = usable_device(device)
+    device, there = devices(device, ray)
     pair = open_pair(anchor, donor, options, untie, device, widths=widths)
     progress = Progress()
-    how = matcher(match_on, anchor, donor, data or "self", samples or 64, seed, device)
-    alignment, report = match_pair(pair, progress, how)
+    with spread(ray, there) as over:
+        how = matcher(match_on, anchor, donor, data or "self", samples or 64, seed, device, over)
+        alignment, report = match_pair(pair, progress, how)
     proof: Proof | None = None
     if out is not None:
         found: list[Proof] = []

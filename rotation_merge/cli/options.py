@@ -14,6 +14,7 @@ from rotation_merge.matching.options import CHOICES, MATCH_ON, MatchOptions, by_
 
 if TYPE_CHECKING:
     from rotation_merge.matching.model import Match
+    from rotation_merge.spread.pieces import Over
 
 HELP = {
     "attention": "Maps inside attention heads.",
@@ -64,12 +65,16 @@ def match_on_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
-def matcher(match_on: str, anchor: str, donor: str, data: str, samples: int, seed: int, device: str) -> Match:
-    """What --match-on stands for: how the donor's maps to the anchor are found."""
+def matcher(
+    match_on: str, anchor: str, donor: str, data: str, samples: int, seed: int, device: str, over: Over | None = None
+) -> Match:
+    """What --match-on stands for: how the donor's maps to the anchor are found; on weights, who does it."""
     if match_on == "weights":
         from rotation_merge.matching.model import match_model
 
-        return match_model
+        return match_model if over is None else functools.partial(match_model, over=over)
+    if over is not None and over.apart:
+        raise RotationMergeError("--ray shares matching on weights", remedy="leave out --match-on, or --ray")
     from rotation_merge.averaging.match_on import OnSamples
 
     return OnSamples(match_on, anchor, donor, data, samples, seed, device)
@@ -111,6 +116,29 @@ def device_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return click.option(
         "--device", default="cpu", show_default=True, metavar="DEVICE", help=f"auto, cpu, cuda or cuda:N{text}."
     )
+
+
+def ray_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --ray; the command hands its value to `spread.cluster.spread`."""
+    return click.option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Share the work among the workers of a Ray cluster: HOST:PORT, auto (that of this machine), or local "
+        "(started here). Workers read the models from storage that all see; needs rotation-merge[ray].",
+    )(function)
+
+
+def devices(name: str, ray: str | None) -> tuple[str, str]:
+    """What --device means for this process, and for Ray's workers, which do the work where there are any.
+
+    Raises:
+        RotationMergeError: it is not there, or is none.
+    """
+    if ray is None:
+        return usable_device(name), "cpu"
+    if name not in ("auto", "cpu", "cuda"):
+        raise RotationMergeError(f"Ray's workers choose among their devices, not '{name}'", remedy="use --device cuda")
+    return "cpu", name
 
 
 def usable_device(name: str) -> str:

@@ -75,6 +75,10 @@ class BlockMatch:
     transforms: dict[str, SpaceTransform]
     records: list[SpaceMatch]
 
+    def to(self, device: torch.device) -> BlockMatch:
+        """The same, its transforms on a device."""
+        return BlockMatch({name: transform.to(device) for name, transform in self.transforms.items()}, self.records)
+
 
 class NotFiniteError(AlignmentError):
     """A tensor of either model holds NaN or infinity."""

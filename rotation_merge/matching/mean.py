@@ -21,6 +21,7 @@ from rotation_merge.matching.model import Alignment, Progress, Transforms, match
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sources import Mean
 from rotation_merge.matching.state import Kept, TensorSource, read_block
+from rotation_merge.spread.pieces import HERE, Over
 
 MOST_ROUNDS = 10
 LEAST_GAIN = 1e-2
@@ -33,6 +34,7 @@ def match_to_mean(
     base: str,
     options: MatchOptions,
     progress: Progress | None = None,
+    over: Over = HERE,
 ) -> dict[str, Alignment]:
     """Align every model to the mean of the others, in turn, until their spread stands still.
 
@@ -40,6 +42,7 @@ def match_to_mean(
         architecture: all sources go by its tensor names.
         sources: the models by name, base included.
         base: the model whose coordinates the result is expressed in; it does not move.
+        over: who matches the blocks.
 
     Returns:
         An alignment for every model but the base.
@@ -48,7 +51,7 @@ def match_to_mean(
     for name, source in sources.items():
         if name != base:
             with named(base, name):
-                found[name] = match_model(architecture, sources[base], source, options, progress)
+                found[name] = match_model(architecture, sources[base], source, options, progress, over=over)
     folded = next((a.folded for a in found.values()), ())
     matched = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))}
     seen: dict[str, TensorSource] = {
@@ -63,7 +66,7 @@ def match_to_mean(
             others: list[TensorSource] = [
                 Aligned(architecture, seen[other], proposed[other]) for other in sources if other != name
             ]
-            proposed[name] = _towards(architecture, Mean(others), seen[name], options, proposed[name], progress)
+            proposed[name] = _towards(architecture, Mean(others), seen[name], options, proposed[name], progress, over)
         now = _spread(architecture, seen, proposed)
         if now < spread[-1]:
             frames = proposed
@@ -86,11 +89,12 @@ def _towards(
     options: MatchOptions,
     current: Transforms,
     progress: Progress | None,
+    over: Over,
 ) -> Transforms:
     """Match one model to the mean of the others, starting from where it stands. Both are folded already."""
     streams = {name: current[name] for name in architecture.streams if name in current}
     starts = {"where it stands": streams} if streams and options.residual != "none" else None
-    return match_model(architecture, target, source, options, progress, starts=starts, fold=False).transforms
+    return match_model(architecture, target, source, options, progress, starts=starts, fold=False, over=over).transforms
 
 
 def _relative(architecture: Architecture, base: Transforms, other: Transforms) -> Transforms:

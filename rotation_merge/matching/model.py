@@ -5,39 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain
-from threading import Lock
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block
-from rotation_merge.groups import HeadTransform, SpaceTransform
-from rotation_merge.matching.biases import Aligned, settled
-from rotation_merge.matching.block import (
-    BlockMatch,
-    SpaceMatch,
-    check_finite,
-    match_block,
-    squared_distances,
-    wanted_spaces,
-)
+from rotation_merge.groups import HeadTransform
+from rotation_merge.matching.biases import Aligned
+from rotation_merge.matching.block import SpaceMatch
+from rotation_merge.matching.both import Both, Ends, Final, Led, Pass, Step, Transforms
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.sides import Tensors
-from rotation_merge.matching.spanning import whole_spans
-from rotation_merge.matching.state import Kept, TensorSource, read_block, read_tensor, unstack
+from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 from rotation_merge.matching.stream import FLOOR, Statistics, residual_groups
-from rotation_merge.spread.threads import in_order, workers_for
-
-Found = TypeVar("Found")
+from rotation_merge.spread.pieces import HERE, Over
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done, and how many there are."""
-
-Transforms = dict[str, SpaceTransform]
 
 MOST_PASSES = 24
 LEAST_GAIN = 3e-3
@@ -87,6 +72,7 @@ def match_model(
     progress: Progress | None = None,
     starts: Mapping[str, Transforms] | None = None,
     fold: bool = True,
+    over: Over = HERE,
 ) -> Alignment:
     """Match every space that `options` ask for; one block of either model is in memory at a time, and what is kept of a
     model that is read more than once (`Kept`).
@@ -99,6 +85,7 @@ def match_model(
         starts: residual transforms to start from, by name of the start, instead of the identity and what
             embeddings and heads say.
         fold: False where both sources are folded already.
+        over: who matches the blocks; for others than this process the sources can be pickled.
 
     Raises:
         RecipeError: the architecture does not admit the residual group asked for.
@@ -106,11 +93,8 @@ def match_model(
     """
     streams = residual_groups(architecture, options.residual)
     folded = architecture.folds(streams)
-    if folded and fold:
-        anchor, donor = Folded(architecture, anchor, folded), Folded(architecture, donor, folded)
-    if streams:
-        anchor, donor = Kept(anchor), Kept(donor)
-    walk = _Walk(architecture, anchor, donor, options, progress or (lambda *_: None), streams)
+    both = Both(architecture, anchor, donor, options, folded if fold else (), kept=bool(streams))
+    walk = _Walk(both, progress or (lambda *_: None), streams, over)
     found: Transforms = {}
     summary: dict[str, object] = {}
     if streams:
@@ -124,88 +108,43 @@ class _Walk:
     """One way through both models, block by block; passes of residual matching and the last, local one.
 
     Attributes:
-        ready: the anchor's block that was read to count workers, until its turn comes.
-        leads: what this pass has found for the first layers of spans.
+        over: who matches blocks.
     """
 
-    architecture: Architecture
-    anchor: TensorSource
-    donor: TensorSource
-    options: MatchOptions
+    both: Both
     progress: Progress
     streams: dict[str, str]
-    ready: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    leads: dict[str, HeadTransform] = field(default_factory=dict)
+    over: Over
 
-    def each(
-        self, what: str, work: Callable[[Block, Tensors, Tensors], Found], layers: int | None = None
-    ) -> Iterator[Found]:
-        """`work` of every block, side by side, in order: of what stands before and after the layers, and of all layers
+    @property
+    def architecture(self) -> Architecture:
+        return self.both.architecture
+
+    def each(self, what: str, step: Step, layers: int | None = None) -> Iterator[tuple[Block, Any]]:
+        """A step on every block, side by side, in order: on what stands before and after the layers, and on all layers
         or some, evenly spread. The first layers of spans that move come before all others."""
-        blocks = list(self.architecture.blocks)
-        inner = [block for block in blocks if block.index is not None]
+        blocks = self.architecture.blocks
+        chosen = list(range(len(blocks)))
+        inner = [number for number in chosen if blocks[number].index is not None]
         if layers is not None and len(inner) > 2 * layers:
-            kept = {id(inner[len(inner) * (2 * i + 1) // (2 * layers)]) for i in range(layers)}
-            blocks = [block for block in blocks if block.index is None or id(block) in kept]
-        reading = Lock()
+            kept = {inner[len(inner) * (2 * i + 1) // (2 * layers)] for i in range(layers)}
+            chosen = [number for number in chosen if blocks[number].index is None or number in kept]
+        self.progress(what, 0, len(chosen))
+        done, leads = 0, dict[str, HeadTransform]()
+        for part in ([n for n in chosen if self.both.is_lead(blocks[n]) == first] for first in (True, False)):
+            for number, found in zip(part, self.over.each(self.both, Led(step, dict(leads)), part), strict=True):
+                leads |= found.leads
+                done += 1
+                yield blocks[number], found.result
+                self.progress(what, done, len(chosen))
 
-        def one(block: Block) -> Found:
-            with reading:
-                anchor = self.ready.pop(block.name, None) or read_block(block, self.anchor)
-                donor = read_block(block, self.donor)
-            check_finite(block, anchor, "anchor")
-            check_finite(block, donor, "donor")
-            matched = {space.name for space in wanted_spaces(block, self.options.at(self.architecture, block))}
-            return work(block, settled(block, anchor, matched), settled(block, donor, matched))
-
-        self.progress(what, 0, len(blocks))
-        self.leads.clear()
-        first, rest = (
-            [b for b in blocks if self.spans.isdisjoint(s.name for s in b.spaces.values()) == later]
-            for later in (False, True)
-        )
-        parts = chain.from_iterable(in_order(one, part, self.workers) for part in (first, rest))
-        for done, found in enumerate(parts, 1):
-            yield found
-            self.progress(what, done, len(blocks))
-
-    @cached_property
-    def spans(self) -> frozenset[str]:
-        """Spaces that span layers and move in all of them, by the names that they have in the first."""
-        return whole_spans(self.architecture, self.options)
-
-    def matched(
-        self, block: Block, anchor: Tensors, donor: Tensors, options: MatchOptions, streams: Transforms
-    ) -> BlockMatch:
-        """`match_block`, with what spans layers."""
-        here = self.spans & {space.name for space in block.spaces.values()}
-        match = match_block(block, anchor, donor, options, streams, {**dict.fromkeys(here), **self.leads})
-        for name in here:
-            if isinstance(found := match.transforms[name], HeadTransform):
-                self.leads[name] = found
-        return match
-
-    @cached_property
-    def workers(self) -> int:
-        """How many blocks are matched at once; 0 on an accelerator, which one block keeps busy."""
-        sizes = []
-        for block in (b for b in self.architecture.blocks if b.index is not None):
-            tensors = self.ready[block.name] = read_block(block, self.anchor)
-            if any(tensor.device.type != "cpu" for tensor in tensors.values()):
-                return 0
-            sizes.append(sum(tensor.numel() for tensor in tensors.values()))
-            break
-        return workers_for(max(sizes, default=1))
+    def gathered(self, what: str, step: Step, layers: int | None = None) -> Statistics:
+        """The sum of the statistics that a step gathers on blocks."""
+        return Statistics.of(self.architecture, (found for _, found in self.each(what, step, layers)))
 
     def ends(self, transforms: Transforms) -> Statistics:
         """What embeddings and heads alone say about the streams."""
-
-        def of(block: Block, anchor: Tensors, donor: Tensors) -> Statistics:
-            own = Statistics(self.architecture, equal=True)
-            own.add(block, anchor, donor, transforms)
-            return own
-
-        return Statistics.of(self.architecture, self.each("embeddings and heads", of, layers=0))
+        return self.gathered("embeddings and heads", Ends(transforms), layers=0)
 
     def pass_over(
         self,
@@ -224,19 +163,7 @@ class _Walk:
             precise: for models that nearly agree already.
             layers: look at so many of them only.
         """
-
-        def of(block: Block, anchor: Tensors, donor: Tensors) -> Statistics:
-            local: Transforms = {}
-            options = self.options.at(self.architecture, block)
-            if wanted_spaces(block, options):
-                a, b = _weighted(block, anchor, donor, weights)
-                local = self.matched(block, a, b, options, transforms).transforms
-                del a, b
-            own = Statistics(self.architecture, precise=precise)
-            own.add(block, anchor, donor, {**transforms, **local})
-            return own
-
-        return Statistics.of(self.architecture, self.each(what, of, layers))
+        return self.gathered(what, Pass(transforms, weights, precise), layers)
 
     def final(self, transforms: Transforms) -> list[tuple[Block, list[SpaceMatch]]]:
         """Match the local spaces once more, unweighted, into `transforms`; record every space, streams included."""
@@ -244,30 +171,13 @@ class _Walk:
         before = after = norm = 0.0
         streams = dict(transforms)
         began = time.perf_counter()
-
-        def of(block: Block, anchor: Tensors, donor: Tensors) -> tuple[Block, BlockMatch, float, float, float] | None:
-            options = self.options.at(self.architecture, block)
-            if not streams and not wanted_spaces(block, options):
-                return None
-            match = self.matched(block, anchor, donor, options, streams)
-            if not streams:
-                return block, match, 0.0, 0.0, 0.0
-            maps = {**streams, **match.transforms}
-            return (
-                block,
-                match,
-                *squared_distances(block, None, anchor, donor, {}),
-                squared_distances(block, None, anchor, donor, maps)[0],
-            )
-
-        for found in self.each("matching", of):
+        for block, found in self.each("matching", Final(streams)):
             if found is None:
                 continue
-            block, match, apart, own, left = found
-            transforms.update(match.transforms)
-            records.append((block, match.records))
-            before, norm, after = before + apart, norm + own, after + left
-        if self.spans:
+            transforms.update(found.match.transforms)
+            records.append((block, found.match.records))
+            before, norm, after = before + found.before, norm + found.norm, after + found.after
+        if self.both.spans:
             places = [block.name for block in self.architecture.blocks]
             records.sort(key=lambda record: places.index(record[0].name))
         for name, transform in streams.items():
@@ -284,18 +194,6 @@ class _Walk:
             )
             records.append((self.architecture.blocks[0], [record]))
         return records
-
-
-def _weighted(
-    block: Block, anchor: Tensors, donor: Tensors, weights: Mapping[str, float]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Both models' tensors times the root of their weights, so that squared distances count by them."""
-    factors = {info.key: weights[info.name] ** 0.5 for info in block.tensors if info.name in weights}
-    first, second = (
-        {key: x.float() * factors[key] if key in factors else x for key, x in tensors.items()}
-        for tensors in (anchor, donor)
-    )
-    return first, second
 
 
 def _match_streams(walk: _Walk, starts: Mapping[str, Transforms] | None) -> tuple[Transforms, dict[str, object]]:

@@ -90,6 +90,11 @@ class Statistics:
             total._entries += other._entries
         return total
 
+    def to(self, device: torch.device) -> Statistics:
+        """The same, its products on a device."""
+        products, gains = ({name: x.to(device) for name, x in own.items()} for own in (self.products, self.gains))
+        return dataclasses.replace(self, products=products, gains=gains)
+
     def add(self, block: Block, anchor: Tensors, donor: Tensors, transforms: Mapping[str, SpaceTransform]) -> None:
         """Add one block, the donor's axes moved by `transforms`, which name the streams that are matched."""
         self.blocks += 1
