@@ -29,21 +29,27 @@ WITHOUT_GRADIENTS = frozenset({"gram", "moments"})
 """Kinds of statistics that can be measured layer by layer."""
 
 
-def in_layers(checkpoint: Model, options: MeasureOptions, data: str, device: str) -> tuple[Any, bool]:
-    """A model that is not to be in memory as a whole, and whether gradients are asked of it.
+def in_layers(
+    checkpoint: Model, options: MeasureOptions, data: str, device: str, whole: bool = False
+) -> tuple[Any, bool]:
+    """A model that is not to be in memory as a whole, and whether it is run as one.
 
     It has no weights at all where it is only to be looked at; where it is to write text, or gradients are to go through
     it, its layers read their weights as they run.
+
+    Args:
+        whole: it is run as one, in shares of the samples.
 
     Raises:
         CheckpointError: it cannot be run in that way.
     """
     gradients = not WITHOUT_GRADIENTS.issuperset(options.kinds)
     config = checkpoint.reference.config()
-    if not gradients and data != SELF:
+    whole = whole or gradients
+    if not whole and data != SELF:
         return empty_model(config), False
     name = str(checkpoint.reference)
-    return streamed_model(config, checkpoint, checkpoint.architecture, torch.float32, device, name), gradients
+    return streamed_model(config, checkpoint, checkpoint.architecture, torch.float32, device, name), whole
 
 
 class ByLayer:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.averaging.file import Stored
-from rotation_merge.averaging.passes import Pass, Progress, Unfinished, packed, room, run_passes
+from rotation_merge.averaging.passes import Elsewhere, Pass, Progress, Unfinished, packed, room, run_passes
 from rotation_merge.averaging.scores import answers, scores
 from rotation_merge.averaging.sums import Collector, Sums, Wanted, finished, has_gradient
 from rotation_merge.averaging.tap import Tapped
@@ -112,10 +112,15 @@ class Measurement:
         check_answers(self.model, _tensors(made))
         return made
 
-    def run(self, options: MeasureOptions, state: Unfinished, progress: Progress) -> Measured:
+    def passes(self, options: MeasureOptions) -> list[Pass]:
+        """What has to be run for all that the options ask for."""
+        return [*self._input_passes(options), *self._fisher_passes(options)]
+
+    def run(
+        self, options: MeasureOptions, state: Unfinished, progress: Progress, elsewhere: Elsewhere | None = None
+    ) -> Measured:
         """Everything that the options ask for."""
-        passes = [*self._input_passes(options), *self._fisher_passes(options)]
-        found = run_passes(passes, state, progress)
+        found = run_passes(self.passes(options), state, progress, elsewhere)
         scale = found.pop("loss.scale", None)
         return Measured(
             tensors=found,

@@ -119,33 +119,57 @@ def stored(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
     return {key: Stored(tuple(t.shape), t.dtype, load(t)) for key, t in tensors.items()}
 
 
-def run_passes(passes: Sequence[Pass], state: Unfinished, progress: Progress) -> dict[str, Stored]:
+SHARES = 16
+"""Of the steps of a pass, at most, where others than this process run it: as many whoever runs them, so that sums are
+added in one order."""
+
+Elsewhere = Callable[[int, Sequence[range]], Iterator[Sums]]
+"""Runs shares of the steps of the pass of a number in other processes: the sums of each, in order."""
+
+
+def run_passes(
+    passes: Sequence[Pass], state: Unfinished, progress: Progress, elsewhere: Elsewhere | None = None
+) -> dict[str, Stored]:
     """Everything that the passes find, from their files; passes that are there already are not run again."""
     found: dict[str, Stored] = {}
-    for one in passes:
+    for number, one in enumerate(passes):
         path = state.part(one)
         if not path.exists():
-            state.done(one, one.finish(_run(one, state, progress)))
+            state.done(one, one.finish(_run(number, one, state, progress, elsewhere)))
         found.update(stored_in(path))
     return found
 
 
-def _run(one: Pass, state: Unfinished, progress: Progress) -> Sums:
-    done, sums = state.begun(one)
-    last = time.monotonic()
+def _run(number: int, one: Pass, state: Unfinished, progress: Progress, elsewhere: Elsewhere | None) -> Sums:
+    begun, sums = state.begun(one)
+    done, last = begun, time.monotonic()
+    progress(one.name, done, one.steps)
     try:
-        while done < one.steps:
+        for done in _steps(number, one, begun, sums, elsewhere):
             progress(one.name, done, one.steps)
-            one.run(done, sums)
-            done += 1
             if time.monotonic() - last > SECONDS:
                 state.keep(one, done, sums)
                 last = time.monotonic()
     except KeyboardInterrupt:
         state.keep(one, done, sums)
         raise
-    progress(one.name, done, one.steps)
     return sums
+
+
+def _steps(number: int, one: Pass, done: int, sums: Sums, elsewhere: Elsewhere | None) -> Iterator[int]:
+    """Add the steps that are left to the sums; says how many are done."""
+    if elsewhere is None:
+        for step in range(done, one.steps):
+            one.run(step, sums)
+            yield step + 1
+        return
+    ends = [one.steps * (share + 1) // SHARES for share in range(SHARES)]
+    shares = [range(max(first, done), last) for first, last in zip([0, *ends], ends, strict=False)]
+    shares = [share for share in shares if len(share)]
+    for share, part in zip(shares, elsewhere(number, shares), strict=True):
+        for key, value in part.items():
+            sums[key] = sums[key] + value if key in sums else value
+        yield share.stop
 
 
 def stored_in(path: Path) -> Iterator[tuple[str, Stored]]:

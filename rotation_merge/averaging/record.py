@@ -18,6 +18,7 @@ from rotation_merge.averaging.layers import ByLayer
 from rotation_merge.averaging.measure import Measured, Measurement, MeasureOptions
 from rotation_merge.averaging.naming import Named, as_stored
 from rotation_merge.averaging.passes import Progress, Unfinished
+from rotation_merge.averaging.shares import shared, with_room
 from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.checkpoints.origin import origins
 from rotation_merge.durable import write_text
@@ -28,6 +29,7 @@ from rotation_merge.samples.data import Data, described, unpadded
 from rotation_merge.samples.functions import architecture_of
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.store import Store
+from rotation_merge.spread.pieces import HERE, Over
 
 
 def checkpoint_of(name: str) -> Model:
@@ -56,6 +58,8 @@ def record(
     out: Path,
     progress: Progress,
     device: str = "cpu",
+    over: Over = HERE,
+    by_layer: bool = False,
 ) -> dict[str, Any]:
     """Measure a model and write its statistics; gives the head of the file.
 
@@ -63,6 +67,8 @@ def record(
         checkpoint: what the model was loaded from.
         model: loaded, on the device where it is to run; None: it is run layer by layer, from the files.
         source: what the data are called.
+        over: who runs it on shares of the samples.
+        by_layer: whether they are to have one layer in memory at a time.
 
     Raises:
         RotationMergeError: the model or the data do not allow it, or there is no place to write; nothing is left behind
@@ -83,7 +89,8 @@ def record(
     }
     os.makedirs(out.resolve().parent, exist_ok=True)
     with Unfinished(out, made) as state:
-        measured, own = _measured(checkpoint, model, batches, data.task, options, state, progress, device)
+        given = (batches, data.task, options, state, progress, device, over, by_layer)
+        measured, own = _measured(checkpoint, model, *given)
         whole = resolve(checkpoint.config, checkpoint.names, str(checkpoint.reference), untie=True)
         named = as_stored(measured, own, whole)
         made["loss_scale"] = measured.loss_scale
@@ -109,11 +116,15 @@ def _measured(
     state: Unfinished,
     progress: Progress,
     device: str,
+    over: Over,
+    by_layer: bool,
 ) -> tuple[Measured, Architecture]:
     """What was found, and the architecture by whose names it goes."""
     if model is not None:
         measurement = Measurement(model, architecture_of(model), batches, task)
-        return measurement.run(options, state, progress), measurement.architecture
+        options = with_room(options, checkpoint, over)
+        elsewhere = shared(checkpoint, batches, task, options, by_layer, over)
+        return measurement.run(options, state, progress, elsewhere), measurement.architecture
     states = Store(str(state.folder))
     config = checkpoint.reference.config()
     runner = Runner(config, checkpoint, checkpoint.architecture, batches, states, device=device)

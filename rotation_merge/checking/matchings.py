@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from rotation_merge.checking.donors import RecipeDonor, carried_recipe
 from rotation_merge.checkpoints.aligned import Storage, empty_report, match_pair, write_aligned
 from rotation_merge.checkpoints.pair import Pair, open_pair, read_alignment
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.model import Alignment, match_model
 from rotation_merge.matching.options import NOTHING, MatchOptions
 from rotation_merge.report.plots import MOST_CURVES
 from rotation_merge.samples.functions import load
 from rotation_merge.scratch import Scratch
 from rotation_merge.seam.merging import merge_recipe
+from rotation_merge.spread.pieces import HERE, Over
 
 Tick = Callable[[str, int, int], None]
 
@@ -112,13 +114,19 @@ class Moved:
 
 @contextmanager
 def moved(
-    given: str, anchor: Any, donors: Sequence[RecipeDonor], matching: Matching, tick: Tick | None
+    given: str,
+    anchor: Any,
+    donors: Sequence[RecipeDonor],
+    matching: Matching,
+    tick: Tick | None,
+    over: Over = HERE,
 ) -> Iterator[Moved]:
     """The models that a matching makes; files that they are read from are there as long as they are.
 
     Args:
         given: the recipe, where donors come from one.
         anchor: loaded, as it is.
+        over: who matches blocks.
     """
     with Scratch() as scratch:
         ends = []
@@ -129,7 +137,7 @@ def moved(
             elif matching is PLAIN:
                 ends.append((anchor, load(donor.name, like=donor.anchor)))
             else:
-                ends.append(_aligned(opened(donor), donor, anchor, folder, tick))
+                ends.append(_aligned(opened(donor), donor, anchor, folder, tick, over))
         yield Moved([still for still, _ in ends], [end for _, end in ends])
 
 
@@ -143,10 +151,12 @@ def opened(donor: RecipeDonor) -> Pair:
     return open_pair(donor.anchor, donor.name, options, donor.untie, unsupported=donor.unsupported)
 
 
-def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, folder: str, tick: Tick | None) -> tuple[Any, Any]:
+def _aligned(
+    pair: Pair, donor: RecipeDonor, anchor: Any, folder: str, tick: Tick | None, over: Over
+) -> tuple[Any, Any]:
     """Both models, the donor aligned by its file, or by matching where it has none."""
     if donor.file is None:
-        alignment, report = match_pair(pair, tick)
+        alignment, report = match_pair(pair, tick, partial(match_model, over=over))
     else:
         alignment, report = read_alignment(pair, donor.file, donor.untie), empty_report(pair)
     storage = Storage(dtype="float32", untie=donor.untie)

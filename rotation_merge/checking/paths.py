@@ -21,6 +21,7 @@ from rotation_merge.report.curves import CENTRE, Barrier, Curve
 from rotation_merge.samples.data import Data, read_batches
 from rotation_merge.samples.evaluate import path
 from rotation_merge.samples.functions import load
+from rotation_merge.spread.pieces import HERE, Over
 
 LOG = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Paths:
         points: models on each path.
         reading: limit, batch_size and length of the data.
         tick: told about progress.
+        over: who matches blocks, and evaluates the models on the paths.
     """
 
     given: str
@@ -49,6 +51,7 @@ class Paths:
     points: int
     reading: dict[str, Any]
     tick: Tick = lambda *_: None
+    over: Over = HERE
 
     @cached_property
     def names(self) -> list[str]:
@@ -74,7 +77,7 @@ class Paths:
         data = [read_batches(source, self.names[0], anchor, **self.reading) for source in self.sources]
         curves: dict[tuple[Place, int], list[Curve]] = {}
         for matching in matchings:
-            with moved(self.given, anchor, self.donors, matching, self.tick) as models:
+            with moved(self.given, anchor, self.donors, matching, self.tick, self.over) as models:
                 for key, curve in self._curves(models, data, matching.name):
                     curves.setdefault(key, []).append(curve)
         turns = self._turns(anchor, data, matchings) if each else {}
@@ -115,7 +118,7 @@ class Paths:
                 LOG.warning("%s: norms are folded for some donors only; no path between them is measured", name)
                 return
             for number, one in enumerate(data):
-                yield ((first, second), number), path(a, b, one, self.points, name, self.tick)
+                yield ((first, second), number), path(a, b, one, self.points, name, self.tick, self.over)
 
     def _turns(
         self, anchor: Any, data: Sequence[Data], matchings: Sequence[Matching]
@@ -129,7 +132,7 @@ class Paths:
             if labels(now.config.to_dict()) != labels(anchor.config.to_dict()):
                 data = [read_batches(source, name, now, **self.reading) for source in self.sources]
             for matching in (m for m in matchings if m is not PLAIN):
-                with moved(self.given, now, donors, matching, self.tick) as models:
+                with moved(self.given, now, donors, matching, self.tick, self.over) as models:
                     rest = models.donors
                     everyone = [*rest[:turn], models.anchors[0], *rest[turn:]]
                     still = Moved([everyone[0]] * len(rest), everyone[1:])

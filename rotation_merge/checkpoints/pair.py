@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.checkpoints.hub import is_absent, local_file
-from rotation_merge.checkpoints.models import Model, Models, parse_reference
+from rotation_merge.checkpoints.models import Model, Models, parse_reference, whole_path
 from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.vocabulary import matched_on, other_order, shared_rows
 from rotation_merge.checkpoints.widened import widened
@@ -65,22 +65,10 @@ class Opening:
 
     def elsewhere(self) -> Opening:
         """The same for a process that works in another folder."""
-        return replace(self, anchor=_whole_path(self.anchor), donor=_whole_path(self.donor))
+        return replace(self, anchor=whole_path(self.anchor), donor=whole_path(self.donor))
 
     def open(self) -> Pair:
         return open_pair(**{name.name: getattr(self, name.name) for name in fields(self)})
-
-
-def _whole_path(name: str) -> str:
-    """A model's name, with whole paths in the place of those that start from the working directory."""
-    found = parse_reference(name)
-    parts = {"model": found.model, **({} if found.lora is None else {"lora": found.lora})}
-    whole = {
-        key: part.model_copy(update={"path": os.path.abspath(part.path)})
-        for key, part in parts.items()
-        if os.path.exists(part.path)
-    }
-    return str(found.model_copy(update=whole))
 
 
 class Again:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.options import match_options, matching_options
+from rotation_merge.cli.options import match_options, matching_options, ray_option
 from rotation_merge.cli.show import Progress, json_option, on_terminal, print_json, say, shown, table
 from rotation_merge.durable import write_text
 from rotation_merge.errors import RecipeError, RotationMergeError
@@ -53,6 +53,7 @@ NARROW = 2
 )
 @click.option("--save", metavar="DIR", help=f"Also write {FILE} there, for the report of the merge in DIR.")
 @matching_options
+@ray_option
 @json_option
 @shown
 def command(
@@ -68,6 +69,7 @@ def command(
     anchors: str,
     save: str | None,
     untie: bool,
+    ray: str | None,
     as_json: bool,
     **values: Any,
 ) -> int:
@@ -81,6 +83,7 @@ def command(
     """
     from rotation_merge.checking.matchings import matchings
     from rotation_merge.checking.paths import Paths
+    from rotation_merge.spread.cluster import spread
 
     options = match_options(values)
     wanted = matchings(compare)
@@ -92,8 +95,9 @@ def command(
     donors = _donors(models, options, untie, alignment)
     progress = Progress()
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
-    paths = Paths(models[0], donors, sources, points, reading, progress)
-    barriers = paths.barriers(wanted, anchors == "each")
+    with spread(ray) as over:
+        paths = Paths(models[0], donors, sources, points, reading, progress, over)
+        barriers = paths.barriers(wanted, anchors == "each")
     progress.close()
     if save is not None:
         _save(barriers, save)

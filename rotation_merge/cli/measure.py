@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rotation_merge.cli.options import device_option, usable_device, writes
+from rotation_merge.cli.options import device_option, devices, ray_option, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError, nearest
 from rotation_merge.samples.data import KINDS, SAMPLES
@@ -43,6 +43,7 @@ WORDS = ("gram", "fisher", "moments", "kfac")
     help="One layer in memory at a time, or the whole model; by layer where it does not fit, if not given.",
 )
 @device_option("")
+@ray_option
 @json_option
 @shown
 @writes(files="out")
@@ -59,6 +60,7 @@ def command(
     length: int,
     by_layer: bool | None,
     device: str,
+    ray: str | None,
     as_json: bool,
 ) -> int:
     """Write the statistics of MODEL on samples, which the delegates regmean, fisher and kfac average by.
@@ -74,17 +76,21 @@ def command(
     from rotation_merge.averaging.record import checkpoint_of, place_beside, record
     from rotation_merge.samples.data import read_batches
     from rotation_merge.samples.functions import load
+    from rotation_merge.spread.cluster import spread
 
     options = MeasureOptions(_kinds(kinds), rank, labels, seed)
     checkpoint = checkpoint_of(model)
     place = Path(out) if out is not None else place_beside(checkpoint.reference)
-    used = usable_device(device)
+    used, there = devices(device, ray)
     apart = not fits(checkpoint.shapes, used) if by_layer is None else by_layer
-    loaded, runs = in_layers(checkpoint, options, data, used) if apart else (load(model).to(used), True)
+    loaded, runs = (
+        in_layers(checkpoint, options, data, used, ray is not None) if apart else (load(model).to(used), True)
+    )
     limit = samples or (SAMPLES if data in SOURCES else None)
     found = read_batches(data, model, loaded, limit, batch_size, length, seed)
     progress = Progress()
-    made = record(checkpoint, loaded if runs else None, found, data, options, place, progress, used)
+    with spread(ray, there) as over:
+        made = record(checkpoint, loaded if runs else None, found, data, options, place, progress, used, over, apart)
     progress.close()
     if as_json:
         print_json({"file": str(place), **made})

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rotation_merge.report.curves import Curve
 from rotation_merge.samples.data import Data
 from rotation_merge.samples.functions import Batch
 from rotation_merge.samples.metrics import NUMBERS, of_classes, of_labels, of_numbers
+from rotation_merge.spread.pieces import HERE, Over
 
 LOG = logging.getLogger(__name__)
 
@@ -121,24 +123,66 @@ def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
     return logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
 
 
-def path(
-    a: Any, b: Any, data: Data, points: int, name: str, tick: Callable[[str, int, int], None] = lambda *_: None
-) -> Curve:
-    """Loss and accuracy at equally spaced models from a to b: weights (1 - t) a + t b.
+@dataclass(frozen=True, eq=False)
+class Between:
+    """The models on the straight path from a to b, weights (1 - t) a + t b, as pieces of work: one piece is one t.
 
-    The models between compute with a's config, as a merge does; the ends are a and b themselves.
+    Those between compute with a's config, as a merge does; the ends are a and b themselves.
     """
-    between = copy.deepcopy(a)
-    first, second = dict(a.named_parameters()), dict(b.named_parameters())
-    losses, accuracies = [], []
+
+    a: Any
+    b: Any
+    data: Data
+    at_once = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Between, (self.a, self.b, self.data)
+
+    @cached_property
+    def _between(self) -> Any:
+        return copy.deepcopy(self.a)
+
+    @property
+    def size(self) -> int:
+        weights = sum(p.numel() * p.element_size() for p in self.a.parameters())
+        return MODELS * weights + sum(x.nbytes for batch in self.data.batches for x in batch.values())
+
+    def on(self, device: str, home: str) -> Between:
+        return self
+
+    @torch.no_grad()
+    def piece(self, step: None, item: float) -> tuple[float, float]:
+        """Loss and accuracy at t."""
+        first, second = dict(self.a.named_parameters()), dict(self.b.named_parameters())
+        for key, parameter in self._between.named_parameters():
+            parameter.copy_(torch.lerp(first[key], second[key], item))
+        return evaluate(self.b if item == 1 else self._between, self.data)
+
+
+MODELS = 4
+"""Models that are in memory where one between two others is evaluated, and what it computes."""
+
+
+def path(
+    a: Any,
+    b: Any,
+    data: Data,
+    points: int,
+    name: str,
+    tick: Callable[[str, int, int], None] = lambda *_: None,
+    over: Over = HERE,
+) -> Curve:
+    """Loss and accuracy at equally spaced models from a to b.
+
+    Args:
+        over: who evaluates them.
+    """
     ts = [i / (points - 1) for i in range(points)]
-    for done, t in enumerate(ts):
-        tick(f"path, {name}", done, points)
-        with torch.no_grad():
-            for key, parameter in between.named_parameters():
-                parameter.copy_(torch.lerp(first[key], second[key], t))
-        loss, accuracy = evaluate(b if t == 1 else between, data)
-        LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
+    losses, accuracies = [], []
+    tick(f"path, {name}", 0, points)
+    for done, (loss, accuracy) in enumerate(over.each(Between(a, b, data), None, ts), 1):
+        LOG.info("%s, at %.2f: loss %.4f", name, ts[done - 1], loss)
         losses.append(loss)
         accuracies.append(accuracy)
+        tick(f"path, {name}", done, points)
     return Curve(name, ts, losses, accuracies)

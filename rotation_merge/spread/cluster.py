@@ -79,8 +79,10 @@ class Cluster:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self.device = device if device != "auto" else "cuda" if any(node.get("GPU") for node in nodes) else "cpu"
         self.kind = "GPU" if self.device == "cuda" else "CPU"
-        self.workers = int(sum(node.get(self.kind, 0) for node in nodes))
-        self.memory = int(max(node.get("memory", 0) for node in nodes if node.get(self.kind)) if self.workers else 0)
+        nodes = [node for node in nodes if node.get(self.kind)]
+        self.workers = int(sum(node[self.kind] for node in nodes))
+        self.memory = int(max((node.get("memory", 0) for node in nodes), default=0))
+        self.room = int(min((node.get("memory", 0) / node[self.kind] for node in nodes), default=0)) - PYTHON
         if not self.workers:
             self.close()
             raise RotationMergeError(f"the cluster has no {self.kind}", where=f"--ray {address}", remedy="add a worker")

@@ -45,6 +45,8 @@ class Over(Protocol):
 
     apart: bool
     """Whether they are done by other processes, which share no memory with this one."""
+    room: int
+    """Bytes that each of these may take."""
 
     def each(self, work: Work, step: Any, items: Sequence[Any]) -> Iterator[Any]:
         """What the pieces find, in order; as many are under way as there is room for."""
@@ -53,7 +55,7 @@ class Over(Protocol):
 class Here:
     """This process, on as many threads as the work allows."""
 
-    apart = False
+    apart, room = False, 0
 
     def each(self, work: Work, step: Any, items: Sequence[Any]) -> Iterator[Any]:
         return in_order(lambda item: work.piece(step, item), items, work.at_once)
@@ -69,7 +71,7 @@ class Devices:
         names: of the devices; what is found is brought to the first.
     """
 
-    apart = False
+    apart, room = False, 0
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
