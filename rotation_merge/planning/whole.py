@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 import tqdm
+from mergekit import common
+from mergekit.options import MergeOptions
 from pydantic import Field
 
 from rotation_merge.architectures.model import Architecture
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.block import named
 from rotation_merge.matching.layer_streams import LayerStreams
 from rotation_merge.matching.mean import match_to_mean
@@ -24,6 +29,9 @@ from rotation_merge.matching.sources import OnDevice
 from rotation_merge.matching.state import TensorSource
 from rotation_merge.planning.tasks import KeyedTask
 from rotation_merge.report.run import Run
+from rotation_merge.spread.pieces import HERE, Devices
+
+CPU = torch.device("cpu")
 
 
 class WholeTask(KeyedTask):
@@ -40,6 +48,23 @@ class WholeTask(KeyedTask):
 
     def main_thread_only(self) -> bool:
         return True
+
+
+def devices_of(options: MergeOptions) -> tuple[str, ...]:
+    """Where whole models are matched: the merge's device, or all that `--multi-gpu` gives.
+
+    Raises:
+        RotationMergeError: it gives none.
+    """
+    if not options.multi_gpu:
+        return (str(options.device or "cpu"),)
+    try:
+        count = common.get_torch_accelerator_count()
+    except AttributeError:  # of the accelerator that is not there
+        count = 0
+    if not count:
+        raise RotationMergeError("--multi-gpu: this machine has no GPU", remedy="leave it out")
+    return tuple(f"{common.get_torch_accelerator_type()}:{number}" for number in range(count))
 
 
 class Given(WholeTask):
@@ -64,17 +89,22 @@ class MatchWhole(WholeTask):
     donor_name: str
     options: MatchOptions
     run: Run = Field(repr=False)
-    device: str = "cpu"
+    devices: tuple[str, ...] = ("cpu",)
     quiet: bool = False
     match: Match = match_model
 
     def execute(self) -> Alignment:
-        anchor, donor = (_on(source, self.device) for source in (self.anchor, self.donor))
+        match, alone = self.match, len(self.devices) == 1 or self.match is not match_model
+        anchor, donor = (_on(source, self.devices[0] if alone else "cpu") for source in (self.anchor, self.donor))
+        if not alone:
+            match = partial(match_model, over=Devices(self.devices))
         with (
             progress_bar(f"Aligning {self.donor_name}", self.quiet) as progress,
             named(self.anchor_name, self.donor_name),
         ):
-            alignment = self.match(self.architecture, anchor, donor, self.options, progress)
+            alignment = match(self.architecture, anchor, donor, self.options, progress)
+        if not alone:  # where every device finds it
+            alignment = replace(alignment, transforms={n: t.to(CPU) for n, t in alignment.transforms.items()})
         self.run.aligned(self.donor_name, alignment)
         return alignment
 
@@ -109,13 +139,14 @@ class MatchMean(WholeTask):
     base: str
     options: MatchOptions
     run: Run = Field(repr=False)
-    device: str = "cpu"
+    devices: tuple[str, ...] = ("cpu",)
     quiet: bool = False
 
     def execute(self) -> dict[str, Alignment]:
-        sources = {name: _on(source, self.device) for name, source in self.sources.items()}
+        sources = {name: _on(source, self.devices[0]) for name, source in self.sources.items()}
+        over = HERE if len(self.devices) == 1 else Devices(self.devices)
         with progress_bar("Aligning to the mean", self.quiet) as progress:
-            found = match_to_mean(self.architecture, sources, self.base, self.options, progress)
+            found = match_to_mean(self.architecture, sources, self.base, self.options, progress, over)
         for name, alignment in found.items():
             self.run.aligned(name, alignment)
         rounds = max((int(str(alignment.summary["rounds"])) for alignment in found.values()), default=0)
