@@ -14,7 +14,8 @@ from rotation_merge.averaging.layers import in_layers
 from rotation_merge.averaging.measure import Batch, Measurement, MeasureOptions
 from rotation_merge.averaging.passes import Elsewhere, Pass
 from rotation_merge.averaging.sums import Sums
-from rotation_merge.checkpoints.models import Model, open_model, whole_path
+from rotation_merge.checkpoints.models import Model, open_model
+from rotation_merge.checkpoints.pair import whole_path
 from rotation_merge.samples.functions import architecture_of, load
 from rotation_merge.spread.pieces import Over
 

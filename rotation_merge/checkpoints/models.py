@@ -328,15 +328,6 @@ def parse_reference(path: str) -> ModelReference:
         raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
 
 
-def whole_path(name: str) -> str:
-    """A model's name for a process that works in another folder: with whole paths of what lies here."""
-    found = parse_reference(name)
-    parts = {"model": found.model} if found.lora is None else {"model": found.model, "lora": found.lora}
-    here = {key: part for key, part in parts.items() if os.path.exists(part.path)}
-    whole = {key: part.model_copy(update={"path": os.path.abspath(part.path)}) for key, part in here.items()}
-    return str(found.model_copy(update=whole))
-
-
 def open_model(path: str, unsupported: str = "error") -> Model:
     """One checkpoint, with its adapter where it names one (`model+adapter`), as its files are now: what mergekit keeps
     open under its name is forgotten."""

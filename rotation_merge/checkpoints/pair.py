@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.checkpoints.hub import is_absent, local_file
-from rotation_merge.checkpoints.models import Model, Models, parse_reference, whole_path
+from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.vocabulary import matched_on, other_order, shared_rows
 from rotation_merge.checkpoints.widened import widened
@@ -69,6 +69,15 @@ class Opening:
 
     def open(self) -> Pair:
         return open_pair(**{name.name: getattr(self, name.name) for name in fields(self)})
+
+
+def whole_path(name: str) -> str:
+    """A model's name for a process that works in another folder: with whole paths of what lies here."""
+    found = parse_reference(name)
+    parts = {"model": found.model} if found.lora is None else {"model": found.model, "lora": found.lora}
+    here = {key: part for key, part in parts.items() if os.path.exists(part.path)}
+    whole = {key: part.model_copy(update={"path": os.path.abspath(part.path)}) for key, part in here.items()}
+    return str(found.model_copy(update=whole))
 
 
 class Again:

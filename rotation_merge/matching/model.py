@@ -131,7 +131,8 @@ class _Walk:
             chosen = [number for number in chosen if blocks[number].index is None or number in kept]
         self.progress(what, 0, len(chosen))
         done, leads = 0, dict[str, HeadTransform]()
-        for part in ([n for n in chosen if self.both.is_lead(blocks[n]) == first] for first in (True, False)):
+        parts = ([n for n in chosen if self.both.is_lead(blocks[n]) == first] for first in (True, False))
+        for part in filter(None, parts):
             for number, found in zip(part, self.over.each(self.both, Led(step, dict(leads)), part), strict=True):
                 leads |= found.leads
                 done += 1
