@@ -52,6 +52,10 @@ class StatisticsError(RotationMergeError):
     """Statistics of a model are missing, unreadable, of another model, or of no use."""
 
 
+class WorkerError(RotationMergeError):
+    """Another process that did a part of the work has failed, not the work: a next run goes on with what is done."""
+
+
 def _again(kind: type[RotationMergeError], what: str, where: str | None, remedy: str | None) -> RotationMergeError:
     """An error of another process."""
     return kind(what, where=where, remedy=remedy)

@@ -23,8 +23,9 @@ from plugin_support import build, make, one_error, save, state
 from ray_support import Deadly, Failing, Killing
 from safetensors.torch import load_file
 
+from rotation_merge.averaging.passes import SHARES
 from rotation_merge.checkpoints.pair import open_pair
-from rotation_merge.errors import RotationMergeError
+from rotation_merge.errors import RotationMergeError, WorkerError
 from rotation_merge.matching.model import match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.spread import cluster as module
@@ -134,6 +135,30 @@ def test_measure_adds_the_same_sums_whoever_runs_the_shares(
     for name, tensor in here.items():
         torch.testing.assert_close(first[name], tensor, rtol=1e-6, atol=float(1e-6 * tensor.abs().max()))
         assert torch.equal(first[name], second[name]), name
+
+
+def test_a_measurement_whose_workers_failed_goes_on_where_it_was(
+    pair: tuple[Path, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["measure", pair[0], "--data", data, "--batch-size", 1, "--kinds", "moments", "--out"]
+    assert run(*given, tmp_path / "whole.safetensors", *RAY).exit_code == 0
+    results: list[Any] = []
+    stock = Cluster._result
+
+    def result(self: Cluster, reference: Any) -> Any:
+        if len(results) == 5:
+            raise WorkerError("workers died", where="here", remedy="fewer workers")
+        results.append(stock(self, reference))
+        return results[-1]
+
+    monkeypatch.setattr(Cluster, "_result", result)
+    failed = run(*given, tmp_path / "out.safetensors", *RAY)
+    assert one_error(failed.output) == "Error: here: workers died; fewer workers"
+    results.append(None)
+    assert run(*given, tmp_path / "out.safetensors", *RAY).exit_code == 0
+    assert len(results) == 1 + SHARES
+    whole, found = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
 def test_a_worker_without_the_file_names_it_and_its_machine(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rotation_merge.averaging.file import Stored, unwritten, write_statistics
 from rotation_merge.averaging.sums import Sums
-from rotation_merge.errors import RotationMergeError
+from rotation_merge.errors import RotationMergeError, WorkerError
 
 Progress = Callable[[str, int, int], None]
 
@@ -76,7 +76,8 @@ class Unfinished:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None or (self.new and isinstance(error, RotationMergeError)):
+        kept = not self.new or isinstance(error, WorkerError)
+        if error is None or (not kept and isinstance(error, RotationMergeError)):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def part(self, one: Pass) -> Path:
@@ -150,7 +151,7 @@ def _run(number: int, one: Pass, state: Unfinished, progress: Progress, elsewher
             if time.monotonic() - last > SECONDS:
                 state.keep(one, done, sums)
                 last = time.monotonic()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, WorkerError):
         state.keep(one, done, sums)
         raise
     return sums

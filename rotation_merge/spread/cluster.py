@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from rotation_merge import __version__
-from rotation_merge.errors import RotationMergeError, short
+from rotation_merge.errors import RotationMergeError, WorkerError, short
 from rotation_merge.spread.pieces import HERE, Over, Work
 
 LOG = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ def do_piece(version: str, work: Parcel, step: Parcel, item: Any) -> Any:
     try:
         if version != __version__:
             what = f"rotation-merge is {__version__} here, and {version} where the command runs"
-            raise RotationMergeError(what, remedy="install the same version on every machine")
+            raise WorkerError(what, remedy="install the same version on every machine")
         for name, parcel in (("work", work), ("step", step)):
             if name not in _OPEN or _OPEN[name][0] != parcel.key:
                 _OPEN.pop(name, None)  # before the next one takes its memory
@@ -194,20 +194,20 @@ def _said(error: Exception, host: str) -> RotationMergeError:
     if isinstance(error, RotationMergeError):
         return type(error)(error.what, where=f"{error.where}, {where}" if error.where else where, remedy=error.remedy)
     if isinstance(error, OSError) and error.filename:
-        return RotationMergeError(short(error.strerror), where=f"{error.filename}, {where}", remedy="check the storage")
+        return WorkerError(short(error.strerror), where=f"{error.filename}, {where}", remedy="check the storage")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-        return RotationMergeError("out of memory", where=where, remedy=MEND)
+        return WorkerError("out of memory", where=where, remedy=MEND)
     remedy = "check the storage" if isinstance(error, OSError | SafetensorError) else "run again with -vv to see where"
-    return RotationMergeError(f"{type(error).__name__}: {short(error)}", where=where, remedy=remedy)
+    return WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=remedy)
 
 
 def _died(error: Exception, address: str) -> RotationMergeError:
     """What is to be said of a piece that no worker brought to its end."""
     if "rotation_merge" in str(error) and "No module named" in str(error):
         what, remedy = "a worker has no rotation_merge", "install it on every machine, or set PYTHONPATH there"
-        return RotationMergeError(what, where=f"--ray {address}", remedy=remedy)
+        return WorkerError(what, where=f"--ray {address}", remedy=remedy)
     what = f"workers died {RETRIES + 1} times on the same piece ({type(error).__name__})"
-    return RotationMergeError(what, where=f"--ray {address}", remedy=MEND)
+    return WorkerError(what, where=f"--ray {address}", remedy=MEND)
 
 
 def _answers(address: str) -> None:
