@@ -178,6 +178,11 @@ class TensorInfo:
         if self.common is not None:
             yield self.common
 
+    def roles(self) -> list[tuple[str, str]]:
+        """The spaces by name, each with the role that an axis plays there."""
+        found = [(part.space.name, part.role) for axis in self.axes for part in axis.parts]
+        return found if self.common is None else [*found, (self.common.name, "")]
+
     @property
     def vocabulary_axis(self) -> int | None:
         return next((d for d, axis in enumerate(self.axes) if axis.label == "vocabulary"), None)

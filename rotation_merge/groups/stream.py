@@ -43,6 +43,9 @@ class StreamTransform(SpaceTransform):
     def mixes(self, role: str) -> bool:
         return role != "gain" and mixes(self.element)
 
+    def moves(self, role: str) -> bool:
+        return (role != "gain" or self.moves_gains) and super().moves(role)
+
     def inverse(self) -> StreamTransform:
         return type(self)(self.element.inverse())
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rotation_merge.linalg.exponential import exp_skew
+
 Steps = Mapping[str, Tensor]
 """Parameters by name, float32; all zero (scores of a permutation: the identity) at the element itself."""
 
@@ -41,4 +43,5 @@ def scaled(start: Tensor, steps: Steps, exact: bool) -> Tensor:
 
 def turned(turn: Tensor, exact: bool) -> Tensor:
     """The rotations ``exp(A - A^T)``, shape (G, d, d)."""
-    return torch.matrix_exp(like(turn - turn.mT, turn, exact))
+    skew = like(turn - turn.mT, turn, exact)
+    return torch.matrix_exp(skew) if exact else exp_skew(skew)

@@ -8,25 +8,23 @@ stored; tensors are read, folded and made float32 when they are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.utils import _pytree
 
 from rotation_merge.architectures.model import Axis, Block, TensorInfo
 from rotation_merge.groups import Monomial, Permutation, SpaceTransform, TranslationTransform
+from rotation_merge.learning.made import Made, Make, Products
 from rotation_merge.matching.apply import transform_axis, transform_tensor
-from rotation_merge.matching.biases import with_biases
+from rotation_merge.matching.biases import inputs, with_biases
 from rotation_merge.matching.fold import Fold
 from rotation_merge.matching.state import TensorSource, read_tensor
-
-Make = Callable[[], Tensor]
 
 ELEMENTWISE = 100
 """What reading, folding and adding a weight takes, in floating-point operations of a product."""
@@ -97,10 +95,10 @@ class Mixing:
         self, parents: Parents, transforms: Sequence[Mapping[str, SpaceTransform]], coefficients: Tensor
     ) -> None:
         self.parents, self.transforms, self.coefficients = parents, [{}, *transforms], coefficients
-        silent = [not share and not coefficients.requires_grad for share in coefficients.tolist()]
-        self.speaking = [number for number, quiet in enumerate(silent) if not quiet]
+        self._shares = coefficients.tolist()
+        self.speaking = [n for n, share in enumerate(self._shares) if share or coefficients.requires_grad]
         self._inverses: list[dict[str, SpaceTransform]] = []
-        self._leaves: dict[str, list[Tensor]] = {}
+        self._leaves: dict[tuple[str, str], list[Tensor]] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -141,20 +139,26 @@ class Mixing:
             self._block, self._made = block, {}
         key = info.key, torch.is_grad_enabled()
         if key not in self._made:
-            self._made[key] = _Made.apply(lambda: self._plainly(block, info), *self._learned(block))
+            self._made[key] = Made.apply(lambda: self._plainly(block, info), *self._learned(block, info))
         return self._made[key]
 
     def _plainly(self, block: Block, info: TensorInfo) -> Tensor:
         with torch.autocast(self.parents.device.type, enabled=False):
             return self.mixed(block, info)
 
-    def _learned(self, block: Block) -> list[Tensor]:
-        """What tensors of a block may have gradients to."""
-        if block.name not in self._leaves:
-            spaces = {space.name for info in block.tensors for space in info.spaces()}
-            own = [maps[name] for maps in self.transforms for name in sorted(spaces & maps.keys())]
-            self._leaves[block.name] = [x for x in _tensors([self.coefficients, own]) if x.requires_grad]
-        return self._leaves[block.name]
+    def _learned(self, block: Block, info: TensorInfo) -> list[Tensor]:
+        """What a tensor of a block may have gradients to."""
+        key = block.name, info.key
+        if key not in self._leaves:
+            infos = [one for one in map(block.tensor, inputs(block, info)) if one is not None] or [info]
+            roles = [role for one in infos for role in one.roles()]
+            own = [
+                maps[name]
+                for maps in self.transforms
+                for name in dict.fromkeys(name for name, role in roles if name in maps and maps[name].moves(role))
+            ]
+            self._leaves[key] = [x for x in _tensors([self.coefficients, own]) if x.requires_grad]
+        return self._leaves[key]
 
     @contextmanager
     def sparing(self) -> Iterator[None]:
@@ -189,15 +193,33 @@ class Mixing:
         if not self._acts(info) or not self._less(info, x.shape[:-1].numel(), *own.shape):
             return None
         total: Tensor | None = None
-        for number in self.speaking:
-            gains = self.parents.gains(number, block, info)
-            seen = self._seen(number, info.axes[1], x, gains or {})
-            made = _Product.apply(seen, self._make(number, block, info, gains is None))
-            part = self.coefficients[number] * self._shifted(number, info, self._along(number, info.axes[0], made), x)
-            total = part if total is None else total + part
+        for numbers in self._together(info.axes[0]):
+            part = self._along(numbers[0], info.axes[0], self._products(numbers, block, info, x))
+            total = part if total is None else total.add_(part)
         assert total is not None
+        for number in self.speaking:
+            shift = self._shift(number, info, x)
+            total = total if shift is None else total + self.coefficients[number] * shift[:, None]
         total = total.unflatten(0, x.shape[:-1]) if x.ndim != 2 else total
         return total if bias is None else total + bias
+
+    def _together(self, axis: Axis) -> list[list[int]]:
+        """The parents whose outputs are added up as they are, then each whose outputs have to be moved first."""
+        moved = [number for number in self.speaking if self._moving(number, axis)]
+        still = [number for number in self.speaking if number not in moved]
+        return [*([still] if still else []), *([number] for number in moved)]
+
+    def _products(self, numbers: Sequence[int], block: Block, info: TensorInfo, x: Tensor) -> Tensor:
+        """What the maps of some parents, times their coefficients, make of x, (n, out), in their own coordinates."""
+        makes, seen = [], []
+        for number in numbers:
+            gains = self.parents.gains(number, block, info)
+            makes.append(self._make(number, block, info, gains is None))
+            seen.append(self._seen(number, info.axes[1], x, gains or {}))
+        if not self.coefficients.requires_grad:
+            return Products.apply(makes, [self._shares[number] for number in numbers], *seen)
+        own = [self.coefficients[number] * one for number, one in zip(numbers, seen, strict=True)]
+        return Products.apply(makes, [1.0] * len(own), *own)
 
     def rows(self, own: Mixed, index: Tensor) -> Tensor | None:
         """Rows of the model's table; None where its rows change places."""
@@ -254,12 +276,12 @@ class Mixing:
                 known[key] = known[key] * gain.to(flat)
         return known[key]
 
-    def _shifted(self, number: int, info: TensorInfo, made: Tensor, x: Tensor) -> Tensor:
-        """With what the translation of a map's rows adds to each output of x."""
+    def _shift(self, number: int, info: TensorInfo, x: Tensor) -> Tensor | None:
+        """What the translation of a map's rows adds to each output of x, (n,)."""
         shift = self.transforms[number].get(info.common.name) if info.common is not None else None
         if not isinstance(shift, TranslationTransform) or shift.is_identity():
-            return made
-        return made + (x.reshape(-1, x.shape[-1]) @ shift.vector.to(x))[:, None]
+            return None
+        return x.reshape(-1, x.shape[-1]) @ shift.vector.to(x)
 
     def _acts(self, info: TensorInfo) -> bool:
         """Whether the maps of a matrix's axes can act on vectors."""
@@ -298,36 +320,6 @@ def _tensors(held: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
     elif is_dataclass(held):
         yield from _tensors([getattr(held, own.name) for own in fields(held)])
-
-
-class _Made(torch.autograd.Function):
-    """A tensor that is made, and made again for its gradient; nothing in between is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, make: Make, *leaves: Tensor) -> Tensor:
-        ctx.make, ctx.leaves = make, leaves
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        with torch.enable_grad():
-            made = ctx.make()
-        if not made.requires_grad:
-            return None, *(None for _ in ctx.leaves)
-        return None, *torch.autograd.grad(made, ctx.leaves, gradients[0], allow_unused=True)
-
-
-class _Product(torch.autograd.Function):
-    """Rows (n, in) times a matrix (out, in) that is read anew for the gradient, and has none of its own."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, make: Make) -> Tensor:
-        ctx.make = make  # type: ignore[attr-defined]
-        return functional.linear(x, make())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] @ ctx.make().to(gradients[0].dtype), None
 
 
 class Mixed(Tensor):

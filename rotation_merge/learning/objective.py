@@ -56,7 +56,8 @@ KEPT = 1 << 30
 
 
 class Teachers:
-    """The parents' outputs on every batch; kept where there is room (`KEPT`), else computed again when asked."""
+    """The parents' outputs on every batch, of logits their probabilities; kept where there is room (`KEPT`), else
+    computed again when asked."""
 
     def __init__(self, parents: Sequence[Callable[..., Any]]) -> None:
         self.parents = parents
@@ -79,7 +80,12 @@ class Teachers:
         """The parents' outputs on a batch that will not come again."""
         if not len(next(iter(batch.values()))):
             return []
-        return [main_output(parent(**batch)).float() for parent in self.parents]
+        return [_told(parent(**batch)) for parent in self.parents]
+
+
+def _told(outputs: Any) -> Tensor:
+    found = main_output(outputs).float()
+    return functional.softmax(found, dim=-1) if is_distribution(outputs) else found
 
 
 def mix(first: Batch, second: Batch, generator: torch.Generator) -> dict[str, Tensor]:
@@ -95,7 +101,7 @@ def mix(first: Batch, second: Batch, generator: torch.Generator) -> dict[str, Te
 
 
 def distillation(outputs: Any, taught: Sequence[Tensor], coefficients: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Distance from the parents' mean output, weighted as the parents are in the model.
+    """Distance from the parents' mean output (see `Teachers`), weighted as the parents are in the model.
 
     For logits: KL(mean of the parents' distributions || model), in nats, mean over predictions that `mask` (of shape
     logits.shape[:-1]) allows. For hidden states: mean squared difference over that of the parents' mean from zero.
@@ -104,9 +110,10 @@ def distillation(outputs: Any, taught: Sequence[Tensor], coefficients: Tensor, m
     if not is_distribution(outputs):
         target = sum(c * t for c, t in zip(coefficients, taught, strict=True))
         return (student - target).square().mean() / torch.as_tensor(target).square().mean().clamp_min(1e-12)
-    mixture = sum(c * functional.softmax(t, dim=-1) for c, t in zip(coefficients, taught, strict=True))
-    target = torch.as_tensor(mixture).clamp_min(1e-12)
-    divergence = (target * (target.log() - functional.log_softmax(student, dim=-1))).sum(-1)
+    target = coefficients[0] * taught[0]
+    for share, told in zip(coefficients[1:], taught[1:], strict=True):
+        target = target.addcmul_(share, told)
+    divergence = functional.kl_div(functional.log_softmax(student, dim=-1), target, reduction="none").sum(-1)
     if mask is not None and mask.shape == divergence.shape:
         return (divergence * mask).sum() / mask.sum().clamp_min(1)
     return divergence.mean()

@@ -26,9 +26,9 @@ def transform_tensor(
     Returns:
         The very same tensor if nothing moves, else a new one in float32 at least (rounding is the caller's, once).
     """
-    roles = [(part.space.name, part.role) for axis in info.axes for part in axis.parts]
-    roles += [] if info.common is None else [(info.common.name, "")]
-    moving = {name: transforms[name] for name, role in roles if name in transforms and transforms[name].moves(role)}
+    moving = {
+        name: transforms[name] for name, role in info.roles() if name in transforms and transforms[name].moves(role)
+    }
     if not moving:
         return tensor
     result = tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,61 @@
+"""Steps of a computation that keep nothing for their gradients: what they need is made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+Make = Callable[[], Tensor]
+
+
+class Made(torch.autograd.Function):
+    """A tensor that is made, and made again for its gradient; nothing in between is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Make, *leaves: Tensor) -> Tensor:
+        ctx.make, ctx.leaves = make, leaves
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            made = ctx.make()
+        if not made.requires_grad:
+            return None, *(None for _ in ctx.leaves)
+        return None, *torch.autograd.grad(made, ctx.leaves, gradients[0], allow_unused=True)
+
+
+class Products(torch.autograd.Function):
+    """Sum of rows (n, in) times matrices (out, in) times numbers. The matrices are read anew for the gradient, and have
+    none of their own."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, makes: Sequence[Make], shares: Sequence[float], *rows: Tensor) -> Tensor:
+        ctx.makes, ctx.shares = makes, shares  # type: ignore[attr-defined]
+        kind = rows[0].device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows[0].dtype
+        total: Tensor | None = None
+        with torch.autocast(kind, enabled=False):
+            for make, share, x in zip(makes, shares, rows, strict=True):
+                total = _add_product(total, x.to(dtype), make().to(dtype).mT, share)
+        assert total is not None
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        found: list[Tensor | None] = [None, None]
+        for wanted, make, share in zip(ctx.needs_input_grad[2:], ctx.makes, ctx.shares, strict=True):
+            found.append(_add_product(None, gradients[0], make().to(gradients[0].dtype), share) if wanted else None)
+        return tuple(found)
+
+
+def _add_product(total: Tensor | None, x: Tensor, matrix: Tensor, share: float) -> Tensor:
+    """``total + share * x @ matrix``, in the place of the total."""
+    if total is None:
+        made = x.new_empty(x.shape[0], matrix.shape[1])
+        return torch.addmm(made, x, matrix, beta=0, alpha=share, out=made)
+    return total.addmm_(x, matrix, alpha=share)
