@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rotation_merge.linalg.exponential import exp_skew
 from rotation_merge.linalg.polar import complement_of_ones, nuclear_norm, procrustes, random_orthogonal
 from rotation_merge.linalg.scaling import LARGEST_LOG_SCALE, best_scale, cost, joint_scale, least_cost, scale_ceiling
 
@@ -231,3 +232,18 @@ def test_a_ceiling_of_the_joint_problem_is_never_below_what_a_grid_finds(shared:
     size = 2 * h(torch.ones(heads))
     assert bool((gains <= ceiling).all())
     assert float(((ceiling - gains.amax(0)) / size).median()) < 2e-3
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-4, 0.5, 3.0, 40.0])
+def test_exponentials_and_their_gradients_are_torchs(size: float):
+    turn = randn(3, 12, 12)
+    turn = size * (turn - turn.mT) / torch.linalg.matrix_norm(turn - turn.mT, 2).amax()
+    weight, found = randn(3, 12, 12, seed=1), []
+    for exponential, dtype in ((torch.matrix_exp, torch.float64), (exp_skew, torch.float32)):
+        given = turn.to(dtype, copy=True).requires_grad_(True)
+        made = exponential(given)
+        (made * weight.to(dtype)).sum().backward()
+        assert given.grad is not None
+        found += [made.detach().double(), given.grad.double()]
+    for mine, wanted in zip(found[2:], found[:2], strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=3e-6 * max(1.0, size))
