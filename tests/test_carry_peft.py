@@ -261,6 +261,8 @@ class TestBadInput:
         done = run("carry", *twice, "--from", folder / "old", "--to", folder / "new", tmp_path / "out")
         assert done.exit_code == 2
         assert "one by one" in done.output
+        done = run("carry", *twice, "--from", folder / "old", "--to", folder / "new", folder, "--force")
+        assert "is one of the inputs" in done.output
 
 
 def test_command(llama: Home, tmp_path: Path) -> None:

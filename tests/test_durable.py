@@ -116,6 +116,15 @@ def test_what_goes_wrong_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_model_and_an_adapter_are_never_in_one_place(tmp_path: Path) -> None:
+    kinds = {"model": ("config.json", "model.safetensors"), "adapter": ("adapter_config.json", "adapter_model.bin")}
+    for kind in ("model", "adapter", "model"):
+        with staged(str(tmp_path / "out")) as folder:
+            for name in kinds[kind]:
+                (Path(folder) / name).write_text(kind)
+        assert {entry.name for entry in (tmp_path / "out").iterdir()} == set(kinds[kind])
+
+
 def test_permissions_stay_those_of_a_new_file(tmp_path: Path) -> None:
     write_text(tmp_path / "one", "text")
     (tmp_path / "two").write_text("text")

@@ -11,6 +11,8 @@ from rotation_merge.durable import sync, sync_tree
 from rotation_merge.errors import RotationMergeError
 
 MODEL_FILES = ("model", "pytorch_model")
+CONFIGS = ("config.json", "adapter_config.json")
+"""Without one of these nothing in a directory loads; with both it loads as an adapter."""
 
 
 def check_place(out_path: str, inputs: Iterable[str]) -> None:
@@ -41,9 +43,9 @@ def staged(out_path: str) -> Iterator[str]:
     Everything in it is on disk before it moves.
 
     It lies beside `out_path`, or inside, where that is already a directory (which may be a file system of its own).
-    A directory that is already there keeps its other files. Its old weights, index and config go first (config.json
-    before all, without which nothing loads), the new config.json comes last, so that at no moment a mixture of two
-    models loads.
+    A directory that is already there keeps its other files. Its old weights, index and config go first (the config
+    before all, without which nothing loads), the new config comes last, so that at no moment a mixture of two models,
+    or of a model and an adapter, loads.
     """
     target = os.path.abspath(out_path)
     parent, name = os.path.split(target)
@@ -88,10 +90,10 @@ def _replace(staging: str, target: str) -> None:
     if not os.path.isdir(target):
         os.rename(staging, target)
         return
-    for name in sorted(os.listdir(target), key=lambda n: n != "config.json"):
-        if name == "config.json" or _is_weights(name):
+    for name in sorted(os.listdir(target), key=lambda n: n not in CONFIGS):
+        if name in CONFIGS or _is_weights(name):
             os.remove(os.path.join(target, name))
-    for name in sorted(os.listdir(staging), key=lambda n: n == "config.json"):
+    for name in sorted(os.listdir(staging), key=lambda n: n in CONFIGS):
         destination = os.path.join(target, name)
         if os.path.isdir(destination) and not os.path.islink(destination):
             shutil.rmtree(destination)
@@ -99,4 +101,4 @@ def _replace(staging: str, target: str) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    return name.startswith(MODEL_FILES) and name.endswith((".safetensors", ".bin", ".index.json"))
+    return name.startswith((*MODEL_FILES, "adapter_model")) and name.endswith((".safetensors", ".bin", ".index.json"))

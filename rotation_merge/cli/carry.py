@@ -118,8 +118,9 @@ def command(
     from rotation_merge.checkpoints.carried import Settings, carry_all, check_places
     from rotation_merge.checkpoints.unlike import Unlike
 
-    for path in work:
-        check_out(out, path, old, new)
+    places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
+    for place in dict.fromkeys([out, *places]):
+        check_out(place, *work, old, new)
     named = context.get_parameter_source("residual") is not ParameterSource.DEFAULT
     check_dtype(dtype)
     storage = Storage(parse_size(shard_size), dtype, untie)
@@ -146,7 +147,6 @@ def command(
     scaled = 1.0 if factor is None else factor
     settings = Settings(options, alignment_file, scaled, device, lora, storage, unlike, find, streams)
     progress = Progress()
-    places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     check_places(work, places)
     jobs = dict(zip(places, work, strict=True))
     if factor is None or way != "weights":
