@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from carry_support import make_adapter, merged, other_coordinates
 from tiny_models import ALL, Case, difference, inputs, make, outputs, reload, save
 
@@ -13,9 +14,11 @@ from rotation_merge.architectures import resolve
 from rotation_merge.checkpoints.adapters import Adapter
 from rotation_merge.checkpoints.carry import carry_adapter
 from rotation_merge.matching.carry import Carrier
+from rotation_merge.matching.factors import dense
 from rotation_merge.matching.layer_streams import LayerStreams
 from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.tuned import Tuned
+from rotation_merge.matching.state import read_tensor
+from rotation_merge.matching.tuned import Tuned, of_low_rank
 
 FAMILIES = list({case.family: case for case in sorted(ALL, key=lambda case: "untied" in case.name)}.values())
 """A case of each family, one with a head of its own if there is one."""
@@ -59,6 +62,10 @@ def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path:
         there = outputs(reload(case, tmp_path, merged(carried.adapter, architecture, new)), given)
         size = max(float(x.abs().max()) for x in expected.values())
         assert difference(there, expected) <= 1e-8 * max(size, 1), what
+    for info in architecture.tensors():
+        if (stored_tensor := read_tensor(info, state)) is not None and stored_tensor.ndim > 1:
+            again = dense(of_low_rank(stored_tensor, info, 10**6), info)
+            assert torch.allclose(again, stored_tensor, atol=1e-9), info.name
     tuned = Tuned(Carrier(architecture, state, new, alignment), merged(adapter, architecture, state))
     whole = {name: x for _, pieces, *_ in tuned.tensors() for name, x in pieces.items()}
     assert set(whole) == set(new)

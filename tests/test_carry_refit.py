@@ -85,6 +85,7 @@ def test_a_scale_that_is_no_better_than_none_is_none() -> None:
     assert not any("That is little" in line for line in better.words(0.5))
     little = Losses(2.0, 1.0, 2.5, 1.5, {0.0: (2.5, 1.5), 0.5: (2.45, 1.51)})
     assert any("train on the new base instead" in line for line in little.words(0.5))
+    assert any("it writes no text" in line for line in Losses(2, 1, 2, 2, {1: (1, 1)}, writes=False).words(1))
     assert any("cannot be told" in line for line in Losses(1.0, 1.0, 2.0, 1.0, {1.0: (1.9, 1.0)}).words(1.0))
     assert any("Nothing of it arrives" in line for line in better.words(0.0) + Losses(2, 1, 2, 1, {1: (3, 1)}).words(1))
 

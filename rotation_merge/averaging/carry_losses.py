@@ -25,6 +25,7 @@ class Losses:
     Attributes:
         old, tuned: of the old pair, on the fine-tune's kind; new, own: of the new base, on either.
         carried: by scale, on both.
+        writes: whether the new base writes text; where not, the second loss of each pair is the first.
     """
 
     old: float
@@ -32,6 +33,7 @@ class Losses:
     new: float
     own: float
     carried: dict[float, Both]
+    writes: bool = True
 
     @property
     def best(self) -> float:
@@ -45,7 +47,9 @@ class Losses:
         lines = [
             f"On samples held out (loss in nats): the old base {self.old:.3f}, its fine-tune {self.tuned:.3f}; the new "
             f"base {self.new:.3f}, carried {there:.3f} {where or f'at scale {scale:g}'}.",
-            f"On text that the new base writes itself: {self.own:.3f} before, {own:.3f} after.",
+            f"On text that the new base writes itself: {self.own:.3f} before, {own:.3f} after."
+            if self.writes
+            else "What it costs the new base on its own domain was not measured: it writes no text.",
         ]
         if scale == 0:
             return [*lines, "Nothing is worth carrying: every scale is worse than none. Train on the new base instead."]

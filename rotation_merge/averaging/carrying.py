@@ -158,7 +158,7 @@ class Carrying:
 
         ways = [losses_of(one) for one in moved]
         way, found, zero, there = search_ways(ways, moved[0].blocks, self.progress or (lambda *_: None))
-        losses = Losses(*self._home(held_out), *zero, {0.0: zero, 1.0: there})
+        losses = Losses(*self._home(held_out), *zero, {0.0: zero, 1.0: there}, own is not held_out)
         notes = [*losses.words(float(any(found.values())), "at the scales below"), scale_words(found)]
         if len(asked) > 1:
             notes.append(STREAMS.format("these" if asked[way] else "the shared one"))
@@ -346,7 +346,7 @@ class Carrying:
         for scale in scales:
             model = self._model(dict(Solution(self.work.carrier, changed, scale, torch.float32).tensors()))
             carried[scale] = both(model, held_out, own)
-        return Losses(*self._home(held_out), *carried[0.0], carried)
+        return Losses(*self._home(held_out), *carried[0.0], carried, own is not held_out)
 
 
 def _on(name: str, device: str) -> Any:

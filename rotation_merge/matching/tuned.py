@@ -142,7 +142,10 @@ class Tuned:
 
 
 def of_low_rank(change: Tensor, info: TensorInfo, rank: int) -> Change:
-    """The nearest change of this rank (Eckart and Young), its factors equally large."""
+    """The nearest change of this rank (Eckart and Young), its factors equally large; of tables of positions and tokens
+    that no layer of its own holds (1, n, width), which no adapter has a place for, the whole."""
+    if transposed(info) and change.ndim > 2 and not stacks(info):
+        return change
     matrix = change.mT if transposed(info) else change
     shape = matrix.shape
     if matrix.ndim > 2 and not stacks(info):
