@@ -143,9 +143,9 @@ def process(command: Sequence[object], threads: int) -> Cost:
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """Every core has other work."""
+    """Every core has other work: what there is, and where that is too little, more of it."""
     command = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    others = [subprocess.Popen(command) for _ in range((os.cpu_count() or 1) - round(os.getloadavg()[0]))]
     try:
         yield
     finally:
@@ -309,16 +309,23 @@ def curves(table: Table, folder: Path) -> None:
     shapes = {("layers", n): (replace(base, layers=n), 1) for n in (2, 4, 8)}
     shapes |= {("width", n): (wide(n), 1) for n in (512, 1024, 2048)}
     shapes |= {("donors", n): (base, n) for n in (1, 2, 3)}
-    for (what, count), (shape, number) in shapes.items():
-        for kind in ("near", "far"):
-            place = folder / f"{what}-{count}-{kind}"
-            anchor = write(shape, place / "anchor")
-            donors = [write(shape, place / f"donor{i}", kind, i) for i in range(number)]
-            ours = run(OPTIONS, anchor, donors, 1)
-            cells = {"by": what, "number": count, "donor": kind, "after the start, s": f"{ours.total:.2f}"}
-            table.add(cells | {"matching, s": f"{ours.of('spent')['matching']:.2f}"})
-            shutil.rmtree(place)
+    for kind in ("near", "far"):
+        costs = {
+            case: apart(*case, kind, folder / f"{kind}-{i}") for i, case in enumerate(dict.fromkeys(shapes.values()))
+        }
+        for (what, count), case in shapes.items():
+            cost = costs[case]
+            cells = {"by": what, "number": str(count), "donor": kind, "after the start, s": f"{cost.total:.2f}"}
+            table.add(cells | {"matching, s": f"{cost.of('spent')['matching']:.2f}"})
     laws(table.rows, Table("sizes-laws"))
+
+
+def apart(shape: Shape, number: int, kind: str, place: Path) -> Cost:
+    """A merge of so many donors, on models of its own."""
+    anchor = write(shape, place / "anchor")
+    cost = run(OPTIONS, anchor, [write(shape, place / f"donor{i}", kind, i) for i in range(number)], 1)
+    shutil.rmtree(place)
+    return cost
 
 
 def laws(rows: Sequence[Mapping[str, str]], table: Table) -> None:
