@@ -8,7 +8,8 @@ A page shows a file between two comments, all columns or those named, all rows o
     <!-- figures: matching-layer | shape, donor, seconds | what=straight -->
     <!-- end -->
 
-A name that ends in `=title` gives a column another title; `--check` says what is out of date, and changes nothing.
+Names are set apart by commas, or by semicolons where a name has one. A name that ends in `=title` gives a column another
+title; `--check` says what is out of date, and changes nothing.
 
 A sentence shows one cell, or with `#1`, `#2`, ... one of the numbers in it, of the row with these values:
 
@@ -102,7 +103,8 @@ def table(what: str, origin: bool) -> str:
     if condition:
         key, _, value = condition.partition("=")
         rows = [row for row in rows if str(row[key.strip()]) == value.strip()]
-    pairs = [column.strip().partition("=") for column in columns.split(",")] if columns else []
+    apart = ";" if ";" in columns else ","
+    pairs = [column.strip().partition("=") for column in columns.split(apart)] if columns else []
     titles = {key: title or key for key, _, title in pairs} or {key: key for key in rows[0]}
     lines = [titles.values(), ["---"] * len(titles), *([row[key] for key in titles] for row in rows)]
     whence = f"\n\n*Commit {found['commit']}, {found['date']}; {found['machine']}.*" if origin else ""
