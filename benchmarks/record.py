@@ -8,8 +8,8 @@ A page shows a file between two comments, all columns or those named, all rows o
     <!-- figures: matching-layer | shape, donor, seconds | what=straight -->
     <!-- end -->
 
-Names are set apart by commas, or by semicolons where a name has one. A name that ends in `=title` gives a column another
-title; `--check` says what is out of date, and changes nothing.
+Names are set apart by commas, or by semicolons where one of them has a comma. A name that ends in `=title` gives a
+column another title; `--check` says what is out of date, and changes nothing.
 
 A sentence shows one cell, or with `#1`, `#2`, ... one of the numbers in it, of the row with these values:
 

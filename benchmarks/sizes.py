@@ -222,6 +222,9 @@ def extrapolated(cost: Cost, part: Shape, full: Shape, rounds: float, passes: fl
         times = again if phase in EACH_PASS else 1.0
         if phase == "solving":
             other += spent * passes / max(cost.passes, 1)
+        elif phase == "writing":  # whole files, wherever their last tensor stands
+            layer += spent * _layer(part) / part.parameters
+            other += spent * outside[0] / part.parameters
         elif phase != "rest":
             layer += inside / part.layers * times
             other += (spent - inside) * times * outside[0] / outside[1]
