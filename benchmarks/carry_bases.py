@@ -4,6 +4,7 @@
     python benchmarks/carry_bases.py checkpoints long     long fine-tunes, to benchmarks/results/carry-bases-long.json
     python benchmarks/carry_bases.py checkpoints distil   50 steps, to benchmarks/results/carry-bases-distil.json
     python benchmarks/carry_bases.py checkpoints long distil
+    python benchmarks/carry_bases.py checkpoints --only C      what was measured of the others is kept
 
 The checkpoints are those of benchmarks/train_checkpoints.py: Llama 0's fine-tunes go to Llamas 1, 2 and 3, which were
 trained from other seeds. Samples are 64 sequences that the fine-tune wrote itself. Shares are of the gain that
@@ -50,6 +51,8 @@ LONG = {"English, long": ("llama-0-english-long", "english"), "C, long": ("llama
 LENGTH, WINDOWS, RANK = 128, 80, 16
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
+KEPT = "several runs: what an earlier one had measured of other fine-tunes is kept"
+
 Way = Callable[["Pair", str, str], dict[str, Tensor]]
 """Of a pair, a fine-tune and the file of its own text, the new base's tensors that change."""
 
@@ -79,12 +82,12 @@ class Pair:
         given = self.bases.architecture, first, second, WHOLE, None
         self.weights, self.both = match_model(*given), OnSamples(BOTH, new, old)(*given)
 
-    def settings(self, alignment: Alignment, rank: int = 0) -> Settings:
-        return Settings(WHOLE, lora=rank, matcher=lambda *_: alignment, streams="shared")
-
-    def carried(self, tuned: str, samples: Samples, alignment: Alignment, rank: int = 0) -> dict[str, Tensor]:
+    def carried(
+        self, tuned: str, samples: Samples, alignment: Alignment, rank: int = 0, streams: str = "shared"
+    ) -> dict[str, Tensor]:
         find = carried_weights if samples.way == "weights" else carried_tensors
-        return find(tuned, self.old, self.new, self.settings(alignment, rank), samples)[0]
+        settings = Settings(WHOLE, lora=rank, matcher=lambda *_: alignment, streams=streams)
+        return find(tuned, self.old, self.new, settings, samples)[0]
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> tuple[float, float]:
         """On the fine-tune's domain, and on the base's own."""
@@ -122,15 +125,16 @@ def from_the_new_base() -> Iterator[None]:
 
 
 def ways(long: bool, distil: bool) -> dict[str, Way]:
-    """By name; what long fine-tunes changed is too much for any fixed scale, so samples held out say it."""
+    """By name; what long fine-tunes changed is too much for the scales of short ones."""
 
-    def by(way: str, scale: float, rank: int = 0) -> tuple[str, Way]:
+    def by(way: str, scale: float | None, rank: int = 0, streams: str = "shared") -> tuple[str, Way]:
         def carry(pair: Pair, tuned: str, text: str) -> dict[str, Tensor]:
             alignment = pair.both if way == "activations" else pair.weights
-            return pair.carried(tuned, Samples(text, scale=None if long else scale, way=way), alignment, rank)
+            return pair.carried(tuned, Samples(text, scale=scale, way=way), alignment, rank, streams)
 
-        words = "scale by held-out samples" if long else f"scale {scale}"
-        return f"{way}, {f'an adapter of rank {rank}, ' * bool(rank)}{words}", carry
+        words = [way, *(["a stream map for every layer"] if streams == "own" else [])]
+        words += [f"an adapter of rank {rank}"] if rank else []
+        return ", ".join([*words, "scale by held-out samples" if scale is None else f"scale {scale:g}"]), carry
 
     if distil:
         return {
@@ -138,20 +142,30 @@ def ways(long: bool, distil: bool) -> dict[str, Way]:
             "50 steps, an adapter of rank 16": distilled(RANK),
             "50 steps, an adapter of rank 16, from the new base": distilled(RANK, fresh=True),
         }
-    return dict([by("weights", 0.75), by("activations", 0.75), by("signs", 0.25), by("refit", 1), by("refit", 1, RANK)])
+    if long:
+        found = [by("weights", 0.1), by("weights", 0.1, streams="own")]
+        return dict([*found, *(by(way, None) for way in ("activations", "signs", "refit")), by("refit", None, RANK)])
+    found = [by("weights", 0.75), by("weights", 1, streams="own"), by("activations", 0.75), by("signs", 0.25)]
+    return dict([*found, by("refit", 1), by("refit", 1, RANK)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", type=Path)
     parser.add_argument("asked", nargs="*", choices=["long", "distil"])
+    parser.add_argument("--only", help="one fine-tune; what was measured of the others is kept")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table("-".join(["carry-bases", *sorted(args.asked, reverse=True)]))
     long = "long" in args.asked
+    table = Table("-".join(["carry-bases", *sorted(args.asked, reverse=True)]), KEPT if args.only else "")
+    if args.only:
+        rows = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if table.path.exists() else []
+        table.rows += [row for row in rows if row["fine-tune"] != args.only]
     old = str(args.checkpoints / "llama-0")
     pairs = [Pair(old, str(args.checkpoints / name)) for name in NEW]
     for title, (name, domain) in (LONG if long else SHORT).items():
+        if args.only not in (None, title):
+            continue
         tuned, data = str(args.checkpoints / name), windows(domain)
         home = loss(load(old), data) - loss(load(tuned), data)
         before = [loss(load(pair.new), data) for pair in pairs]
