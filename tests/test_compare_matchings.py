@@ -64,6 +64,22 @@ def test_curves_of_one_command_are_those_of_single_ones_in_any_order(models: dic
     assert rise(curves["residual"]) < 1e-3 < rise(curves["local"])  # what was planted
 
 
+def test_maps_chosen_on_samples(models: dict[str, Path], tmp_path: Path) -> None:
+    """As a curve by name, by --match-on, and where a recipe says so; what was planted is found."""
+    pair = ("anchor", "turned")
+    (named,) = barriers(models, *pair, options=("--compare", "activations,both"))
+    assert [curve["name"] for curve in named["curves"]] == ["plain", "activations", "both"]
+    assert all(rise(curve) < 1e-3 < rise(named["curves"][0]) for curve in named["curves"][1:])
+    flags = ("--heads", "permutation", "--residual", "largest")
+    (asked,) = barriers(models, *pair, options=(*flags, "--match-on", "activations"))
+    assert asked["curves"][1]["loss"] == named["curves"][1]["loss"]
+    made = recipe_for("linear", models["anchor"], models["turned"], residual="largest", match_on="activations")
+    (told,) = barriers({**models, "recipe": write_recipe(made, tmp_path / "recipe.yml")}, "recipe")
+    assert told["curves"][1]["loss"] == pytest.approx(named["curves"][1]["loss"], abs=1e-6)
+    given = ("barrier", tmp_path / "recipe.yml", "--data", models["data"], "--match-on", "both")
+    assert "a recipe says what maps there are" in run(*given).output
+
+
 def test_three_models_between_donors_and_to_the_centre(models: dict[str, Path]) -> None:
     """Equal donors have nothing between them; twins of the anchor neither, once aligned."""
     found = barriers(models, "anchor", "other", "other", options=("--heads", "permutation"))

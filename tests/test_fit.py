@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from transformers import AutoModelForImageClassification, LlamaConfig, LlamaForCausalLM
 
+from rotation_merge.averaging.match_on import seen_on
 from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
 from rotation_merge.groups import HeadTransform, Monomial, NeuronTransform, Orthogonal, StreamTransform
 from rotation_merge.learning.engine import Path as ModelPath
@@ -147,6 +148,18 @@ def test_never_worse_than_the_start_and_says_when_nothing_was_found():
     result = fit(anchor, donor, token_batches(), options=FitOptions(steps=6))
     assert result.report.after <= result.report.before
     assert "nothing better" in result.report.verdict()
+
+
+def test_a_start_matched_on_samples(vits):
+    """Of the samples that are learned from; the start is another one than that of weights."""
+    match, scores = MatchOptions(heads="permutation", residual="rotation"), {}
+    for how in ("weights", "both"):
+        options = FitOptions(steps=1, start="matched", match_on=how)
+        found = fit(vits[0], vits[1], batches(96, labels=True), match, options, seen=seen_on("digits"))
+        scores[how] = found.report.before
+    assert scores["weights"] != scores["both"] < found.report.unaligned
+    with pytest.raises(RecipeError, match="rotation-merge fit"):
+        fit(vits[0], vits[1], batches(64, labels=True), match, options)
 
 
 @pytest.mark.parametrize("tied", [False, True])

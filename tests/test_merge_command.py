@@ -265,6 +265,9 @@ def test_announced_times_follow_what_was_measured():
     assert 1.0 < costs.expected(by_name["attention alone"], 60) < 15.0
     assert [candidate.name for candidate in every][-3:-1] == ["lower layers", "upper layers"]
     assert by_name["lower layers"].parameters["layers"] == "0-1"
+    seen = by_name["whole model, by activations"]
+    assert (seen.kind, seen.parameters["match_on"], seen.of_model[C]) == ("seen", "both", {"data": "self"})
+    assert costs.expected(seen, 60) > costs.expected(by_name["whole model"], 60)
 
 
 def test_a_soup_keeps_what_helps(monkeypatch: pytest.MonkeyPatch):

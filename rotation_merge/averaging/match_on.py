@@ -15,8 +15,9 @@ Source: Ainsworth et al. 2023 (Git Re-Basin), section 3.1; partial whitening: Th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from rotation_merge.checkpoints.vocabulary import moved_tokens, shared_rows
 from rotation_merge.errors import DataError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.fold import Folded
-from rotation_merge.matching.model import Alignment, Progress, match_model
+from rotation_merge.matching.model import Alignment, Match, Progress, match_model
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MatchOptions
 from rotation_merge.matching.recorded import recorded
 from rotation_merge.matching.state import TensorSource, read_tensor
@@ -163,6 +164,20 @@ def seen_of(model: Any, batches: list[Batch]) -> Activations:
         return Activations.of(model.eval(), architecture_of(model), batches, ROWS)
     finally:
         model.train(training)
+
+
+def seen_on(source: str) -> Callable[[str, Any, Any, Sequence[Mapping[str, Tensor]]], Match]:
+    """What makes loaded models be matched on samples: on `activations` or `both`.
+
+    Args:
+        source: what the samples are called, where they do not do.
+    """
+
+    def made(how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]]) -> Match:
+        plain = unpadded([{name: x for name, x in batch.items() if name != "labels"} for batch in batches], source)
+        return partial(match_seen, seen=(seen_of(anchor, plain), seen_of(donor, plain)), how=how)
+
+    return made
 
 
 def _start(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
 import yaml
 from mergekit.config import ConfigReader, MergeConfiguration
@@ -11,7 +13,7 @@ from mergekit.options import MergeOptions
 from rotation_merge.checkpoints.heads import head_names
 from rotation_merge.checkpoints.models import Models
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import WEIGHTS, MatchOptions
 from rotation_merge.planning.presets import settle_presets
 from rotation_merge.recipe.document import Document, documents
 from rotation_merge.recipe.donor import RecipeDonor, says_unlike
@@ -49,17 +51,25 @@ def donors_of(path: str) -> list[RecipeDonor]:
         names = str(recipe.base), str(donor.model)
         unlike = says_unlike(donor.parameters)
         found = RecipeDonor(*names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported, unlike)
-        result.append(found)
+        how, data, count = (recipe.of_model(name, reader, donor.model) for name in ("match_on", "data", "samples"))
+        result.append(replace(found, match_on=how or WEIGHTS, data=data or "", samples=count))
     if not result:
         raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
     return result
 
 
-def carried_recipe(path: str, donor: RecipeDonor, scale: float, matched: MatchOptions | None = None) -> str:
+def carried_recipe(
+    path: str,
+    donor: RecipeDonor,
+    scale: float,
+    matched: MatchOptions | None = None,
+    seen: Mapping[str, Any] | None = None,
+) -> str:
     """A recipe for the anchor plus a multiple of one donor's task vector, carried over as the recipe at `path` says.
 
     Args:
         matched: what to match in the place of what the recipe says, files of transforms included.
+        seen: in that case: 'match_on' and its samples.
     """
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
     config = recipe.config
@@ -68,7 +78,9 @@ def carried_recipe(path: str, donor: RecipeDonor, scale: float, matched: MatchOp
     preset = next((PRESETS[found] for model, found in recipe.relations.items() if str(model) == donor.name), {})
     values = {**preset, **(config.parameters or {}), **own}
     options = {name: values[name] for name in OPTIONS if name in values} if matched is None else asdict(matched)
-    chosen = [name for name in OF_MODEL if name in values and (matched is None or name != "alignment")]
+    finding = () if matched is None else ("alignment", "match_on")
+    values = {**{name: value for name, value in values.items() if name not in finding}, **(seen or {})}
+    chosen = [name for name in OF_MODEL if name in values]
     document = MergeConfiguration.model_validate(
         {
             "merge_method": METHOD,

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+from rotation_merge.averaging.match_on import OnSamples
 from rotation_merge.checking.donors import RecipeDonor, carried_recipe
 from rotation_merge.checkpoints.aligned import Storage, empty_report, match_pair, write_aligned
 from rotation_merge.checkpoints.pair import Pair, open_pair, read_alignment
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.model import Alignment, match_model
-from rotation_merge.matching.options import NOTHING, MatchOptions
+from rotation_merge.matching.model import Alignment, Match, match_model
+from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, MatchOptions
 from rotation_merge.report.plots import MOST_CURVES
 from rotation_merge.samples.functions import load
+from rotation_merge.samples.written import SELF, writes_text
 from rotation_merge.scratch import Scratch
 from rotation_merge.seam.merging import merge_recipe
 from rotation_merge.spread.pieces import HERE, Over
@@ -33,21 +35,25 @@ class Matching:
     Attributes:
         options: what to match; None: what each donor's own options or file say.
         file: of transforms that are applied instead.
+        match_on: what maps are chosen by.
     """
 
     name: str
     options: MatchOptions | None = None
     file: str | None = None
+    match_on: str = WEIGHTS
 
     def of(self, donor: RecipeDonor) -> RecipeDonor:
         """The donor, to be matched in this way."""
         if self.file is None and self.options is None:
             return donor
-        return replace(donor, options=self.options or NOTHING, file=self.file)
+        return replace(donor, options=self.options or NOTHING, file=self.file, match_on=self.match_on)
 
 
 PLAIN, ALIGNED = Matching("plain", NOTHING), Matching("aligned")
 """Nothing is matched; what the recipe or the command asks for."""
+
+WHOLE = MatchOptions(heads="permutation", residual="largest")
 
 NAMED = {
     "neurons": MatchOptions(attention="none", rescale=False),
@@ -55,11 +61,14 @@ NAMED = {
     "paper": MatchOptions(rescale="sequential"),
     "permutation": MatchOptions(attention="permutation", heads="permutation", rescale=False, residual="permutation"),
     "local": MatchOptions(heads="permutation"),
-    "residual": MatchOptions(heads="permutation", residual="largest"),
+    "residual": WHOLE,
+    ACTIVATIONS: WHOLE,
+    BOTH: WHOLE,
 }
 """Matchings by name: the order of FFN neurons alone; rotations alone, of heads in their order; both, and scales after
 them (the ICML 2025 paper's); permutations of neurons, heads, their dimensions and the stream (Git Re-Basin's); all
-local groups; these and the largest group of the stream."""
+local groups; these and the largest group of the stream; the same by what the models do on samples, alone or with
+weights."""
 
 
 def matchings(text: str | None) -> list[Matching]:
@@ -83,12 +92,16 @@ def matchings(text: str | None) -> list[Matching]:
             raise RecipeError(f"there is no matching '{name}'", where="--compare", remedy=f"{known}; a file: name=FILE")
         if any(name == other.name for other in found):
             raise RecipeError(f"'{name}' comes twice", where="--compare", remedy="give each curve a name of its own")
-        chosen = ALIGNED if name == ALIGNED.name else Matching(name, NAMED.get(name))
+        chosen = ALIGNED if name == ALIGNED.name else _named(name)
         found.append(Matching(name, file=file) if given else chosen)
     if len(found) > MOST_CURVES:
         remedy = f"a picture holds {MOST_CURVES} curves, the plain one among them"
         raise RecipeError(f"{len(found)} matchings", where="--compare", remedy=remedy)
     return found
+
+
+def _named(name: str) -> Matching:
+    return Matching(name, NAMED.get(name), match_on=name if name in MATCH_ON else WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,7 @@ def moved(
     matching: Matching,
     tick: Tick | None,
     over: Over = HERE,
+    source: str = SELF,
 ) -> Iterator[Moved]:
     """The models that a matching makes; files that they are read from are there as long as they are.
 
@@ -127,7 +141,10 @@ def moved(
         given: the recipe, where donors come from one.
         anchor: loaded, as it is.
         over: who matches blocks.
+        source: samples to match on where none are named and the models write no text.
     """
+    source = SELF if writes_text(anchor) else source
+    donors = [donor if donor.data else replace(donor, data=source) for donor in donors]
     with Scratch() as scratch:
         ends = []
         for number, donor in enumerate(map(matching.of, donors)):
@@ -156,7 +173,7 @@ def _aligned(
 ) -> tuple[Any, Any]:
     """Both models, the donor aligned by its file, or by matching where it has none."""
     if donor.file is None:
-        alignment, report = match_pair(pair, tick, partial(match_model, over=over))
+        alignment, report = match_pair(pair, tick, _finder(donor, over))
     else:
         alignment, report = read_alignment(pair, donor.file, donor.untie), empty_report(pair)
     storage = Storage(dtype="float32", untie=donor.untie)
@@ -169,11 +186,20 @@ def _aligned(
     return anchor, load(os.path.join(folder, "donor"))
 
 
+def _finder(donor: RecipeDonor, over: Over) -> Match:
+    """What finds a donor's maps: of weights, or on samples."""
+    if donor.match_on == WEIGHTS:
+        return partial(match_model, over=over)
+    return OnSamples(donor.match_on, donor.anchor, donor.name, donor.data, donor.samples)
+
+
 def _carried(recipe: str, donor: RecipeDonor, matching: Matching, folder: str) -> tuple[Any, Any]:
     """The anchor, and the anchor with the donor's task vector added: carried over, or as it is."""
-    ends = []
+    ends, seen = [], None
+    if matching.match_on != WEIGHTS:
+        seen = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
     for scale in (0.0, 1.0):
         out = os.path.join(folder, f"{scale:.0f}")
-        merge_recipe(carried_recipe(recipe, donor, scale, matching.options), out)
+        merge_recipe(carried_recipe(recipe, donor, scale, matching.options, seen), out)
         ends.append(load(out))
     return ends[0], ends[1]

@@ -77,7 +77,7 @@ class Paths:
         data = [read_batches(source, self.names[0], anchor, **self.reading) for source in self.sources]
         curves: dict[tuple[Place, int], list[Curve]] = {}
         for matching in matchings:
-            with moved(self.given, anchor, self.donors, matching, self.tick, self.over) as models:
+            with moved(self.given, anchor, self.donors, matching, self.tick, self.over, self.sources[0]) as models:
                 for key, curve in self._curves(models, data, matching.name):
                     curves.setdefault(key, []).append(curve)
         turns = self._turns(anchor, data, matchings) if each else {}
@@ -132,7 +132,7 @@ class Paths:
             if labels(now.config.to_dict()) != labels(anchor.config.to_dict()):
                 data = [read_batches(source, name, now, **self.reading) for source in self.sources]
             for matching in (m for m in matchings if m is not PLAIN):
-                with moved(self.given, now, donors, matching, self.tick, self.over) as models:
+                with moved(self.given, now, donors, matching, self.tick, self.over, self.sources[0]) as models:
                     rest = models.donors
                     everyone = [*rest[:turn], models.anchors[0], *rest[turn:]]
                     still = Moved([everyone[0]] * len(rest), everyone[1:])

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from rotation_merge.architectures import Architecture
+from rotation_merge.matching.options import BOTH
 
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
 LOCAL = {"heads": "permutation"}
@@ -36,7 +37,9 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """What takes its time: learning, refit, regmean, or matching alone."""
+        """What takes its time: learning, refit, regmean, matching on samples, or on weights alone."""
+        if "match_on" in self.parameters:
+            return "seen"
         return "learned" if self.needs == "fit" else str(self.parameters.get("delegate", "matching"))
 
     def recipe(self, dtype: str | None) -> str:
@@ -81,6 +84,8 @@ def candidates(
     }
     if any(groups[-1] != "none" for groups in architecture.stream_groups.values()):
         found["whole"] = Candidate("whole model", anchor, all_of, whole)
+        seen = {**whole, "match_on": BOTH}
+        found["seen"] = Candidate("whole model, by activations", anchor, all_of, seen, own)
     if refit is not None:
         found["refit"] = Candidate("refit, plain", anchor, all_of, {**told, **PLAIN}, own)
         found["refit whole"] = Candidate("refit, whole model", anchor, all_of, {**told, **whole}, own)
@@ -99,8 +104,8 @@ def candidates(
 FIRST_PART = "attention alone"
 """The first of the candidates that align parts; a soup of fewer models goes before them."""
 
-NEAR = ("plain", "local", "refit", "regmean", "whole", "refit whole", "learned")
-FAR = ("plain", "whole", "refit whole", "learned", "local", "refit", "regmean")
+NEAR = ("plain", "local", "refit", "regmean", "whole", "refit whole", "learned", "seen")
+FAR = ("plain", "whole", "refit whole", "seen", "learned", "local", "refit", "regmean")
 """The order in which candidates are tried, for models that share their coordinates and for those that do not."""
 
 

@@ -24,7 +24,7 @@ class Costs:
         forward: seconds that one model takes over the samples that decide.
         writing: seconds that one model takes to write the samples that it is merged with; 0 where they are given.
         done: seconds of the candidates so far, by name.
-        kinds: kind of each of them: matching alone, refit, regmean, learned.
+        kinds: kind of each of them: matching alone, refit, regmean, seen, learned.
     """
 
     architecture: Architecture
@@ -62,6 +62,7 @@ class Costs:
         extra = {
             "learned": left / 2,
             "refit": (PASSES * self.forward + self.writing) * len(candidate.models),
+            "seen": (2 * self.forward + self.writing) * len(candidate.models),
             "regmean": (2 * self.forward + self.writing) * len(candidate.models),
         }
         return plain + rate * matching + extra.get(candidate.kind, 0.0)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.options import match_options, matching_options, ray_option
+from rotation_merge.cli.options import match_on_option, match_options, matching_options, ray_option
 from rotation_merge.cli.show import Progress, json_option, on_terminal, print_json, say, shown, table
 from rotation_merge.durable import write_text
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import WEIGHTS, MatchOptions
 from rotation_merge.report.curves import CENTRE, FILE, Barrier, Curve
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
 from rotation_merge.samples.data import KINDS
@@ -42,7 +42,8 @@ NARROW = 2
     "--compare",
     metavar="NAMES",
     help="Curves to draw beside the plain one, with commas between: neurons, rotation, paper, permutation, local, "
-    "residual; aligned (as the options or the recipe say); NAME=FILE for transforms in a file.",
+    "residual; activations, both (residual, chosen on samples); aligned (as the options or the recipe say); NAME=FILE "
+    "for transforms in a file.",
 )
 @click.option(
     "--anchors",
@@ -53,6 +54,7 @@ NARROW = 2
 )
 @click.option("--save", metavar="DIR", help=f"Also write {FILE} there, for the report of the merge in DIR.")
 @matching_options
+@match_on_option
 @ray_option
 @json_option
 @shown
@@ -69,6 +71,7 @@ def command(
     anchors: str,
     save: str | None,
     untie: bool,
+    match_on: str,
     ray: str | None,
     as_json: bool,
     **values: Any,
@@ -79,7 +82,8 @@ def command(
     excess of the loss over the straight line between its ends, in nats. For a donor with 'finetuned_from' the path is
     the anchor plus 0 to 1 times the task vector, carried over and not. With three or more models, also the paths
     between aligned donors, and from each model to the centre, which is their mean. --compare draws several matchings in
-    one picture. Give --data once for each task.
+    one picture. Give --data once for each task. Maps that are chosen on samples (--match-on, activations, both) are so
+    on text that the models write themselves; those of models that write none on the first --data.
     """
     from rotation_merge.checking.matchings import matchings
     from rotation_merge.checking.paths import Paths
@@ -89,10 +93,11 @@ def command(
     wanted = matchings(compare)
     if plot is not None:
         check_plot(plot)
-    if "aligned" not in [matching.name for matching in wanted] and (options != MatchOptions() or alignment):
+    described = options != MatchOptions() or alignment or match_on != WEIGHTS
+    if described and "aligned" not in [matching.name for matching in wanted]:
         remedy = "name it in --compare, too, or leave them out"
         raise RecipeError("the options of matching describe the curve 'aligned'", where="--compare", remedy=remedy)
-    donors = _donors(models, options, untie, alignment)
+    donors = _donors(models, options, untie, alignment, match_on)
     progress = Progress()
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
     with spread(ray) as over:
@@ -115,13 +120,18 @@ def command(
     return 0
 
 
-def _donors(models: tuple[str, ...], options: MatchOptions, untie: bool, alignment: str | None) -> list[RecipeDonor]:
+def _donors(
+    models: tuple[str, ...], options: MatchOptions, untie: bool, alignment: str | None, match_on: str
+) -> list[RecipeDonor]:
     from rotation_merge.checking import RecipeDonor, donors_of
 
     if alignment is not None and len(models) != 2:
         raise click.UsageError("--alignment is for two models; a recipe names the file under its donor")
+    if match_on != WEIGHTS and (alignment is not None or len(models) == 1):
+        what = "a file of maps" if alignment is not None else "a recipe"
+        raise RotationMergeError(f"{what} says what maps there are", remedy="leave out --match-on")
     if len(models) > 1:
-        return [RecipeDonor(models[0], donor, options, untie, file=alignment) for donor in models[1:]]
+        return [RecipeDonor(models[0], d, options, untie, file=alignment, match_on=match_on) for d in models[1:]]
     if len(models) == 1 and os.path.isfile(models[0]):
         return donors_of(models[0])
     raise click.UsageError("give a recipe (a YAML file), or two models")

@@ -10,12 +10,19 @@ from typing import Any
 import click
 import tqdm
 
-from rotation_merge.cli.options import device_option, match_options, matching_options, usable_device, writes
+from rotation_merge.cli.options import (
+    device_option,
+    match_on_option,
+    match_options,
+    matching_options,
+    usable_device,
+    writes,
+)
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError
 from rotation_merge.learning.objective import OBJECTIVES
 from rotation_merge.learning.records import FitOptions
-from rotation_merge.matching.options import MatchOptions, VaryingOptions
+from rotation_merge.matching.options import WEIGHTS, MatchOptions, VaryingOptions
 from rotation_merge.samples.data import KINDS, described, read_batches
 from rotation_merge.samples.functions import load
 
@@ -52,6 +59,7 @@ from rotation_merge.samples.functions import load
 @device_option("; on a GPU in mixed precision")
 @click.option("--checkpointing", is_flag=True, help="Gradient checkpointing: less memory, more time.")
 @matching_options
+@match_on_option
 @json_option
 @shown
 @writes(files="out")
@@ -70,10 +78,10 @@ def command(
 ) -> int:
     """Learn an alignment on data, so that the models between anchor and donor behave well.
 
-    Begins with weight matching, then follows the loss of the interpolated models. The donor's function is kept
-    exactly. Recipes use the file through 'alignment: FILE' under the donor; with several donors, fitted jointly, one
-    file each is written (FILE-1, FILE-2, ...). An interrupted fit goes on where it was. Under torchrun, processes share
-    each batch; the first one writes.
+    Begins with matching, of weights or (--match-on) of what the models do on the samples, then follows the loss of the
+    interpolated models. The donor's function is kept exactly. Recipes use the file through 'alignment: FILE' under the
+    donor; with several donors, fitted jointly, one file each is written (FILE-1, FILE-2, ...). An interrupted fit goes
+    on where it was. Under torchrun, processes share each batch; the first one writes.
     """
     from rotation_merge.learning.together import joined
 
@@ -102,6 +110,7 @@ def _learn(
     first: bool,
 ) -> int:
     """Fit, in the first process of several write and say what was found."""
+    from rotation_merge.averaging.match_on import seen_on
     from rotation_merge.checkpoints.pair import check_models
     from rotation_merge.learning.fit import fit
 
@@ -118,7 +127,7 @@ def _learn(
             bar.update(done - bar.n)
             bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
 
-        result = fit(loaded[0], loaded[1:], found.batches, match, options, watch)
+        result = fit(loaded[0], loaded[1:], found.batches, match, options, watch, seen_on(data))
     if not first:
         return 0
     files = write(names, result, out, {**described(found, data), "seed": options.seed}, untie)
@@ -153,6 +162,10 @@ def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple
                 where=models[0],
                 remedy=f"fit {donor.anchor} and {donor.origin}; the file then serves every fine-tune of it",
             )
+    if any(donor.match_on != pairs[0].match_on for donor in pairs):
+        raise RecipeError("donors have different 'match_on'", where=models[0], remedy="fit needs the same for all")
+    if values["match_on"] == WEIGHTS:
+        values["match_on"] = pairs[0].match_on
     return [pairs[0].anchor, *(donor.name for donor in pairs)], pairs[0].options, pairs[0].untie
 
 

@@ -34,8 +34,8 @@ from rotation_merge.learning.records import LOOKS, FitOptions, FitReport
 from rotation_merge.learning.resume import State, fit_mark
 from rotation_merge.learning.together import Together
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.model import Alignment, Transforms, match_model
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.model import Alignment, Match, Transforms, match_model
+from rotation_merge.matching.options import WEIGHTS, MatchOptions
 from rotation_merge.matching.pair import check_pair
 from rotation_merge.samples.functions import architecture_of, take_rows
 
@@ -46,6 +46,9 @@ CONCENTRATION = 8.0
 
 LEAST_GAIN = 1e-6
 """A held-out loss lower by less than this (nats) is no better."""
+
+Seen = Callable[[str, nn.Module, nn.Module, Sequence[Batch]], Match]
+"""Makes what matches anchor and donor on samples: on activations, or both."""
 
 Watch = Callable[[int, int, dict[str, float]], None]
 """Told about every step: steps done, steps in all, and the figures known now."""
@@ -72,6 +75,7 @@ def fit(
     match: MatchOptions | None = None,
     options: FitOptions | None = None,
     watch: Watch | None = None,
+    seen: Seen | None = None,
 ) -> FitResult:
     """Learn the transforms that make the models between an anchor and its donors behave well.
 
@@ -82,6 +86,7 @@ def fit(
         match: groups to use and to start from; by default every local group and the largest residual one.
         options: how to learn.
         watch: told about every step.
+        seen: makes what matches on samples, where `options.match_on` says so.
 
     Returns:
         Alignments that are never worse on the held-out batches than where the fit started.
@@ -98,16 +103,25 @@ def fit(
     devices = {parameter.device for parameter in anchor.parameters() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):  # the caller's random numbers stay the caller's
         torch.manual_seed(options.seed)
-        return _Fit(parents, list(batches), match or WIDEST, options, watch or (lambda *_: None)).run()
+        return _Fit(parents, list(batches), match or WIDEST, options, watch or (lambda *_: None), seen).run()
 
 
 class _Fit:
     """One fit in progress."""
 
     def __init__(
-        self, parents: list[nn.Module], batches: list[Batch], match: MatchOptions, options: FitOptions, watch: Watch
+        self,
+        parents: list[nn.Module],
+        batches: list[Batch],
+        match: MatchOptions,
+        options: FitOptions,
+        watch: Watch,
+        seen: Seen | None,
     ) -> None:
-        self.options, self.match, self.watch = options, match, watch
+        if seen is None and options.match_on != WEIGHTS:
+            what = f"a start matched on {options.match_on} needs what matches so"
+            raise RecipeError(what, remedy="start on weights, or use 'rotation-merge fit'")
+        self.options, self.match, self.watch, self.seen = options, match, watch, seen
         self.device = next(parents[0].parameters()).device
         self.parents = [parent.eval() for parent in parents]
         self.architecture = architecture_of(self.parents[0], untie=True)
@@ -249,10 +263,17 @@ class _Fit:
             found["identity"] = [identities(some) for _ in self.states[1:]]
         if self.options.start != "identity":
             found["matched"] = [
-                match_model(self.architecture, self.states[0], state, self.match).transforms
-                for state in self.states[1:]
+                self._matcher(donor)(self.architecture, self.states[0], state, self.match, None).transforms
+                for donor, state in zip(self.parents[1:], self.states[1:], strict=True)
             ]
         return found
+
+    def _matcher(self, donor: nn.Module) -> Match:
+        """What matches a donor: on weights, or on the samples that are learned from as well."""
+        if self.seen is None or self.options.match_on == WEIGHTS:
+            return match_model
+        samples = [self.batches[i] for i in self.training]
+        return self.seen(self.options.match_on, self.parents[0], donor, samples)
 
     def run(self) -> FitResult:
         began = time.perf_counter()

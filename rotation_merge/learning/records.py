@@ -23,6 +23,7 @@ class FitOptions:
         coefficients: fixed shares of the models, anchor first; None draws them at random around the middle.
         permutations: also learn the order of FFN neurons (straight-through).
         start: auto (the better one on held-out samples), matched or identity.
+        match_on: what the start is matched on; not weights alone: the samples that are learned from, too.
         mixing: share of steps that distil mixes of two samples (mixup; not of token ids): more out of few samples.
         held_out: fraction of the batches kept for choosing the best state.
         seed: of everything random.
@@ -39,6 +40,7 @@ class FitOptions:
     coefficients: tuple[float, ...] | None = None
     permutations: bool = False
     start: str = "auto"
+    match_on: str = "weights"
     mixing: float = 0.5
     held_out: float = 0.15
     seed: int = 0

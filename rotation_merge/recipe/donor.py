@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import WEIGHTS, MatchOptions
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -54,6 +54,7 @@ class RecipeDonor:
         words: whether tokens at other ids stay where they are.
         unsupported: whether what is not known is refused (error) or taken along (merge).
         unlike: whether what it was tuned from may have other shapes than the anchor.
+        match_on: what maps are chosen by; on samples, `data` (empty: none are named), so many.
     """
 
     anchor: str
@@ -66,6 +67,9 @@ class RecipeDonor:
     words: bool = True
     unsupported: str = "error"
     unlike: bool = False
+    match_on: str = WEIGHTS
+    data: str = ""
+    samples: int = 64
 
     @property
     def matched(self) -> str:

@@ -29,7 +29,7 @@ from rotation_merge.recipe.names import (
     normal,
 )
 
-NOT_PLAIN = ("alignment", "carry", "heads_of", "layers_map", "widths")
+NOT_PLAIN = ("alignment", "carry", "heads_of", "layers_map", "match_on", "widths")
 """Parameters that ask for more than configs, where they are given."""
 TOKENIZERS = ("base", "union")
 LEAST = 2
