@@ -76,19 +76,20 @@ class Watch:
         from mergekit.graph import Task
         from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 
-        from rotation_merge.matching import model
+        from rotation_merge.matching import both
+        from rotation_merge.matching.stream import Statistics
         from rotation_merge.planning import planner, tasks
 
         assert planner, "its tasks are to be found below Task"
         for task in every_task(Task):
             if not getattr(task.__dict__.get("execute"), "__isabstractmethod__", "execute" not in task.__dict__):
                 self.over(task, "execute", TASKS.get(task.__name__, "averaging"), _task_in_layer)
-        for owner in (model, tasks):
+        for owner in (both, tasks):
             self.over(owner, "match_block", "matching", _in_layer)
-        self.over(model, "read_block", "reading", _in_layer)
-        self.over(model, "squared_distances", "stream", _in_layer)
-        self.over(model.Statistics, "add", "stream", lambda _, block, *rest: _in_layer(block))
-        self.over(model.Statistics, "solve", "solving", lambda *_: False)
+        self.over(both, "read_block", "reading", _in_layer)
+        self.over(both, "squared_distances", "stream", _in_layer)
+        self.over(Statistics, "add", "stream", lambda _, block, *rest: _in_layer(block))
+        self.over(Statistics, "solve", "solving", lambda *_: False)
         get = LazyTensorLoader.get_tensor
 
         def counted(*arguments: Any, **named: Any) -> Any:
