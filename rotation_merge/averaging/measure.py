@@ -56,6 +56,7 @@ class Measured:
         split: Grams of what norms normalised.
         behind: maps whose gradients are those behind a layer scale.
         uncalled: maps that never ran.
+        buffers: tensors that no gradient reaches, as they are no parameters.
         loss_scale: mean squared gradient of a score by the logits, which no gauge changes.
     """
 
@@ -65,6 +66,7 @@ class Measured:
     behind: list[str]
     uncalled: list[str]
     loss_scale: float | None
+    buffers: frozenset[str] = frozenset()
 
 
 class Measurement:
@@ -129,6 +131,7 @@ class Measurement:
             behind=self.behind,
             uncalled=sorted(set(self.tapped.maps) - self.called),
             loss_scale=None if scale is None else float(scale.load()),
+            buffers=frozenset(name for name, _ in self.model.named_buffers()),
         )
 
     def _dtype(self) -> torch.dtype:

@@ -22,12 +22,13 @@ class Named:
     split: list[str]
     behind: list[str]
     uncalled: list[str]
+    buffers: list[str]
 
 
 def as_stored(measured: Measured, own: Architecture, wanted: Architecture) -> Named:
     """Statistics of a module, `own`, under the names of its checkpoint, `wanted`."""
     ours = {(b.module, b.place, b.index): b for b in own.blocks}
-    named = Named({}, {}, [], [], [])
+    named = Named({}, {}, [], [], [], [])
     leaders: dict[str, str] = {}
     for block in wanted.blocks:
         same = ours.get((block.module, block.place, block.index))
@@ -73,8 +74,10 @@ def _name_fisher(
         return
     for number, name in enumerate(info.names):
         whole = len(ours.names) != len(info.names)
-        stored = measured.tensors.get(f"{ours.names[0 if whole else number]}.fisher")
+        own = ours.names[0 if whole else number]
+        stored = measured.tensors.get(f"{own}.fisher")
         if stored is None:
+            named.buffers += [name] if own in measured.buffers else []
             continue
         if place is not None:
             dim = place[0].gives - (len(stored.shape) != len(ours.axes))

@@ -96,6 +96,7 @@ def record(
         made["loss_scale"] = measured.loss_scale
         made["fisher_norm"] = _norm(named, checkpoint.names)
         made["narrow"] = _narrow(named)
+        made["buffers"] = sorted(named.buffers)
         meta = {
             "made": json.dumps(made, sort_keys=True, default=str),
             "inputs": json.dumps(named.inputs, sort_keys=True),

@@ -132,6 +132,7 @@ class Averages:
         one = linear_map(moves.out.anchor.block, info)
         by_statistics = not self.method.maps_only or one is not None
         books = self._books(order, wanted.reader) if by_statistics else {}
+        by_statistics = by_statistics and not self._no_parameter(info, moves, books)
         called = [model for model in order if not self._uncalled(books.get(model), info, moves, model)]
         carried = [self._carry(info, moves, model, books[model]) for model in called] if by_statistics else []
         return AverageTensor(
@@ -175,6 +176,15 @@ class Averages:
     def _uncalled(self, book: Statistics | None, info: TensorInfo, moves: Moves, model: ModelReference) -> bool:
         """Whether a map never ran on the samples that a model was measured on."""
         return book is not None and self.method.maps_only and self._names(info, moves, model)[0] in book.uncalled
+
+    def _no_parameter(self, info: TensorInfo, moves: Moves, books: Mapping[ModelReference, Statistics]) -> bool:
+        """Whether no gradient could reach a tensor of any model, which then gets the mean."""
+        found = self.method.kind == "fisher" and all(
+            set(self._names(info, moves, model)) <= set(book.made.get("buffers", ())) for model, book in books.items()
+        )
+        if found:
+            self.run.note(f"Delegate {self.method.spec.name}: buffers, which no gradient reaches, keep the average.")
+        return found
 
     @staticmethod
     def _names(info: TensorInfo, moves: Moves, model: ModelReference) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.sources import Renamed, Respelled
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
 from rotation_merge.samples.functions import Batch, architecture_of, hand_out_answers, model_class
+from rotation_merge.samples.left import Left
 from rotation_merge.samples.store import Store
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
@@ -104,6 +106,7 @@ class Runner:
         self._latest: dict[tuple[str, int], Any] = {}
         self._last: dict[str, Block] = {}
         self._every: set[str] = set()
+        self._left = Left(self.store)
         self._hooks: list[Any] = []
         self._recording = self._inside = False
         self._batch = self._first = 0
@@ -148,6 +151,7 @@ class Runner:
             late: tells tensors, outside of the layers, whose blocks are still to be opened.
         """
         self.prefix, self._first, self._latest, self._every = other.prefix, first, other._latest, other._every
+        self._left = other._left
         for block in self.architecture.blocks:
             layer = self.module_of(block)
             if layer is not None:
@@ -278,7 +282,7 @@ class Runner:
     def _repeat(self, layer: nn.Module, block: Block) -> None:
         """From now on a layer gives what it gave."""
         stack = self._stack(block)
-        layer.forward = lambda *_, **__: self._replay(stack)
+        layer.forward = lambda *_, **given: self._replay(stack, block, given)
 
     # --- forwards ----------------------------------------------------------------------------------------------
 
@@ -300,7 +304,9 @@ class Runner:
         for block in self.architecture.blocks:
             layer = self.module_of(block)
             if layer is not None:
-                self._hooks.append(layer.register_forward_hook(lambda _, __, out, block=block: self._keep(block, out)))
+                entered, keep = (lambda _, __, given: self._left.entered(given)), partial(self._keep, block)
+                self._hooks.append(layer.register_forward_pre_hook(entered, with_kwargs=True))
+                self._hooks.append(layer.register_forward_hook(keep, with_kwargs=True))
 
     def _check(self, blocks: Sequence[Block]) -> None:
         unopened = next((block for block in blocks if block.name not in self.opened), None)
@@ -308,11 +314,12 @@ class Runner:
             raise _Unfilled(unopened)
         self._inside = self._inside or any(block is self.block for block in blocks if block.index is not None)
 
-    def _keep(self, block: Block, output: Any) -> None:
+    def _keep(self, block: Block, _: nn.Module, __: Any, given: dict[str, Any], output: Any) -> None:
         self._inside = self._inside and block is not self.block
         if not self._recording or block is not self.block:
             return
         leaves, form = _pytree.tree_flatten(output)
+        self._left.keep(self._key(f"{block.name}:left"), given)
         self.store.put(self._key(self._stack(block)), [x for x in leaves if isinstance(x, Tensor)])
         still = [None if isinstance(x, Tensor) else x for x in leaves]
         self._latest[self._stack(block), self._batch] = (still, [isinstance(x, Tensor) for x in leaves], form)
@@ -322,7 +329,8 @@ class Runner:
         every = any(getattr(self.model.config, key, None) not in (None, False) for key in INNER)
         return block.name if every or block.module in self._every else block.module
 
-    def _replay(self, stack: str) -> Any:
+    def _replay(self, stack: str, block: Block, given: dict[str, Any]) -> Any:
+        self._left.put_back(self._key(f"{block.name}:left"), given, self.device)
         still, moving, form = self._latest[stack, self._batch]
         tensors = iter(self.store.get(self._key(stack), self.device))
         return _pytree.tree_unflatten([next(tensors) if m else x for x, m in zip(still, moving, strict=True)], form)
