@@ -35,6 +35,8 @@ AHEAD = 2
 """Pieces that are asked for in advance, for each worker."""
 PATIENCE = 10.0
 """Seconds in which a cluster has to answer."""
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""What keeps Ray from reporting to its makers, and from a warning about coming versions."""
 MEND = "fewer workers on a machine ('ray start --num-cpus'), or machines with more memory"
 INSTALL = "pip install 'rotation-merge[ray]'"
 
@@ -67,6 +69,8 @@ class Cluster:
     apart = True
 
     def __init__(self, address: str, device: str) -> None:
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
         try:
             import ray
         except ImportError as error:
@@ -89,8 +93,6 @@ class Cluster:
         LOG.info("%d workers of the Ray cluster %s", self.workers, address)
 
     def _connect(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if self.address == "local":
             settings["include_dashboard"] = False
@@ -223,5 +225,9 @@ def _answers(address: str) -> None:
 
 
 def _silent(address: str, why: str) -> RotationMergeError:
-    remedy = "start one with 'ray start --head' and name its HOST:PORT, or use --ray local"
-    return RotationMergeError(f"no Ray cluster answers ({why})", where=f"--ray {address}", remedy=remedy)
+    start = "start one with 'ray start --head', or use --ray local"
+    remedy = (
+        start if address == "auto" else f"name its HOST:PORT, with RAY_AUTH_MODE=token where it asks for one; {start}"
+    )
+    what = f"no Ray cluster answers ({why.partition('. ')[0]})"
+    return RotationMergeError(what, where=f"--ray {address}", remedy=remedy)
