@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_support import parsed
+from cli_support import parsed, run
 from tiny_models import ALL, make, save
 
+from rotation_merge.cli import barrier
 from rotation_merge.samples.data import read_batches
 from rotation_merge.samples.evaluate import evaluate
 from rotation_merge.samples.functions import load
@@ -49,3 +50,15 @@ def test_each_end_is_the_parent_under_its_own_config(residual: str, two: tuple[P
         found = parsed("barrier", first, second, "--data", data, "--points", 3, "--residual", residual)[0]
         for curve in found["curves"]:
             assert (curve["loss"][0], curve["loss"][-1]) == pytest.approx(ends, abs=1e-4), curve["name"]
+
+
+def test_it_says_how_far_all_paths_are(two: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line now and then, which counts up to all the models that are measured; none where it is quick."""
+    anchor, donor, data = two
+    given = ("barrier", anchor, donor, "--data", data, "--data", data, "--points", 4, "--anchors", "each")
+    assert "models on the paths" not in run(*given).stderr
+    monkeypatch.setattr(barrier, "EVERY", -1.0)
+    said = [line for line in run(*given).stderr.splitlines() if "models on the paths, about " in line]
+    counts = [int(line.split()[0]) for line in said]
+    assert sorted(set(counts)) == list(range(barrier.ENOUGH, 25))
+    assert {line.split()[2] for line in said} == {"24"}

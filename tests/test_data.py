@@ -32,7 +32,7 @@ def test_text_columns_are_tokenised_with_the_models_tokenizer(tmp_path: Path):
 def test_a_made_up_tokenizer_is_none(family: str, tmp_path: Path):
     """transformers makes one up where its files are missing, to which any text is one unknown token, or nothing."""
     getattr(transformers, family)().save_pretrained(tmp_path)
-    with pytest.raises(DataError, match="no tokenizer can be loaded"):
+    with pytest.raises(DataError, match=r"no tokenizer (can be loaded|is there)"):
         tokenizer_of(str(tmp_path))
 
 

@@ -18,6 +18,7 @@ from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.samples.demo import CHECKPOINTS
 
 LLAMAS = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
+LORA = str(CHECKPOINTS / "llama-0-lora-english")
 
 
 def run(*arguments: object):
@@ -101,6 +102,9 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "layers that are none": (["inspect", LLAMAS[0], "--layers", "9"], "which no layer is"),
     "data that is not there": (["evaluate", LLAMAS[0], "--data", "none.txt"], "no such file"),
     "data of nothing": (["evaluate", LLAMAS[0], "--data", "file.txt"], "give more text"),
+    "arrays that are none": (["evaluate", LLAMAS[0], "--data", "junk.npz"], "is no archive of arrays"),
+    "a text, shown": (["show", "file.txt"], "nor a report (.json)"),
+    "the fingerprint of an adapter": (["fingerprint", LORA], "is an adapter, no model"),
     "a table without texts": (["evaluate", LLAMAS[0], "--data", "a.csv"], "none holds texts"),
 }
 """Wrong calls, and what is said of them."""
@@ -113,7 +117,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("empty", "list", "other"):
         (folder / name).mkdir()
     texts = {
-        **{"file": "x", "file.txt": "x", "junk.safetensors": "x", "a.csv": "one,two\n1,2\n"},
+        **{"file": "x", "file.txt": "x", "junk.safetensors": "x", "junk.npz": "x", "a.csv": "one,two\n1,2\n"},
         **{"list.yml": "- 1", "half.yml": "a: [1", "none.yml": "merge_method: linear\nmodels: []"},
         **{"list/rotation_merge.json": "[]", "other/rotation_merge.json": '{"version": 99}'},
     }

@@ -25,6 +25,7 @@ from rotation_merge.samples.functions import load
 
 ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))
 TINY = ("--samples", "8", "--length", "16", "--batch-size", "2")
+OTHERS = {"V": "vit-0", "W": "vit-1", "L": "llama-0-lora-english"}
 SMALL = ("--samples", "16", "--length", "48", "--batch-size", "4")
 
 
@@ -145,11 +146,15 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
         (["A", "B", "FILE"], "is a file"),
         (["A", "B", "/proc/nothing/out"], "cannot be written"),
         (["A", "B", "A", "--force"], "is one of the models"),
+        (["A", "A/", "OUT"], "is named twice"),
+        (["A", "L", "OUT"], "is an adapter, no model; write llama-0+"),
+        (["V", "W", "OUT", "--data", __file__], "takes images, no text"),
         (["A", "B", "OUT", "--dtype", "float31"], "did you mean 'float32'"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path):
-    names = {"A": ENGLISH, "B": C, "V": str(CHECKPOINTS / "vit-0"), "OUT": str(tmp_path / "out"), "FILE": __file__}
+    places = {word: str(CHECKPOINTS / name) for word, name in OTHERS.items()}
+    names = {**places, "A/": f"{ENGLISH}/", "A": ENGLISH, "B": C, "OUT": str(tmp_path / "out"), "FILE": __file__}
     result = run(*[names.get(word, word) for word in arguments], *SMALL)
     assert result.exit_code == 2
     assert said in result.output

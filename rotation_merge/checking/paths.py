@@ -63,6 +63,11 @@ class Paths:
         count = len(self.names)
         return list(itertools.combinations(range(count), 2)) + [(i, count) for i in range(count) if count > 2]
 
+    def models(self, matchings: Sequence[Matching], each: bool = False) -> int:
+        """How many models are measured at most, on all paths together; arguments as those of `barriers`."""
+        turns = (len(self.names) - 1) * sum(matching is not PLAIN for matching in matchings) if each else 0
+        return (len(matchings) + turns) * len(self.places) * len(self.sources) * self.points
+
     def barriers(self, matchings: Sequence[Matching], each: bool = False) -> list[Barrier]:
         """Every path on each of the data, with a curve for every matching.
 

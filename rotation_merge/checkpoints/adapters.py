@@ -17,11 +17,11 @@ import torch
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
 from torch import Tensor
 
-from rotation_merge.checkpoints.headers import Shapes, file_shapes, read_json
+from rotation_merge.checkpoints.headers import ADAPTER_CONFIG, Shapes, file_shapes, read_json
 from rotation_merge.errors import CheckpointError
 
-CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS]
 
 BEYOND = {
     "alora_invocation_tokens": "it works from certain tokens on only",
@@ -52,7 +52,7 @@ _PARTS = {
 
 
 def is_adapter(path: str) -> bool:
-    return os.path.isfile(os.path.join(path, CONFIG))
+    return os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Adapter:
             CheckpointError: it holds no adapter, a damaged one, or one that is more than W + s B A.
         """
         self.path = path
-        if not os.path.isfile(os.path.join(path, CONFIG)):
-            raise CheckpointError("no LoRA adapter is there", where=path, remedy=f"{CONFIG} is needed")
-        self.config: dict[str, Any] = read_json(os.path.join(path, CONFIG))
+        if not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
+            raise CheckpointError("no LoRA adapter is there", where=path, remedy=f"{ADAPTER_CONFIG} is needed")
+        self.config: dict[str, Any] = read_json(os.path.join(path, ADAPTER_CONFIG))
         self._check_config()
         self.shapes: Shapes = file_shapes(self._file)
         self.changes = {name: self._scaled(name, change) for name, change in self._read_names().items()}

@@ -61,6 +61,9 @@ def reason(error: Exception) -> str:
     return str(strerror).lower() if strerror else str(error) or type(error).__name__
 
 
+ADAPTER_CONFIG = "adapter_config.json"
+
+
 def check_local(folder: str) -> None:
     """What mergekit would open in a directory can be opened, and pickles hold tensors and nothing else.
 
@@ -79,6 +82,9 @@ def check_local(folder: str) -> None:
             return
         if os.path.exists(single):
             return
+    if os.path.exists(adapter := os.path.join(folder, ADAPTER_CONFIG)):
+        base = read_json(adapter).get("base_model_name_or_path") or "BASE"
+        raise CheckpointError("is an adapter, no model", where=folder, remedy=f"write {base}+{folder}")
     raise CheckpointError(
         "no weights are there",
         where=folder,

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rotation_merge.architectures.registry import Spot, every_name
-from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter, Change
+from rotation_merge.checkpoints.adapters import WEIGHTS, Adapter, Change
+from rotation_merge.checkpoints.headers import ADAPTER_CONFIG
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.factors import stacks, transposed
 
@@ -73,7 +74,7 @@ class Written:
         os.makedirs(folder, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         save_file(tensors, os.path.join(folder, WEIGHTS[0]), {"format": "pt"})
-        with open(os.path.join(folder, CONFIG), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
             json.dump(self.config, file, indent=2, sort_keys=True)
             file.write("\n")
 

@@ -18,7 +18,7 @@ from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.architectures.registry import find, tied_head, unaligned
 from rotation_merge.architectures.sentence import KEY as SENTENCE
 from rotation_merge.checkpoints.adapted import AdaptedLoader, find_places
-from rotation_merge.checkpoints.adapters import CONFIG, WEIGHTS, Adapter
+from rotation_merge.checkpoints.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.checkpoints.glance import tell
 from rotation_merge.checkpoints.halves import NOTE, Half, HalfLoader, language_half
 from rotation_merge.checkpoints.headers import (
@@ -118,7 +118,7 @@ class Model:
         if lora is None:
             return None
         cache = self.options.transformers_cache
-        return Adapter(downloaded(lora.path, lora.revision, cache, [CONFIG, *WEIGHTS]))
+        return Adapter(downloaded(lora.path, lora.revision, cache, ADAPTER_FILES))
 
     @cached_property
     def loader(self) -> Any:

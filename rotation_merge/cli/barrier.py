@@ -3,24 +3,67 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rotation_merge.cli.options import match_on_option, match_options, matching_options, ray_option
-from rotation_merge.cli.show import Progress, json_option, on_terminal, print_json, say, shown, table
+from rotation_merge.cli.show import (
+    Progress,
+    json_option,
+    note,
+    on_terminal,
+    print_json,
+    say,
+    seconds_text,
+    shown,
+    table,
+)
 from rotation_merge.durable import write_text
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.matching.options import WEIGHTS, MatchOptions
 from rotation_merge.report.curves import CENTRE, FILE, Barrier, Curve
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
 from rotation_merge.samples.data import KINDS
+from rotation_merge.samples.evaluate import PATH
 
 if TYPE_CHECKING:
     from rotation_merge.checking import RecipeDonor
 
+EVERY, ENOUGH = 20.0, 3
+"""Seconds between two lines of how far it is, and models from which an estimate is one."""
+
 NARROW = 2
 """Curves whose losses and accuracies stand side by side in one table."""
+
+
+class Along(Progress):
+    """How far all paths are together: a bar on a terminal, elsewhere a line now and then of what takes long.
+
+    Attributes:
+        models: that are measured on all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models, self._done = 0, 0
+        self._began = self._said = time.perf_counter()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not what.startswith(PATH):
+            super().__call__(what, done, total)
+            return
+        now = time.perf_counter()
+        self._done += done > 0
+        if self._done == 0:
+            self._began = now
+        super().__call__("models on the paths", self._done, self.models)
+        if self._done >= ENOUGH and now - self._said > EVERY and not sys.stderr.isatty():
+            left = (now - self._began) / self._done * (self.models - self._done)
+            note(f"{self._done} of {self.models} models on the paths, about {seconds_text(left)} left ...")
+            self._said = now
 
 
 @click.command(
@@ -98,10 +141,11 @@ def command(
         remedy = "name it in --compare, too, or leave them out"
         raise RecipeError("the options of matching describe the curve 'aligned'", where="--compare", remedy=remedy)
     donors = _donors(models, options, untie, alignment, match_on)
-    progress = Progress()
+    progress = Along()
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
     with spread(ray) as over:
         paths = Paths(models[0], donors, sources, points, reading, progress, over)
+        progress.models = paths.models(wanted, anchors == "each")
         barriers = paths.barriers(wanted, anchors == "each")
     progress.close()
     if save is not None:

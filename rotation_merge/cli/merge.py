@@ -74,6 +74,7 @@ def command(
     if len(models) < 3:
         raise click.UsageError("name two or more models and the directory to write")
     *names, out = models
+    _check_names(names)
     out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
     if dtype is not None and dtype not in DTYPES:
         raise RotationMergeError(f"--dtype is '{dtype}'", remedy=nearest(dtype, DTYPES))
@@ -100,6 +101,18 @@ def command(
             say(f"Polished: {trained['verdict']}.")
             say(f"Written to {trained['out']}." if trained["out"] else "Nothing was written for it.")
     return 0 if written else 1
+
+
+def _check_names(models: Sequence[str]) -> None:
+    """Before anything is opened: no model is named twice.
+
+    Raises:
+        RotationMergeError: one is.
+    """
+    split = [model.split("+") for model in models]
+    places = [[os.path.realpath(part) if os.path.exists(part) else part for part in parts] for parts in split]
+    if twice := [model for model, place in zip(models, places, strict=True) if places.count(place) > 1]:
+        raise RotationMergeError("is named twice", where=twice[-1], remedy="name models that differ")
 
 
 def _check_place(place: str, models: Sequence[str], force: bool) -> None:

@@ -12,6 +12,7 @@ import click
 from rotation_merge.cli.show import json_option, print_json, say, shown, table
 from rotation_merge.errors import RotationMergeError, short
 
+NEITHER, MAKES = "is neither an alignment nor statistics", "give a file that 'align', 'fit' or 'measure' wrote"
 ALIGNMENT, STATISTICS = "rotation_merge.alignment.", "rotation_merge.statistics."
 
 
@@ -80,10 +81,13 @@ def _tensors(path: str) -> dict[str, Any]:
             kinds = Counter(name.rsplit(".", 1)[-1] for name in names)
             left = {name: value for name, value in made.items() if name not in ("model", "fingerprint")}
             return {"is": "Statistics", "format": kind, "fingerprints": marks, "holds": dict(kinds), "made": left}
+    except FileNotFoundError as error:
+        raise RotationMergeError("no such file", where=path, remedy="check the path") from error
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
+        if isinstance(error, SafetensorError) and not path.endswith(".safetensors"):
+            raise RotationMergeError(f"{NEITHER}, nor a report (.json)", where=path, remedy=MAKES) from error
         raise RotationMergeError(f"cannot be read ({short(error)})", where=path, remedy="make it anew") from error
-    what = "is neither an alignment nor statistics"
-    raise RotationMergeError(what, where=path, remedy="give a file that 'align', 'fit' or 'measure' wrote")
+    raise RotationMergeError(NEITHER, where=path, remedy=MAKES)
 
 
 def _report(path: str) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from rotation_merge.spread.pieces import HERE, Over
 
 LOG = logging.getLogger(__name__)
 
+PATH = "path, "
+"""How the words begin that tell of progress on a path."""
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -179,10 +182,10 @@ def path(
     """
     ts = [i / (points - 1) for i in range(points)]
     losses, accuracies = [], []
-    tick(f"path, {name}", 0, points)
+    tick(f"{PATH}{name}", 0, points)
     for done, (loss, accuracy) in enumerate(over.each(Between(a, b, data), None, ts), 1):
         LOG.info("%s, at %.2f: loss %.4f", name, ts[done - 1], loss)
         losses.append(loss)
         accuracies.append(accuracy)
-        tick(f"path, {name}", done, points)
+        tick(f"{PATH}{name}", done, points)
     return Curve(name, ts, losses, accuracies)

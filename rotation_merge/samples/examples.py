@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from rotation_merge.checkpoints.vocabulary import is_hollow
 from rotation_merge.errors import DataError, nearest, short
 from rotation_merge.samples.arrays import Apart, by_example
 from rotation_merge.samples.dataset import is_dataset, read_dataset
-from rotation_merge.samples.functions import Batch, local_path
+from rotation_merge.samples.functions import Batch, local_path, read_config
 from rotation_merge.samples.images import preparer, read_images
 from rotation_merge.samples.sentence import is_sentence_model
 from rotation_merge.samples.tables import ENDINGS, PAIRS, read_table
@@ -91,7 +93,13 @@ def _processor(name: str, model_path: str) -> Any:
     try:
         return getattr(transformers, name).from_pretrained(local_path(model_path), local_files_only=True)
     except Exception as error:
-        what = "tokenizer" if name == "AutoTokenizer" else "feature extractor"
+        what, folder = "tokenizer" if name == "AutoTokenizer" else "feature extractor", local_path(model_path)
+        if what == "tokenizer" and not any(n.startswith(("tokenizer", "vocab")) for n in os.listdir(folder)):
+            config = read_config(folder)
+            if "image_size" in config and "vocab_size" not in config:
+                remedy = "give a folder of images, or 'synthetic'"
+                raise DataError("takes images, no text", where=model_path, remedy=remedy) from error
+            raise DataError("no tokenizer is there", where=model_path, remedy="add tokenizer.json") from error
         raise DataError(
             f"no {what} can be loaded ({short(error)})", where=model_path, remedy="add its files"
         ) from error
@@ -116,6 +124,8 @@ def _arrays(path: Path) -> dict[str, Tensor]:
     else:
         import numpy as np
 
+        if not zipfile.is_zipfile(path):
+            raise ValueError("is no archive of arrays")
         with np.load(path, allow_pickle=False) as file:
             found = {name: torch.as_tensor(file[name]) for name in file.files}
     return {name: array.float() if array.is_floating_point() else array.long() for name, array in found.items()}

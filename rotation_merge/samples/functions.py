@@ -16,10 +16,12 @@ from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.checkpoints.headers import check_folder, read_json
 from rotation_merge.checkpoints.hub import downloaded
 from rotation_merge.checkpoints.models import adapted_state, parse_reference
+from rotation_merge.checkpoints.pair import open_pair
 from rotation_merge.checkpoints.sentence import module_tensors, read_modules
 from rotation_merge.errors import CheckpointError, DataError, short
 from rotation_merge.matching.labels import Rows, in_order, label_rows, labels
 from rotation_merge.matching.member import Member
+from rotation_merge.matching.options import NOTHING
 from rotation_merge.samples.sentence import with_modules
 
 Batch = dict[str, Tensor]
@@ -77,6 +79,8 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
             settings = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
             model, info = kind.from_pretrained(None, config=settings, state_dict=state, **options)
     except Exception as error:
+        if "ignore_mismatched_sizes" in str(error):
+            open_pair(path, path, NOTHING)  # which names the tensor
         raise CheckpointError(f"cannot be loaded ({short(error)})", where=path, remedy="download it again") from error
     for what in ("missing_keys", "mismatched_keys"):
         if wrong := sorted(map(str, info.get(what) or [])):
