@@ -1,15 +1,14 @@
 r"""Maps of the stream for every layer by itself, for what fine-tuning changed: how much two bases agree there.
 
-Alignment has one map for a stream, as the skip connection demands of whole models; a change need not keep to it. Behind
-the alignment let the columns of X be what a layer of the new base reads and writes of a stream (coordinates x all the
-rest, each tensor with the same say), and those of Y the old base's. The layer's map does best in both directions,
-``X ~ M Y`` and ``Y ~ M X``:
+Alignment has one map for a stream, as the skip connection demands of whole models; a change need not keep to that.
+Behind the alignment let the columns of X be what a layer of the new base reads and writes of a stream (coordinates x
+all the rest, each tensor with the same say), and those of Y the old base's. The layer's map,
 
-    M = (X Y^T + Y X^T + 2 r) (X X^T + Y Y^T + 2 r)^-1,   r = RIDGE * mean(diag (X X^T + Y Y^T) / 2)
+    M = S^-1 (X Y^T + Y X^T + 2 r),   S = X X^T + Y Y^T + 2 r,   r = RIDGE * mean(diag (X X^T + Y Y^T) / 2)
 
-and moves what the layer's maps read and write. Directions in which the two agree stay as they are; where they differ, a
-change means something else in the new base, and is made smaller. Of two bases that are one in other coordinates, X = Y
-and M is the identity.
+moves what the layer's maps read and write. Its eigenvalues are correlations of the two, none beyond one: directions in
+which they agree stay as they are; where they differ, a change means something else in the new base, and is made
+smaller. Of two bases that are one in other coordinates, X = Y and M is the identity.
 
 Which layers take theirs is decided by weights that neither was found from: the stream's map and the layer's are both
 found on every other column, and the layer's has to bring Y nearer to X in the other columns, each at its best scale;
@@ -36,7 +35,7 @@ from rotation_merge.matching.sides import Tensors, axis_views
 from rotation_merge.matching.state import TensorSource, read_block
 from rotation_merge.matching.stream import cross_product
 
-RIDGE = 0.1
+RIDGE = 0.3
 """Pulls a layer's map towards the identity, relative to how large the layer's weights are."""
 
 BETTER = 1 + 1e-6
@@ -175,10 +174,10 @@ class _Half:
         return _Half(self.both @ turn.mT, self.new, turn @ self.old @ turn.mT)
 
     def map(self) -> Tensor:
-        """The best map in both directions."""
+        """How X and Y go together, by directions."""
         gram, cross = self.new + self.old, self.both + self.both.mT
         ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
-        found: Tensor = torch.linalg.solve(gram + ridge, cross + ridge, left=False)
+        found: Tensor = torch.linalg.solve(gram + ridge, cross + ridge)
         return found
 
     def told(self, given: Tensor) -> float:
