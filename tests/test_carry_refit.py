@@ -179,15 +179,16 @@ def test_distilling_goes_on_where_it_was_stopped(
     assert whole.keys() == state(new).keys()
     train, seen = polish_module._Polish.step, []
 
-    def stop(self: polish_module._Polish, *arguments: Any) -> None:
+    def stop(self: polish_module._Polish, *arguments: Any) -> float:
         seen.append(1)
         if len(seen) == STOPPED_AT:
             raise KeyboardInterrupt
-        train(self, *arguments)
+        return train(self, *arguments)
 
     monkeypatch.setattr(polish_module._Polish, "step", stop)
     assert distilled(tmp_path / "again", tuned, lessons).exit_code != 0
     assert (tmp_path / "again.unfinished" / "shift.safetensors").exists()
+    assert " at 0x" not in (tmp_path / "again.unfinished" / "run.txt").read_text()  # another process knows it, too
     assert distilled(tmp_path / "again", tuned, lessons).exit_code == 0
     assert len(seen) < 2 * STOPPED_AT
     assert not (tmp_path / "again.unfinished").exists()

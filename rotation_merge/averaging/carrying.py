@@ -299,7 +299,9 @@ class Carrying:
         self, place: Unfinished, changed: dict[str, Tensor], data: Data, held_out: Data, own: Data
     ) -> tuple[dict[str, Tensor], Distilled]:
         settings, samples = self.work.settings, self.samples
-        place.of(f"{self.name} {self.work.bases.old.reference} {self._new} {samples} {settings} {self.rank}")
+        matcher = getattr(settings.matcher, "__name__", settings.matcher)  # whose repr would hold an address
+        models = f"{self.name} {self.work.bases.old.reference} {self._new}"
+        place.of(f"{models} {samples} {settings} {matcher} {self.rank}")
         parts = [unpadded(part.batches, samples.data) for part in (data, held_out)]
         kept = own is not held_out and samples.scale is None
         extra = self._own_text() if kept else []

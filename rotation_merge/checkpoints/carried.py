@@ -65,7 +65,7 @@ class Settings:
     lora: int = 0
     storage: Storage = field(default_factory=Storage)
     unlike: Unlike = field(default_factory=Unlike)
-    matcher: Match = match_model
+    matcher: Match = field(default=match_model, repr=False)
     streams: str = STREAM_MAPS[0]
 
 

@@ -216,7 +216,7 @@ class _Polish:
             batch, wanted = one.read(number, self.device)
             loss = divergence(self.model(**unlabelled(batch)), wanted) / len(self.answered)
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         optimiser.step()
         return total
