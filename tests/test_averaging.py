@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rotation_merge.architectures import families
 from rotation_merge.averaging.file import NAME, Statistics
+from rotation_merge.averaging.scores import scores
 
 TOLERANCE = 2e-4
 
@@ -233,6 +234,19 @@ def test_neurons_may_be_kept_at_low_rank(tmp_path: Path):
         results[rank] = merged(_weighted("regmean", first, second), tmp_path / f"out{len(rank)}")
     assert Statistics.open(first / NAME).gram("model.layers.0.mlp.down_proj.weight").matrix is None
     assert worst(results[("--rank", "40")], results[()]) < 1e-3
+
+
+@pytest.mark.parametrize("task", ["regression", "labels"])
+def test_scores_of_the_datas_own_numbers(task: str):
+    """Of a likelihood that grows where the data are: its gradient by the outputs is what they lack."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 1 if task == "regression" else 3, generator=draw, requires_grad=True)
+    labels = torch.rand(5, generator=draw) if task == "regression" else torch.tensor([[1.0, 0, 1]] * 5)
+    model = build("bert", num_labels=logits.shape[1])
+    (score,) = scores(model, {"logits": logits}, {"labels": labels}, task, "data", draw)
+    (found,) = torch.autograd.grad(score, logits)
+    given = logits if task == "regression" else logits.sigmoid()
+    torch.testing.assert_close(found, labels.reshape(logits.shape) - given)
 
 
 class TestBadInput:

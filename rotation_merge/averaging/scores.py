@@ -62,7 +62,9 @@ def scores(
         logits = logits.float() if logits.dtype != torch.float64 else logits
         kind = label_kind(logits, model.config, wanted)
         multiple = getattr(model.config, "problem_type", None) == "multi_label_classification"
-        if kind == "gaussian":
+        if kind == "data" and task in ("regression", "labels"):
+            yield _of_numbers(logits, batch, task)
+        elif kind == "gaussian":
             yield from (logits[:, c].sum() for c in range(logits.shape[1]))
         elif kind == "exact" and multiple:
             spread = (logits.sigmoid() * (-logits).sigmoid()).sqrt().detach()
@@ -73,6 +75,14 @@ def scores(
             yield from (weighted[:, c].sum() for c in range(logits.shape[1]))
         else:
             yield _of_labels(logits, batch, task, kind, draw)
+
+
+def _of_numbers(logits: Tensor, batch: Mapping[str, Tensor], task: str) -> Tensor:
+    """The log-probability of the data's numbers (under a normal distribution of variance one), or of all labels."""
+    labels = batch["labels"].to(logits).reshape(logits.shape)
+    if task == "regression":
+        return -(logits - labels).square().sum() / 2
+    return -torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
 
 def _of_labels(logits: Tensor, batch: Mapping[str, Tensor], task: str, kind: str, draw: torch.Generator) -> Tensor:
