@@ -41,6 +41,7 @@ from rotation_merge.seam.merging import merge_recipe
 
 LENGTH = 48
 STEPS = 250
+OWN = "each fine-tune on its own task; time: to evaluate one"
 ALONE = {"attention": "none", "ffn": "none", "rescale": False}
 REFIT = {"delegate": "refit", "targets": "own", "samples": 384}
 Merge = tuple[int, str, dict[str, Any]]
@@ -165,19 +166,25 @@ def measure(model: str, data: str, kind: str, out: Path) -> None:
 
 
 def choose(work: Path, found: dict[str, Task], _: str) -> None:
-    """What the settings of a refit are worth on texts that are neither for training nor for testing."""
+    """What settings are worth on 400 texts a task that are neither for training nor for testing."""
     table = Table("encoder-choice")
+    tried: list[Merge] = [(128, "", {**REFIT, "ridge": ridge}) for ridge in (0.001, 0.01, 0.1)]
+    tried += [(0, "", {"delegate": "task_arithmetic", "weight": scale}) for scale in (0.2, 0.3, 0.4)]
     with Scratch() as folder:
-        for ridge in (0.001, 0.01, 0.1):
-            folders, seconds = merged(work, Path(folder), found, (128, "", {**REFIT, "ridge": ridge}))
-            each = [accuracy(folders[name], task.held) for name, task in found.items()]
-            table.add({"ridge": ridge, "mean": f"{fmean(each):.1%}", "processor time": f"{seconds:.1f} s"})
+        for merge in tried:
+            folders, _seconds = merged(work, Path(folder), found, merge)
+            each = [accuracy(folders[name], task.held[:400]) for name, task in found.items()]
+            name, value = list(merge[2].items())[-1]
+            words = f"{merge[2]['delegate']}, {'scale' if name == 'weight' else name} {value:g}".replace("_", " ")
+            table.add({"setting": words, "mean on held-out texts": f"{fmean(each):.1%}"})
 
 
 def compare(work: Path, found: dict[str, Task], only: str) -> None:
-    """Every merge; with `only`, those whose words begin so, behind the rows that are there."""
+    """Every merge; with `only`, those whose words begin so, in the places of the rows that are there."""
     table = Table("encoder", "several runs" if only else "")
-    table.rows = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only else []
+    before = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only else []
+    kept = [words for words in MERGES if not words.startswith(only)]
+    table.rows = [row for row in before if row["merge"] in (OWN, *kept)]
 
     def add(words: str, folders: dict[str, Path], seconds: float | None = None) -> None:
         began = time.process_time()
@@ -188,7 +195,7 @@ def compare(work: Path, found: dict[str, Task], only: str) -> None:
 
     with Scratch() as folder:
         if not only:
-            add("each fine-tune on its own task; time: to evaluate one", {name: work / name for name in found})
+            add(OWN, {name: work / name for name in found})
         for words, merge in MERGES.items():
             if words.startswith(only):
                 add(words, *merged(work, Path(folder), found, merge))
@@ -204,7 +211,7 @@ def main() -> None:
     parser.add_argument("what", choices=["train", "choose", "merge"])
     parser.add_argument("work", type=Path, help="where the fine-tunes stand")
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
-    parser.add_argument("--only", default="", help="merges whose words begin so, behind the rows that are there")
+    parser.add_argument("--only", default="", help="merges whose words begin so; other rows stay")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
     given = parser.parse_args()
     torch.set_num_threads(1)
