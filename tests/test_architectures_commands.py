@@ -16,7 +16,7 @@ from tiny_models import make as tiny
 from rotation_merge.architectures import registry
 from rotation_merge.architectures.registry import DATA, shipped
 from rotation_merge.checking.draft import drafted, kin
-from rotation_merge.checking.proof import prove
+from rotation_merge.checking.proof import Finding, hints, prove
 from rotation_merge.errors import ArchitectureError
 
 
@@ -75,6 +75,50 @@ def test_a_draft_of_a_family_that_is_not_there_is_proven_as_it_stands(family: st
     said = str(content)
     assert ("experts.{e}." in said and "'attn.q_gain'" in said) == (family == "olmoe")
     assert any("out of neurons" in doubt for doubt in doubts) == (family == "starcoder2")
+
+
+def test_hints_lead_to_the_file(tmp_path: Path) -> None:
+    """A draft takes RoPE pairs to be halves; where they are neighbours, the proof says what to change."""
+    model = tiny(next(case for case in ALL if case.family == "ernie4_5"))
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    content, _ = drafted(config, {name: tuple(x.shape) for name, x in model.state_dict().items()}, "mine")
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(content))
+    wrong = run("architectures", "--prove", str(path))
+    assert wrong.exit_code == 1
+    assert wrong.stderr == "hint: with the other rotary layout outputs stay as they are: change 'layout'\n"
+    path.write_text(json.dumps(content).replace('"half"', '"interleaved"'))
+    right = run("architectures", "--prove", str(path))
+    assert (right.exit_code, right.stderr) == (0, "")
+
+
+def test_norms_whose_output_goes_back_and_layers_that_differ() -> None:
+    """EXAONE 4 norms what its sublayers give, Hunyuan names head norms at length; not all layers are alike."""
+    exaone, hunyuan = (tiny(next(case for case in ALL if case.family == f)) for f in ("exaone4", "hunyuan"))
+    for model, heads in ((exaone, "q_norm"), (hunyuan, "query_layernorm")):
+        shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+        config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        shapes = {name: s for name, s in shapes.items() if "layers.1.self_attn.k_" not in name}
+        layer = drafted(config, shapes, "mine")[0]["modules"]["default"]["layer"]
+        assert layer["tensors"][f"self_attn.{heads}.weight"] == ["attn.q_norm"]
+        assert layer["linear"]["self_attn.k_proj"] == {"axes": ["attn.k", "residual.read"], "optional": True}
+        assert any(norm["reads"] for norm in layer["norms"].values()) == (model is hunyuan)
+
+
+@pytest.mark.parametrize(
+    ("failing", "word"),
+    [
+        (("attention alone",), "'dims' of rotary embedding"),
+        (("order of heads alone",), "'kv_head'"),
+        (("neurons and experts alone",), "'gated'"),
+        (("residual: rotation",), "'reads'"),
+        (("residual: permutation", "residual: rotation"), "keep its coordinates"),
+    ],
+)
+def test_what_fails_is_hinted_at(failing: tuple[str, ...], word: str) -> None:
+    trials = ("attention alone", "order of heads alone", "neurons and experts alone", "residual: permutation")
+    found = [Finding(what, 0.0, what not in failing) for what in (*trials, "residual: rotation")]
+    assert [word in hint for hint in hints(found)] == [True]
 
 
 def test_families_that_fit_a_class_nobody_knows() -> None:

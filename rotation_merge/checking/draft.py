@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -86,7 +86,9 @@ def drafted(
     outer = {name: shape for name, shape in shapes.items() if not name.startswith(stack)}
     width = int(config.get("hidden_size") or Counter(s[-1] for s in inner.values() if len(s) > 1).most_common(1)[0][0])
     doubts: list[str] = []
-    layer = _layer(inner, config, width, doubts)
+    often = Counter(match["rest"] for match in layers if match["path"] == stack)
+    some = {name for name, count in often.items() if count < len({m["index"] for m in layers if m["path"] == stack})}
+    layer = _layer(inner, config, width, doubts, some)
     before, after = _outside(outer, width, int(config.get("vocab_size") or 0), doubts)
     kind = str(config.get("model_type") or "mine")
     name = (config.get("architectures") or ["MyModel"])[0]
@@ -142,13 +144,23 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config keys of experts, the likeliest first."""
 
 _EACH = re.compile(r"experts\.\d+\.")
-_HEAD_NORM = re.compile(r"(^|[._])([qk])_(layer)?norm\.weight$")
+_HEAD_NORM = re.compile(r"(^|[._])([qk])(uery|ey)?_(layer)?norm\.weight$")
+_AFTER = re.compile(r"post_(feedforward|mlp|ffn|self_attn)")
+"""Norms whose output goes back into the stream."""
 
 
 def _layer(
-    inner: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], width: int, doubts: list[str]
+    inner: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any],
+    width: int,
+    doubts: list[str],
+    some: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Norms, linear maps and other tensors of one layer."""
+    """Norms, linear maps and other tensors of a layer.
+
+    Args:
+        some: tensors that not every layer has.
+    """
     linear: dict[str, Any] = {}
     norms: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
@@ -170,8 +182,21 @@ def _layer(
         else:
             tensors[name] = ["fixed"] * len(shape)
             doubts.append(f"check: '{name}' {list(shape)} is taken to keep its coordinates")
-    for stem, reader in zip(norms, _readers(linear), strict=False):
+    after = {stem for stem in norms if _AFTER.search(stem)}
+    if after and (len(norms) == 2 or any("pre_feedforward" in stem for stem in norms)):
+        after |= {stem for stem in norms if "post_attention" in stem}
+    for stem, reader in zip([stem for stem in norms if stem not in after], _readers(linear), strict=False):
         norms[stem]["reads"] = reader
+    for name in sorted({_EACH.sub("experts.{e}.", name) for name in some}):
+        stem = name.removesuffix(".weight")
+        if stem in norms:
+            norms[stem]["optional"] = True
+        for section, key in ((linear, stem), (tensors, name)):
+            if key in section:
+                section[key] = {"axes": section[key], "optional": True}
+    if some:
+        names = ", ".join(sorted({_EACH.sub("experts.{e}.", name) for name in some}))
+        doubts.append(f"check: tensors that some layers alone have are optional ('when' says which do): {names}")
     return {"norms": norms, "linear": linear, "tensors": tensors}
 
 

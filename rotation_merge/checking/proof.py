@@ -7,7 +7,7 @@ its outputs alone, and the file got wrong on purpose must not.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,13 @@ LOCAL = {
     "invertible maps": MatchOptions(attention="invertible", rescale=False),
 }
 
+
+ALONE = {
+    "attention alone": MatchOptions(ffn="none"),
+    "order of heads alone": MatchOptions(attention="none", heads="permutation", ffn="none", rescale=False),
+    "neurons and experts alone": MatchOptions(attention="none"),
+}
+"""What is tried one by one where the whole fails."""
 
 _USUAL = {"vocab_size": 50, "pad_token_id": 0, "tie_word_embeddings": False, "num_experts_per_tok": 1}
 
@@ -76,8 +83,33 @@ def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
         found = [model.tried(what, architecture, options) for what, options in LOCAL.items()]
         for group in architecture.residual_groups[1:]:
             found.append(model.tried(f"residual: {group}", architecture, MatchOptions(residual=group)))
+        if not all(trial.holds for trial in found):
+            found += [model.tried(what, architecture, options) for what, options in ALONE.items()]
         wrong = {what: change for what, change in MISTAKES.items() if matters(change, architecture)}
         return found + [model.mistaken(spec, change, what) for what, change in wrong.items()]
+
+
+def hints(found: Sequence[Finding]) -> list[str]:
+    """What to look at in a file that is wrong, by which trials fail."""
+    holds = {finding.what: finding.holds for finding in found}
+    attention, neurons = holds.get("attention alone", True), holds.get("neurons and experts alone", True)
+    streams = [held for what, held in holds.items() if what.startswith("residual: ")]
+    said = []
+    if not attention and not holds.get("wrong rotary layout", True):
+        said.append("with the other rotary layout outputs stay as they are: change 'layout'")
+    elif not attention:
+        said.append("attention: look at 'norm' of queries and keys, at 'dims' of rotary embedding, at sinks and gates")
+    if not holds.get("order of heads alone", True):
+        said.append("heads: label what has an entry for each head ('head', 'kv_head'), or write \"order\": \"fixed\"")
+    if not neurons:
+        said.append("neurons: look at the order of gate and up, at 'gated', 'activation' and \"scale\": \"fixed\"")
+    if attention and neurons and not holds.get("residual: rotation", True) and all(streams[:-1]):
+        said.append(
+            "rotations: a norm's output goes back into the stream, or is read by more than stands in its 'reads'"
+        )
+    elif attention and neurons and not all(streams):
+        said.append("streams: a tensor that reads or writes one is taken to keep its coordinates ('fixed')")
+    return said
 
 
 class _Tiny:

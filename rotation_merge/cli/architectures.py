@@ -55,7 +55,7 @@ def _draft(model: str) -> int:
 
 
 def _prove(path: str, config: str | None, as_json: bool) -> int:
-    from rotation_merge.checking.proof import prove
+    from rotation_merge.checking.proof import hints, prove
 
     found = prove(Path(path), json.loads(Path(config).read_text(encoding="utf-8")) if config else None)
     if as_json:
@@ -65,6 +65,8 @@ def _prove(path: str, config: str | None, as_json: bool) -> int:
             (f.what, "refused" if f.difference is None else f"{f.difference:.1e}", _verdict(f.holds)) for f in found
         ]
         table("", ("trial", "largest difference", ""), words)
+    for hint in hints(found):
+        click.echo(f"hint: {hint}", err=True)
     return 0 if all(finding.holds for finding in found) else 1
 
 
