@@ -152,9 +152,11 @@ def ways(long: bool, distil: bool) -> dict[str, Way]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", type=Path)
-    parser.add_argument("asked", nargs="*", choices=["long", "distil"])
+    parser.add_argument("asked", nargs="*", metavar="long, distil", help="long fine-tunes; 50 steps of distilling")
     parser.add_argument("--only", help="one fine-tune; what was measured of the others is kept")
     args = parser.parse_args()
+    if odd := set(args.asked) - {"long", "distil"}:
+        parser.error(f"{odd.pop()}: long or distil")
     torch.set_num_threads(1)
     long = "long" in args.asked
     table = Table("-".join(["carry-bases", *sorted(args.asked, reverse=True)]), KEPT if args.only else "")
