@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -13,6 +14,7 @@ import tiny_models
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
+from second_device import Far, second_device
 from test_fit import tiny_llama, token_batches
 from torch import Tensor
 
@@ -82,6 +84,31 @@ def test_nothing_held_is_the_same_as_all_held(family: str, monkeypatch: pytest.M
     for other in found[1:]:
         for wanted, tensor in zip(found[0], other, strict=True):
             torch.testing.assert_close(tensor, wanted, rtol=1e-10, atol=1e-10 * max(1.0, float(wanted.abs().max())))
+
+
+@pytest.mark.parametrize(("held", "half"), [(True, False), (False, True)], ids=["held", "half precision"])
+def test_parents_on_two_devices_learn_the_same(held: bool, half: bool, monkeypatch: pytest.MonkeyPatch):
+    """The donor on a device of its own: products there, all else where the anchor is; operations on both raise."""
+    monkeypatch.setattr(engine, "LARGEST_HELD", 1 << 20 if held else 0)
+    found = []
+    for far in (False, True):
+        models = [tiny_llama(seed).to(torch.bfloat16 if half else torch.float32) for seed in range(2)]
+        with second_device() if far else nullcontext():
+            for name, parameter in list(models[1].named_parameters()) if far else []:
+                owner, _, leaf = name.rpartition(".")
+                setattr(models[1].get_submodule(owner), leaf, torch.nn.Parameter(Far(parameter.detach())))
+            for name, buffer in list(models[1].named_buffers()) if far else []:
+                owner, _, leaf = name.rpartition(".")
+                setattr(models[1].get_submodule(owner), leaf, Far(buffer))
+            options = FitOptions(steps=1, objective="distill", start="matched")
+            found.append(fit(*models, token_batches(2), options=options))
+    for mine, wanted in zip(found[1].report.history, found[0].report.history, strict=True):
+        assert mine[2:] == pytest.approx(wanted[2:], abs=1e-5)
+    for name, transform in found[0].alignments[0].transforms.items():
+        for key, tensor in transform.tensors().items():
+            torch.testing.assert_close(
+                found[1].alignments[0].transforms[name].tensors()[key], tensor, rtol=0, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("acting", [False, True])

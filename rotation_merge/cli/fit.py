@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,12 @@ from rotation_merge.cli.options import (
     writes,
 )
 from rotation_merge.cli.show import json_option, print_json, say, shown
-from rotation_merge.errors import RecipeError
+from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.learning.objective import OBJECTIVES
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.options import WEIGHTS, MatchOptions, VaryingOptions
 from rotation_merge.samples.data import KINDS, described, read_batches
-from rotation_merge.samples.functions import load
+from rotation_merge.samples.functions import load, narrowed, stored_dtype
 
 
 @click.command(
@@ -57,6 +58,11 @@ from rotation_merge.samples.functions import load
 @click.option("--permutations", is_flag=True, help="Also learn the order of FFN neurons.")
 @click.option("--seed", default=0, show_default=True)
 @device_option("; on a GPU in mixed precision")
+@click.option(
+    "--devices",
+    metavar="LIST",
+    help="Several, as cuda:0,cuda:1: models are spread over them; what is between is computed on the first.",
+)
 @click.option("--checkpointing", is_flag=True, help="Gradient checkpointing: less memory, more time.")
 @matching_options
 @match_on_option
@@ -73,6 +79,7 @@ def command(
     length: int,
     limit: int | None,
     device: str,
+    devices: str | None,
     checkpointing: bool,
     **values: Any,
 ) -> int:
@@ -92,9 +99,21 @@ def command(
         state=Path(f"{out}.unfinished"),
     )
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
-    with joined(usable_device(device)) as (together, own):
-        options = replace(options, half=own.startswith("cuda"))
-        return _learn(names, match, options, out, data, reading, own, untie, as_json, first=together.rank == 0)
+    places = _places(device, devices)
+    with joined(places[0]) as (together, own):
+        options, places = replace(options, half=own.startswith("cuda")), [own, *places[1:]]
+        return _learn(names, match, options, out, data, reading, places, untie, as_json, first=together.rank == 0)
+
+
+def _places(device: str, devices: str | None) -> list[str]:
+    """Devices for the models, one after the other: that of --device, or those of --devices."""
+    if devices is None:
+        return [usable_device(device)]
+    if device != "cpu":
+        raise click.UsageError("give --device or --devices, not both")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RotationMergeError("processes of torchrun hold all models on one device each", remedy="use --device cuda")
+    return [usable_device(name.strip()) for name in devices.split(",")]
 
 
 def _learn(
@@ -104,7 +123,7 @@ def _learn(
     out: str,
     data: str,
     reading: dict[str, Any],
-    device: str,
+    places: list[str],
     untie: bool,
     as_json: bool,
     first: bool,
@@ -118,7 +137,8 @@ def _learn(
         checked = check_models(names[0], donor, match, untie)
         for warning in checked.warnings if checked is not None and first and not as_json else ():
             say(f"Warning: {warning}", "yellow")
-    loaded = [load(name).to(device) for name in names]
+    at = zip(names, itertools.cycle(places), strict=False)
+    loaded = [narrowed(load(name), stored_dtype(name)).to(place) for name, place in at]
     found = read_batches(data, names[0], loaded[0], **reading)
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
     with tqdm.tqdm(desc="Learning", total=options.steps, disable=as_json or not first) as bar:

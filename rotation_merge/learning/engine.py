@@ -65,6 +65,20 @@ def member_of(model: nn.Module, name: str = "", untie: bool = True) -> Member:
     return Member(name, config, architecture_of(model, untie), shapes, tied_head(config, list(shapes), name))
 
 
+@dataclass(frozen=True)
+class Brought:
+    """A source whose tensors are taken to a device when they are asked for."""
+
+    source: TensorSource
+    device: torch.device
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.source[name].to(self.device)
+
+
 LARGEST_HELD = 1 << 28
 """Bytes of a mixed model that is made as a whole, with all that its gradients need; of larger ones nothing stays."""
 

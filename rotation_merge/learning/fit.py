@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.errors import RecipeError
-from rotation_merge.learning.engine import Batch, Path, checkpointed, lookalike, member_of, same_names, untie_heads
+from rotation_merge.learning.engine import (
+    Batch,
+    Brought,
+    Path,
+    checkpointed,
+    lookalike,
+    member_of,
+    same_names,
+    untie_heads,
+)
 from rotation_merge.learning.objective import (
     Teachers,
     attention_mask,
@@ -50,6 +59,8 @@ LEAST_GAIN = 1e-6
 Seen = Callable[[str, nn.Module, nn.Module, Sequence[Batch]], Match]
 """Makes what matches anchor and donor on samples: on activations, or both."""
 
+WIDE = (torch.float32, torch.float64)
+
 Watch = Callable[[int, int, dict[str, float]], None]
 """Told about every step: steps done, steps in all, and the figures known now."""
 
@@ -80,8 +91,9 @@ def fit(
     """Learn the transforms that make the models between an anchor and its donors behave well.
 
     Args:
-        anchor: a transformers model; put into evaluation mode, its weights are not modified.
-        donors: one or more of the same class and sizes; likewise. More than one are learned jointly.
+        anchor: a transformers model; put into evaluation mode, its weights are not modified. What is between the models
+            is computed on its device.
+        donors: one or more of the same class and sizes; likewise, on any devices. More than one are learned jointly.
         batches: inputs by the names the model's forward takes, with `labels` where there are any.
         match: groups to use and to start from; by default every local group and the largest residual one.
         options: how to learn.
@@ -100,7 +112,7 @@ def fit(
         same_names(anchor, donor)
     if len(batches) < 2:
         raise RecipeError("at least two batches are needed", remedy="give more data, or smaller batches")
-    devices = {parameter.device for parameter in anchor.parameters() if parameter.device.type == "cuda"}
+    devices = {p.device for parent in parents for p in parent.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):  # the caller's random numbers stay the caller's
         torch.manual_seed(options.seed)
         return _Fit(parents, list(batches), match or WIDEST, options, watch or (lambda *_: None), seen).run()
@@ -148,7 +160,7 @@ class _Fit:
         self.held_out, self.training = shuffled[:held], shuffled[held:]
         self.objective = choose(options.objective, self.batches[0])
         self.together = Together()
-        self.teachers = Teachers([self._speaker(number) for number in range(len(self.parents))])
+        self.teachers = Teachers([self._speaker(number) for number in range(len(self.parents))], self.device)
         self.generator = torch.Generator().manual_seed(options.seed + 1)
 
     # --- losses ------------------------------------------------------------------------------------------------
@@ -183,8 +195,9 @@ class _Fit:
     def _speaker(self, number: int) -> Callable[..., Any]:
         """A parent that answers in float32 at least."""
         parent = self.parents[number]
-        if all(p.dtype in (torch.float32, torch.float64) for p in parent.parameters()):
-            return parent
+        if all(p.dtype in WIDE for p in parent.parameters()):
+            place = next(parent.parameters()).device
+            return lambda **batch: parent(**{name: x.to(place) for name, x in batch.items()})
         share = torch.zeros(len(self.parents), device=self.device)
         share[number] = 1.0
         alone: list[Transforms] = [{} for _ in self.parents[1:]]
@@ -262,9 +275,10 @@ class _Fit:
             some = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
             found["identity"] = [identities(some) for _ in self.states[1:]]
         if self.options.start != "identity":
+            anchor, *moved = (Brought(state, self.device) for state in self.states)
             found["matched"] = [
-                self._matcher(donor)(self.architecture, self.states[0], state, self.match, None).transforms
-                for donor, state in zip(self.parents[1:], self.states[1:], strict=True)
+                self._matcher(donor)(self.architecture, anchor, state, self.match, None).transforms
+                for donor, state in zip(self.parents[1:], moved, strict=True)
             ]
         return found
 
@@ -273,7 +287,17 @@ class _Fit:
         if self.seen is None or self.options.match_on == WEIGHTS:
             return match_model
         samples = [self.batches[i] for i in self.training]
-        return self.seen(self.options.match_on, self.parents[0], donor, samples)
+        return self.seen(self.options.match_on, self._whole(self.parents[0]), self._whole(donor), samples)
+
+    def _whole(self, model: nn.Module) -> nn.Module:
+        """A model in float32 at least where the samples are, to be run: a copy, if it is not."""
+        if all(p.dtype in WIDE and p.device == self.device for p in model.parameters()):
+            return model
+        found = copy.deepcopy(model).to(self.device)
+        for parameter in found.parameters():
+            if parameter.dtype not in WIDE:
+                parameter.data = parameter.data.float()
+        return found
 
     def run(self) -> FitResult:
         began = time.perf_counter()

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 Make = Callable[[], Tensor]
+Read = Callable[[torch.dtype], Tensor]
+"""Gives a matrix in a type, good until the next is read."""
 
 
 class Made(torch.autograd.Function):
@@ -34,27 +36,30 @@ class Products(torch.autograd.Function):
     none of their own."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, makes: Sequence[Make], shares: Sequence[float], *rows: Tensor) -> Tensor:
-        ctx.makes, ctx.shares = makes, shares  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, readers: Sequence[Read], shares: Sequence[float], *rows: Tensor) -> Tensor:
+        ctx.readers, ctx.shares = readers, shares  # type: ignore[attr-defined]
         kind = rows[0].device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows[0].dtype
         total: Tensor | None = None
         with torch.autocast(kind, enabled=False):
-            for make, share, x in zip(makes, shares, rows, strict=True):
-                total = _add_product(total, x.to(dtype), make().to(dtype).mT, share)
+            for read, share, x in zip(readers, shares, rows, strict=True):
+                total = _add_product(total, x.to(dtype), read(dtype).mT, share)
         assert total is not None
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         found: list[Tensor | None] = [None, None]
-        for wanted, make, share in zip(ctx.needs_input_grad[2:], ctx.makes, ctx.shares, strict=True):
-            found.append(_add_product(None, gradients[0], make().to(gradients[0].dtype), share) if wanted else None)
+        for wanted, read, share in zip(ctx.needs_input_grad[2:], ctx.readers, ctx.shares, strict=True):
+            found.append(_add_product(None, gradients[0], read(gradients[0].dtype), share) if wanted else None)
         return tuple(found)
 
 
 def _add_product(total: Tensor | None, x: Tensor, matrix: Tensor, share: float) -> Tensor:
-    """``total + share * x @ matrix``, in the place of the total."""
+    """``total + share * x @ matrix``, in the place of the total; computed where the matrix is."""
+    if matrix.device != x.device:
+        far = _add_product(None, x.to(matrix.device), matrix, share).to(x.device)
+        return far if total is None else total.add_(far)
     if total is None:
         made = x.new_empty(x.shape[0], matrix.shape[1])
         return torch.addmm(made, x, matrix, beta=0, alpha=share, out=made)

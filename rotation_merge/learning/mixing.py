@@ -20,7 +20,7 @@ from torch.utils import _pytree
 
 from rotation_merge.architectures.model import Axis, Block, TensorInfo
 from rotation_merge.groups import Monomial, Permutation, SpaceTransform, TranslationTransform
-from rotation_merge.learning.made import Made, Make, Products
+from rotation_merge.learning.made import Made, Products, Read
 from rotation_merge.matching.apply import transform_axis, transform_tensor
 from rotation_merge.matching.biases import inputs, with_biases
 from rotation_merge.matching.fold import Fold
@@ -35,6 +35,8 @@ class Parents:
     """The tensors of all models, the anchor's first, folded, in float32 at least.
 
     Attributes:
+        sources: each on a device of its own.
+        device: where what is between them is computed; parents' products are computed where they lie.
         held: keep what has been read and folded.
     """
 
@@ -43,7 +45,7 @@ class Parents:
     device: torch.device
     held: bool
     _known: dict[tuple[int, str, str], Tensor | None] = field(default_factory=dict)
-    _place: Tensor | None = None
+    _places: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
 
     def tensor(self, number: int, block: Block, key: str) -> Tensor | None:
         """One parent's tensor of a block (stacked, where it is stored in pieces); None where it has none."""
@@ -71,16 +73,18 @@ class Parents:
         """What folding makes of a matrix, if that is no more than gains that its inputs could have as well."""
         return self.fold.on_inputs(block, info, lambda key: self.stored(number, block, key))
 
-    def unfolded(self, number: int, block: Block, info: TensorInfo) -> Tensor:
-        """A tensor in float32 at least, to be used before the next is asked for: all are put in the same place."""
+    def unfolded(self, number: int, block: Block, info: TensorInfo, dtype: torch.dtype) -> Tensor:
+        """A tensor to be used before the next is asked for: in a type that is not its own, all are put in one place on
+        each device."""
         stored = self.stored(number, block, info.key)
         assert stored is not None
-        dtype = torch.promote_types(stored.dtype, torch.float32)
         if stored.dtype == dtype:
             return stored
-        if self._place is None or self._place.numel() < stored.numel():
-            self._place = torch.empty(stored.numel(), dtype=dtype, device=self.device)
-        return self._place[: stored.numel()].view(stored.shape).copy_(stored)
+        place = self._places.get((stored.device, dtype))
+        if place is None or place.numel() < stored.numel():
+            place = torch.empty(stored.numel(), dtype=dtype, device=stored.device)
+            self._places[stored.device, dtype] = place
+        return place[: stored.numel()].view(stored.shape).copy_(stored)
 
 
 class Mixing:
@@ -211,15 +215,15 @@ class Mixing:
 
     def _products(self, numbers: Sequence[int], block: Block, info: TensorInfo, x: Tensor) -> Tensor:
         """What the maps of some parents, times their coefficients, make of x, (n, out), in their own coordinates."""
-        makes, seen = [], []
+        readers, seen = [], []
         for number in numbers:
             gains = self.parents.gains(number, block, info)
-            makes.append(self._make(number, block, info, gains is None))
+            readers.append(self._reader(number, block, info, gains is None))
             seen.append(self._seen(number, info.axes[1], x, gains or {}))
         if not self.coefficients.requires_grad:
-            return Products.apply(makes, [self._shares[number] for number in numbers], *seen)
+            return Products.apply(readers, [self._shares[number] for number in numbers], *seen)
         own = [self.coefficients[number] * one for number, one in zip(numbers, seen, strict=True)]
-        return Products.apply(makes, [1.0] * len(own), *own)
+        return Products.apply(readers, [1.0] * len(own), *own)
 
     def rows(self, own: Mixed, index: Tensor) -> Tensor | None:
         """Rows of the model's table; None where its rows change places."""
@@ -234,12 +238,12 @@ class Mixing:
         assert total is not None
         return total.unflatten(0, index.shape) if index.ndim != 1 else total
 
-    def _make(self, number: int, block: Block, info: TensorInfo, folded: bool) -> Make:
-        def make() -> Tensor:
+    def _reader(self, number: int, block: Block, info: TensorInfo, folded: bool) -> Read:
+        def read(dtype: torch.dtype) -> Tensor:
             found = self.parents.tensor(number, block, info.key) if folded else None
-            return self.parents.unfolded(number, block, info) if found is None else found
+            return self.parents.unfolded(number, block, info, dtype) if found is None else found.to(dtype)
 
-        return make
+        return read
 
     def _entries(self, number: int, block: Block, info: TensorInfo, index: Tensor) -> Tensor:
         """Rows of a parent's table, (n, out)."""
@@ -247,8 +251,8 @@ class Mixing:
         if stored is None or self.parents.fold.touches(block, info):
             stored = self.parents.tensor(number, block, info.key)
         assert stored is not None
-        found = functional.embedding(index, stored)
-        return found.to(torch.promote_types(found.dtype, torch.float32))
+        found = functional.embedding(index.to(stored.device), stored)
+        return found.to(self.parents.device, torch.promote_types(found.dtype, torch.float32))
 
     def _moving(self, number: int, axis: Axis) -> dict[str, SpaceTransform]:
         names = {part.space.name for part in axis.parts} & self.transforms[number].keys()

@@ -59,8 +59,8 @@ class Teachers:
     """The parents' outputs on every batch, of logits their probabilities; kept where there is room (`KEPT`), else
     computed again when asked."""
 
-    def __init__(self, parents: Sequence[Callable[..., Any]]) -> None:
-        self.parents = parents
+    def __init__(self, parents: Sequence[Callable[..., Any]], device: torch.device) -> None:
+        self.parents, self.device = parents, device
         self._kept: dict[int, list[Tensor]] = {}
         self._size = 0
 
@@ -80,7 +80,7 @@ class Teachers:
         """The parents' outputs on a batch that will not come again."""
         if not len(next(iter(batch.values()))):
             return []
-        return [_told(parent(**batch)) for parent in self.parents]
+        return [_told(parent(**batch)).to(self.device) for parent in self.parents]
 
 
 def _told(outputs: Any) -> Tensor:

@@ -167,6 +167,17 @@ def stored_dtype(path: str) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
+@torch.no_grad()
+def narrowed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A loaded model whose parameters are held in a narrower type, in place, where they are the same numbers in it."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and dtype.itemsize < parameter.dtype.itemsize:
+            narrow = parameter.to(dtype)
+            if torch.equal(narrow.to(parameter.dtype), parameter):
+                parameter.data = narrow
+    return model
+
+
 def check_kind(model: Any, batch: Mapping[str, Tensor], source: str) -> None:
     """The data hold what the model takes.
 

@@ -1,0 +1,142 @@
+"""`rotation-merge fit` on models as people have them: with an adapter, in half precision, on several devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from plugin_support import mergekit_yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_fit import tiny_llama, token_batches
+from torch import Tensor, nn
+
+from rotation_merge.cli import fit as command
+from rotation_merge.cli.app import app
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, an adapter of the second and what it makes of that, and samples."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("anchor", "donor")):
+        tiny_llama(seed).save_pretrained(folder / name)
+        tiny_llama(seed).bfloat16().save_pretrained(folder / f"{name}-half")
+        tiny_llama(seed).bfloat16().float().save_pretrained(folder / f"{name}-rounded")
+    tuned = peft.get_peft_model(tiny_llama(1), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+    tuned.save_pretrained(folder / "lora")
+    tuned.merge_and_unload().save_pretrained(folder / "tuned")
+    save_file({"input_ids": torch.cat([batch["input_ids"] for batch in token_batches(2)])}, folder / "data.safetensors")
+    return folder
+
+
+RECIPE = """
+merge_method: rotation_merge
+base_model: {anchor}
+models:
+  - model: {anchor}
+    parameters: {{weight: 0.0}}
+  - model: {donor}
+    parameters: {{weight: 1.0{more}}}
+parameters: {{delegate: linear{groups}}}
+dtype: float32
+"""
+
+
+def fit(models: Path, out: Path, *names: str, options: str = "") -> Result:
+    data = ["--data", str(models / "data.safetensors"), "--batch-size", "4", "--steps", "2"]
+    return CliRunner().invoke(app, ["fit", *names, *data, "--alignment", str(out), *options.split()])
+
+
+def learned(models: Path, out: Path, *names: str, options: str = "") -> dict[str, Tensor]:
+    result = fit(models, out, *names, options=options)
+    assert result.exit_code == 0, result.output
+    return load_file(out)
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor], within: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=within)
+
+
+def test_a_donor_with_an_adapter_is_the_donor_that_it_makes(models: Path, tmp_path: Path) -> None:
+    donor, anchor = f"{models / 'donor'}+{models / 'lora'}", str(models / "anchor")
+    found = learned(models, tmp_path / "lora", anchor, donor, options="--residual rotation")
+    wanted = learned(models, tmp_path / "tuned", anchor, str(models / "tuned"), options="--residual rotation")
+    same(found, wanted, 1e-5)
+    recipe = RECIPE.format(anchor=anchor, donor=donor, more="", groups=", residual: rotation")
+    (tmp_path / "recipe.yml").write_text(recipe)
+    same(learned(models, tmp_path / "again", str(tmp_path / "recipe.yml")), found, 0.0)
+    recipe = RECIPE.format(anchor=anchor, donor=donor, more=f", alignment: {tmp_path / 'lora'}", groups="")
+    moved = mergekit_yaml(recipe, tmp_path / "out")
+    assert moved.exit_code == 0, moved.output
+    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), str(models / "tuned")])
+    assert verified.exit_code == 0, verified.output
+
+
+def test_models_stay_in_the_type_that_they_are_stored_in(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless numbers would change: what is learned is what models of the same numbers in float32 learn."""
+    options, held = "--start matched --match-on both", list[set[torch.dtype]]()
+    narrowed = command.narrowed
+
+    def watched(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        held.append({parameter.dtype for parameter in narrowed(model, dtype).parameters()})
+        return model
+
+    monkeypatch.setattr(command, "narrowed", watched)
+    found, wanted = (
+        learned(models, tmp_path / kind, str(models / f"anchor-{kind}"), str(models / f"donor-{kind}"), options=options)
+        for kind in ("half", "rounded")
+    )
+    same(found, wanted, 1e-5)
+    assert held == [{torch.bfloat16}] * 2 + [{torch.float32}] * 2
+    tuned = command.load(f"{models / 'donor-half'}+{models / 'lora'}")
+    kinds = {name: parameter.dtype for name, parameter in narrowed(tuned, torch.bfloat16).named_parameters()}
+    assert {kinds[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk"} == {torch.float32, torch.bfloat16}
+
+
+def test_several_devices_take_the_models_in_turn(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [str(models / name) for name in ("anchor", "donor", "tuned")]
+    places: list[str] = []
+    monkeypatch.setattr(nn.Module, "to", lambda self, place: places.append(place) or self)
+    result = fit(models, tmp_path / "several", *names, options="--devices cpu,cpu:0")
+    assert result.exit_code == 0, result.output
+    assert places[:3] == ["cpu", "cpu:0", "cpu"]
+    for number in (1, 2):
+        with safe_open(tmp_path / f"several-{number}", framework="pt") as file:
+            assert file.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--devices cpu,gpu7", "device 'gpu7' cannot be used"),
+        ("--devices cpu,", "device '' cannot be used"),
+        ("--devices cpu --device auto", "give --device or --devices, not both"),
+    ],
+)
+def test_devices_that_are_not_there_are_one_line(models: Path, tmp_path: Path, options: str, message: str) -> None:
+    result = fit(models, tmp_path / "out", str(models / "anchor"), str(models / "donor"), options=options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_of_torchrun_have_one_device_each(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = fit(models, tmp_path / "out", str(models / "anchor"), str(models / "donor"), options="--devices cpu,cpu")
+    assert result.exit_code == 2
+    assert "hold all models on one device each; use --device cuda" in result.stderr
