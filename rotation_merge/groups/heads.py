@@ -156,7 +156,7 @@ class HeadTransform(SpaceTransform):
 ORDERS = ("none", "permutation", "spectral", "fixed")
 """Orders of heads: not asked for, the best, by singular values; asked for where the architecture forbids it."""
 
-_PAIR_FLOPS = 600.0
+_PAIR_FLOPS = 800.0
 """Work of judging one pairing of heads, in units of the cube of their size: singular values at a few scales."""
 
 

@@ -19,8 +19,8 @@ from rotation_merge.spread.threads import workers_for
 
 Shapes = dict[str, tuple[int, ...]]
 
-ASSIGNMENT_SECONDS = 8.4 / 14336**2
-"""Seconds of one assignment per squared neuron, one core: benchmarks/README.md."""
+PAIR_SECONDS = 7.7e-8
+"""Of one pair of neurons, one core: the best scale between the two, and its share of the assignment."""
 PASSES = 6
 """Passes over two independent models that matching their stream takes from its better start: 5 and 7 between the ViTs
 and the Llamas of benchmarks/residual.md."""
@@ -96,7 +96,7 @@ def estimate(
         flops, assigned = _work(architecture, shapes, options, near, rounds)
         again = (rounds.local if rounds.products else 0.0) * 2 * itemsize * total / READ_BYTES
         steps = STEP_SECONDS * len(architecture.blocks) * rounds.local
-        return flops / speed + assigned * ASSIGNMENT_SECONDS / workers + files + again + steps
+        return flops / speed + assigned * PAIR_SECONDS / workers + files + again + steps
 
     return Estimate(
         family=architecture.family,
