@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import sys
 import threading
 from collections import Counter
@@ -18,8 +19,14 @@ from cli_support import run
 from mergekit import common, multigpu_executor
 from plugin_support import EVERYTHING, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
 
+from rotation_merge.architectures import table
+from rotation_merge.architectures.registry import shipped
+from rotation_merge.checkpoints.pair import open_pair
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import both
+from rotation_merge.matching.both import Both
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import MatchOptions, VaryingOptions
 from rotation_merge.planning import ahead, tasks
 from rotation_merge.spread import threads
 from rotation_merge.spread.pieces import Devices
@@ -214,3 +221,33 @@ def test_freed_memory_is_asked_to_be_kept_where_the_allocator_can(monkeypatch: p
         monkeypatch.setattr(threads.sys, "platform", "linux")
         keep_freed_memory.__wrapped__()
     assert asked == [(-1, 1 << 29), (-3, 1 << 28)]
+
+
+@pytest.mark.parametrize("family", sorted(shipped()))
+def test_work_on_any_family_travels_to_other_processes(family: str) -> None:
+    """What a block of two models is matched by, and what is found, is the same after a journey."""
+    architecture = table.sample(shipped()[family])
+    work = pickle.loads(pickle.dumps(Both(architecture, {}, {}, MatchOptions(), ("stream",), kept=True)))
+    assert (work.architecture, work.folded, work.kept) == (architecture, ("stream",), True)
+    options = MatchOptions(heads="permutation", residual=(architecture.residual_groups or ["none"])[-1])
+    sent = random_gauge(architecture, options, torch.Generator().manual_seed(0))
+    back = pickle.loads(pickle.dumps(sent))
+    assert back.keys() == sent.keys() != set()
+    for name, transform in sent.items():
+        mine, theirs = transform.tensors(), back[name].tensors()
+        assert type(back[name]) is type(transform)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_options_that_differ_from_block_to_block_travel(pair: tuple[Path, Path]) -> None:
+    varying = VaryingOptions(MatchOptions(), lambda _, place: MatchOptions(heads="permutation" if place else "none"))
+    opened = open_pair(*map(str, pair), varying)
+    anchor, donor = opened.matched
+    work = Both(opened.architecture, anchor, donor, varying)
+    back = pickle.loads(pickle.dumps(work))
+    for block in opened.architecture.blocks:
+        assert back.options.at(back.architecture, block) == varying.at(opened.architecture, block)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(back.donor[name], donor[name])
+    assert back.donor.opening.donor == str(pair[1])

@@ -64,8 +64,9 @@ class Opening:
     widths: bool
 
     def elsewhere(self) -> Opening:
-        """The same for a process that works in another folder."""
-        return replace(self, anchor=whole_path(self.anchor), donor=whole_path(self.donor))
+        """What gives the same tensors in a process that works in another folder: of the options, streams count."""
+        options = NOTHING.with_residual(self.options.residual)
+        return replace(self, anchor=whole_path(self.anchor), donor=whole_path(self.donor), options=options)
 
     def open(self) -> Pair:
         return open_pair(**{name.name: getattr(self, name.name) for name in fields(self)})

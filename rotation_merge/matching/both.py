@@ -81,7 +81,8 @@ class Both:
     home: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = (self.architecture, self.anchor, self.donor, self.options, self.folded, self.kept)
+        options = self.options.settled(self.architecture)
+        given = (self.architecture, self.anchor, self.donor, options, self.folded, self.kept)
         return Both, (*given, self.device, self.home)
 
     @cached_property

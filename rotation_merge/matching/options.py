@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,10 @@ class MatchOptions(Wanted):
         """The options of one block."""
         return self
 
+    def settled(self, architecture: Architecture) -> MatchOptions:
+        """The same for a model, looked up for its blocks already, so that they can be pickled."""
+        return self
+
     def with_residual(self, residual: str) -> MatchOptions:
         """The same with another residual group (or groups by stream)."""
         return replace(self, residual=residual)
@@ -147,3 +151,17 @@ class VaryingOptions(MatchOptions):
         place = 0.0 if block.index is None else block.index / last if last else 1.0
         found: MatchOptions = self._of(block.name, place)  # type: ignore[attr-defined]
         return found
+
+    def settled(self, architecture: Architecture) -> MatchOptions:
+        blocks = {block.name: self.at(architecture, block) for block in architecture.blocks}
+        return VaryingOptions(self, ByBlock(blocks))
+
+
+@dataclass(frozen=True)
+class ByBlock:
+    """Options by a block's module path."""
+
+    found: Mapping[str, MatchOptions]
+
+    def __call__(self, name: str, place: float) -> MatchOptions:
+        return self.found[name]
