@@ -233,3 +233,12 @@ def test_what_was_not_aligned_is_listed(known: bool, models: tuple[Path, Path], 
     for path in (*written, tmp_path / "page.html"):
         assert listed in path.read_text(), path
         assert ("value_head.weight" if known else "lm_head.weight") in path.read_text()
+
+
+def test_a_map_that_leads_away_is_not_called_nothing() -> None:
+    """Learned maps serve a loss, not nearness."""
+    from rotation_merge.report.record import gained
+
+    assert "next to nothing" in gained(0.5, 0.5)
+    assert "50% less" in gained(0.5, 0.25)
+    assert gained(0.1, 1.0).startswith("the transforms lead further away")

@@ -29,6 +29,10 @@ OTHERS = {"V": "vit-0", "W": "vit-1", "L": "llama-0-lora-english"}
 SMALL = ("--samples", "16", "--length", "48", "--batch-size", "4")
 
 
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["merge", *map(str, arguments)])
 
@@ -222,12 +226,24 @@ def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
     assert found["tried"]
 
 
+def test_its_recipe_runs_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Models and files that were named from where the command was run."""
+    from rotation_merge.choosing import run as search
+
+    real, made = search.candidates, list[str]()
+    monkeypatch.setattr(search, "candidates", lambda *given, **more: [c for c in real(*given, **more) if c.needs][:1])
+    monkeypatch.setattr(search, "merge_recipe", lambda text, *_, **__: (made.append(text), interrupted()))
+    monkeypatch.chdir(CHECKPOINTS)
+    place = os.path.relpath(tmp_path / "out")
+    assert run(os.path.basename(ENGLISH), os.path.basename(C), place, "--data", "demo:python", *TINY).exit_code == 130
+    (text,) = made
+    assert f"base_model: {ENGLISH}\n" in text
+    assert f"{tmp_path / 'out-samples'}{os.sep}" in text
+
+
 def test_interrupted_while_it_writes_it_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing half written, whenever it ends; what was moved to OUT is neither made again nor lost."""
     from rotation_merge.choosing import run as search
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
 
     real, merging, made = search.candidates, search.merge_recipe, list[str]()
     monkeypatch.setattr(search, "candidates", lambda *given, **more: real(*given, **more)[:1])
@@ -243,6 +259,7 @@ def test_interrupted_while_it_writes_it_goes_on_too(tmp_path: Path, monkeypatch:
         assert run(*arguments).exit_code == 130
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
     assert {"config.json", "model.safetensors", "recipe.yml", "evaluation.json"} <= whole.keys()
+    assert b"\n# out\n" in whole["README.md"]
     assert run(*arguments).exit_code == 0
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
     assert (len(made), [path.name for path in tmp_path.iterdir()]) == (1, ["out"])

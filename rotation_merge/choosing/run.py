@@ -53,7 +53,7 @@ class Choice:
         self.wish, self.say = wish, say
         self.work = Path(f"{wish.out}.unfinished")
         self.mark = mark_of(wish)
-        self.files = Path(f"{wish.out}-samples") / self.mark
+        self.files = Path(f"{os.path.abspath(wish.out)}-samples") / self.mark
         self.began = time.perf_counter()
         self.left_out: dict[str, str] = {}
 
@@ -326,7 +326,11 @@ class Choice:
             os.replace(made, out)
 
     def _complete(self, folder: Path) -> None:
-        """What stands beside the weights."""
+        """What stands beside the weights; the card is headed by the name of OUT."""
+        card = folder / "README.md"
+        if card.exists():
+            text = card.read_text(encoding="utf-8")
+            write_text(card, text.replace(f"# {folder.name}\n", f"# {Path(self.wish.out).name}\n", 1))
         write_text(folder / RECIPE, self.text)
         if self.labelled:
             self._keep_figures(folder)

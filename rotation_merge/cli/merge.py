@@ -74,6 +74,7 @@ def command(
     if len(models) < 3:
         raise click.UsageError("name two or more models and the directory to write")
     *names, out = models
+    names = list(map(_anywhere, names))
     _check_names(names)
     out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
     if dtype is not None and dtype not in DTYPES:
@@ -101,6 +102,11 @@ def command(
             say(f"Polished: {trained['verdict']}.")
             say(f"Written to {trained['out']}." if trained["out"] else "Nothing was written for it.")
     return 0 if written else 1
+
+
+def _anywhere(model: str) -> str:
+    """A model by a name that a recipe can be run with from any folder."""
+    return "+".join(os.path.abspath(part) if os.path.isdir(part) else part for part in model.split("+"))
 
 
 def _check_names(models: Sequence[str]) -> None:

@@ -143,9 +143,10 @@ def _done(report: MergeReport) -> list[str]:
     tool = f"rotation_merge {report.versions.get('rotation-merge', '')}".strip()
     if not report.donors():
         return [f"No model was moved: this is the plain merge by `{report.delegate}`, planned by {tool}."]
+    near = f", as near as possible to `{report.anchor}`" if set(report.donors()) - set(report.files) else ""
     lines = [
         f"Before merging by `{report.delegate}`, these models were moved by symmetries of the architecture, their "
-        f"functions unchanged, as near as possible to `{report.anchor}` with {tool}.",
+        f"functions unchanged{near}, with {tool}.",
         "",
         "| model | relative distance before | after | |",
         "|---|---|---|---|",

@@ -107,6 +107,11 @@ def gained(before: float, after: float) -> str:
     if before == 0:
         return "the donor equals the anchor in every matched tensor: alignment had nothing to do"
     gain = 1 - after / before
+    if gain < -SMALL_GAIN:
+        return (
+            f"the transforms lead further away (relative distance {before:.4g} before, {after:.4g} after): they were "
+            "made for something else than nearness, such as a loss"
+        )
     if gain < SMALL_GAIN:
         why = "the models share their coordinates" if before < RELATED else "no map brings the models nearer"
         return (
