@@ -35,6 +35,7 @@ LONGEST = (
 nothing left to do."""
 
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads cost more than tiny tensors
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of the hub have a stand-in
 gc.disable()
 
 

@@ -12,8 +12,9 @@ import contextlib
 import hashlib
 import json
 import re
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,16 @@ def at_home(hub: Hub, cache: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     patch.setattr(constants, "HF_HUB_CACHE", str(cache))
     patch.setattr(api, "endpoint", hub.url)
+    patch.setattr("transformers.utils.hub._hf_api", None)  # made once a process, for the hub of its first use
+    patch.setattr("socket.getaddrinfo", _only_home(socket.getaddrinfo))
+
+
+def _only_home(found: Callable[..., Any]) -> Callable[..., Any]:
+    """Names are looked up for this machine alone: whoever asks another hub tries again for half a minute."""
+
+    def lookup(host: Any, *arguments: Any, **options: Any) -> Any:
+        if host not in ("127.0.0.1", "localhost"):
+            pytest.fail(f"{host} was asked instead of the stand-in")  # no Exception: nobody catches it
+        return found(host, *arguments, **options)
+
+    return lookup

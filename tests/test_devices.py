@@ -35,6 +35,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         (mean, "MOST_ROUNDS", 1),
         (invertible, "_ITERATIONS", 2),
         (scaling, "_ROUNDS", 1),
+        (scaling, "_LOOKUPS", 1),
+        (scaling, "_SECOND_LOOKS", 1),
         (scaling, "_WIDE", 1.0),
         (scaling, "_NEWTON", {4: 1, 8: 1}),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -77,15 +78,19 @@ class HeadTransform(SpaceTransform):
         return (role in ("q", "k") and mixes(self.qk)) or (role in ("v", "o") and mixes(self.vo))
 
     def _reorder(self, x: Tensor, role: str, dim: int) -> Tensor:
-        if not self._ordered(self.groups[None]):
+        if not self._groups_still:
             x = x.index_select(dim, self.groups.to(x.device))
-        if role in QUERY_ROLES and not self._ordered(self.queries):
+        if role in QUERY_ROLES and not self._queries_still:
             x = gather(x, self.queries, dim, dim + 1)
         return x
 
-    @staticmethod
-    def _ordered(index: Tensor) -> bool:
-        return bool((index == torch.arange(index.shape[1], device=index.device)).all())
+    @cached_property
+    def _groups_still(self) -> bool:
+        return _in_order(self.groups)
+
+    @cached_property
+    def _queries_still(self) -> bool:
+        return _in_order(self.queries)
 
     def inverse(self) -> HeadTransform:
         back = self.groups.argsort()
@@ -122,8 +127,11 @@ class HeadTransform(SpaceTransform):
         return HeadTransform(self.groups, self.queries, elements["qk"], elements["vo"], elements.get("gains"))
 
     def is_identity(self) -> bool:
-        in_order = self._ordered(self.groups[None]) and self._ordered(self.queries)
-        return in_order and all(element.is_identity() for element in self.elements().values())
+        return (
+            self._groups_still
+            and self._queries_still
+            and all(element.is_identity() for element in self.elements().values())
+        )
 
     def head_order(self) -> Tensor:
         """The order of all query heads, int64 (G r,): ``aligned head i = donor head order[i]``."""
@@ -151,6 +159,11 @@ class HeadTransform(SpaceTransform):
         maps = nested({key: tensor for key, tensor in tensors.items() if "." in key})
         gains = load(maps["gains"]) if "gains" in maps else None
         return cls(tensors["groups"].long(), tensors["queries"].long(), load(maps["qk"]), load(maps["vo"]), gains)
+
+
+def _in_order(index: Tensor) -> bool:
+    """Whether every row of indices, int64 (..., n), leaves n entries where they are."""
+    return bool((index == torch.arange(index.shape[-1], device=index.device)).all())
 
 
 ORDERS = ("none", "permutation", "spectral", "fixed")

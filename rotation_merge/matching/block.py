@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -284,14 +285,14 @@ def squared_distances(
     block: Block, space: Space | None, anchor: Tensors, donor: Tensors, transforms: Mapping[str, SpaceTransform]
 ) -> tuple[float, float]:
     """Squared distance donor - anchor and squared norm of the anchor, over the tensors touching `space` (None: all)."""
-    distance = norm = 0.0
+    sums: list[Tensor] = []
     for info in block.tensors:
         if info.key in anchor and info.key in donor and (space is None or space in info.spaces()):
             moved = transform_tensor(donor[info.key], info, transforms)
             for a, b in _flat_blocks(anchor[info.key], moved):
-                distance += float((a - b).square_().sum())
-                norm += float((a * a).sum())
-    return distance, norm
+                sums += [(a - b).square_().sum(), (a * a).sum()]
+    found = torch.stack(sums).tolist() if sums else []  # one question to the device
+    return math.fsum(found[::2]), math.fsum(found[1::2])
 
 
 def _flat_blocks(anchor: Tensor, donor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -309,12 +310,13 @@ def check_finite(block: Block, tensors: Tensors, whose: str) -> None:
     Raises:
         NotFiniteError: names the tensor, and which of the models it is.
     """
-    for info in block.tensors:
-        tensor = tensors.get(info.key)
-        if tensor is None or not tensor.is_floating_point():
-            continue
-        # a sum of finite values may overflow, so a bad one is looked at again
-        if not bool(tensor.sum().isfinite()) and not bool(torch.isfinite(tensor).all()):
+    held = [(info, tensors[info.key]) for info in block.tensors if info.key in tensors]
+    held = [(info, tensor) for info, tensor in held if tensor.is_floating_point()]
+    # one question to the device for all; a sum of finite values may overflow, so bad ones are looked at again
+    if not held or bool(torch.stack([tensor.sum(dtype=torch.float32) for _, tensor in held]).isfinite().all()):
+        return
+    for info, tensor in held:
+        if not bool(torch.isfinite(tensor).all()):
             raise NotFiniteError(
                 f"tensor '{info.name}' of the {whose} holds NaN or infinity",
                 where=block.name,
