@@ -26,6 +26,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from rotation_merge.averaging.carrying import Samples
 from rotation_merge.cli.app import app
+from rotation_merge.matching import model
 from rotation_merge.samples.demo import CHECKPOINTS, TEXTS
 
 torch.set_num_threads(1)
@@ -148,8 +149,9 @@ def run_recipe(block: Block, name: str, merge: bool, models: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What models write themselves to be run on, where no option says how long it is."""
+def in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass over the residual stream; short texts where models write themselves and no option says how long."""
+    monkeypatch.setattr(model, "MOST_PASSES", 1)
     real = Samples.read
     monkeypatch.setattr(Samples, "read", lambda self, *given: {**real(self, *given), "length": 16})
 
