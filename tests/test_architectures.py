@@ -62,7 +62,7 @@ def test_declared_groups_are_symmetries(case: Case) -> None:
         ), what
         assert model.differs(after) <= 1e-9, what
     if model.rotatable:
-        _rotations_of_folded_streams_are_symmetries(model.untied())
+        _rotations_of_folded_streams_are_symmetries(model.untied)
 
 
 def _rotations_of_folded_streams_are_symmetries(model: Planted) -> None:

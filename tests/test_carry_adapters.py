@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from carry_support import make_adapter, merged, other_coordinates
-from tiny_models import ALL, Case, difference, inputs, make, outputs, reload, save
+from tiny_models import ALL, Case, difference, outputs, planted
 
 from rotation_merge.architectures import resolve
 from rotation_merge.checkpoints.adapters import Adapter
@@ -33,24 +32,18 @@ GROUPS = {
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
 def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path: Path) -> None:
     """New base = old base in other coordinates, so far as each group is admitted; adapters on everything."""
-    model = make(case)
-    given = inputs(case, model)
-    config, state = save(model, tmp_path)
-    architecture = resolve(config, list(state), case.name, untie=True)
-    if not any("rotation" in groups for groups in architecture.stream_groups.values()):
-        architecture = resolve(config, list(state), case.name)
-    untied = {t.name: state[t.tied[0]].clone() for t in architecture.tensors() if t.tied and t.name not in state}
-    if untied:
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
-        state |= untied
-    home = outputs(reload(case, tmp_path, state), given)
+    model = planted(case)
+    untied = resolve(model.config, list(model.state), case.name, untie=True)
+    if any("rotation" in groups for groups in untied.stream_groups.values()):
+        model = model.untied
+    architecture, config, state, given = model.architecture, model.config, model.state, model.given
+    home = outputs(model.holding(state), given)
     admitted = {group for groups in architecture.stream_groups.values() for group in groups}
     shifts = "rotation" in admitted and any(norm.layer for block in architecture.blocks for norm in block.norms)
     adapter = make_adapter(architecture, state, embeddings=not shifts)  # peft has no lora_bias for embeddings
     adapter.write(str(tmp_path / "adapter"))
     stored = Adapter(str(tmp_path / "adapter"))
-    expected = outputs(reload(case, tmp_path, merged(adapter, architecture, state)), given)
+    expected = outputs(model.holding(merged(adapter, architecture, state)), given)
     assert difference(home, expected) > 1e-3
     for what, options in GROUPS.items():
         if options.residual not in admitted:
@@ -58,8 +51,8 @@ def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path:
         new, alignment = other_coordinates(architecture, state, options)
         layers = LayerStreams(architecture, new, state, alignment, forced=True)  # which are the identity
         carried = carry_adapter(stored, Carrier(architecture, state, new, alignment, layers=layers), config, "new")
-        assert difference(outputs(reload(case, tmp_path, new), given), home) <= 1e-8, what
-        there = outputs(reload(case, tmp_path, merged(carried.adapter, architecture, new)), given)
+        assert difference(outputs(model.holding(new), given), home) <= 1e-8, what
+        there = outputs(model.holding(merged(carried.adapter, architecture, new)), given)
         size = max(float(x.abs().max()) for x in expected.values())
         assert difference(there, expected) <= 1e-8 * max(size, 1), what
     for info in architecture.tensors():
@@ -69,5 +62,5 @@ def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path:
     tuned = Tuned(Carrier(architecture, state, new, alignment), merged(adapter, architecture, state))
     whole = {name: x for _, pieces, *_ in tuned.tensors() for name, x in pieces.items()}
     assert set(whole) == set(new)
-    there = outputs(reload(case, tmp_path, whole), given)
+    there = outputs(model.holding(whole), given)
     assert difference(there, expected) <= 1e-8 * max(size, 1)

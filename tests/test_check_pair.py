@@ -63,7 +63,7 @@ def a_tied_head_forbids_rotations(case: Case) -> None:
     head, stream = tied_head(model.config, list(model.state), case.name) or ("", "")
     if stream not in model.rotatable:
         return
-    own = model.untied()
+    own = model.untied
     for state in (model.state, own.state):
         alone = len(model.architecture.streams) > len(model.rotatable)
         for asked in [f"{stream}=rotation", *([] if alone else ["rotation"])]:
@@ -282,7 +282,7 @@ PATHS: dict[str, Callable[[Path, Path, Path], Any]] = {
     "recipe, finetuned_from, alignment": lambda a, b, out: _merge(
         *(a, a.parent / "tuned", out), finetuned_from=str(b), alignment=str(a.parent / "map")
     ),
-    "merge": lambda a, b, out: run("merge", a, b, out, *SMALL, "--data", "self", "--budget", "1s"),
+    "merge": lambda a, b, out: run("merge", a, b, out, *SMALL, "--data", "self", "--budget", "1m"),
     "carry": lambda a, b, out: _carry(a, b, out),
     "carry --alignment": lambda a, b, out: _carry(a, b, out, "--alignment", a.parent / "map"),
     "carry --carry refit": lambda a, b, out: _carry(a, b, out, "--carry", "refit", "--samples", "32"),

@@ -105,7 +105,7 @@ def _other_donors(case: Case) -> None:
 
 def test_a_turned_stream_takes_them_along() -> None:
     """With gains folded and writers centred, too."""
-    model = planted(next(case for case in ONE if case.family == "opt")).untied()
+    model = planted(next(case for case in ONE if case.family == "opt")).untied
     twin, _ = shifted(model.architecture, model.state)
     gauge = random_gauge(model.architecture, MatchOptions(heads="permutation"), torch.Generator().manual_seed(2))
     donor = transform_state(model.architecture, twin, gauge)

@@ -52,7 +52,7 @@ def test_shift_of_a_head_changes_logits_and_no_probability(family: str) -> None:
     if family in MASKED:
         model = planted(next((c for c in WORDS if c.family == family and "untied" in c.name), HEADS[family]))
     else:
-        model = planted(HEADS[family]).untied()
+        model = planted(HEADS[family]).untied
     heads = shifts(model.architecture, head=True)
     gauge = random_gauge(model.architecture, SHIFT, torch.Generator().manual_seed(1))
     after = transform_state(model.architecture, model.state, gauge)

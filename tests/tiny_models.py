@@ -228,21 +228,37 @@ class Planted:
         return tuple(name for name, groups in self.architecture.stream_groups.items() if "rotation" in groups)
 
     @functools.cached_property
-    def _same_names(self) -> bool:
-        """Whether all that the loaded model has is called there as on disk, or is tied to such."""
+    def _places(self) -> dict[str, Tensor] | None:
+        """Where each entry of the loaded model stands among those of the checkpoint, one tensor behind the other: found
+        by loading their numbers. None where loading does more than to put entries in their places.
+        """
         own = self.loaded.state_dict(keep_vars=True)
+        marks, start = {}, 0
+        for name, tensor in self.state.items():
+            marks[name] = torch.arange(start, start + tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape)
+            start += tensor.numel()
         known = {own[name].data_ptr() for name in self.state if name in own}
-        return self.state.keys() <= own.keys() and all(tensor.data_ptr() in known for tensor in own.values())
+        if self.state.keys() <= own.keys() and all(tensor.data_ptr() in known for tensor in own.values()):
+            return {name: place.long() for name, place in marks.items()}  # the rest is tied to these
+        found = reload(self.case, self.folder, marks).state_dict()
+        if not all(bool(((x >= 0) & (x < start)).all()) for x in found.values()):
+            return None
+        flat, places = _flat(self.state), {name: x.long() for name, x in found.items()}
+        return places if all(torch.equal(flat[x].to(own[n].dtype), own[n]) for n, x in places.items()) else None
+
+    def holding(self, state: dict[str, Tensor]) -> Any:
+        """The model with other tensors, until others are asked for."""
+        if state.keys() != self.state.keys() or self._places is None:
+            return reload(self.case, self.folder, state)
+        flat = _flat({name: state[name] for name in self.state})
+        self.loaded.load_state_dict({name: flat[place] for name, place in self._places.items()}, strict=False)
+        return self.loaded
 
     def differs(self, state: dict[str, Tensor]) -> float:
         """Largest difference of the outputs with other tensors from those of the model itself."""
-        if self._same_names and state.keys() == self.state.keys():
-            model = self.loaded
-            model.load_state_dict(state, strict=False)
-        else:
-            model = reload(self.case, self.folder, state)
-        return difference(outputs(model, self.given), self.expected)
+        return difference(outputs(self.holding(state), self.given), self.expected)
 
+    @functools.cached_property
     def untied(self) -> Planted:
         """The same with a head of its own, stored and declared."""
         architecture = resolve(self.config, list(self.state), self.case.name, untie=True)
@@ -258,6 +274,10 @@ class Planted:
         (folder / "config.json").write_text(json.dumps(config))
         loaded, config = reload(self.case, folder, state), self.config | {"tie_word_embeddings": False}
         return replace(self, loaded=loaded, config=config, state=state, folder=folder)
+
+
+def _flat(state: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten().double() for tensor in state.values()])
 
 
 @functools.cache
