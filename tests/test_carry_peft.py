@@ -266,17 +266,22 @@ class TestBadInput:
 
 
 def test_command(llama: Home, tmp_path: Path) -> None:
-    """Two adapters at once, without and with a file of maps."""
-    llama.adapter(target_modules=["q_proj", "down_proj"])
-    llama.new(ROTATION)
+    """Two adapters at once, each exactly and in its own ranks; without and with a file of maps."""
     first, second = llama.where / "adapter", tmp_path / "second"
-    Adapter(str(first))
-    second.mkdir()
-    for file in first.iterdir():
-        (second / file.name).write_bytes(file.read_bytes())
+    ranks = {"r": 3, "rank_pattern": {"layers.0.mlp.up_proj": 1}}
+    home = {second: llama.adapter(target_modules=["up_proj", "v_proj"], **ranks)[1]}
+    shutil.copytree(first, second)
+    home[first] = llama.adapter(target_modules=["q_proj", "down_proj"])[1]
+    llama.new(ROTATION)
     bases = ("--from", llama.where / "old", "--to", llama.where / "new")
     done = run("carry", first, second, *bases, tmp_path / "both", "--heads", "permutation")
     assert done.exit_code == 0, done.output
+    for path, expected in home.items():
+        there = tmp_path / "both" / path.name
+        before, after = (load_file(folder / "adapter_model.safetensors") for folder in (path, there))
+        assert {name: x.shape for name, x in after.items()} == {name: x.shape for name, x in before.items()}
+        found = llama.logits(PeftModel.from_pretrained(llama.base("new"), there, autocast_adapter_dtype=False))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     card = (tmp_path / "both" / "second" / "README.md").read_text()
     assert "\nbase_model_relation: adapter\n" in card
     assert f"carried to `{llama.where / 'new'}`" in card

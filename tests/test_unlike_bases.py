@@ -11,7 +11,7 @@ import torch
 from cli_support import parsed, run
 from plugin_support import make as make_checkpoint
 from plugin_support import merged, mergekit_yaml, recipe_for, state, twin, write_recipe, write_state
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_plugin_inputs import with_tokenizer
 from tiny_models import Case, difference, exactly, inputs, make, outputs, reload, save
 from torch import Tensor
@@ -189,16 +189,25 @@ def test_layers_in_order_with_the_greatest_sum() -> None:
     assert in_order(table.mT) == [(1, 0), (2, 1), (3, 2)]
 
 
-def test_an_adapter_is_carried_to_a_larger_base(models: dict[str, Path], tmp_path: Path) -> None:
-    """It stays one of its rank."""
+def test_adapters_are_carried_to_a_larger_base(models: dict[str, Path], tmp_path: Path) -> None:
+    """Several at once; each stays one of its rank in every module."""
     own = state(models["small"])
     changes = {n: 0.3 * torch.randn(2, *t.shape) for n, t in own.items() if n.endswith("proj.weight")}
-    adapter = lora(models["small"], changes, tmp_path / "adapter")
+    for random in (changes[n] for n in changes if n.endswith("down_proj.weight")):
+        random[1][:, 1] = 0  # so that it has rank 1 there
+    some = {n: random for n, random in changes.items() if "layers.0" in n}
+    adapters = [lora(models["small"], changes, tmp_path / "all"), lora(models["small"], some, tmp_path / "some")]
     pair = ("--from", models["small"], "--to", models["wide"])
-    done = parsed("carry", adapter, tmp_path / "out", *pair, *HOW)
-    assert any("rank 2 keeps 100.0%" in line for line in done["written"][0]["lines"])
-    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 2
-    assert near(f"{models['wide']}+{tmp_path / 'out'}", logits(f"{models['small']}+{adapter}"), models["wide"])
+    done = parsed("carry", *adapters, tmp_path / "out", *pair, *HOW)
+    for adapter, written in zip(adapters, done["written"], strict=True):
+        assert any("rank 2 keeps 100.0%" in line for line in written["lines"])
+        out = tmp_path / "out" / adapter.name
+        config = json.loads((out / "adapter_config.json").read_text())
+        assert (config["r"], set(config["rank_pattern"].values())) == (2, {1})
+        assert all("down_proj" in name for name in config["rank_pattern"])
+        before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, out))
+        assert before.keys() == after.keys()
+        assert near(f"{models['wide']}+{out}", logits(f"{models['small']}+{adapter}"), models["wide"])
 
 
 def lora(base: Path, changes: dict[str, Tensor], out: Path) -> Path:

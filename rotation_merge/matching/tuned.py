@@ -103,7 +103,7 @@ class Tuned:
             if not bool(whole.any()):
                 continue
             result[info.key] = cut = (
-                of_low_rank(whole, info, rank) if rank is not None and len(info.axes) > 1 else whole
+                of_low_rank(whole, info, rank, trimmed=True) if rank is not None and len(info.axes) > 1 else whole
             )
             norm = float(whole.square().sum())
             kept[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
@@ -141,9 +141,17 @@ class Tuned:
         return change if frame is None else frame.grow_old.trimmed(info.name, change), float(old.square().sum())
 
 
-def of_low_rank(change: Tensor, info: TensorInfo, rank: int) -> Change:
+NOTHING_LEFT = 1e-4
+"""Of a change's largest singular value: what is below was made by rounding, and is 1e-8 of its squared norm."""
+
+
+def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False) -> Change:
     """The nearest change of this rank (Eckart and Young), its factors equally large; of tables of positions and tokens
-    that no layer of its own holds (1, n, width), which no adapter has a place for, the whole."""
+    that no layer of its own holds (1, n, width), which no adapter has a place for, the whole.
+
+    Args:
+        trimmed: of the rank that the change has, where that is less.
+    """
     if transposed(info) and change.ndim > 2 and not stacks(info):
         return change
     matrix = change.mT if transposed(info) else change
@@ -151,6 +159,8 @@ def of_low_rank(change: Tensor, info: TensorInfo, rank: int) -> Change:
     if matrix.ndim > 2 and not stacks(info):
         matrix = matrix.flatten(1)
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    if trimmed:
+        rank = min(rank, int((s > NOTHING_LEFT * s.max()).reshape(-1, s.shape[-1]).any(0).sum()))
     root = s[..., :rank].sqrt()
     a, b = root[..., :, None] * v[..., :rank, :], u[..., :rank] * root[..., None, :]
     if matrix.shape != shape:
