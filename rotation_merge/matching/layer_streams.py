@@ -11,8 +11,8 @@ which they agree stay as they are; where they differ, a change means something e
 smaller. Of two bases that are one in other coordinates, X = Y and M is the identity.
 
 Which layers take theirs is decided by weights that neither was found from: the stream's map and the layer's are both
-found on every other column, and the layer's has to bring Y nearer to X in the other columns, each at its best scale;
-and the other way round.
+found on every other column, and M^T, the regression of X on Y and of Y on X, has to bring them nearer to each other in
+the other columns than the stream's map does, each at its best scale; and the other way round.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class LayerStreams:
             found[stream] = (halves[0] + halves[1]).map()
             for which, turn in enumerate(() if self.forced else self._turns[stream]):
                 known, unknown = (halves[i].turned(turn) for i in (which, 1 - which))
-                own += unknown.told(known.map())
+                own += unknown.told(known.map().mT)
                 shared += unknown.told(torch.eye(len(turn)).to(turn))
         if not found:
             return {}
