@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,10 +43,11 @@ def workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_TOKEN", uuid.uuid4().hex)  # else Ray writes one into the home directory
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    assert ray.is_initialized()
-    ray.shutdown()
+        yield
+        assert ray.is_initialized()
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
