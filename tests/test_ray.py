@@ -231,6 +231,8 @@ def test_other_versions_models_that_are_too_large_and_clusters_that_are_not_ther
     with pytest.raises(RotationMergeError, match="the cluster has no GPU"):
         Cluster("local", "cuda")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    lost = module._died(RuntimeError("failed to import: No module named 'rotation_merge'"), "auto")
+    assert str(lost).startswith("--ray auto: a worker has no rotation_merge; install it on every machine")
     for address in ("127.0.0.1:1", "nowhere"):
         line = one_error(run("align", *pair, "out", "--ray", address).output)
         assert line.startswith(f"Error: --ray {address}: no Ray cluster answers (")

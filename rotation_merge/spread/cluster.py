@@ -225,9 +225,8 @@ def _answers(address: str) -> None:
 
 
 def _silent(address: str, why: str) -> RotationMergeError:
-    start = "start one with 'ray start --head', or use --ray local"
-    remedy = (
-        start if address == "auto" else f"name its HOST:PORT, with RAY_AUTH_MODE=token where it asks for one; {start}"
-    )
+    remedy = "start one with 'ray start --head', or use --ray local"
+    if address != "auto":
+        remedy += "; where it asks for a token, set RAY_AUTH_MODE=token"
     what = f"no Ray cluster answers ({why.partition('. ')[0]})"
     return RotationMergeError(what, where=f"--ray {address}", remedy=remedy)
