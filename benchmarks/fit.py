@@ -4,7 +4,7 @@
     python benchmarks/fit.py joint CHECKPOINTS          four ViTs at once
     python benchmarks/fit.py llamas CHECKPOINTS         pairs of independent Llamas, 200k characters of text
     python benchmarks/fit.py finetunes CHECKPOINTS      near and far fine-tunes of one base
-    python benchmarks/fit.py step CHECKPOINTS           time and memory of one step of a 300M-parameter pair
+    python benchmarks/fit.py step CHECKPOINTS           time and memory of one step of a pair of 300M parameters
 
 CHECKPOINTS holds vit-0 ... vit-3, llama-0 ... llama-2, llama-0-english, llama-0-c and their `-long` kin. Times are
 processor time on one thread, on a GPU wall time.
@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -190,7 +193,19 @@ def finetunes(root: Path, args: argparse.Namespace) -> None:
 
 
 def step(root: Path, args: argparse.Namespace) -> None:
-    """One measured step of a 300M-parameter pair (random weights), and what a fit of 300 steps would take."""
+    """One measured step of a 300M-parameter pair (random weights), and what a fit of 300 steps would take; each type of
+    weights in a process of its own, because of the peaks."""
+    if args.dtype:
+        print(json.dumps(one_step(args)))
+        return
+    table = Table("fit-step")
+    for dtype in ("float32", "bfloat16"):
+        command = [sys.executable, *sys.argv, "--dtype", dtype]
+        table.add(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+
+
+def one_step(args: argparse.Namespace) -> dict[str, str]:
+    """Figures of a step between models of one type."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     clock = time.perf_counter if device == "cuda" else time.process_time
     config = LlamaConfig(
@@ -201,7 +216,7 @@ def step(root: Path, args: argparse.Namespace) -> None:
         num_attention_heads=16,
         num_key_value_heads=8,
     )
-    models = [LlamaForCausalLM(config).eval().to(device) for _ in range(2)]
+    models = [LlamaForCausalLM(config).eval().to(device, getattr(torch, args.dtype)) for _ in range(2)]
     size = sum(p.numel() for p in models[0].parameters())
     batches = [{"input_ids": torch.randint(0, 8192, (4, 128), device=device)} for _ in range(2)]
     marks: list[float] = []
@@ -211,10 +226,14 @@ def step(root: Path, args: argparse.Namespace) -> None:
     fit(models[0], models[1], batches, match, options, watch=lambda *_: marks.append(clock()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     seconds = min(b - a for a, b in itertools.pairwise(marks))
-    cells = {"parameters": f"{size / 1e6:.0f}M", "device": device, "a step of 4 x 128 tokens": f"{seconds:.1f} s"}
-    cells |= {"300 steps": f"{seconds * 300 / 60:.0f} min", "peak memory": f"{peak:.1f} GiB"}
+    cells = {"parameters": f"{size / 1e6:.0f}M", "stored as": args.dtype, "device": device}
+    cells |= {
+        "a step of 4 x 128 tokens": f"{seconds:.1f} s",
+        "300 steps": f"{seconds * 300 / 60:.0f} min",
+        "peak memory": f"{peak:.1f} GiB",
+    }
     gpu = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else ""
-    Table("fit-step").add({**cells, "peak GPU memory": gpu})
+    return {**cells, "peak GPU memory": gpu}
 
 
 def main() -> None:
@@ -222,6 +241,7 @@ def main() -> None:
     parser.add_argument("what", choices=["vits", "joint", "llamas", "finetunes", "step"])
     parser.add_argument("checkpoints", type=Path)
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--dtype", help="of 'step': print one row, of weights of this type")
     args = parser.parse_args()
     {"vits": vits, "joint": joint, "llamas": llamas, "finetunes": finetunes, "step": step}[args.what](
         args.checkpoints, args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -154,6 +155,15 @@ def test_fits_that_hold_nothing_go_the_same_way(options: dict[str, Any], monkeyp
         found.append(fit(*models, token_batches(), options=chosen).report)
     assert [row[2:] for row in found[1].history] == [pytest.approx(row[2:], abs=1e-5) for row in found[0].history]
     assert found[1].after == pytest.approx(found[0].after, abs=1e-5)
+
+
+def test_nothing_of_a_step_outlives_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "LARGEST_HELD", 0)
+    left: list[int] = []
+    options = FitOptions(steps=2, objective="distill", start="identity")
+    watch = lambda *_: left.append(sum(isinstance(one, Mixed | Mixing) for one in gc.get_objects()))  # noqa: E731
+    fit(tiny_llama(0), tiny_llama(1), token_batches(), options=options, watch=watch)
+    assert left == [0, 0]
 
 
 @pytest.mark.parametrize("place", ["fit.match_model", "engine.Path.outputs"])

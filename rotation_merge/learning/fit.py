@@ -336,16 +336,7 @@ class _Fit:
         for step in range(first, steps):
             if step - report.best_step >= self.options.patience * every:
                 break
-            coefficients, lesson = self.draw(), self.next_lesson()
-            weights = self.path.weights([module() for module in learned], coefficients)
-            optimiser.zero_grad()
-            with self.path.holding(weights):
-                loss = self.loss(weights, *lesson, coefficients)
-                if loss.requires_grad:
-                    loss.backward()
-            self.together.gradients(learned.parameters())
-            nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
-            optimiser.step()
+            loss = self._step(learned, optimiser)
             schedule.step()
             seconds = self.together.agreed(lambda: time.perf_counter() - began)
             late = self.options.minutes and seconds > 60 * self.options.minutes
@@ -362,6 +353,21 @@ class _Fit:
                 break
         state.remove()
         return best
+
+    def _step(self, learned: nn.ModuleList, optimiser: torch.optim.Optimizer) -> Tensor:
+        """One step; the loss before it. Nothing else is left: a graph that outlives its step lies scattered where the
+        next one's activations have to go."""
+        optimiser.zero_grad()
+        coefficients, lesson = self.draw(), self.next_lesson()
+        weights = self.path.weights([module() for module in learned], coefficients)
+        with self.path.holding(weights):
+            loss = self.loss(weights, *lesson, coefficients)
+            if loss.requires_grad:
+                loss.backward()
+        self.together.gradients(learned.parameters())
+        nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
+        optimiser.step()
+        return loss.detach()
 
     def _judge(
         self, learned: nn.ModuleList, report: FitReport, best: dict[str, Tensor], step: int, seconds: float
