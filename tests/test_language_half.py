@@ -25,6 +25,9 @@ TEXT = {
     "qwen3_vl": "Qwen3ForCausalLM",
     "llava": "LlamaForCausalLM",
     "internvl": "Qwen2ForCausalLM",
+    "gemma4_vlm": "Gemma4ForCausalLM",
+    "qwen3_5_vlm": "Qwen3_5ForCausalLM",
+    "llama4_vlm": "Llama4ForCausalLM",
 }
 """Text-only classes with the layers of the language halves."""
 
@@ -41,9 +44,11 @@ def text_of(anchor: Path, case: Case, where: Path) -> Path:
     whole = load(case, anchor).float()
     words = {k: v for k, v in whole.config.text_config.to_dict().items() if k not in ("model_type", "architectures")}
     model = kind(kind.config_class(**{**words, "tie_word_embeddings": whole.config.tie_word_embeddings}))
-    own = {"model." + name: x for name, x in whole.model.language_model.state_dict().items()}
+    half = whole.language_model if hasattr(whole, "language_model") else whole  # Llama 4's has a head of its own
+    body = half.model if half is not whole else whole.model.language_model
+    own = {"model." + name: x for name, x in body.state_dict().items()}
     known = model.state_dict()
-    missing, odd = model.load_state_dict({**own, "lm_head.weight": whole.lm_head.weight}, strict=False)
+    missing, odd = model.load_state_dict({**own, "lm_head.weight": half.lm_head.weight}, strict=False)
     assert not missing
     assert not odd
     assert known.keys() == model.state_dict().keys()

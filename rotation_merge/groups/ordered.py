@@ -47,7 +47,7 @@ class OrderedSigns(Group):
     signs: bool = True
 
     kind = "ordered_signs"
-    words = "one permutation for the gains' heads together, a sign for each coordinate"
+    words = "permutations that all heads of one norm share, a sign for each coordinate"
     symbol = "signed permutation (one order for all heads)"
 
     def identity(self, batch: int, size: int) -> SignedOrder:
