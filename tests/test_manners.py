@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from rotation_merge.cli import app as cli
 from rotation_merge.cli import show
 from rotation_merge.cli.app import COMMANDS, app
+from rotation_merge.durable import replacing
 from rotation_merge.samples.demo import CHECKPOINTS
+from rotation_merge.seam.console import line
 
 LLAMAS = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
 LORA = str(CHECKPOINTS / "llama-0-lora-english")
@@ -301,3 +303,9 @@ def test_a_full_disk_in_the_command_leaves_nothing(tmp_path: Path, monkeypatch: 
     assert done.exit_code == 2
     assert "the disk is full" in done.output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_named_by_its_own_name():
+    with pytest.raises(OSError, match="nothing") as raised, replacing("/proc/nothing") as name:
+        open(name, "w").close()
+    assert line(raised.value).startswith("/proc/nothing: cannot be read or written (no such file or directory); ")

@@ -166,6 +166,13 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_into_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "access", lambda path, _: path != str(tmp_path))
+    result = run(ENGLISH, C, tmp_path, *SMALL)
+    assert result.exit_code == 2
+    assert result.stderr == f"Error: {tmp_path}: cannot be written into; write somewhere else\n"
+
+
 def test_what_another_search_left_is_neither_used_nor_lost(tmp_path: Path):
     """Files beside OUT are those of these models and samples; a merge that is there keeps what its recipe names."""
     from rotation_merge.choosing.making import Wish
@@ -284,6 +291,7 @@ def test_announced_times_follow_what_was_measured():
     costs.took(by_name["refit, plain"], 21.0)
     assert costs.expected(by_name["refit, whole model"], 60) > 20
     costs.took(by_name["whole model"], 5.0)
+    assert costs.expected(by_name["whole model, by activations"], 60) > 30.0
     assert 1.0 < costs.expected(by_name["attention alone"], 60) < 15.0
     assert [candidate.name for candidate in every][-3:-1] == ["lower layers", "upper layers"]
     assert by_name["lower layers"].parameters["layers"] == "0-1"

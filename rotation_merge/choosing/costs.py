@@ -14,6 +14,9 @@ from rotation_merge.report.estimate import estimate
 PASSES = 12.0
 """Passes of a model over the samples that a refit takes for every model, until one has been measured."""
 
+SEEN = 8.0
+"""Matching on samples takes so many times what matching on weights alone takes, until one has been measured."""
+
 
 @dataclass
 class Costs:
@@ -62,7 +65,7 @@ class Costs:
         extra = {
             "learned": left / 2,
             "refit": (PASSES * self.forward + self.writing) * len(candidate.models),
-            "seen": (2 * self.forward + self.writing) * len(candidate.models),
+            "seen": (PASSES * self.forward + self.writing) * len(candidate.models) + (SEEN - 1) * rate * matching,
             "regmean": (2 * self.forward + self.writing) * len(candidate.models),
         }
         return plain + rate * matching + extra.get(candidate.kind, 0.0)

@@ -131,6 +131,8 @@ def _check_place(place: str, models: Sequence[str], force: bool) -> None:
         raise RotationMergeError("is a file", where=place, remedy="name a directory to write")
     if os.path.realpath(place) in [os.path.realpath(part) for model in models for part in model.split("+")]:
         raise RotationMergeError("is one of the models", where=place, remedy="write somewhere else")
+    if os.path.isdir(place) and not os.access(place, os.W_OK):
+        raise RotationMergeError("cannot be written into", where=place, remedy="write somewhere else")
     if os.path.isdir(place) and os.listdir(place) and not force:
         raise RotationMergeError("is not empty", where=place, remedy="write somewhere else, or --force")
 

@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
+from rotation_merge.durable import PARTIAL
 from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError
 from rotation_merge.seam.host import lacks, unfit
 
@@ -97,6 +98,9 @@ def _file_error(error: Exception) -> RotationMergeError:
         )
     if isinstance(error, SafetensorError) and not any(mark in text for mark in ("I/O", "IoError", "os error")):
         return CheckpointError(f"a safetensors file is corrupt ({text})", remedy="download it again")
+    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
+        what, where = f"cannot be read or written ({error.strerror.lower()})", error.filename.removesuffix(PARTIAL)
+        return RotationMergeError(what, where=where, remedy="check the path and its permissions")
     return RotationMergeError(text, remedy="check the path and its permissions")
 
 
