@@ -74,8 +74,10 @@ def test_commands_in_the_text(page: Path) -> None:
             assert find_spec(span.split()[2]) is not None, span
         elif span.startswith("python ") and span.split()[1].endswith(".py"):
             path = ROOT / span.split()[1]
-            frame = path.parent / "apparatus.py"  # parses what the scripts beside it take
-            script = "".join(p.read_text(encoding="utf-8") for p in (path, frame) if p.exists())
+            frames = (
+                path.parent / name for name in ("apparatus.py", "shapes.py")
+            )  # parse what scripts beside them take
+            script = "".join(p.read_text(encoding="utf-8") for p in (path, *frames) if p.exists())
             for option in re.findall(r"--[a-z-]+", span):
                 assert f'"{option}"' in script, span
         elif re.match(r"(docs|tests|benchmarks|recipes|rotation_merge)/\S+\.\w+$", span):
