@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from click.testing import CliRunner
 from mergekit.io.tasks import LoaderCache
 from plugin_support import EVERYTHING, make, merged, state
 from residual_support import checkpoint, twin
+from tiny_models import ALL, save
+from tiny_models import make as tiny
 from transformers import AutoModelForCausalLM
 
 from rotation_merge.cli.app import app
@@ -81,3 +85,17 @@ def test_a_donor_moved_by_a_file(data: str, tmp_path: Path, monkeypatch: pytest.
     found, wanted = merged(made, tmp_path / "out"), state(anchor.path)
     plain = merged({**made, "parameters": {"delegate": "linear"}}, tmp_path / "plain")
     assert max(float((found[name] - plain[name]).abs().max()) for name in wanted) <= 1e-3
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_encoders_with_decoders_on_records_with_labels(family: str, tmp_path: Path) -> None:
+    """What a decoder reads comes from its labels; names that the model has beside its file's are no matter."""
+    case = next(case for case in ALL if case.family == family)
+    paths = [tmp_path / str(seed) for seed in (0, 1)]
+    for seed, path in enumerate(paths):
+        save(tiny(case, seed), path)
+    row = {"input_ids": [3, 4, 5, 6, 7], "labels": [8, 9, 10]}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    made: dict[str, Any] = recipe(*map(str, paths))
+    made["parameters"]["data"] = str(tmp_path / "rows.jsonl")
+    assert merged(made, tmp_path / "out").keys() == state(paths[0]).keys()

@@ -214,9 +214,12 @@ class _Work:
         return torch.promote_types(self._dtype(self.base.names[0]), torch.float32)
 
     def _rounded(self, info: TensorInfo, tensor: Tensor) -> Tensor:
-        """Tensors that are no linear maps run as they will be stored; what is solved is rounded afterwards."""
-        block = next(b for b in self.base.architecture.blocks if any(t.key == info.key for t in b.tensors))
-        solved = linear_map(block, info) is not None or not tensor.is_floating_point()
+        """Tensors that are no linear maps run as they will be stored; what is solved is rounded afterwards.
+
+        The model may have more of them than the checkpoint: other names of what is tied.
+        """
+        blocks = (b for b in self.base.architecture.blocks if any(t.key == info.key for t in b.tensors))
+        solved = not tensor.is_floating_point() or any(linear_map(block, info) is not None for block in blocks)
         return tensor if solved else tensor.to(self._dtype(info.name))
 
     def _write(self, name: str, tensor: Tensor) -> Tensor:

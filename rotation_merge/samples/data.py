@@ -81,6 +81,7 @@ def read_batches(
     if count == 0:
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
     check_kind(model, batches[0], source)
+    batches = [_begun(batch, model) for batch in batches]
     for batch in batches:
         _check_tokens(batch, model, source)
     task = _task(model, batches[0])
@@ -122,6 +123,15 @@ def data_hash(batches: Sequence[Batch]) -> str:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
+
+
+def _begun(batch: Batch, model: Any) -> Batch:
+    """Of an encoder and its decoder: what the decoder reads, where only what it should write is given (no further than
+    the batch's texts are long)."""
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is None or "labels" not in batch or "decoder_input_ids" in batch or batch["labels"].ndim < 2:
+        return batch
+    return {**batch, "decoder_input_ids": shift(batch["labels"])}
 
 
 def _check_inputs(examples: Mapping[str, Tensor], model: Any, source: str) -> None:
