@@ -108,6 +108,8 @@ def checked(out: Path) -> list[Path]:
         raise SystemExit("\n".join(faults))
     if importlib.util.find_spec("twine"):
         run(sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist))
+    else:
+        print("Left out: 'twine check --strict', for which twine has to be installed.", file=sys.stderr)
     return [wheel, sdist]
 
 

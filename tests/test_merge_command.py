@@ -343,3 +343,16 @@ def test_polish_is_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["out"] == str(tmp_path / "out-polished")
     assert "divergence (nats) on samples that nothing has seen" in found["verdict"]
     assert (tmp_path / "out" / "recipe.yml").exists()
+
+
+def test_a_lower_loss_with_fewer_right_answers_is_said():
+    from rotation_merge.choosing.judge import Figures
+    from rotation_merge.choosing.outcome import Outcome
+    from rotation_merge.cli.merge import _less_right
+
+    def of(*shares: float | None) -> str:
+        figures = [Figures(1.0, share, []) for share in shares]
+        return _less_right(Outcome(True, [], {"a": figures[0], "b": figures[1]}, figures[0], figures[2], None))
+
+    assert of(0.5, 0.25, 0.375) == "Its accuracy is lower than that of a (37.5% against 50.0%)."
+    assert of(0.5, 0.25, 0.5) == of(None, None, None) == ""

@@ -178,6 +178,16 @@ def _made_up(model: str) -> str:
     raise RotationMergeError(f"{name or 'the model'} cannot make up samples", where=model, remedy="give --data")
 
 
+def _less_right(found: Outcome) -> str:
+    """Where a merge of a lower loss gives fewer right answers than a model alone: which; else nothing."""
+    shares = {name: figures.accuracy for name, figures in found.parents.items() if figures.accuracy is not None}
+    best, own = max(shares, key=lambda name: shares[name], default=""), found.best.accuracy
+    if own is None or not best or own >= shares[best]:
+        return ""
+    form = ".1%" if found.figure == "accuracy" else ".4f"
+    return f"Its {found.figure} is lower than that of {best} ({own:{form}} against {shares[best]:{form}})."
+
+
 def _show(found: Outcome, out: str | None) -> None:
     from rotation_merge.choosing.candidates import shortened
 
@@ -198,6 +208,8 @@ def _show(found: Outcome, out: str | None) -> None:
     parent = found.parents[found.best_parent]
     if found.worth_it:
         say(f"The merge '{best.name}' is better than every model alone ({found.best.score:.4f}, {parent.score:.4f}).")
+        if words := _less_right(found):
+            say(words, "yellow")
     else:
         say(
             f"{found.best_parent} alone is better than every merge that was tried ({parent.score:.4f} against "
