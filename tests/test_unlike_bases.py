@@ -19,12 +19,16 @@ from widths_support import CASES, doubled, widening
 
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.architectures.registry import tied_head
+from rotation_merge.averaging.carry_change import ChangeOptions, refit_change
+from rotation_merge.checkpoints.bases import open_bases
+from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.depth import in_order
 from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.frame import frame_of
 from rotation_merge.matching.layer_streams import LayerStreams
 from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.tuned import Tuned
 from rotation_merge.matching.widen import Widened
 from rotation_merge.samples.functions import load as load_model
@@ -133,13 +137,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     config = json.loads((large / "config.json").read_text())
     tuned = write_state(tuned_from(state(small)), small, folder / "tuned")
     grown = widening(json.loads((small / "config.json").read_text()), state(small), config)
-    found = {"small": small, "tuned": tuned, "other": large}
-    for name, path in (("wide", small), ("wide-tuned", tuned)):
+    own = state(small)
+    only = {n: t if "proj" in n else own[n] for n, t in state(tuned).items()}
+    maps = write_state(only, small, folder / "maps")  # of which nothing but linear maps changed
+    found = {"small": small, "tuned": tuned, "maps": maps, "other": large}
+    for name, path in (("wide", small), ("wide-tuned", tuned), ("wide-maps", maps)):
         source = Folded(grown.wide, Widened(state(path), grown), ("residual",))
         inner = write_state({n: source[n].contiguous() for n in state(small)}, large, folder / f"{name}-inner")
         found[name] = twin(inner, folder / name, residual="rotation", heads="permutation")
     deep = make_checkpoint("llama", folder / "deep", seed=3, num_hidden_layers=4)
-    for name, path in (("deep", small), ("deep-tuned", tuned)):
+    for name, path in (("deep", small), ("deep-tuned", tuned), ("deep-maps", maps)):
         found[name] = write_state(inserted(state(path), state(deep)), deep, folder / f"{name}-made")
     return found
 
@@ -270,8 +277,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("wide", "small", ("--scale", "auto"), "Scale of each block"),
         ("wide", "small", ("--carry", "signs", "--scale", 1), "Of the changed entries"),
-        ("wide", "small", ("--steps", 1, "--scale", 1), "Training began at what weights carry"),
-        ("small", "wide", ("--carry", "refit", "--scale", 1), "Refitted on"),
+        ("wide", "small", ("--steps", 1, "--scale", 1), "Distilled for 1 steps"),
+        ("wide", "small", ("--carry", "refit", "--scale", 1), "Refitted on"),
     ],
     ids=["auto", "signs", "distil", "refit"],
 )
@@ -285,6 +292,35 @@ def test_samples_say_what_arrives_between_unlike_bases(
     assert said in lines
     assert "On samples held out" in lines
     assert logits(tmp_path / "out").isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "unlike"),
+    [
+        ("wide", "small", Unlike(True)),
+        ("small", "wide", Unlike(True)),
+        ("deep", "small", Unlike(layers="1-2:0-1")),
+        ("small", "deep", Unlike(layers="0-1:1-2")),
+    ],
+    ids=["smaller", "larger", "shallower", "deeper"],
+)
+def test_a_refit_gives_what_the_fine_tune_gives(models: dict[str, Path], old: str, new: str, unlike: Unlike) -> None:
+    """Where one base is the other one with zeros around it, or with layers that do nothing."""
+    bases = open_bases(str(models[new]), str(models[old]), unlike=unlike)
+    alignment, _ = bases.match(MatchOptions(heads="permutation", residual="rotation"))
+    name = "maps" if old == "small" else f"{old}-maps"
+    base, tuned, there = (load_model(str(models[which])) for which in (old, name, new))
+    ids = torch.randint(0, 40, (32, 12), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": part} for part in ids.split(16)]
+    carrier, options = bases.carrier(alignment), ChangeOptions(ridge=1e-5)
+    config = bases.new.reference.config()
+    solved, done = refit_change(carrier, config, carrier.old, batches, options, pair=(base, tuned))
+    assert len(done.maps) == 15
+    with torch.no_grad():
+        wanted, plain = tuned(ids).logits, there(ids).logits
+        there.load_state_dict({**there.state_dict(), **solved})
+        found = there(ids).logits
+    assert float((found - wanted).norm()) < 1e-3 * float((plain - wanted).norm())
 
 
 def recipe(models: dict[str, Path], old: str, new: str, tuned: str, **given: Any) -> dict[str, Any]:
@@ -326,7 +362,6 @@ def test_samples_scale_what_a_recipe_carries(models: dict[str, Path], texts: Pat
 def test_what_a_recipe_cannot_carry_is_one_line(models: dict[str, Path], tmp_path: Path) -> None:
     for given, words in (
         ({}, "widths: true"),
-        ({"widths": True, "carry": "refit"}, "distil"),
         ({"widths": True, "heads_of": "each"}, "rotation-merge carry"),
         ({"widths": True, "save_alignment": True}, "'save_alignment' needs models of one shape"),
         ({"widths": True, "layers_map": "0:5"}, "has 2"),
@@ -356,7 +391,6 @@ def test_what_cannot_be_carried_is_one_line(models: dict[str, Path], tmp_path: P
         ("wide", "small", (), "--widths"),
         ("deep", "small", ("--widths",), "--layers-map"),
         ("wide", "small", ("--layers-map", "auto"), "'--widths'"),
-        ("wide", "small", ("--widths", "--carry", "refit"), "--carry distil"),
         ("wide", "small", ("--widths", "--alignment", "x.safetensors"), "leave out the alignment file"),
         ("deep", "small", ("--layers-map", "0:0,3:2"), "which has 2"),
         ("deep", "small", ("--layers-map", "1:0,0:1"), "out of order"),

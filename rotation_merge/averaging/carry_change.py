@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architectures import Architecture
+from rotation_merge.averaging.carry_frame import FrameMaps
 from rotation_merge.averaging.change import ChangedAnswers
 from rotation_merge.averaging.refit import Refit, Refitted
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.model import aligned_source
 from rotation_merge.matching.state import TensorSource
-from rotation_merge.samples.functions import Batch
+from rotation_merge.samples.functions import Batch, architecture_of
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.store import Store
 
@@ -49,6 +50,7 @@ def refit_change(
     options: ChangeOptions,
     store: Store | None = None,
     progress: Progress | None = None,
+    pair: Sequence[Any] = (),
 ) -> tuple[dict[str, Tensor], Refitted]:
     """The new base's maps, solved to give what it gives by itself and the old pair's change.
 
@@ -57,6 +59,7 @@ def refit_change(
         config: of transformers, the new base's.
         tuned: the fine-tune, under the names of the carrier's architecture.
         batches: samples, as the models take them.
+        pair: where the bases' shapes differ: the old base and the fine-tune, loaded.
 
     Returns:
         The solved tensors by the new base's names, in float32, and what became of each map.
@@ -72,13 +75,19 @@ def refit_change(
     def runner(source: TensorSource, prefix: str, untie: bool) -> Runner:
         return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
 
-    aligned = [_aligned(architecture, source, carrier) for source in (carrier.old, tuned)]
-    new, old, fine = (
-        runner(source, name, name != "new" or options.untie)
-        for name, source in zip(("new", "old", "tuned"), (carrier.new, *aligned), strict=True)
-    )
+    def loaded(model: Any, prefix: str) -> Runner:
+        own = architecture_of(model)
+        return Runner(model.config, model.state_dict(), own, batches, store, prefix, device=options.device)
+
+    new = runner(carrier.new, "new", options.untie)
+    if carrier.frame is None:
+        aligned = [_aligned(architecture, source, carrier) for source in (carrier.old, tuned)]
+        old, fine = (runner(source, name, True) for name, source in zip(("old", "tuned"), aligned, strict=True))
+    else:
+        old, fine = (loaded(model, name) for name, model in zip(("old", "tuned"), pair, strict=True))
     weights = [1.0] * len(batches)
-    answers = ChangedAnswers(new, old, fine, store, weights, options.scale)
+    between = None if carrier.frame is None else FrameMaps(carrier)
+    answers = ChangedAnswers(new, old, fine, store, weights, options.scale, between=between)
     merge = runner(carrier.new, "carried", options.untie)
     watch = progress or (lambda *_: None)
     shape = partial(of_rank, rank=options.rank) if options.rank else lambda change, _: change

@@ -55,8 +55,6 @@ def carried_weights(
 
 def _one(name: str, old: str, new: str, settings: Settings, samples: Samples, progress: Progress | None) -> Carrying:
     bases = open_bases(new, old, settings.device, True, settings.unlike).settled(settings.match, progress)
-    if samples.refits:
-        bases.check_refit()
     alignment, report = aligned(bases, settings, progress)
     work = Work(bases, bases.carrier(alignment), report, settings)
     return Carrying(work, name, bases.tuned(name), settings.lora, samples, progress)

@@ -37,11 +37,6 @@ class Samples:
     way: str = "refit"
 
     @property
-    def refits(self) -> bool:
-        """Whether maps are solved towards hidden states, and that is what is wanted."""
-        return self.way == "refit"
-
-    @property
     def needed(self) -> bool:
         """Whether anything is run on them."""
         return self.way != "weights" or self.scale is None

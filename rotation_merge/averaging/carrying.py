@@ -43,8 +43,6 @@ from rotation_merge.samples.written import SELF
 REFITTED = "The new base's maps were solved, one layer after the other, to make the change on samples."
 ALONE = "leave --carry and --scale auto out: weights alone are carried by the tokens that both have"
 SIGNED = "What the weights' alignment moved was kept where the new base's gradients on samples have the same sign."
-FROM_WEIGHTS = "Training began at what weights carry: the old base's hidden states have no place in the new one."
-TRAINED = "What weights carry was **trained** on for a few steps."
 STREAMS = "A map of the stream of its own for every layer was tried beside the shared one; samples held out took {}."
 HOW = {
     "signs": SIGNED,
@@ -72,8 +70,6 @@ def carry_with_samples(
         RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
     """
     bases = open_bases(new, old, settings.device, True, settings.unlike).settled(settings.match, progress)
-    if samples.refits:
-        bases.check_refit()
     if bases.rows is not None:
         raise DataError(
             f"its vocabulary is not that of {new}: samples mean other things to the two", where=old, remedy=ALONE
@@ -138,9 +134,6 @@ class Carrying:
 
     @property
     def how(self) -> str:
-        frame = self.work.carrier.frame
-        if self.samples.way == "distil" and frame is not None and not frame.same:
-            return TRAINED
         return HOW[self.samples.way]
 
     def scaled(self) -> tuple[Chosen, list[str]]:
@@ -185,12 +178,9 @@ class Carrying:
         elif self.samples.way == "activations":
             changed, count = self._at_sites(data)
             notes = [f"What {count} maps read was moved by maps of its own, from activations on {on}."]
-        elif (frame := self.work.carrier.frame) is None or frame.same:
+        else:
             changed = self._refitted(data)
             notes = [f"Refitted on {on}."]
-        else:
-            changed, notes = self.by_weights()
-            notes.append(FROM_WEIGHTS)
         if self.samples.way == "distil":
             with Unfinished(out) as place:
                 changed, distilled = self._distilled(place, changed, data, held_out, own)
@@ -228,7 +218,9 @@ class Carrying:
         settings = self.work.settings
         options = ChangeOptions(rank=self.rank, untie=self._untie, device=settings.device)
         batches = unpadded(data.batches, self.samples.data)
-        return refit_change(self.work.carrier, self._config, self.source, batches, options)[0]
+        names = (str(self.work.bases.old.reference), self.name) if self.work.carrier.frame is not None else ()
+        pair = [_on(name, settings.device) for name in names]
+        return refit_change(self.work.carrier, self._config, self.source, batches, options, pair=pair)[0]
 
     def _signed(self, data: Data) -> tuple[dict[str, Tensor], float, list[str]]:
         """The new base's tensors with the entries that samples agree with, the share of these, and what of the change

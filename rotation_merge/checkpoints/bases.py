@@ -145,19 +145,6 @@ class Bases:
             tried.add(str(layers))
         return best
 
-    def check_refit(self) -> None:
-        """Refuse to solve maps towards hidden states that the new base has no place for.
-
-        Raises:
-            CheckpointError: says which ways are left.
-        """
-        if self.frame is not None and not self.frame.same:
-            raise CheckpointError(
-                f"is larger than {self.new.reference}, or of another depth: a refit has no place for its hidden states",
-                where=str(self.old.reference),
-                remedy="use --carry distil, signs or weights ('carry' in a recipe)",
-            )
-
     @property
     def names(self) -> tuple[str, str]:
         """Of the new base and of the old one."""

@@ -84,11 +84,6 @@ class Frame:
         """Streams whose layer scales had to be folded in one of the two before it could be widened."""
         return tuple(dict.fromkeys((*self.grow_new.folded, *self.grow_old.folded)))
 
-    @property
-    def same(self) -> bool:
-        """Whether the new base keeps its shapes: the old one is smaller, and every layer meets one."""
-        return not self.grow_new.grows and len(self.common.blocks) == len(self.new.blocks)
-
     def of_new(self, source: TensorSource) -> TensorSource:
         """The new base in the common sizes."""
         return Widened(source, self.grow_new)

@@ -109,14 +109,14 @@ class Widening:
             result = (result.double() + offset).mul(factor).sub(offset).to(result.dtype)
         fill = self._fill(info, result)
         for dim, (axis, wide) in enumerate(zip(info.axes, larger.axes, strict=True)):
-            result = _padded(result, dim, axis, wide, fill)
+            result = padded_axis(result, dim, axis, wide, fill)
         return result
 
     def cut(self, block: Block, info: TensorInfo, wide: Tensor) -> Tensor:
         """The entries of a wider model's tensor that are not around this one's, still `factor` times as large."""
         larger = self.larger[block.name][info.key]
         for dim, (axis, other) in enumerate(zip(info.axes, larger.axes, strict=True)):
-            wide = _cut(wide, dim, axis, other)
+            wide = cut_axis(wide, dim, axis, other)
         return wide
 
     def trimmed(self, name: str, wide: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Widening:
         block, info, _ = self.places[name]
         if not _is_gain(info) or info.axes == self.larger[block.name][info.key].axes:
             return wide
-        return _padded(self.cut(block, info, wide), 0, info.axes[0], self.larger[block.name][info.key].axes[0], 0.0)
+        return padded_axis(self.cut(block, info, wide), 0, info.axes[0], self.larger[block.name][info.key].axes[0], 0.0)
 
     def factor(self, block: Block, info: TensorInfo, folded: Collection[str] = ()) -> float:
         """What the weights are multiplied by, beside the zeros around them.
@@ -276,7 +276,7 @@ def _is_gain(info: TensorInfo) -> bool:
     return len(info.axes) == 1 and any(part.role == "gain" for part in info.axes[0].parts)
 
 
-def _padded(x: Tensor, dim: int, own: Axis, wide: Axis, fill: float) -> Tensor:
+def padded_axis(x: Tensor, dim: int, own: Axis, wide: Axis, fill: float) -> Tensor:
     """An axis with entries for all that the wider one has."""
     if own.size == wide.size or not own.pieces:
         return x
@@ -289,8 +289,8 @@ def _padded(x: Tensor, dim: int, own: Axis, wide: Axis, fill: float) -> Tensor:
     return join_axis(pieces, dim, wide)
 
 
-def _cut(x: Tensor, dim: int, own: Axis, wide: Axis) -> Tensor:
-    """The reverse of `_padded`: of a wider axis the entries that the narrower one has."""
+def cut_axis(x: Tensor, dim: int, own: Axis, wide: Axis) -> Tensor:
+    """The reverse of `padded_axis`: of a wider axis the entries that the narrower one has."""
     if own.size == wide.size or not own.pieces:
         return x
     pieces = split_axis(x, dim, wide)

@@ -221,8 +221,6 @@ class Donors:
         origin = ModelReference.model_validate(recipe.of_model("finetuned_from", reader, model))
         bases = open_bases(base, str(origin), untie=recipe.untie, unlike=unlike_of(recipe, reader, model))
         bases.tuned(str(model))
-        if recipe.of_model("carry", reader, model) == "refit":
-            bases.check_refit()
         if bases.rows is not None and (recipe.config.tokenizer or recipe.config.tokenizer_source):
             raise _other_words(base, origin)
         both = bases.pair.checked
