@@ -77,6 +77,8 @@ def match_ordered(
     order, _ = best_order(group, [p for p in pairings if p not in ordered and p.side in ("qk", "vo", "rest")])
     still = group.identity()
     heads = still if order is None else replace(still, groups=order.donor, queries=order.queries)
+    if torch.equal(heads.groups, best.transform.groups) and torch.equal(heads.queries, best.transform.queries):
+        return best  # to which the same order of heads has led
     other = turns.climbed(turns.reordered(heads))
     return replace(other, before=best.before) if other.after < best.after * (1 - _GAINED) else best
 
