@@ -58,7 +58,10 @@ def test_check_says_which_fits(models, donor: str, suggested: str, tmp_path: Pat
     assert (found["donor"], found["suggested"], found["preset"]) == (str(models[donor]), suggested, None)
     assert (found["cosine"] > 0.9) == (suggested == "near")
     assert f"'preset: {suggested}' is made for that" in run("check", path).output
-    assert "'preset: auto' fits" in run("check", write_recipe(recipe(models, donor, preset="auto"), path)).output
+    assert (
+        f"'preset: auto' is '{suggested}' here"
+        in run("check", write_recipe(recipe(models, donor, preset="auto"), path)).output
+    )
     other = {"near": "far", "far": "near"}[suggested]
     said = run("check", write_recipe(recipe(models, donor, preset=other), path)).output
     assert f"'preset: {suggested}' fits better than '{other}'" in said

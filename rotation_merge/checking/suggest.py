@@ -34,7 +34,9 @@ class Suggestion:
     def words(self) -> str:
         """One line."""
         found = f"{self.donor}: its matrices and the base's have a mean cosine of {self.cosine:.2f}"
-        if self.preset in (self.suggested, "auto"):
+        if self.preset == "auto":
+            return f"{found}; 'preset: auto' is '{self.suggested}' here"
+        if self.preset == self.suggested:
             return f"{found}; 'preset: {self.preset}' fits"
         if self.preset in ("near", "far"):
             return f"{found}; 'preset: {self.suggested}' fits better than '{self.preset}'"
