@@ -1,4 +1,4 @@
-"""Draw the pictures of concepts.md and of the README: `python docs/make_pictures.py` writes docs/pictures/*.svg.
+"""Draw the pictures of the pages and of the README: `python docs/make_pictures.py` writes docs/pictures/*.svg.
 
 Colours are of middle brightness on no background, so that one file serves light and dark pages.
 """
@@ -162,7 +162,42 @@ def path() -> str:
     return picture(600, 256, "Loss on the straight path between two models, before and after alignment", parts)
 
 
-PICTURES = {"neurons.svg": neurons, "orbit.svg": orbit, "path.svg": path, "spaces.svg": spaces}
+def cost() -> str:
+    """Seconds of a merge by layers, width and donors, as `python benchmarks/sizes.py --curves` measured them."""
+    path = FOLDER.parent.parent / "benchmarks" / "results" / "sizes-curves.json"
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    parts = [f'<g transform="translate(24 120) rotate(-90)">{text(0, 0, "seconds of one core")}</g>']
+    for place, by in enumerate(("layers", "width", "donors")):
+        parts += panel([row for row in rows if row["by"] == by], by, 70.0 + 300 * place)
+    parts.append(text(78, 44, "independent models", RED, "start"))
+    parts.append(text(78, 64, "near fine-tunes", GREEN, "start"))
+    return picture(940, 262, "What a merge costs by layers, width and donors", parts)
+
+
+def panel(rows: list[dict[str, str]], by: str, left: float) -> list[str]:
+    """One of three: axes that begin at zero, or, of the width, are logarithmic."""
+    logarithms = by == "width"
+    scale = math.log if logarithms else float
+    xs, ys = ([scale(float(row[key])) for row in rows] for key in ("number", "after the start, s"))
+    first, low = (min(xs), min(ys)) if logarithms else (0.0, 0.0)
+    parts = [line(left - 8, 208, left + 215, 208), line(left - 8, 30, left - 8, 208)]
+    parts.append(text(left + 100, 248, f"{by}{', both axes logarithmic' if logarithms else ''}"))
+    for kind, colour in (("near", GREEN), ("far", RED)):
+        points = [
+            (left + 200 * (x - first) / (max(xs) - first), 200 - 150 * (y - low) / (max(ys) - low), row)
+            for x, y, row in zip(xs, ys, rows, strict=True)
+            if row["donor"] == kind
+        ]
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
+        parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        parts += [dot(x, y, colour, 4) for x, y, _ in points]
+        x, y, last = points[-1]
+        parts.append(text(x + 8, y - 12, f"{float(last['after the start, s']):.0f} s", colour, "end", 12))
+        parts += [text(x, 226, row["number"], size=12) for x, _, row in points if kind == "near"]
+    return parts
+
+
+PICTURES = {"cost.svg": cost, "neurons.svg": neurons, "orbit.svg": orbit, "path.svg": path, "spaces.svg": spaces}
 
 
 def main() -> None:
