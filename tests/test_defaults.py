@@ -65,7 +65,8 @@ def test_configs_are_read_as_transformers_reads_them(path: Any) -> None:
             assert found is not None or config is not raw or not WHOLLY, case.name
             if found is None:
                 continue
-            whole = kind(**kind._decode_special_floats(copy.deepcopy(config))).to_dict()
+            decoded = getattr(kind, "_decode_special_floats", dict)(copy.deepcopy(config))  # older ones write them bare
+            whole = kind(**decoded).to_dict()
             parts = [(found, whole, names), *((found.get(p) or {}, whole.get(p) or {}, n) for p, n in within.items())]
             for ours, theirs, some in parts:
                 assert {n for n in some if n not in ROPE and not same(ours.get(n), theirs.get(n))} <= set(within)
