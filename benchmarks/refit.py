@@ -125,7 +125,11 @@ def learned(root: Path) -> None:
     text.write_bytes(b"".join(train[i][:2000] for i in order)[:200_000])
     began = time.process_time()
     given = ["fit", *names, "--data", str(text), "--alignment", alignment, "--steps", "400", "--batch-size", "16"]
-    app([*given, "--heads", "permutation", "--residual", "rotation"], standalone_mode=False)
+    try:
+        app([*given, "--heads", "permutation", "--residual", "rotation"], standalone_mode=False)
+    except SystemExit as done:  # commands end with it
+        if done.code:
+            raise
     print(f"learned in {time.process_time() - began:.0f} s of processor time")
     own = {"delegate": "refit", "samples": 64, "targets": "mean"}
     variants: dict[str, dict[str, Any]] = {
