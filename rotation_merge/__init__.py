@@ -10,7 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from rotation_merge.api import align
+    from rotation_merge.api import align, carry
     from rotation_merge.errors import RotationMergeError
     from rotation_merge.learning.fit import fit
     from rotation_merge.learning.records import FitOptions
@@ -20,13 +20,14 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "align": "rotation_merge.api",
+    "carry": "rotation_merge.api",
     "fit": "rotation_merge.learning.fit",
     "FitOptions": "rotation_merge.learning.records",
     "MatchOptions": "rotation_merge.matching.options",
     "RotationMergeError": "rotation_merge.errors",
 }
 
-__all__ = ["FitOptions", "MatchOptions", "RotationMergeError", "align", "fit"]
+__all__ = ["FitOptions", "MatchOptions", "RotationMergeError", "align", "carry", "fit"]
 
 
 def __getattr__(name: str) -> "Any":

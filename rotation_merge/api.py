@@ -1,4 +1,4 @@
-"""The Python API: align state dicts or modules without mergekit's files."""
+"""The Python API: align state dicts or modules, and carry changes, without mergekit's files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from rotation_merge.checkpoints.halves import NOTE, language_half
 from rotation_merge.checkpoints.headers import check_codes, codes
 from rotation_merge.checkpoints.widened import widening, words
 from rotation_merge.errors import CheckpointError, RecipeError
+from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.member import Member
 from rotation_merge.matching.model import Match, aligned_tensors, match_model
 from rotation_merge.matching.options import MATCH_ON, WEIGHTS, MatchOptions
 from rotation_merge.matching.pair import check_pair
+from rotation_merge.matching.tuned import Tuned
 from rotation_merge.matching.widen import Widened
 from rotation_merge.report.record import MergeReport
 from rotation_merge.report.run import Run
@@ -80,6 +82,49 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     if half is not None:
         aligned = {own: aligned[name] for name, own in half.names.items() if name in aligned}
     return aligned, MergeReport.of(run, "anchor", "none", "")
+
+
+def carry(
+    tuned: State, old: State, new: State, config: Any, scale: float = 1.0, **options: Any
+) -> tuple[dict[str, Tensor], MergeReport]:
+    """Carry what fine-tuning changed in an old base to a new one: the old base is aligned to the new one, and the
+    change with it, W' = W_new + scale L (W_tuned - W_old) Rᵀ (Update your transformer to the latest release, 2025).
+
+    Args:
+        tuned: state dict or module, a fine-tune of `old`; not modified.
+        old, new: state dicts or modules of one architecture and one shape; not modified.
+        config: the models' config: a transformers config, or the dictionary in config.json.
+        scale: what the change is multiplied by.
+        **options: as of `align`; residual is the largest group that the models admit, if it is not said.
+
+    Returns:
+        The new base's state dict with the carried change (its names and dtypes; folded where the stream is rotated),
+        and the report on the two bases.
+
+    Raises:
+        RotationMergeError: unknown options, an unsupported architecture, tensors that do not fit.
+    """
+    untie = bool(options.pop("untie", False))
+    match = _matcher(options.pop("match_on", WEIGHTS), options.pop("samples", None), old, new)
+    chosen = MatchOptions.from_values({"residual": "largest", **options})
+    states = {"new": _state(new), "old": _state(old), "tuned": _state(tuned)}
+    given = _config(config, new)
+    members = {name: _member(name, given, state, untie) for name, state in states.items()}
+    for name in ("old", "tuned"):
+        if odd := sorted(set(states[name]) ^ set(states["new"])):
+            what = f"tensor '{odd[0]}' is only in one of the new base and the {name} model"
+            raise CheckpointError(what, remedy="carry between models of one class; the command knows others")
+        check_pair(members["new"], members[name], chosen, untie=untie)
+    checked = check_pair(members["new"], members["old"], chosen, untie=untie)
+    alignment = match(members["new"].architecture, states["new"], states["old"], checked.options, None)
+    run = Run()
+    run.aligned("old", alignment)
+    for note in (*checked.warnings, *checked.notes()):
+        run.note(note)
+    carrier = Carrier(members["new"].architecture, states["old"], states["new"], alignment)
+    pieces = (found for _, found, *_ in Tuned(carrier, states["tuned"], scale).tensors())
+    carried = {**states["new"], **{name: tensor for found in pieces for name, tensor in found.items()}}
+    return carried, MergeReport.of(run, "new", "none", "")
 
 
 def _matcher(how: str, samples: Sequence[Mapping[str, Tensor]] | None, donor: State, anchor: State) -> Match:

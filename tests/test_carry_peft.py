@@ -271,6 +271,7 @@ def test_command(llama: Home, tmp_path: Path) -> None:
     ranks = {"r": 3, "rank_pattern": {"layers.0.mlp.up_proj": 1}}
     home = {second: llama.adapter(target_modules=["up_proj", "v_proj"], **ranks)[1]}
     shutil.copytree(first, second)
+    (second / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
     home[first] = llama.adapter(target_modules=["q_proj", "down_proj"])[1]
     llama.new(ROTATION)
     bases = ("--from", llama.where / "old", "--to", llama.where / "new")
@@ -286,6 +287,8 @@ def test_command(llama: Home, tmp_path: Path) -> None:
     assert "\nbase_model_relation: adapter\n" in card
     assert f"carried to `{llama.where / 'new'}`" in card
     assert "nothing beside peft" in card
+    assert "\nlicense: other\n" in card, "the base states none"
+    assert f"| {second} |  | cc-by-nc-4.0 |" in card
     config = json.loads((tmp_path / "both" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(llama.where / "new")
     maps = tmp_path / "maps.safetensors"

@@ -15,6 +15,8 @@ from rotation_merge.checkpoints.carry import Carried, carry_adapter
 from rotation_merge.checkpoints.headers import read_json
 from rotation_merge.checkpoints.lora import Written
 from rotation_merge.checkpoints.lora_of_tuned import left_out, lora_of_tuned
+from rotation_merge.checkpoints.models import parse_reference
+from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.errors import CheckpointError, RecipeError
@@ -179,6 +181,11 @@ class Work:
         note = f"An adapter of rank {rank} keeps {share(kept):.1%} of the squared norm of {what}."
         return written, [*tuned.share(), note, *self.layers(), *left_out(self.bases.new)]
 
+    def report_on(self, work: str) -> MergeReport:
+        """The report on the bases, which knows where the work came from and under which licence."""
+        own = {name: {**facts, "carried": True} for name, facts in origins([parse_reference(work)]).items()}
+        return replace(self.report, models={**self.report.models, **own})
+
     def write(self, work: str, out: str, written: Written, notes: list[str], how: str = "") -> Done:
         """An adapter, its report and card.
 
@@ -186,7 +193,7 @@ class Work:
             how: what was done; nothing: it was carried by weights.
         """
         notes = notes if how else [*notes, *self.asked]
-        report = replace(self.report, notes=[*self.report.notes, *notes], relation="adapter")
+        report = replace(self.report_on(work), notes=[*self.report.notes, *notes], relation="adapter")
         with staged(out) as staging:
             written.write(staging)
             report.write(os.path.join(staging, REPORT_FILE))
@@ -198,7 +205,7 @@ class Work:
         """A whole fine-tune as a model: the new base, folded where the alignment needs it, with the moved change."""
         run, tuned = Run(), Tuned(self.carrier, source, self.settings.scale)
         notes: list[str] = []
-        report = replace(self.report, notes=notes)
+        report = replace(self.report_on(work), notes=notes)
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for _, pieces, change, before in tuned.tensors():

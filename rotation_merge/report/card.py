@@ -99,12 +99,18 @@ def _hub_ids(report: MergeReport) -> list[str]:
 
 def _licence(report: MergeReport, kept: Mapping[str, Any]) -> dict[str, str]:
     """The parents' licence where they share one; `other` where they differ, or one states none. A card's own stays."""
-    stated = [facts.get("license") for facts in _parents(report).values()]
+    stated = _stated(report)
     if kept.get("license") not in (None, "other") or not any(stated):
         return {}
     if len(set(stated)) == 1:
         return {"license": str(stated[0])}
     return {"license": "other", "license_name": "licences-of-the-parents"}
+
+
+def _stated(report: MergeReport) -> list[str | None]:
+    """The licences of the parents, and of what was carried onto them."""
+    carried = [facts for facts in report.models.values() if facts.get("carried")]
+    return [facts.get("license") for facts in (*_parents(report).values(), *carried)]
 
 
 def _dataset(source: str) -> str | None:
@@ -173,8 +179,7 @@ def origins(report: MergeReport) -> list[str]:
     lines = ["", "| model | revision | licence | fingerprint of config and weights |", "|---|---|---|---|"]
     for name, facts, mark in rows:
         lines.append(f"| {name} | {facts.get('revision') or ''} | {facts.get('license') or 'not stated'} | {mark} |")
-    stated = {facts.get("license") for facts in _parents(report).values()}
-    if len(stated) > 1:
+    if len(set(_stated(report))) > 1:
         lines += ["", "The parents' licences are not all the same: what each of them asks holds here, too."]
     return lines
 

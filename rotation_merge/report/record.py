@@ -130,7 +130,8 @@ class MergeReport:
     model, are those of alignment files; where not all tensors were read, the words after it say of how many.
 
     Attributes:
-        models: where each model came from, by its name here: `hub`, `revision`, `license`, and `adapter` with the same.
+        models: where each model came from, by its name here: `hub`, `revision`, `license`, and `adapter` with the same;
+            `carried` of what was carried onto the base.
         relation: what the result is to its models, in the hub's words: `merge`, `finetune` or `adapter`.
         base: of a fine-tune or an adapter, the one among the models that it is one of.
         data: the samples that were used, each with `of` (what for), `source` and `samples`; `file` of statistics that
