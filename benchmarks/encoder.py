@@ -55,6 +55,7 @@ MERGES: dict[str, Merge] = {
     "refit, 32 texts a task, heads solved, too": (32, "", REFIT),
     "refit, 384 texts a task": (384, "", {**REFIT, "exclude": "classifier"}),
     "refit, 384 texts a task, heads solved, too": (384, "", REFIT),
+    "refit, 1024 texts a task, heads solved, too": (1024, "", {**REFIT, "samples": 1024}),
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe."""
 
