@@ -157,11 +157,18 @@ def test_fits_that_hold_nothing_go_the_same_way(options: dict[str, Any], monkeyp
     assert found[1].after == pytest.approx(found[0].after, abs=1e-5)
 
 
+def mixed() -> list[object]:
+    return [one for one in gc.get_objects() if isinstance(one, Mixed | Mixing)]
+
+
 def test_nothing_of_a_step_outlives_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine, "LARGEST_HELD", 0)
-    left: list[int] = []
     options = FitOptions(steps=2, objective="distill", start="identity")
-    watch = lambda *_: left.append(sum(isinstance(one, Mixed | Mixing) for one in gc.get_objects()))  # noqa: E731
+    before, left = mixed(), list[int]()  # some of other tests may be alive
+
+    def watch(*_: object) -> None:
+        left.append(sum(all(one is not old for old in before) for one in mixed()))
+
     fit(tiny_llama(0), tiny_llama(1), token_batches(), options=options, watch=watch)
     assert left == [0, 0]
 

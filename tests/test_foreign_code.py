@@ -152,7 +152,7 @@ def test_only_what_the_user_said_is_handed_on() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             keywords = node.keywords if isinstance(node, ast.Call) else []
             values = [k.value for k in keywords if k.arg == "trust_remote_code"]
-            if isinstance(node, ast.Assign | ast.AnnAssign):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 assert "trust_remote_code" not in " ".join(map(ast.unparse, targets)), path
             found += [(path.name, ast.unparse(value)) for value in values]

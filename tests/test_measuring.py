@@ -99,7 +99,7 @@ def tiny(seed: int) -> LlamaForCausalLM:
 def a_fit() -> _Fit:
     generator = torch.Generator().manual_seed(0)
     batches = [{"input_ids": torch.randint(1, 12, (2, 6), generator=generator)} for _ in range(8)]
-    return _Fit([tiny(0), tiny(1)], batches, MatchOptions(), FitOptions(steps=1, held_out=0.25), lambda *_: None)
+    return _Fit([tiny(0), tiny(1)], batches, MatchOptions(), FitOptions(steps=1, held_out=0.25), lambda *_: None, None)
 
 
 def test_held_out_batches_are_never_trained_on(a_fit: _Fit):

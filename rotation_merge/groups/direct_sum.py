@@ -58,7 +58,9 @@ class DirectSum(GroupElement):
 
     def distance(self) -> Tensor:
         """Mean of the parts' distances, weighted by their sizes."""
-        return torch.stack([part.distance() * part.size for part in self.parts]).sum(0) / self.size
+        shares = [part.distance() * part.size for part in self.parts]  # orders lie on the CPU, maps where they are used
+        device = next((share.device for share in shares if share.device.type != "cpu"), shares[0].device)
+        return torch.stack([share.to(device) for share in shares]).sum(0) / self.size
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"{i}.{name}": t for i, part in enumerate(self.parts) for name, t in dump(part).items()}
