@@ -67,7 +67,7 @@ def wishes(architecture: Architecture) -> list[MatchOptions]:
     return [
         MatchOptions(heads="permutation"),
         MatchOptions(attention="invertible", ffn="none", rescale="sequential"),
-        *(MatchOptions(attention="none", ffn="none", rescale=False, residual=kind) for kind in residual),
+        *(MatchOptions(attention="none", ffn="none", rescale=False, residual=kind) for kind in residual[:-1]),
         MatchOptions(heads="spectral", ffn="none", rescale=False, residual=(residual or ["none"])[-1]),
     ]
 
