@@ -50,10 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What imports have made stays: the search for garbage costs a sixth of the time where it looks at that too."""
+    """What imports have made stays: the search for garbage costs a sixth of the time where it looks at that too; and it
+    looks less often than by default, which saves a twentieth."""
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(scope="module")

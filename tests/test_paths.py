@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from tiny_models import Case, Planted, planted
 from variants import ONE
 
 from rotation_merge.architectures import Architecture
-from rotation_merge.checkpoints import aligned
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions, by_stream
@@ -48,10 +48,12 @@ def test_what_a_donor_computes_survives(case: Case, tmp_path: Path, monkeypatch:
     draw = torch.Generator().manual_seed(7)
     other = {n: x + 0.3 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
     anchor, donor = written(model, other, tmp_path / "anchor"), written(model, model.state, tmp_path / "donor")
-    monkeypatch.setattr(aligned, "match_model", drawn)
+    drew = Mock(side_effect=drawn)
+    monkeypatch.setattr("rotation_merge.cli.align.matcher", lambda *_: drew)
     options = ("--heads", "permutation", "--residual", "largest", "--no-verify", "--alignment", tmp_path / "map")
     done = run("align", anchor, donor, tmp_path / "out", *options)
     assert done.exit_code == 0, done.output
+    drew.assert_called_once()
     after = state(tmp_path / "out")
     assert after.keys() == model.state.keys()
     assert any(not torch.equal(after[name], model.state[name]) for name in after)
