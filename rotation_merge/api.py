@@ -114,7 +114,7 @@ def carry(
         if odd := sorted(set(states[name]) ^ set(states["new"])):
             what = f"tensor '{odd[0]}' is only in one of the new base and the {name} model"
             raise CheckpointError(what, remedy="carry between models of one class; the command knows others")
-        check_pair(members["new"], members[name], chosen, untie=untie)
+    check_pair(members["new"], members["tuned"], chosen, untie=untie)
     checked = check_pair(members["new"], members["old"], chosen, untie=untie)
     alignment = match(members["new"].architecture, states["new"], states["old"], checked.options, None)
     run = Run()

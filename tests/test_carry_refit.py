@@ -134,6 +134,7 @@ def test_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "text that the new base writes itself" in done.output
     assert (tmp_path / "one" / "adapter_model.safetensors").exists()
+    (tuned / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
     done = run("carry", tuned, *bases, tmp_path / "two", "--scale", "0.5")
     assert done.exit_code == 0, done.output
     assert "at scale 0.5" in done.output
@@ -142,6 +143,8 @@ def test_command(tmp_path: Path) -> None:
     done = run("carry", tuned, *bases[:4], "--samples", 32, "--scale", "auto", tmp_path / "three")
     assert done.exit_code == 0, done.output
     assert "Scale of each block" in done.output
+    for out in ("two", "three"):
+        assert "| cc-by-nc-4.0 |" in (tmp_path / out / "README.md").read_text(), out
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def carry_with_samples(
             notes += left_out(bases.new)
             done.append(work.write(works[out], out, written, notes, how))
             continue
-        full = replace(report, notes=[*report.notes, *notes])
+        full = replace(work.report_on(works[out]), notes=[*report.notes, *notes])
         text = card(bases, works[out], full, out, "finetune", how)
         write_checkpoint(bases.new, solution.tensors(), full, text, out, settings.storage, progress)
         done.append(Done(works[out], out, [verdict(bases, full), *full.notes]))
