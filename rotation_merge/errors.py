@@ -84,3 +84,8 @@ def named(words: Iterable[str]) -> str:
     found = list(words)
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return ", ".join(found[:SHOWN]) + more
+
+
+def not_written(names: Iterable[str]) -> str:
+    """A note on tensors that are left out of what is written."""
+    return f"Not written, as the model does not read them: {named(names)}."

@@ -79,3 +79,20 @@ def the_file_does_the_same_in_a_recipe(model: Planted, anchor: Path, donor: Path
     merged = state(tmp_path / "merged")
     assert merged.keys() == model.state.keys()
     assert model.differs(merged) <= 1e-4, "transforms are stored in float32"
+
+
+@pytest.mark.parametrize("residual", ["none", "permutation"])
+def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
+    residual: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`align` copies what transformers does not read; where the stream moves, it says that it leaves it out."""
+    model = planted(next(case for case in ONE if case.family == "qwen3_5"))
+    further = {"mtp.fc.weight": torch.eye(4, dtype=torch.float64)}
+    anchor, donor = (written(model, {**model.state, **further}, tmp_path / name) for name in "ab")
+    monkeypatch.setattr("rotation_merge.cli.align.matcher", lambda *_: drawn)
+    done = run("align", anchor, donor, tmp_path / "out", "--residual", residual, "--no-verify")
+    assert done.exit_code == 0, done.output
+    after, moves = state(tmp_path / "out"), residual != "none"
+    assert ("mtp.fc.weight" in after) != moves
+    assert ("Not written, as the model does not read them: mtp.fc.weight." in done.output) == moves
+    assert ("mtp.fc.weight" in (tmp_path / "out" / "README.md").read_text()) == moves

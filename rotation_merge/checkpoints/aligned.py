@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import yaml
@@ -18,7 +18,7 @@ from rotation_merge.checkpoints.models import Model
 from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.pair import Pair
 from rotation_merge.checkpoints.sentence import module_of, write_modules
-from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
+from rotation_merge.errors import CheckpointError, RotationMergeError, nearest, not_written
 from rotation_merge.matching.block import named
 from rotation_merge.matching.model import Alignment, Match, Progress, aligned_tensors, match_model
 from rotation_merge.report.card import metadata, section, with_metadata
@@ -75,8 +75,19 @@ def write_aligned(
     """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all."""
     anchor, donor = pair.sources
     tensors = aligned_tensors(pair.architecture, donor, alignment, anchor, dtype_from_name(storage.dtype))
+    unread = left_behind(pair, alignment)
+    if unread:
+        report = replace(report, notes=[*report.notes, not_written(unread)])
     text = card(pair, report, os.path.basename(out))
-    write_checkpoint(pair.donor, tensors, report, text, out, storage, progress, check)
+    write_checkpoint(pair.donor, tensors, report, text, out, storage, progress, check, unread)
+
+
+def left_behind(pair: Pair, alignment: Alignment) -> list[str]:
+    """What the donor does not read and has to be left out, because a stream moves that it was made for: layers that
+    predict tokens further ahead (MTP)."""
+    streams = (alignment.transforms[name] for name in pair.architecture.streams if name in alignment.transforms)
+    moved = alignment.folded or any(not stream.is_identity() for stream in streams)
+    return pair.donor.ignored if moved else []
 
 
 def write_checkpoint(
@@ -88,6 +99,7 @@ def write_checkpoint(
     storage: Storage,
     progress: Progress | None = None,
     check: Check | None = None,
+    left_out: Collection[str] = (),
 ) -> None:
     """A model as a normal checkpoint, whole or not at all.
 
@@ -95,6 +107,7 @@ def write_checkpoint(
         like: whose config and tokenizer it has, and those of its tensors that `tensors` leaves out.
         text: the model card; or what makes it once all tensors are written.
         check: looks at what has been written, before it takes its place.
+        left_out: those of its tensors that are not written at all.
 
     Raises:
         CheckpointError: it has not passed; it is kept as OUT.rejected.
@@ -118,7 +131,7 @@ def write_checkpoint(
                 progress("writing", len(written), len(like.names))
             save(name, tensor)
         for name in like.names:
-            if name not in written:
+            if name not in written and name not in left_out:
                 save(name, like[name])
         writer.finalize()
         write_modules(like.folder, staging, apart)

@@ -75,8 +75,16 @@ def command(
     only --alignment is wanted. Before OUT takes its place, its outputs on random inputs are compared with the donor's;
     what differs by more than rounding is kept as OUT.rejected.
     """
-    from rotation_merge.checkpoints.aligned import Storage, check_dtype, match_pair, parse_size, write_aligned
+    from rotation_merge.checkpoints.aligned import (
+        Storage,
+        check_dtype,
+        left_behind,
+        match_pair,
+        parse_size,
+        write_aligned,
+    )
     from rotation_merge.checkpoints.pair import open_pair, write_alignment
+    from rotation_merge.errors import not_written
     from rotation_merge.samples.proof import Proof, prove
     from rotation_merge.spread.cluster import spread
 
@@ -134,7 +142,8 @@ def command(
         return 0
     for warning in pair.checked.warnings:
         say(f"Warning: {warning}", "yellow")
-    for note in (*pair.notes(), *alignment.notes):
+    unread = left_behind(pair, alignment) if out is not None else []
+    for note in (*pair.notes(), *alignment.notes, *([not_written(unread)] if unread else [])):
         say(note)
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:

@@ -21,7 +21,7 @@ from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.averaging.methods import Averaging
 from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.transport import OtFusion
-from rotation_merge.errors import RecipeError, named
+from rotation_merge.errors import RecipeError, not_written
 from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.keeping import check_keepable
@@ -84,7 +84,7 @@ class RotationMergePlanner(MergePlanner):
             )
         self.run.folded = self.donors.folded
         if left_out := self.models[self.recipe.base].ignored:
-            self.run.note(f"Not written, as the model does not read them: {named(left_out)}.")
+            self.run.note(not_written(left_out))
 
     def _as_deep_as_the_anchor(self, name: str) -> None:
         """Donors that stand for the anchor as their change makes it have its layers, whatever their own base has."""
