@@ -196,6 +196,35 @@ def test_ray_that_is_not_there_is_said_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pytest.MonkeyPatch, failing: bool) -> None:
+    monkeypatch.setattr(ahead, "workers_for", lambda weights: 2)
+
+    def match(whole: object) -> Any:
+        if failing:
+            raise AlignmentError("no")
+        return torch.get_num_threads()
+
+    before, jobs = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+        blocks = ahead.Ahead(one=False)
+        for key in "abc":
+            jobs.append(SimpleNamespace(key=key, label=key, donor_name="d", whole=None, match=match))
+            blocks.add(jobs[-1], 1)
+        for job in jobs[:-1]:
+            with pytest.raises(AlignmentError) if failing else contextlib.nullcontext():
+                assert blocks.result(job, None) == 1  # type: ignore[comparison-overlap]
+                assert torch.get_num_threads() == 1
+            if failing:
+                break
+        else:
+            blocks.result(jobs[-1], None)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_donor_with_nan_ends_a_merge_that_matches_ahead(tmp_path: Path) -> None:
     """The worker's error comes to the executor, with the donor's name, whichever block it is in."""
     anchor = make("llama", tmp_path / "anchor")

@@ -2,12 +2,16 @@
 
 Matching then hides behind reading, averaging and writing, and scales with cores. Workers read blocks themselves, from
 the same loaders, and only a few blocks ahead, so that a large model's files are still in memory when the merge comes.
+Until they are done the thread that asks computes with the threads that are left, at least one: more would only wait for
+cores that others use.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from typing import Protocol
+
+import torch
 
 from rotation_merge.matching.block import BlockMatch
 from rotation_merge.matching.model import Alignment
@@ -52,6 +56,7 @@ class Ahead:
         """
         if self._workers is None:
             self._workers = Workers(1 if self.one else workers_for(self.weights))
+            torch.set_num_threads(max(1, torch.get_num_threads() - self._workers.count))
             self._left = dict(sorted(self._left.items(), key=lambda item: item[1].label))
         self._whole[job.donor_name] = whole
         if job.key in self._left:
@@ -60,10 +65,13 @@ class Ahead:
         for other in following[: self._workers.count + 1 - len(self._running)]:
             self._begin(other, self._workers)
         try:
-            return self._running.pop(job.key).result()
-        finally:
-            if not self._left and not self._running:
-                self._workers.close()
+            found = self._running.pop(job.key).result()
+        except BaseException:
+            self._workers.close(wait=False)
+            raise
+        if not self._left and not self._running:
+            self._workers.close()
+        return found
 
     def _can_begin(self, job: Job) -> bool:
         return job.whole is None or job.donor_name in self._whole

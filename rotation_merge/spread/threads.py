@@ -33,7 +33,7 @@ _KEPT, _APART = 1 << 29, 1 << 28  # bytes of freed memory that stay with the pro
 
 
 class Workers:
-    """A pool of `count` threads; `close` lets threads made later have as many torch threads as before."""
+    """A pool of `count` threads; `close` lets this thread and later ones have as many torch threads as before."""
 
     def __init__(self, count: int) -> None:
         self.count, self._threads = count, torch.get_num_threads()
@@ -43,9 +43,9 @@ class Workers:
         """Like an executor's; gradients are recorded there as here."""
         return self._pool.submit(_as_here, torch.is_grad_enabled(), work, item)
 
-    def close(self) -> None:
-        """Wait for what runs; what has not begun never will."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def close(self, wait: bool = True) -> None:
+        """Wait for what runs, if told so; what has not begun never will."""
+        self._pool.shutdown(wait=wait, cancel_futures=True)
         torch.set_num_threads(self._threads)
 
 
