@@ -1,6 +1,7 @@
 """What merges cost at the sizes that people have: plain linear and ours in the same run, by phase; inspect's estimates.
 
     python benchmarks/sizes.py --shape llama-300m             whole models
+    python benchmarks/sizes.py --shape llama-300m --threads 0            wall time at torch's default of threads
     python benchmarks/sizes.py --shape llama-300m --busy --threads 0 --cases near
     python benchmarks/sizes.py --shape llama-8b --layers 1 --vocabulary 4000 --whole
     python benchmarks/sizes.py --data                         `measure`, and a refit of two models, on samples
@@ -367,7 +368,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     if arguments.estimates:
         return estimates(Table("estimates"))
-    name = arguments.shape.removeprefix("llama-") + ("-busy" if arguments.busy else "")
+    how = "-busy" if arguments.busy else "" if arguments.threads else "-default"
+    name = arguments.shape.removeprefix("llama-") + how
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place, busy() if arguments.busy else nullcontext():
         if arguments.curves:
             return curves(Table("sizes-curves"), Path(place))
