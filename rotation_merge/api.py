@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architectures import resolve
-from rotation_merge.architectures.registry import tied_head
+from rotation_merge.architectures.registry import tied_head, unread
 from rotation_merge.checkpoints.halves import NOTE, language_half
 from rotation_merge.checkpoints.headers import check_codes, codes
 from rotation_merge.checkpoints.widened import widening, words
-from rotation_merge.errors import CheckpointError, RecipeError
+from rotation_merge.errors import CheckpointError, RecipeError, not_written
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.member import Member
@@ -26,6 +27,8 @@ from rotation_merge.matching.tuned import Tuned
 from rotation_merge.matching.widen import Widened
 from rotation_merge.report.record import MergeReport
 from rotation_merge.report.run import Run
+
+LOG = logging.getLogger(__name__)
 
 State = Mapping[str, Tensor] | torch.nn.Module
 
@@ -44,7 +47,8 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
 
     Returns:
         The aligned donor's state dict (names and dtypes as the donor's; a classifier's classes in the anchor's order,
-        where the configs give them the same names), and the report.
+        where the configs give them the same names), and the report. Where a stream moves, layers that predict tokens
+        further ahead (MTP), which the model does not read, are left out; report and log name them.
 
     Raises:
         RotationMergeError: unknown options, an unsupported architecture, tensors that do not fit.
@@ -70,7 +74,8 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
         mine = {name: source[name] for name in mine}
         second = replace(_member("donor", config, mine, untie), note=noted)
     checked = check_pair(first, second, chosen, untie=untie)
-    if odd := sorted(set(mine) ^ set(theirs)):
+    further = unread(second.config, list(mine))
+    if odd := sorted((set(mine) ^ set(theirs)).difference(further, unread(given, list(theirs)))):
         raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="align models of one class")
     mine = {name: in_order(tensor, checked.rows.get(name)) for name, tensor in mine.items()}
     alignment = match(first.architecture, theirs, mine, checked.options, None)
@@ -78,7 +83,8 @@ def align(donor: State, anchor: State, config: Any, **options: Any) -> tuple[dic
     run.aligned("donor", alignment)
     for note in (*checked.warnings, *checked.notes()):
         run.note(note)
-    aligned = {**mine, **dict(aligned_tensors(first.architecture, mine, alignment, theirs))}
+    stays = _without(further if alignment.moves_streams(first.architecture) else [], mine, run)
+    aligned = {**stays, **dict(aligned_tensors(first.architecture, mine, alignment, theirs))}
     if half is not None:
         aligned = {own: aligned[name] for name, own in half.names.items() if name in aligned}
     return aligned, MergeReport.of(run, "anchor", "none", "")
@@ -98,8 +104,8 @@ def carry(
         **options: as of `align`; residual is the largest group that the models admit, if it is not said.
 
     Returns:
-        The new base's state dict with the carried change (its names and dtypes; folded where the stream is rotated),
-        and the report on the two bases.
+        The new base's state dict with the carried change (its names and dtypes; folded where the stream is rotated,
+        and then without layers that predict tokens further ahead), and the report on the two bases.
 
     Raises:
         RotationMergeError: unknown options, an unsupported architecture, tensors that do not fit.
@@ -110,8 +116,9 @@ def carry(
     states = {"new": _state(new), "old": _state(old), "tuned": _state(tuned)}
     given = _config(config, new)
     members = {name: _member(name, given, state, untie) for name, state in states.items()}
+    further = {name: unread(given, list(state)) for name, state in states.items()}
     for name in ("old", "tuned"):
-        if odd := sorted(set(states[name]) ^ set(states["new"])):
+        if odd := sorted((set(states[name]) ^ set(states["new"])).difference(further[name], further["new"])):
             what = f"tensor '{odd[0]}' is only in one of the new base and the {name} model"
             raise CheckpointError(what, remedy="carry between models of one class; the command knows others")
     check_pair(members["new"], members["tuned"], chosen, untie=untie)
@@ -123,8 +130,17 @@ def carry(
         run.note(note)
     carrier = Carrier(members["new"].architecture, states["old"], states["new"], alignment)
     pieces = (found for _, found, *_ in Tuned(carrier, states["tuned"], scale).tensors())
-    carried = {**states["new"], **{name: tensor for found in pieces for name, tensor in found.items()}}
+    stays = _without(further["new"] if alignment.folded else [], states["new"], run)
+    carried = {**stays, **{name: tensor for found in pieces for name, tensor in found.items()}}
     return carried, MergeReport.of(run, "new", "none", "")
+
+
+def _without(names: Sequence[str], state: Mapping[str, Tensor], run: Run) -> dict[str, Tensor]:
+    """A state dict without what would be wrong in it."""
+    if names:
+        run.note(not_written(names))
+        LOG.warning("%s", not_written(names))
+    return {name: tensor for name, tensor in state.items() if name not in names}
 
 
 def _matcher(how: str, samples: Sequence[Mapping[str, Tensor]] | None, donor: State, anchor: State) -> Match:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_models import ALL, make
 
 from rotation_merge.errors import DataError
 from rotation_merge.samples.data import read_batches
@@ -126,3 +128,21 @@ def test_tables_that_are_none(text: str, said: str, tmp_path: Path):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(DataError, match=said):
         read_table(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize(("family", "makes_its_own"), [("t5", False), ("bart", True)])
+@pytest.mark.parametrize("without", ["labels", "labels of some", "nothing"])
+def test_what_a_decoder_reads_has_to_be_said(family: str, makes_its_own: bool, without: str, tmp_path: Path):
+    """By labels, where the model makes nothing of what its encoder reads; also to a model without weights (refit's)."""
+    model = make(next(case for case in ALL if case.family == family))
+    records = [{"input_ids": [5, 6, 7, 8 + i], "labels": [5, 6]} for i in range(4)]
+    for record in records[: {"labels": 4, "labels of some": 2}.get(without, 0)]:
+        del record["labels"]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, records)))
+    for one in (model, model.to("meta")):
+        if without == "nothing" or makes_its_own:
+            found = read_batches(str(tmp_path / "d.jsonl"), "", one, batch_size=2)
+            assert all(("decoder_input_ids" in batch) == ("labels" in batch) for batch in found.batches)
+            continue
+        with pytest.raises(DataError, match=r"d.jsonl: does not say .* what the decoder of T5.*'labels'"):
+            read_batches(str(tmp_path / "d.jsonl"), "", one, batch_size=2)

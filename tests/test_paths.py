@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from tiny_models import Case, Planted, planted
 from variants import ONE
 
+from rotation_merge import align, carry
 from rotation_merge.architectures import Architecture
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.model import Alignment
@@ -96,3 +97,35 @@ def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
     assert ("mtp.fc.weight" in after) != moves
     assert ("Not written, as the model does not read them: mtp.fc.weight." in done.output) == moves
     assert ("mtp.fc.weight" in (tmp_path / "out" / "README.md").read_text()) == moves
+
+
+@pytest.mark.parametrize(("family", "further"), [("qwen3_5", "mtp.fc.weight"), ("deepseek", "model.layers.2.eh_proj")])
+def test_the_python_api_leaves_them_out_as_well(
+    family: str, further: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Moved by neither `align` nor `carry`, which name what they leave out; nor need the other model have it."""
+    model = planted(next(case for case in ONE if case.family == family))
+    whole = {**model.state, further: torch.eye(4, dtype=torch.float64)}
+    monkeypatch.setattr("rotation_merge.api._matcher", lambda *_: drawn)
+    for residual in ("none", "rotation"):
+        moves = residual != "none"
+        aligned, report = align(whole, model.state, model.config, residual=residual)
+        again, noted = carry(whole, whole, whole, model.config, residual=residual)
+        assert aligned.keys() == again.keys() == (model.state if moves else whole).keys()
+        assert model.differs({name: aligned[name] for name in model.state}) <= 1e-9
+        words = f"Not written, as the model does not read them: {further}."
+        for notes in (report.notes, noted.notes, caplog.messages):
+            assert (words in notes) == moves
+
+
+def test_carrying_a_whole_model_leaves_them_out(tmp_path: Path) -> None:
+    """Where the new base is folded: they were made for its norms as they stood."""
+    model = planted(next(case for case in ONE if case.family == "qwen3_5"))
+    further = {"mtp.fc.weight": torch.eye(4, dtype=torch.float64)}
+    base, tuned = (written(model, {**model.state, **further}, tmp_path / name) for name in "ab")
+    for residual in ("none", "rotation"):
+        moves, out = residual != "none", tmp_path / residual
+        done = run("carry", tuned, "--from", base, "--to", base, out, "--residual", residual, "--heads", "permutation")
+        assert done.exit_code == 0, done.output
+        assert ("mtp.fc.weight" in state(out)) != moves
+        assert ("Not written, as the model does not read them: mtp.fc.weight." in done.output) == moves

@@ -278,6 +278,13 @@ def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[s
     return found
 
 
+def unread(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Tensors that hold weights which a model of this config does not read: layers that predict tokens further ahead
+    (MTP)."""
+    spec = find(config)
+    return [] if spec is None else sorted(_dropped(spec, config, _laid_out(spec, config), names))
+
+
 def _dropped(
     spec: ArchitectureSpec, config: Mapping[str, Any], layout: Architecture, names: Collection[str]
 ) -> set[str]:

@@ -85,9 +85,7 @@ def write_aligned(
 def left_behind(pair: Pair, alignment: Alignment) -> list[str]:
     """What the donor does not read and has to be left out, because a stream moves that it was made for: layers that
     predict tokens further ahead (MTP)."""
-    streams = (alignment.transforms[name] for name in pair.architecture.streams if name in alignment.transforms)
-    moved = alignment.folded or any(not stream.is_identity() for stream in streams)
-    return pair.donor.ignored if moved else []
+    return pair.donor.ignored if alignment.moves_streams(pair.architecture) else []
 
 
 def write_checkpoint(

@@ -19,7 +19,7 @@ from rotation_merge.checkpoints.models import parse_reference
 from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.unlike import Unlike
-from rotation_merge.errors import CheckpointError, RecipeError
+from rotation_merge.errors import CheckpointError, RecipeError, not_written
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.model import Alignment, Match, Progress, match_model
 from rotation_merge.matching.options import STREAM_MAPS, MatchOptions
@@ -206,17 +206,20 @@ class Work:
         run, tuned = Run(), Tuned(self.carrier, source, self.settings.scale)
         notes: list[str] = []
         report = replace(self.report_on(work), notes=notes)
+        stale = self.bases.new.ignored if self.carrier.alignment.folded else []  # made for the norms as they were
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for _, pieces, change, before in tuned.tensors():
                 run.transport(work, change, before)
                 yield from pieces.items()
             notes.extend([*self.report.notes, *tuned.share(), *run.transport_notes(), *self.layers(), *self.asked])
+            notes.extend([not_written(stale)] if stale else [])
 
         def text() -> str:
             return card(self.bases, work, report, out, "finetune", self.how)
 
-        write_checkpoint(self.bases.new, tensors(), report, text, out, self.settings.storage, progress)
+        storage = self.settings.storage
+        write_checkpoint(self.bases.new, tensors(), report, text, out, storage, progress, left_out=stale)
         return Done(work, out, [verdict(self.bases, report), *notes])
 
 

@@ -59,6 +59,12 @@ class Alignment:
     notes: tuple[str, ...] = ()
     samples: tuple[str, int] | None = None
 
+    def moves_streams(self, architecture: Architecture) -> bool:
+        """Whether what reads a stream and is not moved itself (layers that predict tokens further ahead) would be wrong
+        behind it."""
+        streams = (self.transforms[name] for name in architecture.streams if name in self.transforms)
+        return bool(self.folded) or any(not stream.is_identity() for stream in streams)
+
 
 Match = Callable[[Architecture, TensorSource, TensorSource, MatchOptions, Progress | None], Alignment]
 """Finds what brings the second of two sources to the first: `match_model`, or what takes its place."""

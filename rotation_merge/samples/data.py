@@ -84,6 +84,7 @@ def read_batches(
     batches = [_begun(batch, model) for batch in batches]
     for batch in batches:
         _check_tokens(batch, model, source)
+    _check_decoder(batches, model, source)
     task = _task(model, batches[0])
     if task == "masked token":
         generator = torch.Generator().manual_seed(seed)
@@ -132,6 +133,32 @@ def _begun(batch: Batch, model: Any) -> Batch:
     if shift is None or "labels" not in batch or "decoder_input_ids" in batch or batch["labels"].ndim < 2:
         return batch
     return {**batch, "decoder_input_ids": shift(batch["labels"])}
+
+
+def _check_decoder(batches: Sequence[Batch], model: Any, source: str) -> None:
+    """A decoder that makes nothing of what the encoder reads (T5's, Whisper's; BART's does) is told what to read."""
+    lacking = [batch for batch in batches if "decoder_input_ids" not in batch]
+    if not lacking or not getattr(model.config, "is_encoder_decoder", False):
+        return
+    device = next(model.parameters()).device
+    first = {n: x[:1].to(device) for n, x in lacking[0].items() if n not in ("labels", "attention_mask")}
+    begun = {**first, "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}
+    if _runs(model, begun) and not _runs(model, first):
+        raise DataError(
+            f"does not say of every example what the decoder of {type(model).__name__} reads",
+            where=source,
+            remedy="give records with 'labels' (the tokens that it should write), or arrays with 'decoder_input_ids'",
+        )
+
+
+@torch.no_grad()
+def _runs(model: Any, batch: Batch) -> bool:
+    """Whether a model computes something of a batch."""
+    try:
+        model(**batch)
+    except Exception:  # each class refuses in its own way
+        return False
+    return True
 
 
 def _check_inputs(examples: Mapping[str, Tensor], model: Any, source: str) -> None:
