@@ -17,6 +17,7 @@ from rotation_merge.averaging.refit import Refit, Refitted
 from rotation_merge.matching.carry import Carrier
 from rotation_merge.matching.model import aligned_source
 from rotation_merge.matching.state import TensorSource
+from rotation_merge.samples.data import first_apart
 from rotation_merge.samples.functions import Batch, architecture_of
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.store import Store
@@ -64,7 +65,7 @@ def refit_change(
     Returns:
         The solved tensors by the new base's names, in float32, and what became of each map.
     """
-    store = Store() if store is None else store
+    store, batches = Store() if store is None else store, first_apart(batches)
     architecture = carrier.architecture
     solved: dict[str, Tensor] = {}
 

@@ -63,8 +63,9 @@ class ChangedAnswers:
         taps = [Taps(runner, own) for runner, own in zip(runners, there, strict=True)]
         starts = {} if self.between is None else {key: self.between.of(here, key) for key in wanted}
         maps = _Maps(self.ridge, {key: start for key, start in starts.items() if start is not None})
-        for batch, weight in enumerate(self.weights):
-            values = [_seen(runner, tap, batch, wanted) for runner, tap in zip(runners, taps, strict=True)]
+        weights = self.weights if wanted or block.index is not None else []
+        for batch, weight in enumerate(weights):
+            values = [_seen(tap, batch, wanted) for tap in taps]
             self._keys = [key for key in sorted(wanted) if all(key in found for found in values)]
             self._keys = [key for key in self._keys if maps.fits(key, values[1][key], values[0][key])]
             new, old, tuned = ([found[key] for key in self._keys] for found in values)
@@ -73,7 +74,7 @@ class ChangedAnswers:
             self.store.put(f"own:{batch}", new)
             self.store.put(f"change:{batch}", [t - o for t, o in zip(tuned, old, strict=True)])
         found = maps.solve({key for key in self._keys if self._is_mapped(taps[0], key)})
-        for batch in range(len(self.weights)):
+        for batch in range(len(weights)):
             own, change = (self.store.get(f"{what}:{batch}", self.new.device) for what in ("own", "change"))
             moved = [c if key not in found else c @ found[key].to(c) for key, c in zip(self._keys, change, strict=True)]
             self.store.put(f"answer:{batch}", [o + self.scale * m for o, m in zip(own, moved, strict=True)])
@@ -107,9 +108,8 @@ class ChangedAnswers:
         return one is None or bool(one.outputs.parts)
 
 
-def _seen(runner: Runner, taps: Taps, batch: int, wanted: frozenset[str]) -> dict[str, Tensor]:
-    with runner.recording():
-        seen = taps.see(batch, also=wanted)
+def _seen(taps: Taps, batch: int, wanted: frozenset[str]) -> dict[str, Tensor]:
+    seen = taps.pass_on(batch, wanted)
     return {**seen.outputs, **seen.stream}
 
 

@@ -25,7 +25,7 @@ from rotation_merge.durable import write_text
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.report.card import MEASURED, measured_in
 from rotation_merge.report.record import versions
-from rotation_merge.samples.data import Data, described, unpadded
+from rotation_merge.samples.data import Data, described, first_apart, unpadded
 from rotation_merge.samples.functions import architecture_of
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.store import Store
@@ -128,7 +128,7 @@ def _measured(
         return measurement.run(options, state, progress, elsewhere), measurement.architecture
     states = Store(str(state.folder))
     config = checkpoint.reference.config()
-    runner = Runner(config, checkpoint, checkpoint.architecture, batches, states, device=device)
+    runner = Runner(config, checkpoint, checkpoint.architecture, first_apart(batches), states, device=device)
     try:
         return ByLayer(runner, options, state, progress).run(), runner.architecture
     finally:

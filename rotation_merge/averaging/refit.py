@@ -74,14 +74,15 @@ class Teachers:
         if len(there) < len(opened):
             return False
         taps = [Taps(runner, own) for runner, own in zip(self.runners, there, strict=True)]
-        for batch, teachers in enumerate(self.who):
+        for batch, teachers in enumerate(self.who if wanted or block.index is not None else ()):
             total: Answer = {}
             for donor, number, share in teachers:
-                with self.runners[donor].recording():
-                    seen = taps[donor].see(number, also=wanted)
+                seen = taps[donor].pass_on(number, wanted)
                 for key, value in {**seen.outputs, **seen.stream}.items():
-                    part = value if share == 1.0 else share * value
-                    total[key] = total[key] + part if key in total else part
+                    if key in total:
+                        total[key].add_(value, alpha=share)
+                    else:
+                        total[key] = value if share == 1.0 else share * value
             self._keys = [key for key in sorted(wanted) if key in total]
             self.store.put(f"answer:{batch}", [total[key] for key in self._keys])
         return True
@@ -177,9 +178,8 @@ class Refit:
             taps = Taps(self.merge, block)
             self._block(block, taps, result)
             self._fused.clear()
-            with self.merge.recording():
-                for batch in range(len(self.merge.batches)):
-                    taps.see(batch)
+            for batch in range(len(self.merge.batches)) if block.index is not None else ():
+                taps.pass_on(batch)
             taps.forget()
         self.watch("refitting", total, total)
         return result
@@ -193,7 +193,6 @@ class Refit:
         if self.answers.learn(block, wanted):
             for stage in chosen:
                 result.maps += self._solve(taps, stage, places)
-                taps.settled.update(stage.keys)
                 taps.settled.update(stage.keys)
 
     def _places(self, block: Block, taps: Taps, result: Refitted) -> dict[str, list[_Written]]:
@@ -240,9 +239,9 @@ class Refit:
         module, name = cast(Any, taps.modules[key]), taps.maps[key].info.name
         turned = isinstance(module, Conv1D)
         biased = getattr(module, "bias", None) is not None
-        change = sums.change(key, self.ridge, biased, places[0].name)
-        change = self.shape(change, sums.gram)
-        fitted = Fitted(places[0].name, *sums.errors(key, change))
+        best = sums.change(key, self.ridge, biased, places[0].name)
+        change = self.shape(best, sums.gram)
+        fitted = Fitted(places[0].name, *sums.errors(key, change, self.ridge if change is best else None))
         weight, bias = module.weight.double(), module.bias.double() if biased else None
         width = sums.width
         moved = (weight.mT if turned else weight) + change[:, :width]
@@ -336,8 +335,10 @@ class _Sums:
         for i in range(0, self.width + 1, STRIPE):
             self._upper[i : i + STRIPE, i:].add_(x[:, i : i + STRIPE].mT @ x[:, i:], alpha=weight)
         for key, parts in lacks.items():
-            part = weight * (x.mT @ torch.cat(parts)).double()
-            self.cross[key] = self.cross[key].add_(part) if key in self.cross else part
+            part = x.mT @ torch.cat(parts)
+            if key not in self.cross:
+                self.cross[key] = torch.zeros_like(part, dtype=torch.float64)
+            self.cross[key].add_(part, alpha=weight)
 
     def change(self, key: str, ridge: float, biased: bool, name: str) -> Tensor:
         """The map's change, (out, in), with a bias (out, in + 1).
@@ -346,10 +347,7 @@ class _Sums:
             DataError: the inputs do not determine it.
         """
         size = self.width + int(biased)
-        gram = self.gram[:size, :size]
-        penalty = torch.full((self.width + 1,), ridge * float(gram.diagonal()[: self.width].mean()))
-        penalty[self.width] = BIAS * self.rows
-        found = ridge_change(gram, self.cross[key][:size], penalty[:size].to(gram))
+        found = ridge_change(self.gram[:size, :size], self.cross[key][:size], self._penalty(ridge)[:size])
         if found is None:
             raise DataError(
                 f"{self.rows:.0f} positions of the samples do not determine '{name}' ({self.width} inputs)",
@@ -357,15 +355,29 @@ class _Sums:
             )
         return found
 
-    def errors(self, key: str, change: Tensor) -> tuple[float, float]:
-        """Root of the squared error over the square of what is wanted: before and after."""
+    def _penalty(self, ridge: float) -> Tensor:
+        """Of each input and of the bias, (in + 1,)."""
+        penalty = torch.full_like(self.gram[0], ridge * float(self.gram.diagonal()[: self.width].mean()))
+        penalty[self.width] = BIAS * self.rows
+        return penalty
+
+    def errors(self, key: str, change: Tensor, ridge: float | None) -> tuple[float, float]:
+        """Root of the squared error over the square of what is wanted: before and after.
+
+        Args:
+            ridge: under which the change is the best one, whose product with the Gram is known; None: under none.
+        """
         size = change.shape[1]
         before, whole = self.squares[key]
-        gained = 2 * (change.mT * self.cross[key][:size]).sum() - (change @ self.gram[:size, :size] * change).sum()
-        after = max(before - float(gained), 0.0)
+        reached = (change.mT * self.cross[key][:size]).sum()
+        if ridge is None:
+            spent = (change @ self.gram[:size, :size] * change).sum()
+        else:
+            spent = reached - (change.square() @ self._penalty(ridge)[:size]).sum()
+        after = max(before - float(2 * reached - spent), 0.0)
         return (before / whole) ** 0.5 if whole else 0.0, (after / whole) ** 0.5 if whole else 0.0
 
 
 def _square(x: Tensor) -> float:
-    """The sum of squares."""
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+    """The sum of squares: of each row in its own precision, in all in float64."""
+    return float(torch.linalg.vector_norm(x, dim=-1).double().square().sum())

@@ -150,23 +150,34 @@ class Taps:
             until: end the forward when all of these have been seen, and show them, with what such maps read.
             also: keys and places that are shown, whatever else runs.
         """
-        keys, name = self._known.get(batch, []), self._name(batch)
-        known = dict(zip(keys, self.runner.store.get(name, self.runner.device), strict=True)) if keys else {}
+        keys, store = self._known.setdefault(batch, []), self.runner.store
+        known = {key: store.get(self._name(batch, key), self.runner.device)[0] for key in keys}
         with self.watching(until, known=known) as seen:
             self.runner.run(batch)
-        if len(known) > len(keys):
-            self._known[batch] = list(known)
-            self.runner.store.put(name, list(known.values()))
+        for key in known.keys() - set(keys):
+            keys.append(key)
+            store.put(self._name(batch, key), [known[key]], given=True)
         return seen.part(until, also, self.runner.batches[batch].get("attention_mask"))
+
+    def pass_on(self, batch: int, also: frozenset[str] = frozenset()) -> Seen:
+        """What one batch shows of some keys and places; what a layer gives to it is kept for those after it.
+
+        Outside of the layers the forward ends where all of these have been seen.
+        """
+        if self.layer is None:
+            return self.see(batch, also)
+        with self.runner.recording():
+            return self.see(batch, also=also)
 
     def forget(self) -> None:
         """Let go what settled maps gave: nothing more is to be seen here."""
-        for batch in self._known:
-            self.runner.store.drop(self._name(batch))
+        for batch, keys in self._known.items():
+            for key in keys:
+                self.runner.store.drop(self._name(batch, key))
         self._known.clear()
 
-    def _name(self, batch: int) -> str:
-        return f"{self.runner.prefix}:settled:{batch}"
+    def _name(self, batch: int, key: str) -> str:
+        return f"{self.runner.prefix}:settled:{batch}:{key}"
 
 
 def _submodule(runner: Runner, tensor: str) -> nn.Module | None:
@@ -216,6 +227,8 @@ def stages(taps: Taps, keys: set[str]) -> list[Stage]:
     Args:
         keys: of the maps to be solved.
     """
+    if not keys:
+        return []
     seen = taps.first()
     once = [key for key in seen.order if key in keys and seen.order.count(key) == 1]
     groups: dict[Any, list[str]] = {}

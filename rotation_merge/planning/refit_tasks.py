@@ -30,7 +30,7 @@ from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.refit import AT_ONCE, LENGTH, Lesson, Teacher, model_config
 from rotation_merge.planning.tasks import KeyedTask
 from rotation_merge.planning.whole import WholeTask, progress_bar
-from rotation_merge.samples.data import read_batches
+from rotation_merge.samples.data import first_apart, read_batches
 from rotation_merge.samples.functions import Batch, local_path
 from rotation_merge.samples.runner import Fill, Runner, filled_model
 from rotation_merge.samples.store import Store
@@ -108,7 +108,7 @@ class _Work:
 
     def refit(self, progress: Progress) -> Refitted:
         lesson, own = self.lesson, self.base.architecture
-        parts = [self._samples(number) for number in range(len(lesson.teachers))]
+        parts = [first_apart(self._samples(number)) for number in range(len(lesson.teachers))]
         batches = [batch for part in parts for batch in part]
         shares = [t.share for t in lesson.teachers]
         if lesson.pooled:

@@ -314,6 +314,20 @@ def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     return [_padded_batch(group) for group in groups] + apart
 
 
+def first_apart(batches: Sequence[Batch]) -> list[Batch]:
+    """The same examples; an eighth of the first batch is one of its own, which a model is looked at with.
+
+    Args:
+        batches: those that do not hold a row for each example stay as they are.
+    """
+    first = batches[0] if batches else {}
+    count = min(map(len, first.values()), default=0) // 8
+    if count == 0 or len({len(tensor) for tensor in first.values()}) > 1:
+        return [*batches]
+    some, rest = ({name: x[part] for name, x in first.items()} for part in (slice(count), slice(count, None)))
+    return [some, rest, *batches[1:]]
+
+
 def _padded_batch(texts: Sequence[Batch]) -> Batch:
     """Texts, the longest first, in one batch; with a mask where they are not of one length."""
     longest, shortest = (len(texts[i]["input_ids"]) for i in (0, -1))

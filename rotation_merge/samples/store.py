@@ -28,9 +28,13 @@ class Store:
         self._scratch = None if folder is None else _scratch(folder)
         self.folder = None if self._scratch is None else self._scratch.path
 
-    def put(self, key: str, tensors: Sequence[Tensor]) -> None:
-        """Keep some tensors in the place of those that the key had."""
-        kept = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
+    def put(self, key: str, tensors: Sequence[Tensor], given: bool = False) -> None:
+        """Keep some tensors in the place of those that the key had.
+
+        Args:
+            given: nobody else has them, so that they need not be copied.
+        """
+        kept = [tensor.detach().to("cpu", copy=not given).contiguous() for tensor in tensors]
         if self.folder is None:
             self._held[key] = kept
             return
