@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 
@@ -299,11 +300,16 @@ def _memory(architecture: Architecture, sizes: dict[str, int], options: MatchOpt
 
 
 def flops_per_second() -> float:
-    """What products of this size reach on this machine, measured in a moment, however busy it is."""
+    """What products of this size reach on this machine, measured in a moment, however busy it is, once a process."""
+    return REACHED * _products_per_second(torch.get_num_threads())
+
+
+@cache
+def _products_per_second(threads: int) -> float:
     x, best = torch.randn(768, 768), float("inf")
     x @ x
     for _ in range(5):
         began = time.process_time()
         x @ x
         best = min(best, time.process_time() - began)
-    return REACHED * torch.get_num_threads() * 2 * 768**3 / max(best, 1e-6)
+    return threads * 2 * 768**3 / max(best, 1e-6)
