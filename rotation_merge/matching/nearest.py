@@ -18,6 +18,7 @@ SMALLEST = 64
 
 _WIDTHS = (16, 32, 64, 128, 256)
 _PROBED = 64
+_PARTS = 16  # in which nearest neighbours are looked for, until two share one
 _MOST_OPEN = 8  # open pairs a neuron that are evaluated exactly
 _ROUNDING = 1e-5  # share of the squared norms by which float32 may be wrong
 _TIE = 1e-12
@@ -88,8 +89,14 @@ def _candidate(anchor: Tensor, donor: Tensor) -> Tensor | None:
     own = torch.arange(n, device=anchor.device)
     if float((_nearest(anchor, donor, probe) == probe).double().mean()) >= 0.9:
         return own
-    index = _nearest(anchor, donor, own)
-    return index if len(index.unique()) == n else None
+    taken = torch.zeros(n, dtype=torch.bool, device=anchor.device)
+    found = []
+    for rows in own.split(max(_PROBED, n // _PARTS)):
+        found.append(_nearest(anchor, donor, rows))
+        taken[found[-1]] = True
+        if int(taken.sum()) < int(rows[-1]) + 1:
+            return None
+    return torch.cat(found)
 
 
 def _nearest(anchor: Tensor, donor: Tensor, rows: Tensor) -> Tensor:
