@@ -141,8 +141,8 @@ class Neurons:
         n = self.size
         result = torch.empty(n, n, dtype=dtype, device=self.device)
         donor = [[b.to(result) for _, b in pairs] for pairs in (self.ins, self.gates, self.outs)]
-        norms = [row.donor.to(result)[None] for row in (self.rows[0], self.rows[2])]
-        step = max(1, _ROWS // n)
+        primal, dual = (row.donor.to(result)[None] for row in (self.rows[0], self.rows[2]))
+        step, cached = max(1, _ROWS // n), max(1, _CACHED // n)
         for start in range(0, n, step):
             part = slice(start, start + step)
             p, gate, q = (
@@ -150,18 +150,20 @@ class Neurons:
                 for pairs, moved in zip((self.ins, self.gates, self.outs), donor, strict=True)
             )
             if self.rescales:
-                for s in range(0, n, _BLOCK // step + 1):
-                    c = slice(s, s + _BLOCK // step + 1)
-                    known = norms[0][:, c], norms[1][:, c], p[:, c], q[:, c]
-                    result[part, c] = gate[:, c] - least_cost(*known, self.signed, self.degree) / 2
+                for c in (slice(s, s + cached) for s in range(0, len(p), cached)):
+                    least = least_cost(primal, dual, p[c], q[c], self.signed, self.degree)
+                    torch.sub(gate[c] if self.gates else gate, least, alpha=0.5, out=result[part][c])
             else:
                 result[part] = p + gate + q
         return result
 
 
 def _products(rows: list[Tensor], donor: list[Tensor], like: Tensor) -> Tensor:
-    total = like.new_zeros(len(rows[0]) if rows else 1, like.shape[1])
-    for a, b in zip(rows, donor, strict=True):
+    """The sum of A B^T over the pairs, (len(rows), n); a row of zeros where there is none."""
+    if not rows:
+        return like.new_zeros(1, like.shape[1])
+    total = rows[0].to(like) @ donor[0].T
+    for a, b in zip(rows[1:], donor[1:], strict=True):
         total.addmm_(a.to(like), b.T)
     return total
 
