@@ -16,6 +16,7 @@ from rotation_merge.groups.base import GroupElement, broadcast
 from rotation_merge.groups.group import Group, near
 from rotation_merge.groups.statistics import Grams, balance
 from rotation_merge.groups.tangent import Freedom, Steps, like, scaled
+from rotation_merge.linalg.saddle import plane_scale
 from rotation_merge.linalg.scaling import best_scale, cost, joint_scale
 
 
@@ -171,8 +172,14 @@ def _joint_scale(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor], gue
         turn = _phase(scale * primal + dual / scale).conj()
         return (turn * primal).real, (turn * dual).real
 
-    bounds = primal.abs(), dual.abs()
-    return joint_scale(lambda a: (a * primal + dual / a).abs(), inner, *norms, guess, bounds)
+    scale, proven = plane_scale(primal, dual, norms, guess)
+    if not bool(proven.all()):
+        others = ~proven
+        primal, dual = primal[others], dual[others]
+        bounds, first, second = (primal.abs(), dual.abs()), norms[0][others], norms[1][others]
+        mixed = lambda a: (a * primal + dual / a).abs()  # noqa: E731
+        scale[others] = joint_scale(mixed, inner, first, second, guess[others], bounds)
+    return scale
 
 
 def _phase(z: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from rotation_merge.groups.orthogonal import Orthogonal
 from rotation_merge.groups.statistics import Grams
 from rotation_merge.groups.tangent import Freedom, Steps, scaled
 from rotation_merge.linalg.polar import nuclear_norm, procrustes, random_orthogonal
+from rotation_merge.linalg.saddle import joint_ceiling
 from rotation_merge.linalg.scaling import best_scale, cost, joint_scale, scale_ceiling
 
 
@@ -98,20 +100,26 @@ class OrthogonalGroup(Group):
         scale = torch.ones_like(primal)
         if self.rescale != "sequential":
             scale = _joint_scale(grams, primal, dual)
-        rotation = procrustes(_mix(grams, scale), grams.rank_tolerance)
+        rotation = procrustes(_mix(grams.primal, grams.dual, scale), grams.rank_tolerance)
         scale = best_scale(primal, dual, _inner(rotation, grams.primal), _inner(rotation, grams.dual))
         inner = _inner(rotation, grams.primal), _inner(rotation, grams.dual)
         return Scaled(rotation, scale), -cost(scale, primal, dual, *inner)
 
     def ceiling(self, grams: Grams) -> Tensor:
-        """With `rescale`, from singular values at a few scales (`scale_ceiling`)."""
+        """With `rescale`, by `joint_ceiling`; where that knows none, from singular values at a few scales."""
         if not self.rescale:
             return 2 * nuclear_norm(grams.primal + grams.dual) - grams.norms()
         if self.rescale == "sequential":
             return super().ceiling(grams)
         primal, dual = grams.donor_primal.sum(-1), grams.donor_dual.sum(-1)
-        bounds = _nuclear_bound(grams.primal), _nuclear_bound(grams.dual)
-        return scale_ceiling(lambda a: nuclear_norm(_mix(grams, a)), primal, dual, bounds)
+        ceiling = joint_ceiling(grams.primal, grams.dual, (primal, dual))
+        others = ceiling.isinf()
+        if bool(others.any()):
+            first, second = grams.primal[others], grams.dual[others]
+            bounds = _nuclear_bound(first), _nuclear_bound(second)
+            known = primal[others], dual[others]
+            ceiling[others] = scale_ceiling(_mixed_norm(first, second), *known, bounds)
+        return ceiling
 
     def agreement(self, element: GroupElement, products: Tensor) -> Tensor:
         return agreement_by_matrices(element, products)
@@ -119,11 +127,15 @@ class OrthogonalGroup(Group):
 
 def _joint_scale(grams: Grams, primal: Tensor, dual: Tensor) -> Tensor:
     def inner(scale: Tensor) -> tuple[Tensor, Tensor]:
-        rotation = procrustes(_mix(grams, scale), grams.rank_tolerance)
+        rotation = procrustes(_mix(grams.primal, grams.dual, scale), grams.rank_tolerance)
         return _inner(rotation, grams.primal), _inner(rotation, grams.dual)
 
     bounds = nuclear_norm(grams.primal), nuclear_norm(grams.dual)
-    return joint_scale(lambda a: nuclear_norm(_mix(grams, a)), inner, primal, dual, grams.guess(), bounds)
+    return joint_scale(_mixed_norm(grams.primal, grams.dual), inner, primal, dual, grams.guess(), bounds)
+
+
+def _mixed_norm(primal: Tensor, dual: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda scale: nuclear_norm(_mix(primal, dual, scale))
 
 
 def _nuclear_bound(products: Tensor) -> Tensor:
@@ -131,8 +143,8 @@ def _nuclear_bound(products: Tensor) -> Tensor:
     return products.shape[-1] ** 0.5 * torch.linalg.matrix_norm(products)
 
 
-def _mix(grams: Grams, scale: Tensor) -> Tensor:
-    return scale[..., None, None] * grams.primal + grams.dual / scale[..., None, None]
+def _mix(primal: Tensor, dual: Tensor, scale: Tensor) -> Tensor:
+    return scale[..., None, None] * primal + dual / scale[..., None, None]
 
 
 def _inner(rotation: Tensor, products: Tensor) -> Tensor:
