@@ -20,7 +20,9 @@ def ridge_change(gram: Tensor, cross: Tensor, penalty: Tensor) -> Tensor | None:
         D, shape (out, in), float64; None where the sum is singular.
     """
     gram, cross = gram.double(), cross.double()
-    factor, failed = torch.linalg.cholesky_ex(gram + torch.diag(penalty.double()))
+    whole = gram.clone()
+    whole.diagonal().add_(penalty)
+    factor, failed = torch.linalg.cholesky_ex(whole)
     pivots = factor.diagonal()
     if int(failed) or bool((pivots < 1e-7 * gram.diagonal().clamp_min(1e-300).sqrt()).any()):
         return None

@@ -48,9 +48,10 @@ class Average:
         first = self.sources[0][name]
         if not first.is_floating_point():
             return first
-        total = start = first.to(torch.promote_types(first.dtype, torch.float32))
+        start = first.to(torch.promote_types(first.dtype, torch.float32))
+        total = start.clone()
         for source, share in zip(self.sources[1:], self.shares[1:], strict=True):
-            total = total + share * (source[name].to(total) - start)
+            total.add_(source[name].to(start) - start, alpha=share)
         return total
 
 

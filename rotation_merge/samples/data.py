@@ -257,6 +257,9 @@ def _masked(batch: Batch, model_path: str, generator: torch.Generator) -> Batch:
 
 NO_PAIRS = torch.empty(0, 0)
 
+SLACK = 128
+"""Positions of padding that cost no more than another batch."""
+
 
 def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
     """The same examples without padding: those of one length together, in the order of their lengths' first examples.
@@ -294,7 +297,8 @@ def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
 
     Args:
         batches: examples without padding; those that hold more than a row for each token stay as they are.
-        tokens: so many at most in a batch of several texts, a fifth of them padding.
+        tokens: so many at most in a batch of several texts, a fifth of them padding, or `SLACK`, which costs no more
+            than another batch.
     """
     texts: list[Batch] = []
     apart: list[Batch] = []
@@ -307,7 +311,9 @@ def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     groups: list[list[Batch]] = []
     for text in sorted(texts, key=lambda text: -len(text["input_ids"])):
         longest = len(groups[-1][0]["input_ids"]) if groups else 0
-        if groups and longest * (len(groups[-1]) + 1) <= tokens and 5 * len(text["input_ids"]) >= 4 * longest:
+        whole = longest * (len(groups[-1]) + 1) if groups else 0
+        padding = whole - len(text["input_ids"]) - sum(len(t["input_ids"]) for t in groups[-1]) if groups else 0
+        if groups and whole <= tokens and padding <= max(whole // 5, SLACK):
             groups[-1].append(text)
         else:
             groups.append([text])
