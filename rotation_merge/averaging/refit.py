@@ -84,7 +84,7 @@ class Teachers:
                     else:
                         total[key] = value if share == 1.0 else share * value
             self._keys = [key for key in sorted(wanted) if key in total]
-            self.store.put(f"answer:{batch}", [total[key] for key in self._keys])
+            self.store.put(f"answer:{batch}", [total[key] for key in self._keys], given=True)
         return True
 
     def __call__(self, batch: int) -> Answer:

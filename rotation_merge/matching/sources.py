@@ -49,9 +49,9 @@ class Average:
         if not first.is_floating_point():
             return first
         start = first.to(torch.promote_types(first.dtype, torch.float32))
-        total = start.clone()
+        total, apart = start.clone(), torch.empty_like(start)
         for source, share in zip(self.sources[1:], self.shares[1:], strict=True):
-            total.add_(source[name].to(start) - start, alpha=share)
+            total.add_(torch.sub(source[name].to(start), start, out=apart), alpha=share)
         return total
 
 
