@@ -24,7 +24,7 @@ from rotation_merge.averaging.refit import Answer, same_place
 from rotation_merge.averaging.stages import Taps, rows
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.samples.runner import Runner
-from rotation_merge.samples.store import Store
+from rotation_merge.samples.store import Kept, Store
 
 
 @dataclass
@@ -47,7 +47,10 @@ class ChangedAnswers:
     scale: float = 1.0
     ridge: float = 0.01
     between: FrameMaps | None = None
-    _keys: list[str] = field(default_factory=list)
+    _kept: Kept = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._kept = Kept(self.store, "answer")
 
     def learn(self, block: Block, wanted: frozenset[str]) -> bool:
         """Run all three through the block, find the maps, and keep the answers to every batch."""
@@ -63,21 +66,21 @@ class ChangedAnswers:
         taps = [Taps(runner, own) for runner, own in zip(runners, there, strict=True)]
         starts = {} if self.between is None else {key: self.between.of(here, key) for key in wanted}
         maps = _Maps(self.ridge, {key: start for key, start in starts.items() if start is not None})
-        weights = self.weights if wanted or block.index is not None else []
+        weights, keys = self.weights if wanted or block.index is not None else [], list[str]()
         for batch, weight in enumerate(weights):
             values = [_seen(tap, batch, wanted) for tap in taps]
-            self._keys = [key for key in sorted(wanted) if all(key in found for found in values)]
-            self._keys = [key for key in self._keys if maps.fits(key, values[1][key], values[0][key])]
-            new, old, tuned = ([found[key] for key in self._keys] for found in values)
+            keys = [key for key in sorted(wanted) if all(key in found for found in values)]
+            keys = [key for key in keys if maps.fits(key, values[1][key], values[0][key])]
+            new, old, tuned = ([found[key] for key in keys] for found in values)
             if weight:
-                maps.add(dict(zip(self._keys, zip(old, new, strict=True), strict=True)))
+                maps.add(dict(zip(keys, zip(old, new, strict=True), strict=True)))
             self.store.put(f"own:{batch}", new)
             self.store.put(f"change:{batch}", [t - o for t, o in zip(tuned, old, strict=True)])
-        found = maps.solve({key for key in self._keys if self._is_mapped(taps[0], key)})
+        found = maps.solve({key for key in keys if self._is_mapped(taps[0], key)})
         for batch in range(len(weights)):
             own, change = (self.store.get(f"{what}:{batch}", self.new.device) for what in ("own", "change"))
-            moved = [c if key not in found else c @ found[key].to(c) for key, c in zip(self._keys, change, strict=True)]
-            self.store.put(f"answer:{batch}", [o + self.scale * m for o, m in zip(own, moved, strict=True)])
+            moved = [c if key not in found else c @ found[key].to(c) for key, c in zip(keys, change, strict=True)]
+            self._kept.put(batch, {k: o + self.scale * m for k, o, m in zip(keys, own, moved, strict=True)})
             self.store.drop(f"own:{batch}")
             self.store.drop(f"change:{batch}")
         return True
@@ -99,7 +102,10 @@ class ChangedAnswers:
         return None
 
     def __call__(self, batch: int) -> Answer:
-        return dict(zip(self._keys, self.store.get(f"answer:{batch}", self.new.device), strict=True))
+        return self._kept.get(batch, self.new.device)
+
+    def keep(self, wanted: frozenset[str]) -> None:
+        self._kept.keep(wanted)
 
     @staticmethod
     def _is_mapped(taps: Taps, key: str) -> bool:

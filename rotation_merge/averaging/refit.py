@@ -26,7 +26,7 @@ from rotation_merge.averaging.stages import Seen, Stage, Taps, rows, stages
 from rotation_merge.errors import DataError
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.samples.runner import Runner
-from rotation_merge.samples.store import Store
+from rotation_merge.samples.store import Kept, Store
 
 BIAS = 1e-6
 """The penalty of a bias, over the number of rows."""
@@ -53,6 +53,9 @@ class Answers(Protocol):
     def __call__(self, batch: int) -> Answer:
         """The answers to one batch."""
 
+    def keep(self, wanted: frozenset[str]) -> None:
+        """Let all other answers go."""
+
 
 class Teachers:
     """The donors' own answers: to each batch those of one donor, or the weighted mean of several.
@@ -65,8 +68,7 @@ class Teachers:
     def __init__(
         self, runners: Sequence[Runner], who: Sequence[Sequence[tuple[int, int, float]]], store: Store
     ) -> None:
-        self.runners, self.who, self.store = runners, who, store
-        self._keys: list[str] = []
+        self.runners, self.who, self.kept = runners, who, Kept(store, "answer")
 
     def learn(self, block: Block, wanted: frozenset[str]) -> bool:
         opened = [runner.advance() for runner in self.runners]
@@ -83,13 +85,14 @@ class Teachers:
                         total[key].add_(value, alpha=share)
                     else:
                         total[key] = value if share == 1.0 else share * value
-            self._keys = [key for key in sorted(wanted) if key in total]
-            self.store.put(f"answer:{batch}", [total[key] for key in self._keys], given=True)
+            self.kept.put(batch, {key: total[key] for key in sorted(wanted) if key in total})
         return True
 
     def __call__(self, batch: int) -> Answer:
-        device = self.runners[0].device
-        return dict(zip(self._keys, self.store.get(f"answer:{batch}", device), strict=True))
+        return self.kept.get(batch, self.runners[0].device)
+
+    def keep(self, wanted: frozenset[str]) -> None:
+        self.kept.keep(wanted)
 
 
 def same_place(one: Block, other: Block) -> bool:
@@ -191,9 +194,10 @@ class Refit:
         _keep(result, UNSEEN, [one.name for key, some in places.items() if key not in solved for one in some])
         wanted: frozenset[str] = frozenset().union(*(stage.until for stage in chosen))
         if self.answers.learn(block, wanted):
-            for stage in chosen:
+            for number, stage in enumerate(chosen, 1):
                 result.maps += self._solve(taps, stage, places)
                 taps.settled.update(stage.keys)
+                self.answers.keep(frozenset().union(*(later.until for later in chosen[number:])))
 
     def _places(self, block: Block, taps: Taps, result: Refitted) -> dict[str, list[_Written]]:
         """By key of a map that can be solved: where it goes."""

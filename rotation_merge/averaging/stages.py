@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from rotation_merge.architectures.model import Block
 from rotation_merge.averaging.maps import LinearMap, linear_map
 from rotation_merge.samples.runner import Halt, Runner
+from rotation_merge.samples.store import Kept
 
 LAYER = "layer"
 """What the place is called where a layer gives the stream to the next one."""
@@ -66,7 +67,7 @@ class Taps:
     def __init__(self, runner: Runner, block: Block) -> None:
         self.runner = runner
         self.settled: set[str] = set()
-        self._known: dict[int, list[str]] = {}
+        self._known = Kept(runner.store, f"{runner.prefix}:settled")
         self.maps: dict[str, LinearMap] = {}
         self.modules: dict[str, nn.Module] = {}
         for info in block.tensors:
@@ -150,13 +151,11 @@ class Taps:
             until: end the forward when all of these have been seen, and show them, with what such maps read.
             also: keys and places that are shown, whatever else runs.
         """
-        keys, store = self._known.setdefault(batch, []), self.runner.store
-        known = {key: store.get(self._name(batch, key), self.runner.device)[0] for key in keys}
+        known = self._known.get(batch, self.runner.device)
+        before = set(known)
         with self.watching(until, known=known) as seen:
             self.runner.run(batch)
-        for key in known.keys() - set(keys):
-            keys.append(key)
-            store.put(self._name(batch, key), [known[key]], given=True)
+        self._known.add(batch, {key: output for key, output in known.items() if key not in before})
         return seen.part(until, also, self.runner.batches[batch].get("attention_mask"))
 
     def pass_on(self, batch: int, also: frozenset[str] = frozenset()) -> Seen:
@@ -171,13 +170,7 @@ class Taps:
 
     def forget(self) -> None:
         """Let go what settled maps gave: nothing more is to be seen here."""
-        for batch, keys in self._known.items():
-            for key in keys:
-                self.runner.store.drop(self._name(batch, key))
-        self._known.clear()
-
-    def _name(self, batch: int, key: str) -> str:
-        return f"{self.runner.prefix}:settled:{batch}:{key}"
+        self._known.keep(())
 
 
 def _submodule(runner: Runner, tensor: str) -> nn.Module | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from safetensors import SafetensorError
@@ -75,6 +75,43 @@ class Store:
         self._files.clear()
         if self._scratch is not None:
             self._scratch.close()
+
+
+class Kept:
+    """What is known of each batch by names: tensors in a store, each of which can go by itself."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self.store, self.prefix = store, prefix
+        self._names: dict[int, list[str]] = {}
+
+    def put(self, batch: int, known: Mapping[str, Tensor]) -> None:
+        """Keep what is known of a batch in the place of what was."""
+        self._drop(batch, set(self._names.get(batch, [])) - known.keys())
+        self.add(batch, known)
+
+    def add(self, batch: int, known: Mapping[str, Tensor]) -> None:
+        """Keep what more is known of a batch, which nobody else has."""
+        names = self._names.setdefault(batch, [])
+        names += [name for name in known if name not in names]
+        for name, tensor in known.items():
+            self.store.put(self._key(batch, name), [tensor], given=True)
+
+    def get(self, batch: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """What is known of a batch."""
+        return {name: self.store.get(self._key(batch, name), device)[0] for name in self._names.get(batch, [])}
+
+    def keep(self, wanted: Collection[str]) -> None:
+        """Forget all but these names."""
+        for batch, names in self._names.items():
+            self._drop(batch, set(names) - set(wanted))
+
+    def _drop(self, batch: int, names: Collection[str]) -> None:
+        for name in names:
+            self.store.drop(self._key(batch, name))
+            self._names[batch].remove(name)
+
+    def _key(self, batch: int, name: str) -> str:
+        return f"{self.prefix}:{batch}:{name}"
 
 
 def _scratch(parent: str) -> Scratch:
