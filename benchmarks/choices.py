@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -21,8 +21,10 @@ from record import Table
 from residual import DOMAINS, VARIANTS, Measure, fine_tunes, gains, middle, open_model, quiet
 
 from rotation_merge.architectures import Architecture
-from rotation_merge.matching import model as matching
-from rotation_merge.matching import stream
+from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching import both, passes
+from rotation_merge.matching import measured as measuring
+from rotation_merge.matching.measured import Measured
 from rotation_merge.matching.stream import Statistics
 
 WEIGHTINGS = {"as they stand": 0.0, "each over the root of its norm": 0.5, "each over its norm": 1.0}
@@ -46,12 +48,15 @@ def weighted(power: float) -> type[Statistics]:
                 setattr(total, name, sum(getattr(one, name) for one in found))
             return total
 
-        def _weight(self, entries: int, norm: float, other: float, lifted: float) -> float:
+        def _weight(self, tensor: Measured, lifted: float) -> float:
             if self.equal:
-                return super()._weight(entries, norm, other, lifted)
-            weight = norm**-power
-            self.apart, self.whole = self.apart + weight * lifted, self.whole + weight * norm
+                return super()._weight(tensor, lifted)
+            weight = tensor.norm**-power
+            self.apart, self.whole = self.apart + weight * lifted, self.whole + weight * tensor.norm
             return weight
+
+        def bound(self, transforms: Mapping[str, SpaceTransform]) -> float:
+            return (self.apart - 2 * (self._overlapping(transforms) - self._overlap)) / self.whole
 
         @property
         def objective(self) -> float:
@@ -61,13 +66,15 @@ def weighted(power: float) -> type[Statistics]:
 
 
 @contextmanager
-def chosen(power: float | None = None, least: float = matching.LEAST_GAIN, mean_row: bool = False) -> Iterator[None]:
+def chosen(power: float | None = None, least: float = passes.LEAST_GAIN, mean_row: bool = False) -> Iterator[None]:
     """Other choices in matching; None: tensors count by agreement."""
-    axis = (lambda info: None) if mean_row else stream._logits_axis
+    axis = (lambda info: None) if mean_row else measuring._logits_axis
+    counting = Statistics if power is None else weighted(power)
     with (
-        patch.object(matching, "Statistics", Statistics if power is None else weighted(power)),
-        patch.object(matching, "LEAST_GAIN", least),
-        patch.object(stream, "_logits_axis", axis),
+        patch.object(both, "Statistics", counting),
+        patch.object(passes, "Statistics", counting),
+        patch.object(passes, "LEAST_GAIN", least),
+        patch.object(measuring, "_logits_axis", axis),
     ):
         yield
 
@@ -99,7 +106,7 @@ def main() -> None:
     with chosen(mean_row=True):
         table.add({first: "by agreement, heads with their mean row", **measured(folder, measure)})
     table, first = Table("least-gain"), "passes stop at a gain below"
-    table.add({first: f"{matching.LEAST_GAIN:.1%} (default)", **usual})
+    table.add({first: f"{passes.LEAST_GAIN:.1%} (default)", **usual})
     for words, least in LEAST.items():
         with chosen(least=least):
             table.add({first: words, **measured(folder, measure)})

@@ -89,6 +89,8 @@ class Watch:
         self.over(both, "read_block", "reading", _in_layer)
         self.over(both, "squared_distances", "stream", _in_layer)
         self.over(Statistics, "add", "stream", lambda _, block, *rest: _in_layer(block))
+        self.over(both.Seen, "of", "stream", lambda block, *_: _in_layer(block))
+        self.over(Statistics, "count", "stream", lambda *_: False)
         self.over(Statistics, "solve", "solving", lambda *_: False)
         get = LazyTensorLoader.get_tensor
 
@@ -126,9 +128,9 @@ def main() -> None:
     watch = Watch()
     watch.everything()
     if arguments.passes:
-        from rotation_merge.matching import model
+        from rotation_merge.matching import passes
 
-        model.MOST_PASSES = arguments.passes
+        passes.MOST_PASSES = arguments.passes
     start = time.process_time()
     mergekit_yaml([arguments.recipe, arguments.out, "--quiet", "--out-shard-size", "1B"], standalone_mode=False)
     total = time.process_time() - start

@@ -43,8 +43,8 @@ from record import RESULTS, Table
 from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
 from rotation_merge.architectures import resolve
-from rotation_merge.matching.model import SAMPLE
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.walk import PARTS, SAMPLE
 from rotation_merge.report.estimate import PASSES, Estimate, estimate
 
 SIGNS: dict[str, object] = {**OPTIONS, "residual": "signed_permutation"}
@@ -88,7 +88,7 @@ class Cost:
         return float(str(self.found["total"]))
 
     @property
-    def passes(self) -> int:
+    def solved(self) -> int:
         """How often the stream was solved for."""
         return int(self.of("calls").get("solve, not in a layer", 0))
 
@@ -199,7 +199,7 @@ def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, tabl
                 **{phase: _seconds(cost.of("spent").get(phase, 0.0)) for phase in PHASES},
                 "after the start": f"{cost.total:.1f}",
                 "layers matched, times": f"{cost.rounds(shape.layers):.1f}" if case != LINEAR else "",
-                "passes": str(cost.passes) if "residual" in case else "",
+                "stream solved for, times": str(cost.solved) if "residual" in case else "",
             }
         )
 
@@ -208,12 +208,12 @@ def _seconds(value: float) -> str:
     return f"{value:.2f}" if value >= 0.005 else ""
 
 
-def extrapolated(cost: Cost, part: Shape, full: Shape, rounds: float, passes: float) -> tuple[float, float]:
+def extrapolated(cost: Cost, part: Shape, full: Shape, rounds: float, solved: float) -> tuple[float, float]:
     """Seconds of a layer, and of what stands outside of layers, in the whole shape.
 
     Args:
         rounds: how often a layer is matched in a whole model.
-        passes: how often the stream is solved for.
+        solved: how often the stream is.
     """
     again = rounds / cost.rounds(part.layers) if cost.rounds(part.layers) else 1.0
     outside = [shape.parameters - shape.layers * _layer(shape) for shape in (full, part)]
@@ -222,13 +222,13 @@ def extrapolated(cost: Cost, part: Shape, full: Shape, rounds: float, passes: fl
         inside = cost.of("inside").get(phase, 0.0)
         times = again if phase in EACH_PASS else 1.0
         if phase == "solving":
-            other += spent * passes / max(cost.passes, 1)
+            other += spent * solved / max(cost.solved, 1)
         elif phase == "writing":  # whole files, wherever their last tensor stands
             layer += spent * _layer(part) / part.parameters
             other += spent * outside[0] / part.parameters
         elif phase != "rest":
             layer += inside / part.layers * times
-            other += (spent - inside) * times * outside[0] / outside[1]
+            other += (spent - inside) * outside[0] / outside[1]
     return layer, other
 
 
@@ -246,7 +246,8 @@ def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, tabl
         turned = CASES.get(case) == ("far", TURNED)
         cost = run(options, anchor, [donors[kind]], threads, passes=2 if turned else 0)
         rounds = PASSES + 1 + 2 * SAMPLE / full.layers if turned else cost.rounds(part.layers)
-        layer, other = extrapolated(cost, part, full, rounds, PASSES if turned else cost.passes)
+        solved = 2 + PARTS * PASSES if turned else cost.solved
+        layer, other = extrapolated(cost, part, full, rounds, solved)
         whole = full.layers * layer + other
         linear = linear or whole
         table.add(

@@ -13,7 +13,7 @@ from rotation_merge.architectures.registry import shipped
 from rotation_merge.groups import KINDS, SpaceTransform, invertible
 from rotation_merge.learning.parameters import LearnedTransforms, identities
 from rotation_merge.linalg import scaling
-from rotation_merge.matching import block, mean, model
+from rotation_merge.matching import block, mean, passes
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.model import Alignment, aligned_tensors, match_model
@@ -30,7 +30,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices are no matter of sizes, and of the first step as much as of the last."""
     monkeypatch.setattr(table, "SIZES", {keys: SMALL.get(size, size) for keys, size in table.SIZES.items()})
     few = (
-        (model, "MOST_PASSES", 1),
+        (passes, "MOST_PASSES", 1),
         (block, "MOST_ROUNDS", 1),
         (mean, "MOST_ROUNDS", 1),
         (invertible, "_ITERATIONS", 2),

@@ -27,7 +27,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from rotation_merge.averaging.carrying import Samples
 from rotation_merge.cli.app import app
-from rotation_merge.matching import model
+from rotation_merge.matching import passes
 from rotation_merge.samples.demo import CHECKPOINTS, TEXTS
 
 torch.set_num_threads(1)
@@ -152,7 +152,7 @@ def run_recipe(block: Block, name: str, merge: bool, models: Path) -> None:
 @pytest.fixture(autouse=True)
 def in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass over the residual stream; short texts where models write themselves and no option says how long."""
-    monkeypatch.setattr(model, "MOST_PASSES", 1)
+    monkeypatch.setattr(passes, "MOST_PASSES", 1)
     real = Samples.read
 
     def few(self: Samples, *given: int) -> dict[str, Any]:

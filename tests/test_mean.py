@@ -10,7 +10,7 @@ from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
 from torch import Tensor
 
-from rotation_merge.matching import mean, model
+from rotation_merge.matching import mean, passes
 from rotation_merge.matching.biases import Aligned
 from rotation_merge.matching.mean import match_to_mean
 from rotation_merge.matching.model import Transforms, aligned_tensors, match_model
@@ -74,7 +74,7 @@ def test_mean_is_nearer_to_the_truth_than_its_models(tmp_path: Path) -> None:
 
 
 def test_spread_falls_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "MOST_PASSES", 4)
+    monkeypatch.setattr(passes, "MOST_PASSES", 4)
     monkeypatch.setattr(mean, "MOST_ROUNDS", 3)
     models = [checkpoint("llama", "llama", tmp_path / str(i), seed=i) for i in range(3)]
     sources = {str(i): one.state for i, one in enumerate(models)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
@@ -11,17 +11,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, Block
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.groups import HeadTransform, SpaceTransform
+from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.biases import settled
 from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
 from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.measured import Measured, measured
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sides import Tensors
 from rotation_merge.matching.sources import OnDevice
 from rotation_merge.matching.spanning import whole_spans
-from rotation_merge.matching.state import Kept, TensorSource, read_block
-from rotation_merge.matching.stream import Statistics
+from rotation_merge.matching.state import Kept, TensorSource, read_block, read_tensor
+from rotation_merge.matching.stream import Statistics, compared
 from rotation_merge.spread.threads import BYTES_A_WEIGHT, workers_for
 
 Transforms = dict[str, SpaceTransform]
@@ -31,10 +33,20 @@ Match = Callable[[Tensors, Tensors, MatchOptions, Transforms], BlockMatch]
 """`match_block` for one block, with what spans layers."""
 
 
+Slices = Iterable[tuple[Tensors, Tensors]]
+"""A block's tensors in both models, a few at a time; long vocabularies in slices."""
+
+
 class Step(Protocol):
     """What is done to a block of both models."""
 
-    def __call__(self, both: Both, block: Block, anchor: Tensors, donor: Tensors, match: Match) -> Any: ...
+    def __call__(
+        self, both: Both, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
+    ) -> Any:
+        """On a block: the tensors are the step's own, and the dictionaries may be changed."""
+
+    def plain(self, both: Both, block: Block, slices: Slices) -> Any:
+        """On a block outside of layers that no local space moves (`Both.is_plain`)."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,14 @@ class Both:
         """Spaces that span layers and move in all of them, by the names that they have in the first."""
         return whole_spans(self.architecture, self.options)
 
+    def is_plain(self, block: Block) -> bool:
+        """Whether a block stands outside of layers and nothing is matched in it, and none of its tensors lies between
+        two streams: what it says of the streams is the same in every pass."""
+        if block.index is not None or wanted_spaces(block, self.options.at(self.architecture, block)):
+            return False
+        sides = (sum(any(p.space.kind == "stream" for p in axis.parts) for axis in i.axes) for i in block.tensors)
+        return max(sides, default=0) <= 1
+
     def is_lead(self, block: Block) -> bool:
         """Whether a block is the first layer of a span that moves: it is matched before the others."""
         return not self.spans.isdisjoint(space.name for space in block.spaces.values())
@@ -137,6 +157,8 @@ class Both:
     def piece(self, step: Led, item: int) -> Found:
         """A step on the block of a number."""
         block = self.architecture.blocks[item]
+        if self.is_plain(block):
+            return self._brought(Found(step.step.plain(self, block, self._slices(block)), {}))
         first, second = self._sources
         with self._reading:
             anchor = self._ready.pop(block.name, None) or read_block(block, first)
@@ -152,21 +174,106 @@ class Both:
             leads.update((n, t) for n in here if isinstance(t := found.transforms[n], HeadTransform))
             return found
 
-        anchor, donor = settled(block, anchor, matched), settled(block, donor, matched)
-        found = Found(step.step(self, block, anchor, donor, match), leads)
+        anchor, donor = dict(settled(block, anchor, matched)), dict(settled(block, donor, matched))
+        return self._brought(Found(step.step(self, block, anchor, donor, match), leads))
+
+    def _brought(self, found: Found) -> Found:
         return found if self.home is None else found.to(torch.device(self.home))
+
+    def _slices(self, block: Block) -> Iterator[tuple[Tensors, Tensors]]:
+        """The tensors of a plain block."""
+        with self._reading:
+            stored = [self._stored(block, source) for source in (self.anchor, self.donor)]
+        long = [info for info in block.tensors if _long(info, stored)]
+        short = [info for info in block.tensors if info not in long]
+        for infos, rows in [(short, None), *(([info], rows) for info in long for rows in _rows(info, stored))]:
+            part = replace(block, tensors=tuple(infos))
+            sources: list[TensorSource] = [_narrowed(block, own, rows) for own in stored]
+            if self.folded:
+                sources = [Folded(self.architecture, own, self.folded) for own in sources]
+            anchor, donor = (read_block(part, own) for own in sources)
+            check_finite(part, anchor, "anchor")
+            check_finite(part, donor, "donor")
+            yield anchor, donor
+
+    def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
+        """A block's tensors by their names, as they are stored."""
+        source = source if self.device is None else OnDevice(source, torch.device(self.device))
+        names = (name for info in block.tensors for name in (*info.names, *info.tied))
+        return {name: source[name] for name in dict.fromkeys(names) if name in source}
+
+
+LONG = 1 << 25
+"""Entries that are looked at in one piece."""
+
+
+def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Whether a tensor is looked at in slices of its vocabulary."""
+    found = [read_tensor(info, own) for own in stored] if info.vocabulary_axis is not None and not info.stacked else []
+    known = [tensor for tensor in found if tensor is not None]
+    return len(known) == 2 and known[0].shape == known[1].shape and known[0].numel() > LONG
+
+
+def _rows(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:
+    tensor = read_tensor(info, stored[0])
+    assert tensor is not None
+    rows = tensor.shape[info.vocabulary_axis or 0]
+    step = max(1, LONG * rows // tensor.numel())
+    return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+
+def _narrowed(block: Block, stored: Mapping[str, Tensor], rows: slice | None) -> dict[str, Tensor]:
+    """Some rows of a block's vocabulary."""
+    result = dict(stored)
+    if rows is None:
+        return result
+    for info in block.tensors:
+        for name in (*info.names, *info.tied):
+            if name in result and (axis := info.vocabulary_axis) is not None and result[name] is stored[name]:
+                result[name] = stored[name].narrow(axis, rows.start, rows.stop - rows.start)
+    return result
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the tensors of a block say of the streams."""
+
+    tensors: tuple[Measured, ...]
+
+    def to(self, device: torch.device) -> Seen:
+        return Seen(tuple(tensor.to(device) for tensor in self.tensors))
+
+    @classmethod
+    def of(cls, block: Block, slices: Slices, transforms: Transforms, precise: bool) -> Seen:
+        found: dict[str, Measured] = {}
+        for anchor, donor in slices:
+            for info, a, b in compared(block, anchor, donor):
+                own = measured(info, a, b, transforms, precise)
+                found[info.key] = found[info.key].plus(own) if info.key in found else own
+        return cls(tuple(tensor.centred() for tensor in found.values()))
 
 
 @dataclass(frozen=True)
 class Ends:
-    """What embeddings and heads alone say about the streams."""
+    """What embeddings and heads alone say about the streams.
+
+    Attributes:
+        transforms: of the streams.
+        precise: for models that nearly agree already.
+    """
 
     transforms: Transforms
+    precise: bool = False
 
-    def __call__(self, both: Both, block: Block, anchor: Tensors, donor: Tensors, match: Match) -> Statistics:
+    def __call__(
+        self, both: Both, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
+    ) -> Statistics:
         own = Statistics(both.architecture, equal=True)
         own.add(block, anchor, donor, self.transforms)
         return own
+
+    def plain(self, both: Both, block: Block, slices: Slices) -> Seen:
+        return Seen.of(block, slices, self.transforms, self.precise)
 
 
 @dataclass(frozen=True)
@@ -183,16 +290,40 @@ class Pass:
     weights: Mapping[str, float]
     precise: bool = False
 
-    def __call__(self, both: Both, block: Block, anchor: Tensors, donor: Tensors, match: Match) -> Statistics:
-        local: Transforms = {}
-        options = both.options.at(both.architecture, block)
-        if wanted_spaces(block, options):
-            a, b = _weighted(block, anchor, donor, self.weights)
-            local = match(a, b, options, self.transforms).transforms
-            del a, b
-        own = Statistics(both.architecture, precise=self.precise)
-        own.add(block, anchor, donor, {**self.transforms, **local})
+    def __call__(
+        self, both: Both, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
+    ) -> Statistics:
+        maps, own = dict(self.transforms), Statistics(both.architecture)
+        if wanted_spaces(block, options := both.options.at(both.architecture, block)):
+            told = [self._weigh(block, tensors) for tensors in (anchor, donor)]
+            maps |= match(anchor, donor, options, self.transforms).transforms
+            anchor.update(told[0])
+            donor.update(told[1])
+        own.add(block, anchor, donor, maps, self.precise)
+        scaled = {info.name for info in block.tensors if maps.keys() != self.transforms.keys() and not info.offset}
+        own.weights = {n: w * self.weights.get(n, 1.0) if n in scaled else w for n, w in own.weights.items()}
         return own
+
+    def plain(self, both: Both, block: Block, slices: Slices) -> Statistics:
+        own = Statistics(both.architecture)
+        for tensor in Seen.of(block, slices, self.transforms, self.precise).tensors:
+            own.count(tensor, self.transforms)
+        return own
+
+    def _weigh(self, block: Block, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A model's tensors times the root of their weights, in their places, so that squared distances count by them.
+
+        What a tensor says of the streams stays the same: its share in the objective knows no scale. Returned are those
+        for which that does not hold, as they were.
+        """
+        kept = {}
+        for info in block.tensors:
+            if info.name in self.weights and info.key in tensors:
+                x = tensors[info.key]
+                kept.update({info.key: x} if info.offset else {})
+                wide = x.to(torch.promote_types(x.dtype, torch.float32))
+                tensors[info.key] = wide * self.weights[info.name] ** 0.5
+        return kept
 
 
 @dataclass(frozen=True)
@@ -201,16 +332,28 @@ class Final:
 
     streams: Transforms
 
-    def __call__(self, both: Both, block: Block, anchor: Tensors, donor: Tensors, match: Match) -> FinalMatch | None:
+    def __call__(
+        self, both: Both, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
+    ) -> FinalMatch | None:
         options = both.options.at(both.architecture, block)
-        if not self.streams and not wanted_spaces(block, options):
-            return None
-        own = match(anchor, donor, options, self.streams)
         if not self.streams:
-            return FinalMatch(own)
-        maps = {**self.streams, **own.transforms}
+            return FinalMatch(match(anchor, donor, options, {})) if wanted_spaces(block, options) else None
         apart, norm = squared_distances(block, None, anchor, donor, {})
-        return FinalMatch(own, apart, squared_distances(block, None, anchor, donor, maps)[0], norm)
+        for info in block.tensors:  # turned once, not for every look at it
+            if info.key in donor:
+                donor[info.key] = transform_tensor(donor[info.key], info, self.streams)
+        own = match(anchor, donor, options, {})
+        return FinalMatch(own, apart, squared_distances(block, None, anchor, donor, own.transforms)[0], norm)
+
+    def plain(self, both: Both, block: Block, slices: Slices) -> FinalMatch | None:
+        if not self.streams:
+            return None
+        apart = after = norm = 0.0
+        for anchor, donor in slices:
+            before, own = squared_distances(block, None, anchor, donor, {})
+            apart, norm = apart + before, norm + own
+            after += squared_distances(block, None, anchor, donor, self.streams)[0]
+        return FinalMatch(BlockMatch({}, []), apart, after, norm)
 
 
 @dataclass(frozen=True)
@@ -225,15 +368,3 @@ class FinalMatch:
 
     def to(self, device: torch.device) -> FinalMatch:
         return replace(self, match=self.match.to(device))
-
-
-def _weighted(
-    block: Block, anchor: Tensors, donor: Tensors, weights: Mapping[str, float]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Both models' tensors times the root of their weights, so that squared distances count by them."""
-    factors = {info.key: weights[info.name] ** 0.5 for info in block.tensors if info.name in weights}
-    first, second = (
-        {key: x.float() * factors[key] if key in factors else x for key, x in tensors.items()}
-        for tensors in (anchor, donor)
-    )
-    return first, second

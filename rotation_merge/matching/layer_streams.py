@@ -30,10 +30,10 @@ from rotation_merge.architectures.model import Architecture, Block, Part, Tensor
 from rotation_merge.groups import Orthogonal, SpaceTransform, StreamGroup
 from rotation_merge.matching.apply import join_axis, placed, split_axis, transform_tensor
 from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.measured import cross_product
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.sides import Tensors, axis_views
 from rotation_merge.matching.state import TensorSource, read_block
-from rotation_merge.matching.stream import cross_product
 
 RIDGE = 0.3
 """Pulls a layer's map towards the identity, relative to how large the layer's weights are."""
@@ -231,4 +231,4 @@ def _moves(part: Part, streams: Container[str]) -> bool:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return cross_product(a, b, precise=True, centred=False)
+    return cross_product(a, b, precise=True)

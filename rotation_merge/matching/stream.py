@@ -23,28 +23,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, Axis, Block, Space, TensorInfo
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RecipeError, nearest
 from rotation_merge.groups import SpaceTransform, StreamTransform
-from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.matching.measured import Measured, Product, measured
 from rotation_merge.matching.options import by_stream
-from rotation_merge.matching.sides import Tensors, axis_views
+from rotation_merge.matching.sides import Tensors
 
 FLOOR = 1e-2
 """Relative squared distance below which a tensor's agreement no longer raises its weight."""
 
-_ENTRIES = 1 << 22  # of a matrix widened at a time
-
 
 @dataclass
 class Statistics:
-    """What one pass over both models accumulates.
+    """What is gathered of both models.
 
     Attributes:
         architecture: whose streams are matched.
         equal: give every tensor the same say, 1 / |A| |B|, in the products: for a start, when nothing is known of
             how well each of them agrees.
-        precise: sum products in float64 where tensors nearly agree; else in float32, inside blocks of columns.
         products: by stream, sum of w A B^T over the axes on which the donor's signs count, (d, d), float64.
         gains: the same over norm gains and layer scales, which follow a permutation but not its signs.
         weights: of every tensor seen, by name; they belong to the next pass.
@@ -53,13 +50,13 @@ class Statistics:
 
     architecture: Architecture
     equal: bool = False
-    precise: bool = False
     products: dict[str, Tensor] = field(default_factory=dict)
     gains: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     blocks: int = 0
     _apart: float = 0.0
     _logs: float = 0.0
+    _overlap: float = 0.0
     _entries: int = 0
 
     @property
@@ -67,26 +64,25 @@ class Statistics:
         """Geometric mean over all entries of their tensor's relative squared distance, plus `FLOOR`."""
         return math.exp(self._logs / self._entries) if self._entries else 0.0
 
-    @property
-    def excess(self) -> float:
-        """What remains of the objective above `FLOOR`: zero for models that agree."""
-        return max(self.objective - FLOOR, 0.0)
+    def bound(self, transforms: Mapping[str, SpaceTransform]) -> float:
+        """No less than the objective under other maps of the streams, the local spaces held still: the logarithm lies
+        below its tangent. Equal to the objective under the maps that everything was counted under."""
+        logs = self._logs - 2 * (self._overlapping(transforms) - self._overlap)
+        return math.exp(logs / self._entries) if self._entries else 0.0
 
     @classmethod
     def of(cls, architecture: Architecture, blocks: Iterable[Statistics]) -> Statistics:
-        """The sum of what was gathered block by block."""
+        """The sum of what was gathered block by block, each under maps of its own."""
         total = cls(architecture)
         for other in blocks:
             for mine, theirs in ((total.products, other.products), (total.gains, other.gains)):
                 for stream, product in theirs.items():
-                    if stream in mine:
-                        mine[stream] += product
-                    else:
-                        mine[stream] = product
+                    mine[stream] = mine[stream].add_(product) if stream in mine else product.clone()
             total.weights.update(other.weights)
             total.blocks += other.blocks
             total._apart += other._apart
             total._logs += other._logs
+            total._overlap += other._overlap
             total._entries += other._entries
         return total
 
@@ -95,56 +91,61 @@ class Statistics:
         products, gains = ({name: x.to(device) for name, x in own.items()} for own in (self.products, self.gains))
         return dataclasses.replace(self, products=products, gains=gains)
 
-    def add(self, block: Block, anchor: Tensors, donor: Tensors, transforms: Mapping[str, SpaceTransform]) -> None:
-        """Add one block, the donor's axes moved by `transforms`, which name the streams that are matched."""
-        self.blocks += 1
-        for info in block.tensors:
-            a, b = anchor.get(info.key), donor.get(info.key)
-            if a is not None and b is not None and a.is_floating_point() and a.shape == b.shape:
-                self._add_tensor(info, a, b, transforms)
+    def add(
+        self,
+        block: Block,
+        anchor: Tensors,
+        donor: Tensors,
+        transforms: Mapping[str, SpaceTransform],
+        precise: bool = False,
+    ) -> None:
+        """Add one block, the donor's axes moved by `transforms`, which name the streams that are matched.
 
-    def _add_tensor(self, info: TensorInfo, a: Tensor, b: Tensor, transforms: Mapping[str, SpaceTransform]) -> None:
-        found = []
-        distance: float | None = None
-        logits = _logits_axis(info)
-        norm, other = _square(a, logits), 0.0
-        for dim, axis in enumerate(info.axes):
-            if not axis.parts or any(not _moves(part.space, transforms) for part in axis.parts):
-                continue
-            moved = transform_tensor(b, _without(info, dim), transforms)
-            other = _square(moved, logits)
-            distance = norm + other
-            for part, start, x, y in axis_views(a, moved, dim, axis):
-                product = cross_product(x.movedim(start, 0), y.movedim(start, 0), self.precise, logits is not None)
-                distance -= 2 * _element(transforms, part.space.name).overlap(product, part.role)
-                found.append((part.space.name, part.role, product))
-        if norm == 0 or (
-            found and all(role == "gain" and not _element(transforms, name).moves_gains for name, role, _ in found)
-        ):
+        Args:
+            precise: sum products in float64, for tensors that nearly agree; else in float32, inside blocks of columns.
+        """
+        self.blocks += 1
+        for info, a, b in compared(block, anchor, donor):
+            self.count(measured(info, a, b, transforms, precise).centred(), transforms)
+
+    def count(self, tensor: Measured, transforms: Mapping[str, SpaceTransform]) -> None:
+        """Add one tensor, under the streams' transforms.
+
+        Raises:
+            AlignmentError: it holds NaN or infinity.
+        """
+        overlaps = [(p, _element(transforms, p.stream).overlap(p.product, p.role)) for p in tensor.products]
+        still = all(p.role == "gain" and not _element(transforms, p.stream).moves_gains for p in tensor.products)
+        if tensor.norm == 0 or (tensor.products and still):
             return
-        if distance is None:
-            distance = _square(a - transform_tensor(b, info, transforms))
+        last = tensor.products[-1].dim if tensor.products else 0
+        told = tensor.norm + tensor.other - 2 * sum(found for p, found in overlaps if p.dim == last)
+        distance = told if tensor.products else tensor.apart
         if not math.isfinite(distance):
             raise AlignmentError(
-                f"tensor '{info.name}' of the anchor or the donor holds NaN or infinity",
+                f"tensor '{tensor.name}' of the anchor or the donor holds NaN or infinity",
                 remedy="repair or replace the checkpoint",
             )
-        lifted = max(distance, 0.0) + FLOOR * norm
-        self._logs += a.numel() * math.log(lifted / norm)
-        self._entries += a.numel()
-        weight = self._weight(a.numel(), norm, other, lifted)
-        self.weights[info.name] = weight
+        lifted = max(distance, 0.0) + FLOOR * tensor.norm
+        self._logs += tensor.entries * math.log(lifted / tensor.norm)
+        self._entries += tensor.entries
+        weight = self._weight(tensor, lifted)
+        self.weights[tensor.name] = weight
         self._apart += weight * max(distance, 0.0)
-        for name, role, product in found:
-            self._gather(name, role, product * weight)
+        for product, overlap in overlaps:
+            self._overlap += weight * overlap
+            self._gather(product, weight)
 
-    def _weight(self, entries: int, norm: float, other: float, lifted: float) -> float:
+    def _weight(self, tensor: Measured, lifted: float) -> float:
         """What a tensor counts for in the products."""
-        return (norm * other or math.inf) ** -0.5 if self.equal else entries / lifted
+        return (tensor.norm * tensor.other or math.inf) ** -0.5 if self.equal else tensor.entries / lifted
 
-    def _gather(self, stream: str, role: str, product: Tensor) -> None:
-        chosen = self.gains if role == "gain" else self.products
-        chosen[stream] = chosen[stream] + product if stream in chosen else product
+    def _gather(self, found: Product, weight: float) -> None:
+        chosen = self.gains if found.role == "gain" else self.products
+        if found.stream in chosen:
+            chosen[found.stream].add_(found.product, alpha=weight)
+        else:
+            chosen[found.stream] = found.product * weight
 
     def solve(self, stream: str, group: str) -> StreamTransform | None:
         """The best element of a group for what has accumulated; None where nothing has."""
@@ -157,68 +158,21 @@ class Statistics:
 
     def promise(self, current: Mapping[str, SpaceTransform], solved: Mapping[str, SpaceTransform]) -> float:
         """Share of the weighted squared distance that other stream elements would take off, the rest held still."""
-        gained = 0.0
-        for products, role in ((self.products, "read"), (self.gains, "gain")):
-            for stream, product in products.items():
-                better, now = (_element(x, stream).overlap(product, role) for x in (solved, current))
-                gained += 2 * (better - now)
+        gained = 2 * (self._overlapping(solved) - self._overlapping(current))
         return gained / self._apart if self._apart else 0.0
 
-
-def _without(info: TensorInfo, dim: int) -> TensorInfo:
-    """The same tensor, one axis held still, and nothing added to its rows."""
-    return dataclasses.replace(info, axes=(*info.axes[:dim], Axis(), *info.axes[dim + 1 :]), common=None)
-
-
-def _chunks(x: Tensor, entries: int = _ENTRIES) -> Iterator[Tensor]:
-    """The columns of a matrix, widened to float32 at least, as many at a time as have so many entries."""
-    step = max(1, entries // max(1, x.shape[0]))
-    for piece in x.split(step, dim=1):
-        yield piece.to(torch.promote_types(piece.dtype, torch.float32))
+    def _overlapping(self, transforms: Mapping[str, SpaceTransform]) -> float:
+        """The sum of <R, w A B^T>."""
+        given = ((self.products, "read"), (self.gains, "gain"))
+        return sum(_element(transforms, s).overlap(x, role) for found, role in given for s, x in found.items())
 
 
-def _logits_axis(info: TensorInfo) -> int | None:
-    """The vocabulary's axis in a head that reads a stream, the experts' in a router; None in other tensors."""
-    if info.common is not None:
-        return 0
-    reads = any(part.space.kind == "stream" and part.role == "read" for axis in info.axes for part in axis.parts)
-    return info.vocabulary_axis if reads else None
-
-
-def cross_product(a: Tensor, b: Tensor, precise: bool, centred: bool) -> Tensor:
-    """A B^T over all other dimensions, (d, d), float64 (unless `precise`, summed in float32 inside a chunk).
-
-    With `centred`, of both matrices' columns less their mean column.
-    """
-    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
-    pairs = zip(_chunks(a), _chunks(b), strict=True)
-    total = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
-    for x, y in pairs:
-        dtype = torch.float64 if precise else torch.promote_types(x.dtype, y.dtype)
-        total += (x.to(dtype) @ y.to(a.device, dtype).T).double()
-    return total - torch.outer(_sums(a), _sums(b).to(a.device)) / a.shape[1] if centred else total
-
-
-def _sums(x: Tensor) -> Tensor:
-    """Sum of a matrix's columns, float64."""
-    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    for piece in _chunks(x, _ENTRIES >> 3):
-        total += piece.sum(1, dtype=torch.float64)
-    return total
-
-
-def _square(x: Tensor, centred: int | None = None) -> float:
-    """Squared norm; of what is left after taking off the mean along a dimension, if one is given."""
-    flat = x.reshape(len(x), -1) if x.ndim else x.reshape(1, 1)
-    square = sum(float(piece.square().sum(dtype=torch.float64)) for piece in _chunks(flat))
-    if centred is None:
-        return square
-    sums = _sums(x.movedim(centred, -1).reshape(-1, x.shape[centred]))
-    return max(square - float(sums.square().sum()) / x.shape[centred], 0.0)
-
-
-def _moves(space: Space, transforms: Mapping[str, SpaceTransform]) -> bool:
-    return space.kind == "stream" and space.name in transforms
+def compared(block: Block, anchor: Tensors, donor: Tensors) -> Iterator[tuple[TensorInfo, Tensor, Tensor]]:
+    """The tensors that both models have alike."""
+    for info in block.tensors:
+        a, b = anchor.get(info.key), donor.get(info.key)
+        if a is not None and b is not None and a.is_floating_point() and a.shape == b.shape:
+            yield info, a, b
 
 
 def _element(transforms: Mapping[str, SpaceTransform], stream: str) -> StreamTransform:

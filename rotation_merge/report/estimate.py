@@ -13,18 +13,18 @@ from rotation_merge.architectures.model import Architecture, Block, Space, Tenso
 from rotation_merge.groups.admitted import admitted, heads
 from rotation_merge.groups.space import Work
 from rotation_merge.matching.block import wanted_spaces
-from rotation_merge.matching.model import SAMPLE
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.stream import residual_groups
+from rotation_merge.matching.walk import PARTS, SAMPLE
 from rotation_merge.spread.threads import workers_for
 
 Shapes = dict[str, tuple[int, ...]]
 
 PAIR_SECONDS = 7.7e-8
 """Of one pair of neurons, one core: the best scale between the two, and its share of the assignment."""
-PASSES = 6
-"""Passes over two independent models that matching their stream takes from its better start: 5 and 7 between the ViTs
-and the Llamas of benchmarks/residual.md."""
+PASSES = 4
+"""Passes over two independent models that matching their stream takes from its better start: 3 between the Llamas of
+benchmarks/residual.md, 4 and 5 between its ViTs."""
 STEP_SECONDS = 0.01
 """Seconds of one pass over one block beside its arithmetic: what small models take."""
 SHARD = 5_000_000_000
@@ -231,28 +231,29 @@ class Rounds:
     Attributes:
         local: local spaces are matched.
         products: products of a stream are gathered.
-        ends: the same of what stands outside of layers.
-        turned: a donor is moved by a stream's map.
+        turned: a layer is moved by a stream's map.
+        ends: products of a stream are gathered of what stands outside of layers, or it is moved.
         solved: a stream's map is solved for.
     """
 
     local: float = 1.0
     products: float = 0.0
-    ends: float = 0.0
     turned: float = 0.0
+    ends: float = 0.0
     solved: float = 0.0
 
     @classmethod
     def of(cls, architecture: Architecture, options: MatchOptions, near: bool) -> Rounds:
-        """As `matching/model.py` goes about it: starts on a sample of layers, passes, and a last look at everything."""
+        """As `matching/passes.py` goes about it: starts on a sample of layers, passes part by part, and a last look at
+        everything. What stands outside of layers is looked at once, turned for the last look and for the result."""
         if options.residual == "none":
             return cls()
         layers = sum(block.index is not None for block in architecture.blocks)
         sample = SAMPLE / layers if layers > 2 * SAMPLE else 1.0
         if near:
             return cls(local=1 + sample, products=sample, ends=1, solved=1)
-        passes = PASSES + (2 * sample if sample < 1 else 1)
-        return cls(local=passes + 1, products=passes, ends=PASSES + 3, turned=passes + 3, solved=PASSES + 1)
+        passes, parts = PASSES + 2 * sample, max(1, min(PARTS, layers))
+        return cls(local=passes + 1, products=passes, turned=passes + 2, ends=3, solved=2 + parts * PASSES)
 
 
 def _work(
@@ -264,14 +265,14 @@ def _work(
     flops, assigned = rounds.solved * sum(work.solving for work in streams.values()), 0.0
     for block in architecture.blocks:
         works = _works(architecture, block, options, near)
-        products = rounds.products if block.index is not None else rounds.ends
+        moved = rounds.products + rounds.turned if block.index is not None else rounds.ends
         flops += rounds.local * sum(work.solving for work in works.values())
         assigned += rounds.local * sum(work.assigned for work in works.values())
         for info in block.tensors:
             weights, names = _count(_shape(info, shapes)), sorted({space.name for space in info.spaces()})
             flops += rounds.local * weights * sum(works[name].per_weight for name in names if name in works)
             turns = sum(streams[name].per_weight for name in names if name in streams)
-            flops += (products + rounds.turned) * weights * turns
+            flops += moved * weights * turns
     return flops, assigned
 
 

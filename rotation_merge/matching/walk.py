@@ -1,0 +1,126 @@
+"""One way through both models, block by block, and the last, local matching."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rotation_merge.architectures.model import Architecture, Block
+from rotation_merge.groups import HeadTransform
+from rotation_merge.matching.block import SpaceMatch
+from rotation_merge.matching.both import Both, Final, Led, Step, Transforms
+from rotation_merge.spread.pieces import Over
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many steps are done, and how many there are."""
+
+SAMPLE = 4
+"""Layers that starts are compared on in deep models."""
+PARTS = 4
+"""Layers are looked at in so many parts, after each of which the streams are solved for."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Passes of residual matching and the last look are ways through both models.
+
+    Attributes:
+        streams: the group of each stream that is to move.
+        over: who matches blocks.
+    """
+
+    both: Both
+    progress: Progress
+    streams: dict[str, str]
+    over: Over
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.both.architecture
+
+    @cached_property
+    def plain(self) -> list[int]:
+        """Numbers of the blocks whose statistics no local space touches, and no map of a stream (`Both.is_plain`)."""
+        return [number for number, block in enumerate(self.architecture.blocks) if self.both.is_plain(block)]
+
+    @cached_property
+    def parts(self) -> list[list[int]]:
+        """Numbers of all other blocks: layers, evenly spread over the parts. What stands outside of layers, and the
+        first layers of spans that move, belong to the first part."""
+        blocks = self.architecture.blocks
+        others = [number for number in range(len(blocks)) if number not in self.plain]
+        first = [number for number in others if blocks[number].index is None or self.both.is_lead(blocks[number])]
+        layers = [number for number in others if number not in first]
+        count = max(1, min(PARTS, len(layers)))
+        return [sorted(first * (part == 0) + layers[part::count]) for part in range(count)]
+
+    @cached_property
+    def sample(self) -> list[int]:
+        """What starts are compared on: all parts, or in deep models some layers, evenly spread."""
+        blocks = self.architecture.blocks
+        inner = [number for number, block in enumerate(blocks) if block.index is not None]
+        kept = inner
+        if len(inner) > 2 * SAMPLE:
+            kept = [inner[len(inner) * (2 * i + 1) // (2 * SAMPLE)] for i in range(SAMPLE)]
+        return sorted(n for part in self.parts for n in part if blocks[n].index is None or n in kept)
+
+    def each(
+        self,
+        what: str,
+        step: Step,
+        chosen: Sequence[int],
+        leads: dict[str, HeadTransform] | None = None,
+        before: int = 0,
+        after: int = 0,
+    ) -> Iterator[tuple[Block, Any]]:
+        """A step on blocks, side by side, in order. The first layers of spans that move come before all others.
+
+        Args:
+            chosen: numbers of the blocks.
+            leads: what is known of spans; what is found of them is added.
+            before, after: how many blocks of the same way come before these, and after.
+        """
+        blocks, leads = self.architecture.blocks, {} if leads is None else leads
+        done, total = before, before + len(chosen) + after
+        if not before:
+            self.progress(what, 0, total)
+        parts = ([n for n in chosen if self.both.is_lead(blocks[n]) == first] for first in (True, False))
+        for part in filter(None, parts):
+            for number, found in zip(part, self.over.each(self.both, Led(step, dict(leads)), part), strict=True):
+                leads |= found.leads
+                done += 1
+                yield blocks[number], found.result
+                self.progress(what, done, total)
+
+    def final(self, transforms: Transforms) -> list[tuple[Block, list[SpaceMatch]]]:
+        """Match the local spaces once more, unweighted, into `transforms`; record every space, streams included."""
+        records = []
+        before = after = norm = 0.0
+        streams = dict(transforms)
+        began = time.perf_counter()
+        for block, found in self.each("matching", Final(streams), range(len(self.architecture.blocks))):
+            if found is None:
+                continue
+            transforms.update(found.match.transforms)
+            records.append((block, found.match.records))
+            before, norm, after = before + found.before, norm + found.norm, after + found.after
+        if self.both.spans:
+            places = [block.name for block in self.architecture.blocks]
+            records.sort(key=lambda record: places.index(record[0].name))
+        for name, transform in streams.items():
+            record = SpaceMatch(
+                space=name,
+                kind="stream",
+                group=transform.group(),
+                before=before,
+                after=after,
+                anchor=norm,
+                distances=transform.distances(),
+                seconds=time.perf_counter() - began,
+                notes=["distances of all tensors of the model"],
+            )
+            records.append((self.architecture.blocks[0], [record]))
+        return records
