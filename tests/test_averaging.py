@@ -318,6 +318,9 @@ class TestBadInput:
     def test_parameters(self, pair: tuple[Path, Path], tmp_path: Path):
         made = _weighted("regmean", *pair, shrink=2.0)
         assert "shrink" in self.refused(made, tmp_path)
+        made = _weighted("kfac", *pair)
+        made["models"][1]["parameters"]["weight"] = -0.5
+        assert f"{pair[1]}: its weight is -0.5" in self.refused(made, tmp_path)
 
     def test_stock_recipes_get_a_line(self, pair: tuple[Path, Path], tmp_path: Path):
         made = _weighted("regmean", *pair) | {"merge_method": "regmean"}

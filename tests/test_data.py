@@ -98,6 +98,32 @@ def test_tokens_that_the_model_does_not_have(ids: list[int], said: str, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ('{"input_ids": "abc"}', "record 1: its 'input_ids' are abc"),
+        ('{"input_ids": null}', "record 1: its 'input_ids' are None"),
+        ('{"input_ids": [1.5]}', r"record 1: its 'input_ids' are \[1.5\]"),
+        ('{"input_ids": [[1, 2], [3]]}', r"record 1: its 'input_ids' are \[\[1, 2\], \[3\]\]"),
+        ('{"input_ids": [[1, 2], [3, 4]]}', r"record 1: its 'input_ids' are \[\[1, 2\], \[3, 4\]\]"),
+        ('{"input_ids": []}', "record 1: holds no tokens"),
+        ('{"input_ids": [1], "label": {"a": 1}}', "record 1: its label is {'a': 1}"),
+        ('{"input_ids": [1], "labels": ["a"]}', r"record 1: its label is \['a'\]"),
+        ('{"input_ids": [1], "label": NaN}', "'labels' holds NaN or infinity"),
+        ({"input_ids": np.ones((3, 4))}, r"'input_ids' is of float32, shape \[3, 4\]"),
+        ({"input_ids": np.ones(3, int)}, r"'input_ids' is of int64, shape \[3\]"),
+        ({"inputs_embeds": np.full((2, 3, 8), np.inf)}, "'inputs_embeds' holds NaN or infinity"),
+    ],
+)
+def test_what_are_no_numbers(record: str | dict, said: str, tmp_path: Path):
+    config = transformers.GPT2Config(vocab_size=256, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    model = transformers.GPT2LMHeadModel(config)
+    path = tmp_path / ("d.jsonl" if isinstance(record, str) else "d.npz")
+    path.write_text(record) if isinstance(record, str) else np.savez(path, **record)
+    with pytest.raises(DataError, match=said):
+        read_batches(str(path), "unused", model)
+
+
+@pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("text,label\na b,1\n\"c, d\",0\n", [{"text": "a b", "label": 1}, {"text": "c, d", "label": 0}]),

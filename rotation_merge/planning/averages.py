@@ -128,6 +128,7 @@ class Averages:
             RotationMergeError: statistics are missing or of other weights, a parameter means nothing.
         """
         self.method.check(wanted.parameters)
+        wanted.check_shares(self.method.spec.name)
         order, info, moves = wanted.models(self.recipe.base), wanted.info, wanted.moves
         one = linear_map(moves.out.anchor.block, info)
         by_statistics = not self.method.maps_only or one is not None

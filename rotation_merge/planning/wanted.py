@@ -11,7 +11,7 @@ from mergekit.config import ConfigReader
 from mergekit.graph import Task
 
 from rotation_merge.architectures.model import TensorInfo
-from rotation_merge.errors import StatisticsError
+from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.planning.moves import Moves
 
 
@@ -49,3 +49,15 @@ class Wanted:
         if not counting:
             raise StatisticsError(f"all weights of tensor '{self.label}' are zero", remedy="give one model a weight")
         return sorted(counting, key=lambda model: model != base)
+
+    def check_shares(self, delegate: str) -> None:
+        """What a model knows can be left out, not taken away: sums of statistics have to stay positive.
+
+        Raises:
+            RecipeError: a weight is negative.
+        """
+        for model, share in self.shares.items():
+            if share < 0:
+                what = f"its weight is {share:g} (tensor '{self.label}')"
+                remedy = f"delegate {delegate} takes none below 0; 'delegate: linear' does"
+                raise RecipeError(what, where=str(model), remedy=remedy)

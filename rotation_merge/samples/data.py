@@ -83,6 +83,7 @@ def read_batches(
     check_kind(model, batches[0], source)
     batches = [_begun(batch, model) for batch in batches]
     for batch in batches:
+        _check_numbers(batch, source)
         _check_tokens(batch, model, source)
     _check_decoder(batches, model, source)
     task = _task(model, batches[0])
@@ -172,6 +173,16 @@ def _check_inputs(examples: Mapping[str, Tensor], model: Any, source: str) -> No
             where=source,
             remedy="give data of the model's own kind",
         )
+
+
+def _check_numbers(batch: Batch, source: str) -> None:
+    """Numbers are numbers, and tokens whole ones."""
+    for name, tensor in batch.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise DataError(f"'{name}' holds NaN or infinity", where=source, remedy="leave such examples out")
+        if name == "input_ids" and (tensor.is_floating_point() or tensor.ndim < 2):
+            what = f"'{name}' is of {str(tensor.dtype).removeprefix('torch.')}, shape {list(tensor.shape)}"
+            raise DataError(what, where=source, remedy="give whole numbers, one row of tokens for each example")
 
 
 def _check_tokens(batch: Batch, model: Any, source: str) -> None:

@@ -166,13 +166,37 @@ def _encoded(records: Sequence[Any], source: str, model_path: str, length: int, 
             ids = [row + [-1] * (longest - len(row)) for row in ids] if apart else ids[0]
         else:
             ids = record["input_ids"]
-        example = {"input_ids": torch.tensor(ids, dtype=torch.long)}
+        example = {"input_ids": _tokens(ids, 1 + apart, where)}
         label = record.get("labels", record.get("label"))
         if label is not None:
-            found = torch.tensor(_number(label, model.config, where) if isinstance(label, str) else label)
+            found = _tensor(_number(label, model.config, where) if isinstance(label, str) else label)
+            if found is None:
+                raise DataError(f"its label is {short(label)}", where=where, remedy="give a number, a class, or a row")
             example["labels"] = found.float() if found.is_floating_point() or apart else found.long()
         result.append(example)
     return result
+
+
+def _tokens(ids: Any, dims: int, where: str) -> Tensor:
+    """A record's token ids, int64, one row (of two texts, two).
+
+    Raises:
+        DataError: it holds none, or something else.
+    """
+    found = _tensor(ids)
+    if found is not None and not found.numel():
+        raise DataError("holds no tokens", where=where, remedy="leave it out")
+    if found is None or found.dtype != torch.long or found.ndim != dims:
+        raise DataError(f"its 'input_ids' are {short(ids)}", where=where, remedy="give a row of token ids: [3, 14, 15]")
+    return found
+
+
+def _tensor(values: Any) -> Tensor | None:
+    """Numbers as a tensor; None of what is no number, and of rows of different lengths."""
+    try:
+        return torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _number(label: str, config: Any, where: str) -> int:
