@@ -159,6 +159,18 @@ def test_trained_again(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
+def test_what_is_loaded_is_the_callers_own(models: tuple[Path, Path, Path]) -> None:
+    """Training it leaves nothing behind in what is loaded next."""
+    _, base, adapter = models
+    first = load(f"{base}+{adapter}")
+    before = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.add_(1)
+    for name, tensor in load(f"{base}+{adapter}").state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 @pytest.mark.parametrize("dtype", ["float32", None])
 def test_rounded_once(dtype: str | None, tmp_path: Path) -> None:
     """W + s B A of weights in bfloat16 is not rounded to bfloat16 on the way; without 'dtype' the output is."""

@@ -114,6 +114,17 @@ def test_lora(models: list[Path], tmp_path: Path) -> None:
     assert state(tmp_path / "whole").keys() == state(merged).keys()
 
 
+@pytest.mark.parametrize(("mine", "its"), [(2, 5), (5, 2)])
+def test_a_teacher_of_other_classes_is_refused(mine: int, its: int, tmp_path: Path) -> None:
+    merged, teacher = (make("bert", tmp_path / str(n), seed=n, num_labels=n) for n in (mine, its))
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"input_ids": [i, i + 1, 7]}) for i in range(8)))
+    flags = ("--teachers", teacher, "--data", tmp_path / "d.jsonl", "--samples", 8)
+    done = run("polish", merged, tmp_path / "out", *flags)
+    assert done.exit_code == 2
+    assert f"answers have shape [2, {its}], the model's own [2, {mine}]" in done.output
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_nothing_gained_writes_nothing(models: list[Path], tmp_path: Path) -> None:
     a = models[0]
     copy = make("llama", tmp_path / "copy", seed=0)

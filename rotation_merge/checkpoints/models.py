@@ -347,7 +347,7 @@ def weights_of(path: str) -> int:
 
 
 def adapted_state(path: str) -> dict[str, Tensor] | None:
-    """All tensors of a model with an adapter (`model+adapter`); None for a model without one.
+    """All tensors of a model with an adapter (`model+adapter`), the caller's to change; None for one without.
 
     Raises:
         CheckpointError: one of the two cannot be read, or they do not belong together.
@@ -357,7 +357,7 @@ def adapted_state(path: str) -> dict[str, Tensor] | None:
         return None
     model = Model(reference, MergeOptions(), unsupported="merge")
     model.architecture  # noqa: B018  (finds what the adapter changes, and checks it)
-    return {name: model[name] for name in model.names}
+    return {name: model[name].clone() for name in model.names}  # what the files stay mapped to is not
 
 
 class Models:

@@ -125,6 +125,7 @@ def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str
     Raises:
         RotationMergeError: models, data or the place are of no use.
     """
+    from rotation_merge.checkpoints.models import parse_reference
     from rotation_merge.checkpoints.sentence import read_modules
     from rotation_merge.learning.polish import PolishOptions, polish
     from rotation_merge.learning.unfinished import Unfinished
@@ -134,6 +135,9 @@ def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str
     if read_modules(local_path(merged)):
         what = "is a folder of sentence-transformers, whose modules are not trained"
         raise RotationMergeError(what, where=merged, remedy="merge with 'delegate: regmean'")
+    if ways.lora and not ways.merge_lora and parse_reference(merged).lora is not None:
+        what = "is a base with an adapter, which a new adapter cannot name as its base"
+        raise RotationMergeError(what, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
     progress = Progress()
     with Unfinished(out) as work:
         answered = _ask(work.path, merged, teachers, sources, ways.samples, ways.length, ways.seed, ways.device)

@@ -53,7 +53,7 @@ def answer(outputs: Any) -> dict[str, Tensor]:
 
     Returns:
         Of logits: `index` (..., k), int32; `log` (..., k), their log-probabilities; `rest` (...), the log of the mass
-        that is left; of hidden states: `hidden`.
+        that is left; `size`, how many outputs there are; of hidden states: `hidden`.
     """
     main = main_output(outputs).float()
     if not is_distribution(outputs) or main.shape[-1] == 1:
@@ -61,7 +61,8 @@ def answer(outputs: Any) -> dict[str, Tensor]:
     logs = main.log_softmax(-1)
     top = logs.topk(min(MOST, logs.shape[-1]), dim=-1)
     rest = (1.0 - top.values.exp().sum(-1)).clamp_min(0.0)
-    return {"index": top.indices.int(), "log": top.values, "rest": rest.log() if logs.shape[-1] > MOST else rest * 0}
+    rest = rest.log() if logs.shape[-1] > MOST else rest * 0
+    return {"index": top.indices.int(), "log": top.values, "rest": rest, "size": torch.tensor(logs.shape[-1])}
 
 
 class Answered:
@@ -94,7 +95,7 @@ def divergence(outputs: Any, wanted: Mapping[str, Tensor]) -> Tensor:
     if "hidden" in wanted:
         _same(main.shape, wanted["hidden"].shape)
         return (main - wanted["hidden"]).square().mean() / wanted["hidden"].square().mean().clamp_min(1e-12)
-    _same(main.shape[:-1], wanted["index"].shape[:-1])
+    _same(main.shape, (*wanted["index"].shape[:-1], int(wanted["size"])))
     logs = main.log_softmax(-1).gather(-1, wanted["index"].long())
     chances = wanted["log"].exp()
     loss = (chances * (wanted["log"] - logs)).sum(-1)
