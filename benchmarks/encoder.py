@@ -60,6 +60,7 @@ MERGES: dict[str, Merge] = {
     "refit, 128 texts a task": (128, "", {**REFIT, "exclude": "classifier"}),
     "refit, 128 texts a task, heads solved, too": (128, "", REFIT),
     "refit, 32 texts a task, heads solved, too": (32, "", REFIT),
+    "refit, 16 texts a task, heads solved, too": (16, "", REFIT),
     "refit, 384 texts a task": (384, "", {**REFIT, "exclude": "classifier"}),
     "refit, 384 texts a task, heads solved, too": (384, "", REFIT),
     "refit, 1024 texts a task, heads solved, too": (1024, "", {**REFIT, "samples": 1024}),
@@ -208,7 +209,7 @@ def choose(work: Path, found: dict[str, Task], _: Any) -> None:
     """What settings are worth on 400 texts a task that are neither for training nor for testing."""
     table = Table("encoder-choice")
     tried: list[Merge] = [(128, "", {**REFIT, "ridge": ridge}) for ridge in (0.001, 0.01, 0.1)]
-    tried += [(0, "", {"delegate": "task_arithmetic", "weight": scale}) for scale in (0.2, 0.3, 0.4)]
+    tried += [(0, "", {"delegate": "task_arithmetic", "weight": scale}) for scale in (0.2, 0.3, 0.4, 0.5)]
     with Scratch() as folder:
         for merge in tried:
             folders, _seconds = merged(work, Path(folder), found, merge)
