@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from plugin_support import build
+from plugin_support import make as make_checkpoint
 from tiny_models import ALL, make
 
 from rotation_merge.errors import DataError
 from rotation_merge.samples.data import read_batches
 from rotation_merge.samples.dataset import read_dataset
 from rotation_merge.samples.demo import CHECKPOINTS
+from rotation_merge.samples.evaluate import score
 from rotation_merge.samples.examples import tokenizer_of
 from rotation_merge.samples.functions import load
 
@@ -172,3 +175,45 @@ def test_what_a_decoder_reads_has_to_be_said(family: str, makes_its_own: bool, w
             continue
         with pytest.raises(DataError, match=r"d.jsonl: does not say .* what the decoder of T5.*'labels'"):
             read_batches(str(tmp_path / "d.jsonl"), "", one, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([0, 7, 1], "label 7 is none of the model's 3 classes"),
+        ([0, -1, 1], "label -1 is none of the model's 3 classes"),
+        ([0.5, 1.5, 2.5], "1 numbers for each example, BertForSequenceClassification gives 3"),
+        ([0, 1, None], "no loss on data without labels for every example"),
+    ],
+)
+def test_labels_that_the_model_does_not_have(labels: list, said: str, tmp_path: Path):
+    """They are refused where they are used, and only there; labels of some examples are labels of none."""
+    path = make_checkpoint("bert", tmp_path / "m", num_labels=3)
+    rows = [{"input_ids": [3, 4], "label": one} for one in labels]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = read_batches(str(tmp_path / "d.jsonl"), "", load(str(path)), batch_size=2)
+    with pytest.raises(DataError, match=said) as caught:
+        score(load(str(path)), found)
+    assert caught.value.where == str(tmp_path / "d.jsonl")
+
+
+def test_a_row_of_labels_is_as_long_as_the_outputs(tmp_path: Path):
+    """Not as the text, to whose length the labels of tokens are padded."""
+    path = make_checkpoint("bert", tmp_path / "m", num_labels=3, problem_type="multi_label_classification")
+    rows = [{"input_ids": list(range(3, 8 + i)), "labels": [1, 0, i % 2]} for i in range(4)]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    model = load(str(path))
+    found = read_batches(str(tmp_path / "d.jsonl"), "", model)
+    assert found.task == "labels"
+    assert found.batches[0]["labels"].tolist() == [[1, 0, 0], [1, 0, 1]] * 2
+    assert score(model, found).figures
+
+
+def test_pixels_of_another_size(tmp_path: Path):
+    for seed, shape in enumerate([(2, 3, 8, 8), (2, 1, 16, 16), (2, 16, 16)]):
+        np.savez(tmp_path / f"{seed}.npz", pixel_values=np.zeros(shape, dtype=np.float32))
+    model = build("vit")
+    for one in (model, model.to("meta")):
+        for seed in range(3):
+            with pytest.raises(DataError, match=rf"{seed}.npz: ViT\w+ cannot run on 'pixel_values' of shape \[2, "):
+                read_batches(str(tmp_path / f"{seed}.npz"), "", one)

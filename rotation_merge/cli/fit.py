@@ -24,6 +24,7 @@ from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.learning.objective import OBJECTIVES
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.options import WEIGHTS, MatchOptions, VaryingOptions
+from rotation_merge.samples.checked import check_labels
 from rotation_merge.samples.data import KINDS, described, read_batches
 from rotation_merge.samples.functions import load, narrowed, stored_dtype
 
@@ -140,6 +141,8 @@ def _learn(
     at = zip(names, itertools.cycle(places), strict=False)
     loaded = [narrowed(load(name), stored_dtype(name)).to(place) for name, place in at]
     found = read_batches(data, names[0], loaded[0], **reading)
+    if options.objective != "distill":
+        check_labels(found.batches, loaded[0], found.task, data)
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
     with tqdm.tqdm(desc="Learning", total=options.steps, disable=as_json or not first) as bar:
 

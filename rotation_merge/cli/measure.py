@@ -74,6 +74,7 @@ def command(
     from rotation_merge.averaging.measure import MeasureOptions
     from rotation_merge.averaging.passes import fits
     from rotation_merge.averaging.record import checkpoint_of, place_beside, record
+    from rotation_merge.samples.checked import check_labels
     from rotation_merge.samples.data import read_batches
     from rotation_merge.samples.functions import load
     from rotation_merge.spread.cluster import spread
@@ -88,6 +89,8 @@ def command(
     )
     limit = samples or (SAMPLES if data in SOURCES else None)
     found = read_batches(data, model, loaded, limit, batch_size, length, seed)
+    if labels == "data":
+        check_labels(found.batches, loaded, found.task, data)
     progress = Progress()
     with spread(ray, there) as over:
         made = record(checkpoint, loaded if runs else None, found, data, options, place, progress, used, over, apart)

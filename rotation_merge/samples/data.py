@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,13 @@ from torch import Tensor
 
 from rotation_merge.errors import DataError
 from rotation_merge.samples.arrays import Apart, one_by_one, words_alone
+from rotation_merge.samples.checked import (
+    check_decoder,
+    check_inputs,
+    check_numbers,
+    check_shape,
+    check_tokens,
+)
 from rotation_merge.samples.examples import KINDS, read_examples, tokenizer_of
 from rotation_merge.samples.functions import Batch, check_kind
 from rotation_merge.samples.sentence import is_sentence_model
@@ -31,11 +37,13 @@ class Data:
         task: next token, masked token, class, labels (any number for each example), regression, similarity (of two
             texts, by a model that gives embeddings), or none (no labels).
         examples: how many.
+        source: what they are called.
     """
 
     batches: list[Batch]
     task: str
     examples: int
+    source: str = ""
 
 
 def read_batches(
@@ -74,25 +82,26 @@ def read_batches(
         whole = len(next(iter(examples.values()))) if isinstance(examples, dict) else len(examples)
         count = min(whole, limit) if limit else whole
         if isinstance(examples, dict):
-            _check_inputs(examples, model, source)
+            check_inputs(examples, model, source)
         draw = torch.Generator().manual_seed(seed)
         rows: Sequence[int] = torch.randperm(whole, generator=draw).tolist()[:count] if mixed else range(count)
         batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, count, batch_size)]
     if count == 0:
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
     check_kind(model, batches[0], source)
-    batches = [_begun(batch, model) for batch in batches]
+    check_shape(model, batches[0], source)
+    batches = [_begun(batch, model) for batch in _all_labelled(batches)]
     for batch in batches:
-        _check_numbers(batch, source)
-        _check_tokens(batch, model, source)
-    _check_decoder(batches, model, source)
+        check_numbers(batch, source)
+        check_tokens(batch, model, source)
+    check_decoder(batches, model, source)
     task = _task(model, batches[0])
     if task == "masked token":
         generator = torch.Generator().manual_seed(seed)
         batches = [_masked(batch, model_path, generator) for batch in batches]
     elif task == "next token" and "labels" not in batches[0]:
         batches = [{**b, "labels": _labels(b, model.config)} for b in batches]
-    return Data(batches, task, count)
+    return Data(batches, task, count, source)
 
 
 def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -> dict[str, Any]:
@@ -127,6 +136,13 @@ def data_hash(batches: Sequence[Batch]) -> str:
     return digest.hexdigest()
 
 
+def _all_labelled(batches: Sequence[Batch]) -> list[Batch]:
+    """Labels of some examples are labels of none."""
+    if all("labels" in batch for batch in batches):
+        return list(batches)
+    return [{name: tensor for name, tensor in batch.items() if name != "labels"} for batch in batches]
+
+
 def _begun(batch: Batch, model: Any) -> Batch:
     """Of an encoder and its decoder: what the decoder reads, where only what it should write is given (no further than
     the batch's texts are long)."""
@@ -134,81 +150,6 @@ def _begun(batch: Batch, model: Any) -> Batch:
     if shift is None or "labels" not in batch or "decoder_input_ids" in batch or batch["labels"].ndim < 2:
         return batch
     return {**batch, "decoder_input_ids": shift(batch["labels"])}
-
-
-def _check_decoder(batches: Sequence[Batch], model: Any, source: str) -> None:
-    """A decoder that makes nothing of what the encoder reads (T5's, Whisper's; BART's does) is told what to read."""
-    lacking = [batch for batch in batches if "decoder_input_ids" not in batch]
-    if not lacking or not getattr(model.config, "is_encoder_decoder", False):
-        return
-    device = next(model.parameters()).device
-    first = {n: x[:1].to(device) for n, x in lacking[0].items() if n not in ("labels", "attention_mask")}
-    begun = {**first, "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}
-    if _runs(model, begun) and not _runs(model, first):
-        raise DataError(
-            f"does not say of every example what the decoder of {type(model).__name__} reads",
-            where=source,
-            remedy="give records with 'labels' (the tokens that it should write), or arrays with 'decoder_input_ids'",
-        )
-
-
-@torch.no_grad()
-def _runs(model: Any, batch: Batch) -> bool:
-    """Whether a model computes something of a batch."""
-    try:
-        model(**batch)
-    except Exception:  # each class refuses in its own way
-        return False
-    return True
-
-
-def _check_inputs(examples: Mapping[str, Tensor], model: Any, source: str) -> None:
-    """The model takes what the data hold."""
-    takes = set(inspect.signature(model.forward).parameters)
-    odd = [name for name in examples if name not in takes and name != "labels"]
-    if odd or not takes & set(examples):
-        wanted = [name for name in ("input_ids", "pixel_values", "input_features", "input_values") if name in takes]
-        raise DataError(
-            f"holds {', '.join(examples)}; {type(model).__name__} takes {', '.join(wanted) or 'something else'}",
-            where=source,
-            remedy="give data of the model's own kind",
-        )
-
-
-def _check_numbers(batch: Batch, source: str) -> None:
-    """Numbers are numbers, and tokens whole ones."""
-    for name, tensor in batch.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise DataError(f"'{name}' holds NaN or infinity", where=source, remedy="leave such examples out")
-        if name == "input_ids" and (tensor.is_floating_point() or tensor.ndim < 2):
-            what = f"'{name}' is of {str(tensor.dtype).removeprefix('torch.')}, shape {list(tensor.shape)}"
-            raise DataError(what, where=source, remedy="give whole numbers, one row of tokens for each example")
-
-
-def _check_tokens(batch: Batch, model: Any, source: str) -> None:
-    """Tokens are rows of the model's tables of words and positions."""
-    if "input_ids" not in batch:
-        return
-    ids = batch["input_ids"]
-    try:
-        words = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except NotImplementedError:  # of models with two towers (CLIP)
-        words = model.config.get_text_config().vocab_size
-    if words is not None and (int(ids.min()) < 0 or int(ids.max()) >= words):
-        odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise DataError(
-            f"token id {odd} is outside the model's vocabulary of {words}",
-            where=source,
-            remedy="encode the text with the model's own tokenizer",
-        )
-    longest = getattr(model.config, "max_position_embeddings", None)
-    learned = any("position" in name or "wpe" in name for name, _ in model.named_parameters())
-    if longest is not None and learned and ids.shape[-1] > longest:
-        raise DataError(
-            f"{ids.shape[-1]} tokens in a row, the model has positions for {longest}",
-            where=source,
-            remedy=f"give windows of at most {longest} ('--length')",
-        )
 
 
 def _task(model: Any, batch: Batch) -> str:
@@ -243,7 +184,9 @@ def _batch(examples: Any, rows: Sequence[int]) -> Batch:
     batch: Batch = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
     if all("labels" in example for example in chosen):
         labels = [example["labels"] for example in chosen]
-        batch["labels"] = torch.stack([_padded(label, longest, -100) if label.ndim else label for label in labels])
+        if len({label.shape for label in labels}) > 1 or labels[0].shape == chosen[0]["input_ids"].shape:
+            labels = [_padded(label, longest, -100) if label.ndim else label for label in labels]
+        batch["labels"] = torch.stack(labels)
     return batch
 
 

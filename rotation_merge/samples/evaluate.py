@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rotation_merge.errors import DataError
 from rotation_merge.report.curves import Curve
+from rotation_merge.samples.checked import check_labels
 from rotation_merge.samples.data import Data
 from rotation_merge.samples.functions import Batch
 from rotation_merge.samples.metrics import NUMBERS, of_classes, of_labels, of_numbers
@@ -62,8 +63,11 @@ def score(model: Any, data: Data) -> Scores:
     """
     if data.task == "none":
         raise DataError(
-            f"{type(model).__name__} has no loss on data without labels", remedy="give labels, or another model class"
+            f"{type(model).__name__} has no loss on data without labels for every example",
+            where=data.source or None,
+            remedy="give labels, or another model class",
         )
+    check_labels(data.batches, model, data.task, data.source)
     if data.task in ("regression", "labels", "similarity"):
         return _of_floats(model, data)
     total, guesses, truths = 0.0, [], []
