@@ -229,14 +229,18 @@ def _table(name: str) -> str:
 @cache
 def _of_base() -> frozenset[str]:
     """Entries that all configs have."""
-    return frozenset(re.findall(r"^    (\w+): (?!ClassVar)", _base(), re.MULTILINE))
+    return _set_by_base(r"^    (\w+): (?!ClassVar)")
+
+
+def _of_all(name: str, absent: bool) -> bool:
+    """Whether the class that all configs extend sets an entry, or has it where a config does not."""
+    return name in _set_by_base(r"\bself\.(\w+) = ") or (absent and name in _set_by_base(r"^    (\w+): "))
 
 
 @cache
-def _of_all(name: str, absent: bool) -> bool:
-    """Whether the class that all configs extend sets an entry, or has it where a config does not."""
-    words = rf"\bself\.{name} = |^    {name}: " if absent else rf"\bself\.{name} = "
-    return re.search(words, _base(), re.MULTILINE) is not None
+def _set_by_base(words: str) -> frozenset[str]:
+    """What stands in that class in place of the group."""
+    return frozenset(re.findall(words, _base(), re.MULTILINE))
 
 
 @cache
