@@ -45,7 +45,9 @@ DECODER = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
 }
+"""Few positions, as models write texts of their own up to those."""
 ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {

@@ -28,7 +28,7 @@ from rotation_merge.groups import (
     StreamTransform,
 )
 from rotation_merge.groups.admitted import Wanted, latent
-from rotation_merge.groups.base import act_by_matrices, dump, gather, load
+from rotation_merge.groups.base import dump, load
 from rotation_merge.groups.convolution import ConvolutionGroup
 from rotation_merge.groups.latent import LatentGroup, LatentTransform
 from rotation_merge.groups.matrix import MatrixElement
@@ -410,22 +410,3 @@ def test_registry_holds_every_subclass():
     found = {cls for cls in found if cls.__module__.startswith("rotation_merge.")}
     assert set(KINDS.values()) == found - {MatrixElement}
     assert all(cls.kind == kind for kind, cls in KINDS.items())
-
-
-@pytest.mark.parametrize(
-    ("shape", "batch", "dim"), [((7, 3, 5), 1, 2), ((7, 2, 3, 2, 5), 2, -1), ((4, 9, 5), 0, 2), ((7, 5, 3), 2, 1)]
-)
-def test_matrices_act_on_any_dimension(shape: tuple[int, ...], batch: int, dim: int) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, dtype=torch.float64, generator=draw)
-    maps = torch.randn(shape[batch], 5, 5, dtype=torch.float64, generator=draw)
-    moved = x.movedim((batch, dim), (0, 1))
-    wanted = torch.einsum("gij,gj...->gi...", maps, moved).movedim((0, 1), (batch, dim))
-    torch.testing.assert_close(act_by_matrices(maps, x, batch, dim), wanted)
-
-
-def test_one_order_moves_any_dimension() -> None:
-    x, order = torch.arange(24.0).reshape(2, 3, 4), torch.tensor([[2, 0, 1]])
-    for dim in (0, 1, 2, -1):
-        turned = x.movedim(1, dim)
-        assert torch.equal(gather(turned, order, 0, dim), turned.index_select(dim, order[0]))

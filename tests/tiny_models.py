@@ -8,6 +8,7 @@ from nearly equal ones.
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import json
 import shutil
@@ -83,6 +84,7 @@ def cases(path: Path) -> list[Case]:
 
 
 ALL = [case for path in sorted(CONFIGS.glob("*.json")) for case in cases(path)]
+LISTED = {(case.family, case.name, case.class_name): case for case in ALL}
 
 
 @functools.cache
@@ -98,7 +100,24 @@ def further() -> list[Case]:
 
 
 def make(case: Case, seed: int = 0) -> Any:
-    """The model: weights, biases and norm gains all random, gains of either sign."""
+    """The model: weights, biases and norm gains all random, gains of either sign.
+
+    A listed one is made once: whoever asks is given a copy, and torch's own draws go on as they do behind the first.
+    """
+    key = case.family, case.name, case.class_name
+    if LISTED.get(key) is not case:
+        return _drawn(case, seed)
+    model, behind = _first_made(*key, seed)
+    torch.set_rng_state(behind)
+    return copy.deepcopy(model)
+
+
+@functools.cache
+def _first_made(family: str, name: str, class_name: str, seed: int) -> tuple[Any, Tensor]:
+    return _drawn(LISTED[family, name, class_name], seed), torch.get_rng_state()
+
+
+def _drawn(case: Case, seed: int) -> Any:
     torch.manual_seed(seed)
     signs = torch.Generator().manual_seed(seed)
     config = case.model_class.config_class(**case.config)

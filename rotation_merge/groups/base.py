@@ -192,12 +192,6 @@ def act_by_matrices(matrices: Tensor, x: Tensor, batch_dim: int, dim: int) -> Te
     The matrices are laid out anew: products of a transposed view and of what a file holds differ in the last bit.
     """
     work = torch.promote_types(x.dtype, torch.float32)
-    batch, last = batch_dim % x.ndim, x.ndim - 1
-    if 0 < batch < dim % x.ndim == last:  # as outputs of heads lie: nothing has to be turned over
-        heads = x.flatten(0, batch - 1).flatten(1, last - batch).transpose(0, 1).to(work)
-        each = matrices.to(device=x.device, dtype=work).mT.contiguous()
-        result = torch.bmm(heads, each.repeat_interleave(len(heads) // len(each), 0))
-        return result.transpose(0, 1).reshape(x.shape).to(x.dtype)
     moved = x.movedim((batch_dim, dim), (0, 1))
     flat = moved.reshape(moved.shape[0], moved.shape[1], -1).to(work)
     result = torch.bmm(matrices.to(device=x.device, dtype=work).contiguous(), flat)
@@ -216,8 +210,6 @@ def broadcast(values: Tensor, x: Tensor, batch_dim: int, dim: int) -> Tensor:
 def gather(x: Tensor, index: Tensor, batch_dim: int, dim: int) -> Tensor:
     """``out[g, i] = x[g, index[g, i]]`` along `batch_dim` and `dim`, index (G, d)."""
     index = index.to(x.device)
-    if index.shape[0] == 1 and dim % x.ndim == x.ndim - 1 and x.device.type == "cpu":
-        return x.gather(-1, index[0].expand(x.shape))  # where entries are moved one by one, several times faster
     if index.shape[0] == 1:
         return x.index_select(dim, index[0])
     parts = [part.index_select(dim % x.ndim, row) for part, row in zip(x.split(1, batch_dim), index, strict=True)]

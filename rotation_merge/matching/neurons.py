@@ -14,7 +14,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.base import gather
 from rotation_merge.linalg.scaling import best_scale, least_cost
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -88,7 +87,7 @@ class Neurons:
         """The donor's neurons in another order (a copy)."""
 
         def moved(pairs: Pairs) -> Pairs:
-            return [(a, _reordered(b, index)) for a, b in pairs]
+            return [(a, b[index.to(b.device)]) for a, b in pairs]
 
         return Neurons(moved(self.ins), moved(self.gates), moved(self.outs), self.signed, self.degree)
 
@@ -157,13 +156,6 @@ class Neurons:
             else:
                 result[part] = p + gate + q
         return result
-
-
-def _reordered(matrix: Tensor, index: Tensor) -> Tensor:
-    """A matrix's rows in another order, laid out as they were."""
-    if matrix.stride(1) == 1:
-        return matrix[index.to(matrix.device)]
-    return gather(matrix.mT, index[None], 0, 1).mT
 
 
 def _products(rows: list[Tensor], donor: list[Tensor], like: Tensor) -> Tensor:
