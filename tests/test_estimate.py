@@ -93,13 +93,34 @@ def test_the_residual_stream_costs_passes() -> None:
     are moved by its map in each, and once into the result. Embedding and head are looked at once, and moved twice."""
     options = MatchOptions(residual="signed_permutation", attention="none", ffn="none", rescale=False)
     result = found(options, itemsize=4, out=2)
-    flops = 2 * 64 * ((6 + 8) * (ALL - ENDS) + 3 * ENDS)
+    flops = 2 * 64 * ((6 + 7) * (ALL - ENDS) + 3 * ENDS)
     assert result.seconds == pytest.approx(seconds(flops, 0, (4 + 4 + 2 + 7 * 8) * ALL))
     near = 2 * 64 * ALL
     assert result.near_seconds == pytest.approx(seconds(near, 0, (4 + 4 + 2 + 2 * 8) * ALL))
     assert result.matched == ALL
-    block = ATTENTION + FFN + 2 * 64
-    assert result.memory == 2 * 4 * block + 8 * 3 * 64 * 64 + 6 * 8 * 64**2 + 2 * ALL
+    block = ATTENTION + FFN + 2 * 64  # stored and widened; products of a worker's two layers, two parts and four more
+    assert result.memory == (2 * 4 + 8) * block + (2 + 2 + 4) * 8 * 64**2
+    turned = found(MatchOptions(residual="rotation"))
+    assert turned.memory == (2 * 2 + 8) * block + 4 * FFN + 5 * 64**2 + (2 + 2 + 4) * 8 * 64**2
+
+
+def test_every_worker_takes_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotation, products = MatchOptions(residual="rotation"), 8 * 64**2
+    alone = found(rotation).memory
+    monkeypatch.setattr(module, "workers_for", lambda _: 3)
+    assert found(rotation).memory == 3 * (alone - 6 * products) + 6 * products
+
+
+def test_where_writing_takes_most_it_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a wide vocabulary: the file so far, nine copies of the head, and slices of it in float32."""
+    wide = {n: (50_000, 64) if n in ("model.embed_tokens.weight", "lm_head.weight") else s for n, s in SHAPES.items()}
+    result = estimate(ARCHITECTURE, wide, MatchOptions(residual="rotation"), 2, 2)
+    before = result.parameters - 50_000 * 64 - 64  # the head comes before the last norm
+    assert result.memory == 2 * before + (2 * 2 + 7 * 2) * 50_000 * 64 + 16 * 50_000 * 64
+    monkeypatch.setattr(module, "SHARD", 2 * before)
+    assert estimate(ARCHITECTURE, wide, MatchOptions(residual="rotation"), 2, 2).memory == result.memory
+    monkeypatch.setattr(module, "LONG", 64)
+    assert estimate(ARCHITECTURE, wide, MatchOptions(residual="rotation"), 2, 2).memory < result.memory
 
 
 def test_a_rotation_is_solved_for_once_a_pass_and_deep_models_try_starts_on_some_layers() -> None:

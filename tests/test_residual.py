@@ -13,7 +13,7 @@ from residual_support import Checkpoint, case, checkpoint, recipe, report, twin
 from tiny_models import make, save
 
 from rotation_merge.groups import Monomial, Orthogonal, Permutation, Scaling, StreamTransform
-from rotation_merge.matching import both
+from rotation_merge.matching import both, slices
 from rotation_merge.matching.both import Both, Pass
 from rotation_merge.matching.measured import measured
 from rotation_merge.matching.model import aligned_tensors, match_model
@@ -216,8 +216,8 @@ def test_long_vocabularies_are_looked_at_in_slices(
     options = MatchOptions(residual="rotation")
     found, seen = [], list[int]()
     monkeypatch.setattr(both, "measured", lambda info, a, b, *rest: seen.append(len(a)) or measured(info, a, b, *rest))
-    for most in (both.LONG, 1000):
-        monkeypatch.setattr(both, "LONG", most)
+    for most in (slices.LONG, 1000):
+        monkeypatch.setattr(slices, "LONG", most)
         seen.clear()
         found.append(match_model(anchor.architecture, anchor.state, donor.state, options))
     assert len(seen) > 4
@@ -226,6 +226,12 @@ def test_long_vocabularies_are_looked_at_in_slices(
     (first,), (second,) = ([row for _, rows in one.records for row in rows if row.kind == "stream"] for one in found)
     told = [[row.before, row.after, row.anchor] for row in (first, second)]
     assert told[0] == pytest.approx(told[1], rel=1e-6)
+    outputs = []
+    for most in (1 << 25, 1000):
+        monkeypatch.setattr(slices, "LONG", most)
+        outputs.append(merged(recipe(anchor, donor, residual="rotation"), tmp_path / f"out-{most}"))
+    assert outputs[0].keys() == outputs[1].keys()
+    assert all(torch.allclose(x, outputs[1][n], atol=1e-5) for n, x in outputs[0].items())
 
 
 def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.groups import HeadTransform, SpaceTransform
+from rotation_merge.matching import slices
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.biases import settled
 from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
@@ -25,6 +26,9 @@ from rotation_merge.matching.spanning import whole_spans
 from rotation_merge.matching.state import Kept, TensorSource, read_block, read_tensor
 from rotation_merge.matching.stream import Statistics, compared
 from rotation_merge.spread.threads import BYTES_A_WEIGHT, workers_for
+
+BYTES_FOLDED = 20
+"""As `BYTES_A_WEIGHT`, of models that are folded: both are widened."""
 
 Transforms = dict[str, SpaceTransform]
 
@@ -45,7 +49,7 @@ class Step(Protocol):
     ) -> Any:
         """On a block: the tensors are the step's own, and the dictionaries may be changed."""
 
-    def plain(self, both: Both, block: Block, slices: Slices) -> Any:
+    def plain(self, both: Both, block: Block, parts: Slices) -> Any:
         """On a block outside of layers that no local space moves (`Both.is_plain`)."""
 
 
@@ -144,12 +148,11 @@ class Both:
     @property
     def at_once(self) -> int:
         """How many blocks are matched at once; 0 on an accelerator, which one block keeps busy."""
-        weights, accelerated = self._weights
-        return 0 if accelerated else workers_for(max(weights, 1))
+        return 0 if self._weights[1] else workers_for(max(self.size // BYTES_A_WEIGHT, 1))
 
     @property
     def size(self) -> int:
-        return BYTES_A_WEIGHT * self._weights[0]
+        return (BYTES_FOLDED if self.folded else BYTES_A_WEIGHT) * self._weights[0]
 
     def on(self, device: str, home: str) -> Both:
         return replace(self, device=device, home=home)
@@ -184,11 +187,14 @@ class Both:
         """The tensors of a plain block."""
         with self._reading:
             stored = [self._stored(block, source) for source in (self.anchor, self.donor)]
-        long = [info for info in block.tensors if _long(info, stored)]
-        short = [info for info in block.tensors if info not in long]
-        for infos, rows in [(short, None), *(([info], rows) for info in long for rows in _rows(info, stored))]:
+        long = {info.key: found for info in block.tensors if (found := _long(info, stored))}
+        short = [info for info in block.tensors if info.key not in long]
+        names = [(name, info) for info in block.tensors for name in (*info.names, *info.tied)]
+        for infos, rows in [(short, None), *(([i], rows) for i in block.tensors for rows in long.get(i.key, ()))]:
             part = replace(block, tensors=tuple(infos))
-            sources: list[TensorSource] = [_narrowed(block, own, rows) for own in stored]
+            sources: list[TensorSource] = [*stored]
+            if rows is not None:
+                sources = [slices.narrowed(names, own, rows) for own in stored]
             if self.folded:
                 sources = [Folded(self.architecture, own, self.folded) for own in sources]
             anchor, donor = (read_block(part, own) for own in sources)
@@ -203,35 +209,13 @@ class Both:
         return {name: source[name] for name in dict.fromkeys(names) if name in source}
 
 
-LONG = 1 << 25
-"""Entries that are looked at in one piece."""
-
-
-def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Whether a tensor is looked at in slices of its vocabulary."""
-    found = [read_tensor(info, own) for own in stored] if info.vocabulary_axis is not None and not info.stacked else []
-    known = [tensor for tensor in found if tensor is not None]
-    return len(known) == 2 and known[0].shape == known[1].shape and known[0].numel() > LONG
-
-
-def _rows(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:
-    tensor = read_tensor(info, stored[0])
-    assert tensor is not None
-    rows = tensor.shape[info.vocabulary_axis or 0]
-    step = max(1, LONG * rows // tensor.numel())
-    return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]
-
-
-def _narrowed(block: Block, stored: Mapping[str, Tensor], rows: slice | None) -> dict[str, Tensor]:
-    """Some rows of a block's vocabulary."""
-    result = dict(stored)
-    if rows is None:
-        return result
-    for info in block.tensors:
-        for name in (*info.names, *info.tied):
-            if name in result and (axis := info.vocabulary_axis) is not None and result[name] is stored[name]:
-                result[name] = stored[name].narrow(axis, rows.start, rows.stop - rows.start)
-    return result
+def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:
+    """The slices of a tensor's vocabulary where it is looked at in several."""
+    known = [tensor for own in stored if (tensor := read_tensor(info, own)) is not None]
+    if len(known) != 2 or known[0].shape != known[1].shape:
+        return []
+    found = slices.rows(info, known[0])
+    return found if len(found) > 1 else []
 
 
 @dataclass(frozen=True)
@@ -244,9 +228,9 @@ class Seen:
         return Seen(tuple(tensor.to(device) for tensor in self.tensors))
 
     @classmethod
-    def of(cls, block: Block, slices: Slices, transforms: Transforms, precise: bool) -> Seen:
+    def of(cls, block: Block, parts: Slices, transforms: Transforms, precise: bool) -> Seen:
         found: dict[str, Measured] = {}
-        for anchor, donor in slices:
+        for anchor, donor in parts:
             for info, a, b in compared(block, anchor, donor):
                 own = measured(info, a, b, transforms, precise)
                 found[info.key] = found[info.key].plus(own) if info.key in found else own
@@ -272,8 +256,8 @@ class Ends:
         own.add(block, anchor, donor, self.transforms)
         return own
 
-    def plain(self, both: Both, block: Block, slices: Slices) -> Seen:
-        return Seen.of(block, slices, self.transforms, self.precise)
+    def plain(self, both: Both, block: Block, parts: Slices) -> Seen:
+        return Seen.of(block, parts, self.transforms, self.precise)
 
 
 @dataclass(frozen=True)
@@ -304,9 +288,9 @@ class Pass:
         own.weights = {n: w * self.weights.get(n, 1.0) if n in scaled else w for n, w in own.weights.items()}
         return own
 
-    def plain(self, both: Both, block: Block, slices: Slices) -> Statistics:
+    def plain(self, both: Both, block: Block, parts: Slices) -> Statistics:
         own = Statistics(both.architecture)
-        for tensor in Seen.of(block, slices, self.transforms, self.precise).tensors:
+        for tensor in Seen.of(block, parts, self.transforms, self.precise).tensors:
             own.count(tensor, self.transforms)
         return own
 
@@ -345,11 +329,11 @@ class Final:
         own = match(anchor, donor, options, {})
         return FinalMatch(own, apart, squared_distances(block, None, anchor, donor, own.transforms)[0], norm)
 
-    def plain(self, both: Both, block: Block, slices: Slices) -> FinalMatch | None:
+    def plain(self, both: Both, block: Block, parts: Slices) -> FinalMatch | None:
         if not self.streams:
             return None
         apart = after = norm = 0.0
-        for anchor, donor in slices:
+        for anchor, donor in parts:
             before, own = squared_distances(block, None, anchor, donor, {})
             apart, norm = apart + before, norm + own
             after += squared_distances(block, None, anchor, donor, self.streams)[0]

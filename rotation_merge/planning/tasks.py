@@ -15,6 +15,7 @@ from torch import Tensor
 from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.errors import AlignmentError, CheckpointError, RotationMergeError
 from rotation_merge.groups import SpaceTransform
+from rotation_merge.matching import slices
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.biases import with_biases
 from rotation_merge.matching.block import BlockMatch, match_block, named
@@ -202,7 +203,7 @@ class MoveTensor(KeyedTask):
             own = layers(self.block.name) if layers is not None and (scales is None or scales.own) else {}
             donor = self._transport(donor, maps, values, scale, own)
         else:
-            donor = self._moved(maps, values)
+            donor = self._moved_in_slices(stored, maps, values)
         if donor.is_floating_point():
             donor = donor.to(self.dtype or stored.dtype)
         return tuple(donor.unbind(0)) if self.info.stacked else (donor,)
@@ -214,6 +215,21 @@ class MoveTensor(KeyedTask):
         if info.key not in tensors:
             return None
         return tensors[info.key] if self.fold is None else self.fold.tensor(self.block, info, tensors.get)
+
+    def _moved_in_slices(
+        self, stored: Tensor, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]
+    ) -> Tensor:
+        """As `_moved`, a long vocabulary slice by slice and rounded at once: no copy of it all is widened."""
+        parts = slices.rows(self.info, stored)
+        if len(parts) <= 1:
+            return self._moved(maps, values)
+        axis, result = self.info.vocabulary_axis or 0, torch.empty_like(stored, dtype=self.dtype or stored.dtype)
+        infos = [(name, info) for name in values if (info := self.block.tensor(name.split(":")[1])) is not None]
+        known = {name: tensor for name, tensor in values.items() if tensor is not None}
+        for part in parts:
+            moved = self._moved(maps, {**values, **slices.narrowed(infos, known, part)})
+            result.narrow(axis, part.start, part.stop - part.start).copy_(moved)
+        return result
 
     def _moved(self, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]) -> Tensor:
         """The donor's tensor in the anchor's coordinates, with the anchor's unseen biases."""

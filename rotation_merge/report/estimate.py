@@ -13,10 +13,12 @@ from rotation_merge.architectures.model import Architecture, Block, Space, Tenso
 from rotation_merge.groups.admitted import admitted, heads
 from rotation_merge.groups.space import Work
 from rotation_merge.matching.block import wanted_spaces
+from rotation_merge.matching.both import BYTES_FOLDED
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.slices import LONG
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.matching.walk import PARTS, SAMPLE
-from rotation_merge.spread.threads import workers_for
+from rotation_merge.spread.threads import BYTES_A_WEIGHT, workers_for
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -89,8 +91,7 @@ def estimate(
     matched = sum(sizes.get(name, 0) for info in moved for name in info.names)
     total = sum(sizes.values())
     speed, files = flops_per_second(), (2 * itemsize + out_itemsize) * total / READ_BYTES
-    largest = max((sum(sizes.get(n, 0) for i in b.tensors for n in i.names) for b in architecture.blocks), default=0)
-    workers = workers_for(largest)
+    workers = workers_for(_largest_layer(architecture, sizes))
 
     def seconds(near: bool) -> float:
         rounds = Rounds.of(architecture, options, near)
@@ -107,7 +108,7 @@ def estimate(
         unaligned=_unaligned(architecture, shapes, options, moved),
         seconds=seconds(near=False),
         near_seconds=seconds(near=True),
-        memory=_memory(architecture, sizes, options, itemsize) + min(total * out_itemsize, SHARD),
+        memory=_memory(architecture, sizes, options, itemsize, out_itemsize),
         disk=total * out_itemsize,
         streams={name: list(groups) for name, groups in architecture.stream_groups.items()},
     )
@@ -253,7 +254,8 @@ class Rounds:
         if near:
             return cls(local=1 + sample, products=sample, ends=1, solved=1)
         passes, parts = PASSES + 2 * sample, max(1, min(PARTS, layers))
-        return cls(local=passes + 1, products=passes, turned=passes + 2, ends=3, solved=2 + parts * PASSES)
+        turned = PASSES + sample + 2  # the identity turns nothing
+        return cls(local=passes + 1, products=passes, turned=turned, ends=3, solved=2 + parts * PASSES)
 
 
 def _work(
@@ -288,16 +290,66 @@ def _shape(info: TensorInfo, shapes: Shapes) -> tuple[int, ...]:
     return (len(info.names), *shape) if info.stacked else shape
 
 
-def _memory(architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int) -> int:
+def _memory(
+    architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int, out_itemsize: int
+) -> int:
+    """What is in memory at the most; with a residual stream all is matched before anything is written."""
+    if options.residual != "none":
+        matching = _residual_memory(architecture, sizes, options, itemsize)
+        return max(matching, _writing_memory(architecture, sizes, itemsize, out_itemsize))
+    return _local_memory(architecture, sizes, options, itemsize) + min(sum(sizes.values()) * out_itemsize, SHARD)
+
+
+def _local_memory(architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int) -> int:
     """Both models' tensors of the largest block, float32 copies of its largest tensors, and the similarity matrices."""
-    peak, streams = 0, architecture.streams
+    peak = 0
     for block in architecture.blocks:
-        weights = [sum(sizes.get(name, 0) for name in info.names) for info in block.tensors]
-        spaces = list(_works(architecture, block, options).values())
-        width = 3 if options.residual != "none" else 1
-        block_bytes = 2 * itemsize * sum(weights) + 8 * width * max(weights, default=0)
-        peak = max(peak, block_bytes + 12 * max((work.table for work in spaces), default=0))
-    return peak + sum(6 * 8 * stream.sizes["size"] ** 2 for stream in streams.values() if options.residual != "none")
+        weights = [_weights(info, sizes) for info in block.tensors]
+        table = max((work.table for work in _works(architecture, block, options).values()), default=0)
+        peak = max(peak, 2 * itemsize * sum(weights) + 8 * max(weights, default=0) + 12 * table)
+    return peak
+
+
+def _residual_memory(architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int) -> int:
+    """For every worker both models' tensors of a layer as they are stored and widened, the largest space once more as
+    the stream's map turns it, and its similarities; products of the stream of each part, embedding, head and map, and
+    for every worker of two layers."""
+    layers, peak = 0, 0
+    for block in architecture.blocks:
+        if block.index is None:
+            continue
+        layers += 1
+        works = _works(architecture, block, options)
+        spaces = dict.fromkeys(works, 0)
+        for info in block.tensors:
+            for name in {space.name for space in info.spaces()} & works.keys():
+                spaces[name] += _weights(info, sizes)
+        table = max((work.table for work in works.values()), default=0)
+        widened = (2 * itemsize + 8) * sum(_weights(info, sizes) for info in block.tensors)
+        peak = max(peak, widened + 4 * max(spaces.values(), default=0) + 5 * table)
+    workers = workers_for(BYTES_FOLDED * _largest_layer(architecture, sizes) // BYTES_A_WEIGHT)
+    products = 8 * sum(stream.sizes["size"] ** 2 for stream in architecture.streams.values())
+    return workers * (peak + 2 * products) + (min(PARTS, layers) + 4) * products
+
+
+def _writing_memory(architecture: Architecture, sizes: dict[str, int], itemsize: int, out_itemsize: int) -> int:
+    """The output file so far, and for a tensor: both models', both moved, and what averaging makes of them."""
+    held, peak = 0, 0
+    for info in architecture.tensors():
+        for name in info.names:
+            count = sizes.get(name, 0)
+            peak = max(peak, held + (2 * itemsize + 7 * out_itemsize) * count + 16 * min(count, LONG))
+            held = count * out_itemsize + (held if held + count * out_itemsize <= SHARD else 0)
+    return peak
+
+
+def _weights(info: TensorInfo, sizes: dict[str, int]) -> int:
+    return sum(sizes.get(name, 0) for name in info.names)
+
+
+def _largest_layer(architecture: Architecture, sizes: dict[str, int]) -> int:
+    layers = (block for block in architecture.blocks if block.index is not None)
+    return max((sum(_weights(info, sizes) for info in block.tensors) for block in layers), default=0)
 
 
 def flops_per_second() -> float:
