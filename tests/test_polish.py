@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from cli_support import parsed, run
-from plugin_support import make, state
+from plugin_support import build, make, state
+from tiny_models import ALL
+from tiny_models import make as tiny
 from transformers import AutoModelForCausalLM
 
 from rotation_merge.learning.answers import Answered, answer, divergence, write_answers
+from rotation_merge.learning.low_rank import begin_along, with_lora
 from rotation_merge.learning.polish import LEAST_GAIN, PolishOptions, PolishReport, polish
 
 
@@ -110,8 +113,33 @@ def test_lora(models: list[Path], tmp_path: Path) -> None:
     assert run("polish", merged, tmp_path / "adapter", *flags).exit_code == 0
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (4, str(merged))
+    assert config["target_modules"] == sorted(config["target_modules"])
     assert run("polish", merged, tmp_path / "whole", *flags, "--merge-lora").exit_code == 0
     assert state(tmp_path / "whole").keys() == state(merged).keys()
+
+
+@pytest.mark.parametrize(("family", "head"), [("llama", True), ("qwen2", False), ("gpt2", False)])
+def test_a_new_lora_begins_along_the_gradient(family: str, head: bool) -> None:
+    """It changes nothing; A's rows are orthonormal, and hold all of a gradient that has no more rows than they are."""
+    model = tiny(next(case for case in ALL if case.family == family)).float() if family == "gpt2" else build(family)
+    ids = torch.tensor([[3, 9, 4]])
+    model.requires_grad_(True)
+    (model(input_ids=ids).logits ** 2).sum().backward()
+    wanted = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    model.zero_grad()
+    before = model(input_ids=ids).logits.detach()
+    trained = with_lora(model, 4, 0)
+    begin_along(trained, lambda: (trained(input_ids=ids).logits ** 2).sum().backward())
+    assert torch.equal(trained(input_ids=ids).logits, before)
+    layers = {name: module for name, module in model.named_modules() if getattr(module, "lora_A", None)}
+    assert any("lm_head" in name for name in layers) is head
+    for name, layer in layers.items():
+        a, gradient = layer.lora_A["default"].weight.double(), wanted[f"{name}.weight"].double()
+        gradient = gradient if gradient.shape[1] == a.shape[1] and not layer.fan_in_fan_out else gradient.mT
+        torch.testing.assert_close(a @ a.mT, torch.eye(4, dtype=torch.float64), atol=1e-5, rtol=0)
+        assert (gradient - gradient @ a.mT @ a).norm() <= 1e-4 * gradient.norm(), name  # three tokens: three rows
 
 
 @pytest.mark.parametrize(("mine", "its"), [(2, 5), (5, 2)])

@@ -127,6 +127,7 @@ def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str
     """
     from rotation_merge.checkpoints.models import parse_reference
     from rotation_merge.checkpoints.sentence import read_modules
+    from rotation_merge.learning.low_rank import with_lora
     from rotation_merge.learning.polish import PolishOptions, polish
     from rotation_merge.learning.unfinished import Unfinished
     from rotation_merge.samples.functions import load, local_path
@@ -142,10 +143,11 @@ def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str
     with Unfinished(out) as work:
         answered = _ask(work.path, merged, teachers, sources, ways.samples, ways.length, ways.seed, ways.device)
         model = load(merged).to(ways.device).requires_grad_(True)
-        student = _with_lora(model, ways.lora, ways.seed) if ways.lora else model
+        student = with_lora(model, ways.lora, ways.seed) if ways.lora else model
         rates = () if ways.learning_rate is None else (ways.learning_rate,)
         work.of(f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}", STATE)
-        options = PolishOptions(ways.steps, ways.lora, rates, seed=ways.seed, state=work.file(STATE))
+        new = ways.lora > 0
+        options = PolishOptions(ways.steps, ways.lora, new, rates, seed=ways.seed, state=work.file(STATE))
         report = polish(student, answered, options, progress)
         progress.close()
         if report.gained:
@@ -200,20 +202,6 @@ def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
             raise RotationMergeError(what, where=str(other.reference), remedy=remedy)
 
 
-def _with_lora(model: Any, rank: int, seed: int) -> Any:
-    """The model with a LoRA (rank-stabilised, on all linear maps) that alone is trained."""
-    import torch
-
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise RotationMergeError("--lora needs peft", remedy="pip install peft") from error
-    torch.manual_seed(seed)
-    return get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=rank, use_rslora=True, target_modules="all-linear")
-    ).eval()
-
-
 def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeReport) -> None:
     """The trained model as a checkpoint in the merge's dtype, or the adapter; whole or not at all."""
     from rotation_merge.checkpoints.aligned import KEPT, OWN
@@ -224,7 +212,8 @@ def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeRepo
     with staged(out) as staging:
         if adapter:
             base = os.path.abspath(merged) if os.path.exists(merged) else merged
-            student.peft_config["default"].base_model_name_or_path = base
+            config = student.peft_config["default"]
+            config.base_model_name_or_path, config.target_modules = base, sorted(config.target_modules)
             student.save_pretrained(staging)
         else:
             model = student.merge_and_unload() if hasattr(student, "merge_and_unload") else student

@@ -19,13 +19,18 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import CheckpointError, DataError
 from rotation_merge.learning.answers import Answered, divergence
+from rotation_merge.learning.low_rank import begin_along
 from rotation_merge.learning.objective import unlabelled
 from rotation_merge.learning.resume import State
 from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.samples.functions import check_answers, fused_attention
 
-RATES = {False: (2e-4, 5e-4, 1e-3), True: (1e-3, 2e-3, 5e-3)}
-"""Learning rates that are tried: for all weights, for a LoRA."""
+RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
+"""Learning rates that are tried: for all weights, for a LoRA that holds something, for one that begins along the
+gradient."""
+
+AHEAD = 8
+"""Batches of each teacher that say where a LoRA begins."""
 
 TRIAL = 0.1
 """Share of the steps after which a learning rate is chosen."""
@@ -46,6 +51,7 @@ class PolishOptions:
     Attributes:
         steps: of the optimiser; each sees one batch of every teacher.
         lora: rank of the LoRA that is trained; 0: all weights.
+        new: the LoRA holds nothing yet and begins along the gradient (`low_rank.begin_along`).
         rates: learning rates that are tried; empty: the usual ones.
         held_out: share of the samples that is kept for choosing.
         last: how many batches of each teacher, the last ones, are kept instead; empty: that share of them, drawn.
@@ -55,11 +61,17 @@ class PolishOptions:
 
     steps: int = 50
     lora: int = 0
+    new: bool = False
     rates: tuple[float, ...] = ()
     held_out: float = 0.15
     last: tuple[int, ...] = ()
     seed: int = 0
     state: Path | None = None
+
+    @property
+    def usual(self) -> tuple[float, ...]:
+        """The learning rates that are tried."""
+        return self.rates or RATES["weights" if not self.lora else "new lora" if self.new else "lora"]
 
 
 @dataclass
@@ -141,8 +153,9 @@ class _Polish:
         before = self.score()
         check_answers(self.model, [torch.tensor(before)])
         report = PolishReport(before, before, history=[(0, 0.0, before)])
-        start = self.kept()
-        rates = self.options.rates or RATES[self.options.lora > 0]
+        if self.options.new:
+            begin_along(self.model, self.ahead)
+        start, rates = self.kept(), self.options.usual
         resumed = self.options.state is not None and self.options.state.exists()
         if not resumed:
             for rate in rates if len(rates) > 1 else ():
@@ -211,15 +224,23 @@ class _Polish:
     def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[int]) -> float:
         """One step; gives the divergence before it."""
         optimiser.zero_grad()
-        total = 0.0
-        for one, number in zip(self.answered, numbers, strict=True):
-            batch, wanted = one.read(number, self.device)
-            loss = divergence(self.model(**unlabelled(batch)), wanted) / len(self.answered)
-            loss.backward()
-            total += float(loss.detach())
+        total = sum(self.gradient(one, number) for one, number in zip(self.answered, numbers, strict=True))
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         optimiser.step()
         return total
+
+    def gradient(self, one: Answered, number: int) -> float:
+        """Adds that of a batch; gives its part of the divergence."""
+        batch, wanted = one.read(number, self.device)
+        loss = divergence(self.model(**unlabelled(batch)), wanted) / len(self.answered)
+        loss.backward()
+        return float(loss.detach())
+
+    def ahead(self) -> None:
+        """Adds the gradients of some of the samples that are trained on."""
+        for one, numbers in zip(self.answered, self.training, strict=True):
+            for number in numbers[:AHEAD]:
+                self.gradient(one, number)
 
     @torch.no_grad()
     def score(self) -> float:
