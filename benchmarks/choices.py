@@ -1,6 +1,6 @@
 """What was chosen in matching residual streams, against other choices: how tensors count, and when passes stop.
 
-    python benchmarks/choices.py --checkpoints C
+    python benchmarks/choices.py --checkpoints C [--tables weighting least-gain]
 
 C holds what benchmarks/train_checkpoints.py wrote. Each row is matched anew under one other choice: half-half of every
 pair of four ViTs and of three Llamas, and fine-tunes of llama-0 carried to the other two at scale 1; all under a
@@ -95,17 +95,32 @@ def measured(folder: Path, measure: Measure) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=Path, required=True)
-    folder = parser.parse_args().checkpoints
+    parser.add_argument("--tables", nargs="+", choices=["weighting", "least-gain"], default=["weighting", "least-gain"])
+    arguments = parser.parse_args()
+    folder = arguments.checkpoints
     quiet()
-    measure, first = Measure(folder, 128), "tensors weighted"
-    usual, table = measured(folder, measure), Table("weighting")
+    measure = Measure(folder, 128)
+    usual = measured(folder, measure)
+    if "weighting" in arguments.tables:
+        by_weight(folder, measure, usual)
+    if "least-gain" in arguments.tables:
+        by_gain(folder, measure, usual)
+
+
+def by_weight(folder: Path, measure: Measure, usual: dict[str, str]) -> None:
+    """How tensors count."""
+    table, first = Table("weighting"), "tensors weighted"
     table.add({first: "by agreement (default)", **usual})
     for words, power in WEIGHTINGS.items():
         with chosen(power):
             table.add({first: words, **measured(folder, measure)})
     with chosen(mean_row=True):
         table.add({first: "by agreement, heads with their mean row", **measured(folder, measure)})
-    table, first = Table("least-gain"), "passes stop at a gain below"
+
+
+def by_gain(folder: Path, measure: Measure, usual: dict[str, str]) -> None:
+    """When passes stop."""
+    table, first = Table("least-gain"), "passes stop where the next is to gain less than"
     table.add({first: f"{passes.LEAST_GAIN:.1%} (default)", **usual})
     for words, least in LEAST.items():
         with chosen(least=least):

@@ -140,13 +140,14 @@ def align(anchor: Model, donor: Model, options: MatchOptions | None) -> Alignmen
 
 @dataclass
 class Middle:
-    """Half of each of two models: its worth, its barrier, the distance left, and processor seconds of matching."""
+    """Half of each of two models: its worth, its barrier, the distance left, processor seconds of matching, passes."""
 
     loss: float
     accuracy: float
     barrier: float
     distance: float
     seconds: float
+    passes: float = 0.0
 
 
 def middle(measure: Measure, anchor: Model, donor: Model, options: MatchOptions | None) -> Middle:
@@ -157,7 +158,7 @@ def middle(measure: Measure, anchor: Model, donor: Model, options: MatchOptions 
     loss, accuracy = measure.loss(anchor, between(ours, theirs))
     share = distance(ours, theirs) / distance(anchor.state, donor.state)
     ends = (measure.of(anchor) + measure.of(donor)) / 2
-    return Middle(loss, accuracy, loss - ends, share, seconds)
+    return Middle(loss, accuracy, loss - ends, share, seconds, float(str(alignment.summary.get("passes", 0))))
 
 
 def midpoints(arguments: argparse.Namespace, measure: Measure) -> None:
@@ -177,7 +178,8 @@ def midpoints(arguments: argparse.Namespace, measure: Measure) -> None:
             row = {"Llama": TITLES[name], "loss": f"{mean.loss:.3f}"}
             row["worst, best pair"] = f"{max(values):.3f}, {min(values):.3f}"
         row |= {"barrier": f"{mean.barrier:.2f}", "distance": f"{mean.distance:.2f}"}
-        table.add(row | {"seconds": f"{mean.seconds:.1f}" if VARIANTS[name] else ""})
+        row["seconds"] = f"{mean.seconds:.1f}" if VARIANTS[name] else ""
+        table.add(row | {"passes": f"{mean.passes:.1f}" if mean.passes else ""})
 
 
 def gains(

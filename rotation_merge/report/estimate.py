@@ -25,8 +25,8 @@ Shapes = dict[str, tuple[int, ...]]
 PAIR_SECONDS = 7.7e-8
 """Of one pair of neurons, one core: the best scale between the two, and its share of the assignment."""
 PASSES = 4
-"""Passes over two independent models that matching their stream takes from its better start: 3 between the Llamas of
-benchmarks/residual.md, 4 and 5 between its ViTs."""
+"""Passes over two independent models that matching their stream takes from its better start, about as many as between
+the ViTs and the Llamas of benchmarks/residual.md."""
 STEP_SECONDS = 0.01
 """Seconds of one pass over one block beside its arithmetic: what small models take."""
 SHARD = 5_000_000_000
