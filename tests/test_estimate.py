@@ -45,7 +45,7 @@ def found(options: MatchOptions | None = None, itemsize: int = 2, out: int = 2) 
 
 
 def seconds(flops: float, assigned: int, read: float) -> float:
-    return flops / FLOPS + assigned * 7.7e-8 + read / 5e8
+    return flops / FLOPS + assigned * 4.8e-8 + read / 5e8
 
 
 def test_local_spaces() -> None:
@@ -61,7 +61,7 @@ def test_local_spaces() -> None:
 
 def test_the_order_of_heads_costs_products_of_all_pairs() -> None:
     result = found(MatchOptions(heads="permutation"))
-    flops = 2 * (4 * 2 * 16 * ATTENTION + 800 * 4**2 * 16**3 + 2 * 64 * FFN)
+    flops = 2 * (4 * 2 * 16 * ATTENTION + 480 * 4**2 * 16**3 + 2 * 64 * FFN)
     assert result.seconds == pytest.approx(seconds(flops, 2 * 64**2, 6 * ALL))
 
 
@@ -85,7 +85,7 @@ def test_every_pass_over_a_block_takes_its_time(monkeypatch: pytest.MonkeyPatch)
 def test_workers_share_the_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = found().seconds
     monkeypatch.setattr(module, "workers_for", lambda _: 4)
-    assert alone - found().seconds == pytest.approx(0.75 * 2 * 64**2 * 7.7e-8)
+    assert alone - found().seconds == pytest.approx(0.75 * 2 * 64**2 * 4.8e-8)
 
 
 def test_the_residual_stream_costs_passes() -> None:

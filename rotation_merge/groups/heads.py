@@ -169,8 +169,8 @@ def _in_order(index: Tensor) -> bool:
 ORDERS = ("none", "permutation", "spectral", "fixed")
 """Orders of heads: not asked for, the best, by singular values; asked for where the architecture forbids it."""
 
-_PAIR_FLOPS = 800.0
-"""Work of judging one pairing of heads, in units of the cube of their size: singular values at a few scales."""
+_PAIR_FLOPS = 480.0
+"""Work of judging one pairing of heads, in units of the cube of their size: eigenvectors at a scale or two."""
 
 
 @dataclass(frozen=True)

@@ -169,11 +169,11 @@ def annealed_prices(similarity: Tensor) -> Tensor:
 def _soft_load(similarity: Tensor, prices: Tensor, temperature: float) -> Tensor:
     """Column sums of the row-wise softmax of (C - v) / temperature, shape (n,)."""
     rows, columns = similarity.shape
-    load = torch.zeros(columns, dtype=similarity.dtype)
+    load, offset = torch.zeros(columns, dtype=similarity.dtype), prices * (-1.0 / temperature)
     buffer = similarity.new_empty(min(rows, max(1, _BLOCK_ENTRIES // columns)), columns)
     for block in row_blocks(rows, columns):
         soft = buffer[: block.stop - block.start]
-        torch.sub(similarity[block], prices, out=soft)
-        soft.sub_(soft.amax(1, keepdim=True)).mul_(1.0 / temperature).clamp_(min=_EXP_FLOOR).exp_()
+        torch.add(offset, similarity[block], alpha=1.0 / temperature, out=soft)
+        soft.sub_(soft.amax(1, keepdim=True)).clamp_(min=_EXP_FLOOR).exp_()
         load += soft.sum(1).reciprocal_() @ soft
     return load

@@ -22,7 +22,7 @@ from rotation_merge.spread.threads import BYTES_A_WEIGHT, workers_for
 
 Shapes = dict[str, tuple[int, ...]]
 
-PAIR_SECONDS = 7.7e-8
+PAIR_SECONDS = 4.8e-8
 """Of one pair of neurons, one core: the best scale between the two, and its share of the assignment."""
 PASSES = 4
 """Passes over two independent models that matching their stream takes from its better start, about as many as between
