@@ -5,9 +5,10 @@
     python benchmarks/fit.py llamas CHECKPOINTS         pairs of independent Llamas, 200k characters of text
     python benchmarks/fit.py finetunes CHECKPOINTS      near and far fine-tunes of one base
     python benchmarks/fit.py step CHECKPOINTS           time and memory of one step of a pair of 300M parameters
+    python benchmarks/fit.py step CHECKPOINTS --threads 1 2     the same on one thread and on two
 
 CHECKPOINTS holds vit-0 ... vit-3, llama-0 ... llama-2, llama-0-english, llama-0-c and their `-long` kin. Times are
-processor time on one thread, on a GPU wall time.
+processor time on one thread; on a GPU, and of a step on more threads, wall time, of an idle machine.
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ from rotation_merge.learning.fit import FitResult, fit
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.samples.demo import digits, windows
-
-torch.set_num_threads(1)
 
 
 def load(kind: type, root: Path, names: Sequence[str]) -> list[nn.Module]:
@@ -194,20 +193,21 @@ def finetunes(root: Path, args: argparse.Namespace) -> None:
 
 def step(root: Path, args: argparse.Namespace) -> None:
     """One measured step of a 300M-parameter pair (random weights), and what a fit of 300 steps would take; each type of
-    weights in a process of its own, because of the peaks."""
+    weights and each number of threads in a process of its own, because of the peaks."""
     if args.dtype:
         print(json.dumps(one_step(args)))
         return
     table = Table("fit-step")
-    for dtype in ("float32", "bfloat16"):
-        command = [sys.executable, *sys.argv, "--dtype", dtype]
+    for threads, dtype in itertools.product(args.threads, ("float32", "bfloat16")):
+        command = [sys.executable, *sys.argv, "--threads", str(threads), "--dtype", dtype]
         table.add(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
 
 
 def one_step(args: argparse.Namespace) -> dict[str, str]:
     """Figures of a step between models of one type."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    clock = time.perf_counter if device == "cuda" else time.process_time
+    wall = device == "cuda" or torch.get_num_threads() > 1
+    clock = time.perf_counter if wall else time.process_time
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=1024,
@@ -227,6 +227,7 @@ def one_step(args: argparse.Namespace) -> dict[str, str]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     seconds = min(b - a for a, b in itertools.pairwise(marks))
     cells = {"parameters": f"{size / 1e6:.0f}M", "stored as": args.dtype, "device": device}
+    cells |= {"threads": str(torch.get_num_threads()), "seconds of": "wall" if wall else "processor"}
     cells |= {
         "a step of 4 x 128 tokens": f"{seconds:.1f} s",
         "300 steps": f"{seconds * 300 / 60:.0f} min",
@@ -242,7 +243,9 @@ def main() -> None:
     parser.add_argument("checkpoints", type=Path)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--dtype", help="of 'step': print one row, of weights of this type")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="of 'step': rows for so many threads each")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads[0])
     {"vits": vits, "joint": joint, "llamas": llamas, "finetunes": finetunes, "step": step}[args.what](
         args.checkpoints, args
     )
