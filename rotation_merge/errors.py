@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import textwrap
 from collections.abc import Iterable
 from typing import Any
@@ -54,6 +55,17 @@ class StatisticsError(RotationMergeError):
 
 class WorkerError(RotationMergeError):
     """Another process that did a part of the work has failed, not the work: a next run goes on with what is done."""
+
+
+class SpaceError(RotationMergeError):
+    """There is no space for what is written on the way: a next run goes on with what is done."""
+
+
+def no_space(error: object) -> bool:
+    """Whether an error, of the system or of safetensors in its new form or its old, says that a disk is full."""
+    text = str(error)
+    told = "No space left" in text or "os error 28" in text or "Os { code: 28," in text
+    return told or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _again(kind: type[RotationMergeError], what: str, where: str | None, remedy: str | None) -> RotationMergeError:

@@ -13,6 +13,8 @@ import weakref
 from contextlib import suppress
 from types import TracebackType
 
+from rotation_merge.errors import SpaceError, no_space, short
+
 try:
     import fcntl
 except ImportError:  # no such locks: what a killed process leaves stays
@@ -27,6 +29,7 @@ class Scratch:
 
     Attributes:
         path: where it is.
+        shared: whether that is the system's folder for temporary files.
 
     Args:
         parent: what it is made in; None: the system's folder for temporary files. It is made where it is missing.
@@ -37,6 +40,7 @@ class Scratch:
         os.makedirs(where, exist_ok=True)
         _remove_abandoned(where)
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=where)
+        self.shared = parent is None
         self.close = weakref.finalize(self, _remove, self.path, os.getpid(), _locked(self.path))
 
     def __enter__(self) -> str:
@@ -44,6 +48,9 @@ class Scratch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
+        if error is not None and self.shared and no_space(error):
+            remedy = "free some space, or name a folder that has more in TMPDIR"
+            raise SpaceError(f"the disk is full ({short(error)})", where=os.path.dirname(self.path), remedy=remedy)
 
 
 def _remove(path: str, owner: int, lock: int | None) -> None:

@@ -85,7 +85,7 @@ def evolve(*arguments: object) -> str:
     short = tempfile.mkdtemp(prefix="ray")  # Ray's sockets need a short path
     environment = {
         **os.environ,
-        "PYTHONPATH": str(TESTS),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
         "HF_HOME": str(Path.cwd() / "hf"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -17,15 +17,17 @@ from safetensors.torch import load_file
 from tiny_models import ALL, Case, exactly, inputs, make, save
 
 from rotation_merge.architectures import resolve
-from rotation_merge.averaging.file import NAME
+from rotation_merge.averaging.file import NAME, unwritten
 from rotation_merge.averaging.layers import ByLayer
 from rotation_merge.averaging.measure import Measured, Measurement, MeasureOptions
-from rotation_merge.averaging.passes import Unfinished
+from rotation_merge.averaging.passes import Pass, Unfinished, run_passes
 from rotation_merge.averaging.record import checkpoint_of, record
+from rotation_merge.errors import SpaceError
 from rotation_merge.samples.data import Data
 from rotation_merge.samples.functions import architecture_of
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.streamed import streamed_model
+from rotation_merge.scratch import Scratch
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
 FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
@@ -162,3 +164,47 @@ def test_weights_are_read_on_the_way_forth_and_back_and_let_go_between(tmp_path:
     logits.sum().backward()
     assert [source.reads[name] for name in weights] == [2] * (len(weights) - 1) + [1]  # the last layer was still there
     assert embedded.grad.isfinite().all()
+
+
+def counting(stop: BaseException | None = None, within: bool = False) -> Pass:
+    """A pass of three steps that add one and two; it is stopped in the second, between the two or before both."""
+
+    def run(step: int, sums: dict[str, torch.Tensor]) -> None:
+        for number in (1, 2):
+            if stop is not None and step == 1 and number == 1 + within:
+                raise stop
+            sums.setdefault("a", torch.zeros(()))
+            sums["a"] += number
+
+    return Pass("counting", frozenset({"a"}), 3, run, dict)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_what_is_stopped_within_a_step_counts_nothing_twice(within: bool, tmp_path: Path) -> None:
+    state = Unfinished(tmp_path / "out", {})
+    with pytest.raises(KeyboardInterrupt), state:
+        run_passes([counting(KeyboardInterrupt(), within)], state, lambda *_: None)
+    assert state.begun(counting())[0] == (0 if within else 1)
+    with Unfinished(tmp_path / "out", {}) as again:
+        found = run_passes([counting()], again, lambda *_: None)
+        assert float(found["a"].load()) == 9
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("done", "kept"), [(True, True), (False, False)])
+def test_a_full_disk_leaves_what_is_done(done: bool, kept: bool, tmp_path: Path) -> None:
+    """The folder stays where a next run can use it, and goes where there is nothing in it."""
+    state = Unfinished(tmp_path / "out", {})
+    full = unwritten(tmp_path / "out", OSError(28, "No space left on device"))
+    if done:
+        run_passes([counting()], state, lambda *_: None)
+    with pytest.raises(SpaceError, match=r"no space left.*the same command goes on"), state:
+        raise full
+    assert state.folder.exists() == kept
+
+
+def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SpaceError, match=f"^{tmp_path}: the disk is full.*TMPDIR"), Scratch():
+        raise OSError(28, "No space left on device")
+    assert not list(tmp_path.iterdir())

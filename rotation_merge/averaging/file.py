@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rotation_merge import durable
-from rotation_merge.errors import StatisticsError, short
+from rotation_merge.errors import RotationMergeError, SpaceError, StatisticsError, no_space, short
 
 FORMAT = "rotation_merge.statistics.1"
 
@@ -178,7 +178,13 @@ def replacing(path: Path | str) -> Iterator[Any]:
         raise unwritten(path, error) from error
 
 
-def unwritten(path: Path | str, error: OSError) -> StatisticsError:
+SPACE = "free some space (the same command goes on), or give another place with --out"
+"""What there is to do where the disk of a measurement is full."""
+
+
+def unwritten(path: Path | str, error: OSError) -> RotationMergeError:
     """What to say where a file cannot be written."""
-    reason = (error.strerror or str(error)).lower()
-    return StatisticsError(f"cannot be written ({reason})", where=str(path), remedy="give another place with --out")
+    what = f"cannot be written ({(error.strerror or str(error)).lower()})"
+    if no_space(error):
+        return SpaceError(what, where=str(path), remedy=SPACE)
+    return StatisticsError(what, where=str(path), remedy="give another place with --out")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rotation_merge.averaging.file import Stored, unwritten, write_statistics
 from rotation_merge.averaging.sums import Sums
-from rotation_merge.errors import RotationMergeError, WorkerError
+from rotation_merge.errors import RotationMergeError, SpaceError, WorkerError
 
 Progress = Callable[[str, int, int], None]
 
@@ -76,7 +76,8 @@ class Unfinished:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        kept = not self.new or isinstance(error, WorkerError)
+        full = isinstance(error, SpaceError) and any(self.folder.glob("*.safetensors"))
+        kept = not self.new or full or isinstance(error, WorkerError)
         if error is None or (not kept and isinstance(error, RotationMergeError)):
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -143,18 +144,25 @@ def run_passes(
 
 def _run(number: int, one: Pass, state: Unfinished, progress: Progress, elsewhere: Elsewhere | None) -> Sums:
     begun, sums = state.begun(one)
-    done, last = begun, time.monotonic()
+    done, last, marks = begun, time.monotonic(), _marks(sums)
     progress(one.name, done, one.steps)
     try:
         for done in _steps(number, one, begun, sums, elsewhere):
+            marks = _marks(sums)
             progress(one.name, done, one.steps)
             if time.monotonic() - last > SECONDS:
                 state.keep(one, done, sums)
                 last = time.monotonic()
     except (KeyboardInterrupt, WorkerError):
-        state.keep(one, done, sums)
+        if _marks(sums) == marks:  # else a part of a step is in them; what was written last is not
+            state.keep(one, done, sums)
         raise
     return sums
+
+
+def _marks(sums: Sums) -> dict[str, tuple[int, int]]:
+    """What tells sums from those to which something has been added, in place or not."""
+    return {key: (id(total), total._version) for key, total in sums.items()}
 
 
 def _steps(number: int, one: Pass, done: int, sums: Sums, elsewhere: Elsewhere | None) -> Iterator[int]:

@@ -13,7 +13,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor, nn
 
 from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.averaging.file import NAME, Stored, write_statistics
+from rotation_merge.averaging.file import NAME, SPACE, Stored, write_statistics
 from rotation_merge.averaging.layers import ByLayer
 from rotation_merge.averaging.measure import Measured, Measurement, MeasureOptions
 from rotation_merge.averaging.naming import Named, as_stored
@@ -126,7 +126,7 @@ def _measured(
         options = with_room(options, checkpoint, over)
         elsewhere = shared(checkpoint, batches, task, options, by_layer, over)
         return measurement.run(options, state, progress, elsewhere), measurement.architecture
-    states = Store(str(state.folder))
+    states = Store(str(state.folder), SPACE)
     config = checkpoint.reference.config()
     runner = Runner(config, checkpoint, checkpoint.architecture, first_apart(batches), states, device=device)
     try:

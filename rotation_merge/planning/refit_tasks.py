@@ -35,6 +35,9 @@ from rotation_merge.samples.functions import Batch, local_path
 from rotation_merge.samples.runner import Fill, Runner, filled_model
 from rotation_merge.samples.store import Store
 
+ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a recipe: 'spill')"
+"""What there is to do where results find no space."""
+
 
 class RefitModels(WholeTask):
     """Refits the merge; gives its tensors by name."""
@@ -96,7 +99,7 @@ class _Work:
         self.recipe = self.donors.recipe
         self.base = self.donors.models[self.recipe.base]
         self.states = Store(self.lesson.spill)
-        self.results = Store(self.lesson.spill or gettempdir())
+        self.results = Store(self.lesson.spill) if self.lesson.spill else Store(gettempdir(), ELSEWHERE)
         self.donors.run.endings.append(self.results.close)
         self.sources = [self._source(t, alignments.get(str(t.model))) for t in self.lesson.teachers]
         anchor = self._source(Teacher(self.recipe.base, 1.0, "", 0), None)

@@ -10,8 +10,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rotation_merge.errors import RotationMergeError, short
+from rotation_merge.errors import RotationMergeError, SpaceError, short
 from rotation_merge.scratch import Scratch
+
+SPILL = "name a folder for 'spill' that has more space, or give fewer samples"
+"""What a recipe can do where hidden states find no space."""
 
 
 class Store:
@@ -19,9 +22,11 @@ class Store:
 
     Args:
         folder: they are written to a new folder inside of it, which goes with the store; None: kept in memory.
+        remedy: what there is to do where that has no space.
     """
 
-    def __init__(self, folder: str | None = None) -> None:
+    def __init__(self, folder: str | None = None, remedy: str = SPILL) -> None:
+        self._remedy = remedy
         self._held: dict[str, list[Tensor]] = {}
         self._files: dict[str, str] = {}
         self._count = 0
@@ -45,8 +50,7 @@ class Store:
             save_file({str(i): tensor for i, tensor in enumerate(kept)}, self._files[key])
         except (SafetensorError, OSError) as error:
             what = f"hidden states cannot be written ({short(error)})"
-            remedy = "name a folder for 'spill' that has more space, or give fewer samples"
-            raise RotationMergeError(what, where=self.folder, remedy=remedy) from error
+            raise SpaceError(what, where=os.path.dirname(self.folder), remedy=self._remedy) from error
 
     def get(self, key: str, device: torch.device | str = "cpu") -> list[Tensor]:
         """The tensors of a key."""

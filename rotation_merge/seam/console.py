@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from rotation_merge.durable import PARTIAL
-from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError
+from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError, no_space
 from rotation_merge.seam.host import lacks, unfit
 
 BAD_INPUT = 2
@@ -89,7 +89,7 @@ def _out_of_memory(text: str) -> RotationMergeError:
 def _file_error(error: Exception) -> RotationMergeError:
     text = " ".join(f"{error}".split())
     number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT) or _names(text, 28) or "No space left" in text:
+    if no_space(error):
         return RotationMergeError(f"the disk is full ({text})", remedy="free some space and run again")
     if number == errno.EFBIG or _names(text, 27):
         return RotationMergeError(
