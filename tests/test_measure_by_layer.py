@@ -28,6 +28,7 @@ from rotation_merge.samples.functions import architecture_of
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.streamed import streamed_model
 from rotation_merge.scratch import Scratch
+from rotation_merge.spread import memory
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
 FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
@@ -208,3 +209,12 @@ def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch:
     with pytest.raises(SpaceError, match=f"^{tmp_path}: the disk is full.*TMPDIR"), Scratch():
         raise OSError(28, "No space left on device")
     assert not list(tmp_path.iterdir())
+
+
+def test_free_memory_goes_back_after_large_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(memory, "_trim", lambda: calls.append)
+    small, large = (torch.nn.Linear(n, n, bias=False, device="meta") for n in (8, 2048))
+    for layer in (None, small, large):
+        memory.give_back(layer)
+    assert calls == [0]

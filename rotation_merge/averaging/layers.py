@@ -24,6 +24,7 @@ from rotation_merge.checkpoints.models import Model
 from rotation_merge.samples.runner import Runner, empty_model
 from rotation_merge.samples.streamed import streamed_model
 from rotation_merge.samples.written import SELF
+from rotation_merge.spread.memory import give_back
 
 WITHOUT_GRADIENTS = frozenset({"gram", "moments"})
 """Kinds of statistics that can be measured layer by layer."""
@@ -74,6 +75,7 @@ class ByLayer:
             self.progress("inputs of the maps, layer by layer", self.opened, total)
             self.opened += 1
             found.update(self._block(block))
+            give_back(self.runner.module_of(block))
         self.progress("inputs of the maps, layer by layer", total, total)
         uncalled = sorted(set(linear_maps(self.runner.architecture)) - set(self.shared))
         return Measured(found, self.shared, sorted(self.split), sorted(self.behind), uncalled, None)

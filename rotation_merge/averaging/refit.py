@@ -27,6 +27,7 @@ from rotation_merge.errors import DataError
 from rotation_merge.linalg.ridge import ridge_change
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.store import Kept, Store
+from rotation_merge.spread.memory import give_back
 
 BIAS = 1e-6
 """The penalty of a bias, over the number of rows."""
@@ -184,6 +185,7 @@ class Refit:
             for batch in range(len(self.merge.batches)) if block.index is not None else ():
                 taps.pass_on(batch)
             taps.forget()
+            give_back(taps.layer)
         self.watch("refitting", total, total)
         return result
 
