@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,8 +36,12 @@ def laid(case: Case) -> Architecture:
 
 
 WORDS = [case for case in ALL if "LM" in case.class_name or "Conditional" in case.class_name]
-HEADS = {case.family: case for case in WORDS[::-1] if shifts(laid(case), head=True)}
-"""A case of each family whose head's rows may be shifted."""
+
+
+@functools.cache
+def heads() -> dict[str, Case]:
+    """A case of each family whose head's rows may be shifted."""
+    return {case.family: case for case in WORDS[::-1] if shifts(laid(case), head=True)}
 
 
 OWN = ("bart", "falcon", "gpt2", "gpt_neox", "gptj", "nemotron_h", "opt", "t5", "whisper")
@@ -50,19 +55,19 @@ MASKED = ("bert", "deberta_v2", "distilbert", "modernbert", "mpnet", "nomic_bert
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "phi", "eurobert", *OWN, *MASKED])
 def test_shift_of_a_head_changes_logits_and_no_probability(family: str) -> None:
     if family in MASKED:
-        model = planted(next((c for c in WORDS if c.family == family and "untied" in c.name), HEADS[family]))
+        model = planted(next((c for c in WORDS if c.family == family and "untied" in c.name), heads()[family]))
     else:
-        model = planted(HEADS[family]).untied
-    heads = shifts(model.architecture, head=True)
+        model = planted(heads()[family]).untied
+    shifted = shifts(model.architecture, head=True)
     gauge = random_gauge(model.architecture, SHIFT, torch.Generator().manual_seed(1))
     after = transform_state(model.architecture, model.state, gauge)
-    assert {n for n in after if not torch.equal(after[n], model.state[n])} == heads != set()
+    assert {n for n in after if not torch.equal(after[n], model.state[n])} == shifted != set()
     there = outputs(reload(model.case, model.folder, after), model.given)["logits"]
     assert (there - model.expected["logits"]).abs().max() > 1e-2
     assert (there.log_softmax(-1) - model.expected["logits"].log_softmax(-1)).abs().max() <= 1e-9
     found = match_model(model.architecture, model.state, after, SHIFT)
     back = transform_state(model.architecture, after, found.transforms)
-    assert all((back[n] - model.state[n]).abs().max() <= 1e-9 for n in heads)
+    assert all((back[n] - model.state[n]).abs().max() <= 1e-9 for n in shifted)
     assert not match_model(model.architecture, model.state, after, MatchOptions()).transforms.keys() & {"default.rows"}
 
 
@@ -73,7 +78,7 @@ def test_which_rows_only_a_softmax_sees() -> None:
         *("mixtral", "qwen_moe", "olmoe", "gpt_oss", "granitemoe", "granitemoehybrid", "qwen3_5_moe"),
         *("qwen3_5_moe_vlm", "qwen3_next", "deepseek", "cohere2_moe", "flex_olmo", "gemma4"),
     }
-    assert {case.family for case in WORDS} - HEADS.keys() == {"gemma2"}
+    assert {case.family for case in WORDS} - heads().keys() == {"gemma2"}
     assert not shifts(laid(next(case for case in WORDS if case.family == "t5")), head=True)
 
 
