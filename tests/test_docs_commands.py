@@ -47,7 +47,7 @@ MADE = ("gallery.md",)
 
 SHORTER = {
     "fit": {"--steps": "2", "--limit": "8", "--batch-size": "2"},
-    "barrier": {"--points": "3", "--limit": "4"},
+    "barrier": {"--points": "3", "--limit": "4", "--length": "32"},
     "merge": {"--budget": "1s"},
     "evaluate": {"--limit": "4"},
     "measure": {"--samples": "4", "--length": "16"},
