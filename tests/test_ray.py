@@ -206,6 +206,7 @@ def test_what_is_wrong_with_weights_is_said_as_ever(pair: tuple[Path, Path], tmp
         (MemoryError(), "out of memory; fewer workers"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough"), "out of memory; fewer"),
         (FileNotFoundError(2, "No such file or directory", "/data/a"), "/data/a, worker {host}: No such file"),
+        (OSError(28, "No space left on device", "/tmp/a"), "the disk is full ([Errno 28] No space left"),
         (ValueError("odd"), "ValueError: odd"),
     ],
     ids=lambda given: type(given).__name__,
@@ -233,6 +234,9 @@ def test_other_versions_models_that_are_too_large_and_clusters_that_are_not_ther
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     lost = module._died(RuntimeError("failed to import: No module named 'rotation_merge'"), "auto")
     assert str(lost).startswith("--ray auto: a worker has no rotation_merge; install it on every machine")
+    full = module._died(ray.exceptions.OutOfDiskError("full"), "auto")
+    assert str(full).startswith("--ray auto: Ray has no room for what it hands over")
+    assert "RAY_TMPDIR" in str(full)
     for address in ("127.0.0.1:1", "nowhere"):
         line = one_error(run("align", *pair, "out", "--ray", address).output)
         assert line.startswith(f"Error: --ray {address}: no Ray cluster answers (")

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from rotation_merge import __version__
-from rotation_merge.errors import RotationMergeError, WorkerError, short
+from rotation_merge.errors import RotationMergeError, WorkerError, no_space, short
 from rotation_merge.spread.pieces import HERE, Over, Work
 
 LOG = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ PATIENCE = 10.0
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """What keeps Ray from reporting to its makers, and from a warning about coming versions."""
 MEND = "fewer workers on a machine ('ray start --num-cpus'), or machines with more memory"
+FULL = ("ObjectStoreFullError", "OutOfDiskError")
+"""What Ray calls it where its memory for objects, and the disk behind it, are full."""
+ROOM = "free some space in its folder for temporary files, or name another ('ray start --temp-dir', RAY_TMPDIR)"
 INSTALL = "pip install 'rotation-merge[ray]'"
 
 
@@ -134,7 +137,10 @@ class Cluster:
         return self.ray.remote(do_piece).options(num_cpus=1, memory=needed, max_retries=RETRIES, **gpus)
 
     def _put(self, value: Any) -> Parcel:
-        return Parcel(uuid.uuid4().hex, [self.ray.put(value)])
+        try:
+            return Parcel(uuid.uuid4().hex, [self.ray.put(value)])
+        except self.ray.exceptions.RayError as error:
+            raise _died(error, self.address) from error
 
     def _result(self, reference: Any) -> Any:
         try:
@@ -195,6 +201,8 @@ def _said(error: Exception, host: str) -> RotationMergeError:
     where = f"worker {host}"
     if isinstance(error, RotationMergeError):
         return type(error)(error.what, where=f"{error.where}, {where}" if error.where else where, remedy=error.remedy)
+    if no_space(error):
+        return WorkerError(f"the disk is full ({short(error)})", where=where, remedy="free some space there")
     if isinstance(error, OSError) and error.filename:
         return WorkerError(short(error.strerror), where=f"{error.filename}, {where}", remedy="check the storage")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
@@ -204,7 +212,10 @@ def _said(error: Exception, host: str) -> RotationMergeError:
 
 
 def _died(error: Exception, address: str) -> RotationMergeError:
-    """What is to be said of a piece that no worker brought to its end."""
+    """What is to be said of a piece that no worker brought to its end, or that could not be handed over."""
+    if type(error).__name__ in FULL:
+        what = f"Ray has no room for what it hands over ({short(error)})"
+        return WorkerError(what, where=f"--ray {address}", remedy=ROOM)
     if "rotation_merge" in str(error) and "No module named" in str(error):
         what, remedy = "a worker has no rotation_merge", "install it on every machine, or set PYTHONPATH there"
         return WorkerError(what, where=f"--ray {address}", remedy=remedy)
