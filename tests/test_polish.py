@@ -94,6 +94,16 @@ def test_it_learns_and_is_resumed(models: list[Path], tmp_path: Path) -> None:
     assert not (tmp_path / "state.pt").exists()
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 20])
+def test_any_number_of_steps(steps: int, models: list[Path], tmp_path: Path) -> None:
+    a, _, merged = models
+    teacher, student = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (a, merged))
+    ids = torch.randint(40, (8, 8), generator=torch.Generator().manual_seed(0))
+    write_answers(teacher, [{"input_ids": part} for part in ids.split(4)], tmp_path / "a.safetensors", "mark")
+    done = polish(student, [Answered(tmp_path / "a.safetensors")], PolishOptions(steps, rates=(2e-3,)))
+    assert done.after < done.before
+
+
 def test_command(models: list[Path], tmp_path: Path) -> None:
     a, b, merged = models
     flags = ("--teachers", a, b, "--samples", 8, "--steps", 6, "--length", 12)

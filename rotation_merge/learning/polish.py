@@ -35,6 +35,9 @@ AHEAD = 8
 TRIAL = 0.1
 """Share of the steps after which a learning rate is chosen."""
 
+WARM = 2
+"""Steps of warming up at least, of which torch's schedule cannot have one."""
+
 LOOKS = 10
 """How often the held-out samples are looked at."""
 
@@ -183,8 +186,9 @@ class _Polish:
     def train(self, report: PolishReport, began: float, start: dict[str, Tensor]) -> dict[str, Tensor]:
         steps = self.options.steps
         optimiser = self.optimiser(report.rate or 1.0)
+        total = max(steps, 1 + WARM)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimiser, report.rate or 1.0, total_steps=steps, pct_start=0.1, cycle_momentum=False
+            optimiser, report.rate or 1.0, total_steps=total, pct_start=max(0.1, WARM / total), cycle_momentum=False
         )
         generator = torch.Generator().manual_seed(self.options.seed + 1)
         state = State(self.options.state, self.model, optimiser, schedule, generator, self.mark(start))
