@@ -310,13 +310,16 @@ def test_what_is_nowhere(home: Hub, tmp_path: Path) -> None:
 
 
 def test_the_endpoint_is_that_of_the_environment(local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
-    """A process of its own finds the hub through HF_ENDPOINT."""
+    """A process of its own finds the hub through HF_ENDPOINT, and waits for nothing that it does not need."""
     program = Path(sys.executable).with_name("rotation-merge")
     environment = {**os.environ, "HF_ENDPOINT": home.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    command = [program, "pull", REPO, str(tmp_path / "theirs"), "--no-weights"]
+    command = [sys.executable, "-X", "importtime", program, "pull", REPO, str(tmp_path / "theirs"), "--no-weights"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "theirs" / "recipe.yml").read_bytes() == home.files(REPO)["recipe.yml"]
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "torch" in imported
+    assert not imported & {"mergekit", "transformers"}
 
 
 def test_names_are_replaced_whole() -> None:

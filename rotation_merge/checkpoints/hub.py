@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rotation_merge.errors import CheckpointError, short
+from rotation_merge.errors import CheckpointError, RotationMergeError, short
 
 if TYPE_CHECKING:
     from mergekit.common import ModelReference
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 
 def is_hub_name(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))
+
+
+def check_repository(name: str) -> None:
+    """Refuse what cannot be a repository, before the hub is asked.
+
+    Raises:
+        RotationMergeError: names it.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise RotationMergeError(f"'{name}' names no repository", remedy="write org/name")
 
 
 def is_absent(reference: ModelReference) -> bool:

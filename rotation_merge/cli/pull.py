@@ -22,7 +22,7 @@ def command(repo: str, folder: str, no_weights: bool, as_json: bool) -> int:
     recipe names, which wait in the hub's cache. 'mergekit-yaml DIR/recipe.yml OTHER' makes the merge again, and
     'rotation-merge verify DIR OTHER' compares the two.
     """
-    from rotation_merge.sharing.names import check_repository
+    from rotation_merge.checkpoints.hub import check_repository
     from rotation_merge.sharing.pull import pull
 
     name, _, revision = repo.partition("@")

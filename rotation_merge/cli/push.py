@@ -30,7 +30,7 @@ def command(
     that 'rotation-merge pull' and mergekit-yaml make the merge again. Models become org/name@revision, as they were
     read out of the hub's cache; a path that means nothing elsewhere is refused until --as says what it is called.
     """
-    from rotation_merge.sharing.names import check_repository
+    from rotation_merge.checkpoints.hub import check_repository
     from rotation_merge.sharing.push import CARD, RECIPE, UNKNOWN, draft, publish
 
     check_repository(repo)

@@ -153,13 +153,3 @@ def left_over(text: str, local: Iterable[str]) -> str | None:
         if found:
             return found[0]
     return None
-
-
-def check_repository(name: str) -> None:
-    """Refuse what cannot be a repository, before the hub is asked.
-
-    Raises:
-        RotationMergeError: names it.
-    """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise RotationMergeError(f"'{name}' names no repository", remedy="write org/name")
