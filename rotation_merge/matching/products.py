@@ -57,42 +57,51 @@ class Half:
         """Whether sums are over float64 values."""
         return all(torch.float64 in (a.dtype, b.dtype) for a, b in self.pairs)
 
-    @cached_property
+    @property
     def anchor_norms(self) -> Tensor:
         """Squared norms (G, r, d)."""
-        return self._norms(0)
+        return self._unmoved[0]
 
-    @cached_property
+    @property
     def donor_norms(self) -> Tensor:
         """Squared norms (G, r, d)."""
-        return self._norms(1)
+        return self._unmoved[1]
 
-    def _norms(self, which: int) -> Tensor:
-        total = self._zeros(self.shape)
+    @cached_property
+    def _unmoved(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In the donor's own order squared norms of both models, squared distances and statistics, in one pass."""
+        anchor, donor, apart = self._zeros(self.shape), self._zeros(self.shape), self._zeros(self.shape[:1])
+        products = self._zeros((self.shape[0], *self._statistic_shape()), self.statistic == "pairs")
         for pair in self.pairs:
-            for part, (x,) in _blocks(pair[which]):
-                total[part] += (x * x).sum(-1)
-        return total
+            for part, (x, y) in _blocks(*pair):
+                anchor[part] += (x * x).sum(-1)
+                donor[part] += (y * y).sum(-1)
+                apart[part] += _apart(x, y)
+                products[part] += self._summed(x, y)
+        return anchor, donor, apart, products
 
     def _zeros(self, shape: tuple[int, ...], complex_: bool = False) -> Tensor:
         return torch.zeros(shape, dtype=torch.complex128 if complex_ else torch.float64, device=self.device)
 
     def distance(self, order: Order | None = None) -> Tensor:
         """Squared distance of the pairs of groups that `order` puts together (None: the donor's own order), (N,)."""
-        total = self._zeros((len(order.anchor) if order else self.shape[0],))
+        if order is None:
+            return self._unmoved[2]
+        total = self._zeros((len(order.anchor),))
         for picked in self._picked(order):
             for part, (x, y) in _blocks(*picked):
-                total[part] += (x - y).square_().sum(-1).sum((1, 2), dtype=torch.float64)
+                total[part] += _apart(x, y)
         return total
 
-    def _picked(self, order: Order | None) -> Iterator[tuple[Tensor, Tensor]]:
+    def _picked(self, order: Order) -> Iterator[tuple[Tensor, Tensor]]:
         for a, b in self.pairs:
-            yield (a, b) if order is None else (a[order.anchor.to(a.device)], order.moved(b))
+            yield a[order.anchor.to(a.device)], order.moved(b)
 
     def products(self, order: Order | None = None) -> Tensor:
         """Statistics of the N pairs that `order` puts together, shape (N, *S): S is (d, d), (d/2,) or (d,)."""
-        shape = self._statistic_shape()
-        total = self._zeros((len(order.anchor) if order else self.shape[0], *shape), self.statistic == "pairs")
+        if order is None:
+            return self._unmoved[3]
+        total = self._zeros((len(order.anchor), *self._statistic_shape()), self.statistic == "pairs")
         for picked in self._picked(order):
             for part, (x, y) in _blocks(*picked):
                 total[part] += self._summed(x, y)
@@ -199,6 +208,11 @@ class Order:
         if x.shape[1] == 1:
             return x[donor]
         return x[donor[:, None], self.queries.to(x.device)]
+
+
+def _apart(x: Tensor, y: Tensor) -> Tensor:
+    """Squared distances of heads (N, r, d, m), (N,)."""
+    return (x - y).square_().sum(-1).sum((1, 2), dtype=torch.float64)
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
