@@ -18,7 +18,7 @@ from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.slices import LONG
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.matching.walk import PARTS, SAMPLE
-from rotation_merge.spread.threads import BYTES_A_WEIGHT, workers_for
+from rotation_merge.spread.threads import BYTES_A_WEIGHT, KEPT_FREED, workers_for
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -313,7 +313,7 @@ def _local_memory(architecture: Architecture, sizes: dict[str, int], options: Ma
 def _residual_memory(architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int) -> int:
     """For every worker both models' tensors of a layer as they are stored and widened, the largest space once more as
     the stream's map turns it, and its similarities; products of the stream of each part, embedding, head and map, and
-    for every worker of two layers."""
+    for every worker of two layers; and what is freed and stays with the process."""
     layers, peak = 0, 0
     for block in architecture.blocks:
         if block.index is None:
@@ -329,7 +329,8 @@ def _residual_memory(architecture: Architecture, sizes: dict[str, int], options:
         peak = max(peak, widened + 4 * max(spaces.values(), default=0) + 5 * table)
     workers = workers_for(BYTES_FOLDED * _largest_layer(architecture, sizes) // BYTES_A_WEIGHT)
     products = 8 * sum(stream.sizes["size"] ** 2 for stream in architecture.streams.values())
-    return workers * (peak + 2 * products) + (min(PARTS, layers) + 4) * products
+    held = workers * (peak + 2 * products) + (min(PARTS, layers) + 4) * products
+    return held + min(held // 4, KEPT_FREED)
 
 
 def _writing_memory(architecture: Architecture, sizes: dict[str, int], itemsize: int, out_itemsize: int) -> int:

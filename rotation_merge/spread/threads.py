@@ -29,7 +29,7 @@ SHARE = 0.5
 _CGROUP = Path("/sys/fs/cgroup")
 
 _TRIM, _MAP = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
-_KEPT, _APART = 1 << 29, 1 << 28  # bytes of freed memory that stay with the process; of a block that is given back
+KEPT_FREED, _APART = 1 << 29, 1 << 28  # bytes of freed memory that stay with the process; of a block that is given back
 
 
 class Workers:
@@ -100,5 +100,5 @@ def keep_freed_memory() -> None:
     """
     limit = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if limit is not None:
-        limit(_TRIM, _KEPT)
+        limit(_TRIM, KEPT_FREED)
         limit(_MAP, _APART)
