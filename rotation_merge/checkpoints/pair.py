@@ -229,7 +229,8 @@ def open_pair(
             raise CheckpointError(
                 f"tensor '{info.name}' is {list(theirs)}, in {anchor} it is {list(ours)}",
                 where=donor,
-                remedy="other vocabularies or heads need a merge recipe, with 'tokenizer' or 'exclude'",
+                remedy="other vocabularies or heads meet in a merge ('tokenizer', 'heads_of: each' or 'exclude' in its "
+                "recipe), which 'evaluate' measures task by task",
             )
     return Pair(a, d, architecture, checked, device, opening=opening)
 
