@@ -37,13 +37,13 @@ def plane_scale(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor], gues
     Returns:
         a, 1 where that gains as much; and whether it is proven to be the best, elementwise.
     """
-    products = primal.abs().square(), dual.abs().square(), (primal * dual.conj()).real
+    products = tuple(x[..., None] for x in (primal.abs().square(), dual.abs().square(), (primal * dual.conj()).real))
     one = torch.ones_like(norms[0])
-    squared = _climbed(tuple(x[..., None] for x in products), norms, guess.square())
-    size = _sizes(tuple(x[..., None] for x in products), squared)
+    squared = _climbed(products, norms, guess.square())
+    size = _sizes(products, squared)
     gained = _gain(size, norms, squared)
-    bound = _bound(tuple(x[..., None] for x in products), norms, size)
-    plain = _gain(_sizes(tuple(x[..., None] for x in products), one), norms, one)
+    bound = _bound(products, norms, size)
+    plain = _gain(_sizes(products, one), norms, one)
     tie = _TIE * (norms[0] + norms[1])
     alive = (norms[0] > 0) & (norms[1] > 0)
     inside = squared.log().abs() < 2 * LARGEST_LOG_SCALE

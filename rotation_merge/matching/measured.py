@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -77,11 +76,6 @@ class Measured:
     products: tuple[Product, ...]
     sums: tuple[Tensor, Tensor] | None = None
     rows: int = 0
-
-    @classmethod
-    def of(cls, slices: Iterable[Measured]) -> Measured:
-        """A whole tensor, the rows of a head that gives logits less their mean."""
-        return reduce(cls.plus, slices).centred()
 
     def plus(self, other: Measured) -> Measured:
         return replace(
