@@ -9,9 +9,10 @@
 all-MiniLM-L6-v2 (22M weights) under a linear head on the mean of a text's hidden states, which is the mean of what a
 BertForTokenClassification gives for its tokens. First the head is fitted to the encoder as it is, then all weights are
 tuned for 250 steps of 32 texts (Kumar et al. 2022, "Fine-Tuning can Distort Pretrained Features and Underperform
-Out-of-Distribution"), which takes minutes each on one core. Accuracy on 800 test texts a task. Merges see training
-texts without labels, each answered by (or measured on) the model of its own task. One thread; seconds are processor
-time.
+Out-of-Distribution"), which takes minutes each on one core. Accuracy on up to 4000 test texts a task, and by how
+much a merge is above the mean of weights, with the standard error of that difference: both answer the same texts.
+Merges see training texts without labels, each answered by (or measured on) the model of its own task. One thread;
+seconds are processor time.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import importlib.util
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 import yaml
-from labelled import Task, tasks
+from labelled import TEST, Task, tasks
 from record import Table
 from train_checkpoints import warm_cosine
 from transformers import AutoTokenizer, BertForTokenClassification
@@ -47,14 +48,13 @@ PENALTY = 1e-3
 """Of the squared weights of a head that is fitted to the encoder as it is: the best of 1e-5, 1e-4, 1e-3 and 1e-2 on
 held-out texts, for each task."""
 
-OWN = "each fine-tune on its own task; time: to evaluate one"
+OWN = "each fine-tune on its own task"
 ALONE = {"attention": "none", "ffn": "none", "rescale": False}
 REFIT = {"delegate": "refit", "targets": "own", "samples": 384}
 Texts = list[tuple[str, int]]
 Merge = tuple[int, str, dict[str, Any]]
+MEAN: dict[str, Merge] = {"mean": (0, "", {"delegate": "linear"})}
 MERGES: dict[str, Merge] = {
-    "mean": (0, "", {"delegate": "linear"}),
-    "Fisher, 64 texts a task, a label drawn for each token": (64, "fisher", {"delegate": "fisher"}),
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     "refit, 128 texts a task": (128, "", {**REFIT, "exclude": "classifier"}),
     "refit, 128 texts a task, heads solved, too": (128, "", REFIT),
@@ -65,6 +65,20 @@ MERGES: dict[str, Merge] = {
     "refit, 1024 texts a task, heads solved, too": (1024, "", {**REFIT, "samples": 1024}),
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe."""
+STEPS_UP = ("mean", "task arithmetic", "Fisher", "RegMean", "refit, 128", "refit, 384", OWN)
+"""What words begin with: each is compared with the one before it."""
+ABOVE = "points above the mean of weights"
+
+Rights = Mapping[str, torch.Tensor]
+"""By task, which texts are answered rightly, (texts,)."""
+
+
+def arithmetic(scale: float) -> dict[str, Merge]:
+    return {f"task arithmetic, scale {scale:g}": (0, "", {"delegate": "task_arithmetic", "weight": scale})}
+
+
+def fisher(count: int) -> dict[str, Merge]:
+    return {f"Fisher, {count} texts a task, a label drawn for each token": (count, "fisher", {"delegate": "fisher"})}
 
 
 def train(task: Task, encoder: str, out: Path) -> None:
@@ -160,12 +174,26 @@ def texts(file: Path, some: Texts, tokenizer: Any) -> str:
 
 
 @torch.no_grad()
-def accuracy(folder: Path, some: Texts) -> float:
-    model, tokenizer, right = load(str(folder)), AutoTokenizer.from_pretrained(folder), 0
-    some = sorted(some, key=lambda one: len(one[0]))
-    for part in (some[i : i + 32] for i in range(0, len(some), 32)):
-        right += int((answers(model, encoded(tokenizer, part)).argmax(-1) == labels_of(part)).sum())
-    return right / len(some)
+def right(folder: Path, some: Texts) -> torch.Tensor:
+    """Which texts the model answers rightly, (texts,), asked in batches of like length."""
+    model, tokenizer = load(str(folder)), AutoTokenizer.from_pretrained(folder)
+    found = torch.empty(len(some), dtype=torch.bool)
+    order = sorted(range(len(some)), key=lambda i: len(some[i][0]))
+    for which in (order[i : i + 32] for i in range(0, len(order), 32)):
+        part = [some[i] for i in which]
+        found[which] = answers(model, encoded(tokenizer, part)).argmax(-1) == labels_of(part)
+    return found
+
+
+def mean_of_tasks(rights: Rights) -> str:
+    return f"{fmean(float(one.double().mean()) for one in rights.values()):.1%}"
+
+
+def above(one: Rights, other: Rights) -> str:
+    """How many points the mean of tasks is above the other's, and the standard error of that difference of pairs."""
+    apart = [one[name].double() - other[name].double() for name in one]
+    error = sum(float(each.var()) / len(each) for each in apart) ** 0.5 / len(apart)
+    return f"{100 * fmean(float(each.mean()) for each in apart):+.1f} ± {100 * error:.1f}"
 
 
 def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> tuple[dict[str, Path], float]:
@@ -205,42 +233,61 @@ def measure(model: str, data: str, kind: str, out: Path) -> None:
 
 
 def choose(work: Path, found: dict[str, Task]) -> None:
-    """What settings are worth on 400 texts a task that are neither for training nor for testing."""
-    table = Table("encoder-choice")
-    scales, ridges = (0.2, 0.3, 0.4, 0.5), (0.001, 0.01, 0.1)
-    tried: list[Merge] = [(0, "", {"delegate": "task_arithmetic", "weight": scale}) for scale in scales]
-    tried += [(128, "", {**REFIT, "ridge": ridge}) for ridge in ridges]
+    """What settings are worth on the texts that are neither for training nor for testing."""
+    tried = dict(MEAN)
+    for scale in (0.2, 0.3, 0.4, 0.5, 0.6):
+        tried |= arithmetic(scale)
+    tried |= fisher(64) | fisher(384)
+    tried |= {f"refit, ridge {ridge:g}": (128, "", {**REFIT, "ridge": ridge}) for ridge in (0.001, 0.01, 0.1)}
+    table, rights = Table("encoder-choice"), dict[str, Rights]()
     with Scratch() as folder:
-        for merge in tried:
+        for words, merge in tried.items():
             folders, _seconds = merged(work, Path(folder), found, merge)
-            each = [accuracy(folders[name], task.held[:400]) for name, task in found.items()]
-            name, value = list(merge[2].items())[-1]
-            words = f"{merge[2]['delegate']}, {'scale' if name == 'weight' else name} {value:g}".replace("_", " ")
-            table.add({"setting": words, "mean on held-out texts": f"{fmean(each):.1%}"})
+            rights[words] = {name: right(folders[name], task.held) for name, task in found.items()}
+            mean, gain = mean_of_tasks(rights[words]), above(rights[words], rights["mean"])
+            table.add({"setting": words, "mean on held-out texts": mean, ABOVE: gain})
 
 
-def compare(work: Path, found: dict[str, Task], scale: float, only: tuple[str, ...]) -> None:
-    """Every merge; with `only`, those whose words begin like one of them, in the places of the rows that are there."""
-    arithmetic: Merge = (0, "", {"delegate": "task_arithmetic", "weight": scale})
-    merges = {"mean": MERGES["mean"], f"task arithmetic, scale {scale:g}": arithmetic, **MERGES}
-    table = Table("encoder", "several runs" if only else "")
-    before = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only else []
-    kept = [words for words in merges if not words.startswith(only)]
-    table.rows = [row for row in before if row["merge"] in (OWN, *kept)]
-
-    def add(words: str, folders: dict[str, Path], seconds: float | None = None) -> None:
-        began = time.process_time()
-        each = {name: accuracy(folder, found[name].test) for name, folder in folders.items()}
-        took = (time.process_time() - began) / len(found) if seconds is None else seconds
-        cells = {name: f"{value:.1%}" for name, value in each.items()}
-        table.add({"merge": words, **cells, "mean": f"{fmean(each.values()):.1%}", "processor time": f"{took:.1f} s"})
-
+def compare(work: Path, found: dict[str, Task], merges: dict[str, Merge], only: tuple[str, ...]) -> None:
+    """Every merge; with `only`, the mean and those whose words begin like one of them, in the table that is there."""
+    table, rights = Table("encoder", "several runs" if only else ""), dict[str, Rights]()
+    rows = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only else []
+    kept = {row["merge"]: row for row in rows if not row["merge"].startswith(("mean", *only))}
     with Scratch() as folder:
-        if not only:
-            add(OWN, {name: work / name for name in found})
-        for words, merge in merges.items():
-            if not only or words.startswith(only):
-                add(words, *merged(work, Path(folder), found, merge))
+        for words in (*merges, OWN):
+            if words in kept:
+                table.add(kept[words])
+                continue
+            if words == OWN:
+                rights[words], took = evaluated({name: work / name for name in found}, found)
+            else:
+                folders, seconds = merged(work, Path(folder), found, merges[words])
+                rights[words] = {name: right(folders[name], task.test) for name, task in found.items()}
+                took = f"{seconds:.1f} s"
+            cells = {name: f"{float(one.double().mean()):.1%}" for name, one in rights[words].items()}
+            cells |= {"mean": mean_of_tasks(rights[words]), ABOVE: above(rights[words], rights["mean"])}
+            table.add({"merge": words, **cells, "processor time": took})
+    if not only:
+        compare_steps(rights)
+
+
+def evaluated(folders: dict[str, Path], found: dict[str, Task]) -> tuple[Rights, str]:
+    """Also the processor time, with as many test texts as are spread over classes like training texts and with all."""
+    took = []
+    for count in (TEST, None):
+        began = time.process_time()
+        rights = {name: right(folder, found[name].test[:count]) for name, folder in folders.items()}
+        took.append((time.process_time() - began) / len(found))
+    return rights, f"to evaluate one task: {took[0]:.1f} s with {TEST} texts, {took[1]:.1f} s with all"
+
+
+def compare_steps(rights: Mapping[str, Rights]) -> None:
+    """Each of `STEPS_UP` with the one before it."""
+    table = Table("encoder-steps")
+    names = [next(words for words in rights if words.startswith(start)) for start in STEPS_UP]
+    for lower, upper in itertools.pairwise(names):
+        points, _, error = above(rights[upper], rights[lower]).partition(" ± ")
+        table.add({"merge": upper, "above": lower, "points": points, "standard error": error})
 
 
 def installed() -> str | None:
@@ -255,6 +302,7 @@ def main() -> None:
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
     parser.add_argument("--only", default=[], action="append", help="merges whose words begin so; other rows stay")
     parser.add_argument("--scale", type=float, default=0.4, help="of task arithmetic, as `choose` finds it best")
+    parser.add_argument("--fisher", type=int, default=64, help="texts a task for Fisher, as `choose` finds it best")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -268,7 +316,8 @@ def main() -> None:
     elif given.what == "choose":
         choose(given.work, found)
     else:
-        compare(given.work, found, given.scale, tuple(given.only))
+        merges = MEAN | arithmetic(given.scale) | fisher(given.fisher) | MERGES
+        compare(given.work, found, merges, tuple(given.only))
 
 
 if __name__ == "__main__":

@@ -21,13 +21,18 @@ Labelled = Iterable[tuple[str, str]]
 FORTUNES = "people definitions cookie computers songs-poems politics work science men-women zippy knghtbrd platitudes"
 
 
+TEST = 800
+"""Test texts of a task that are spread over classes as its training texts are."""
+
+
 @dataclass(frozen=True)
 class Task:
     """Texts with classes.
 
     Attributes:
         classes: their names.
-        training, held, test: texts and numbers of their classes, in random order.
+        training, held, test: texts and numbers of their classes, in random order; test texts in two parts, first as
+            many of every class as for training, then what classes have left.
     """
 
     classes: list[str]
@@ -36,12 +41,13 @@ class Task:
     test: list[tuple[str, int]]
 
 
-def tasks(root: Path = Path("/"), training: int = 3200, held: int = 800, test: int = 800) -> dict[str, Task]:
-    """By name: as many texts of every class, none twice.
+def tasks(root: Path = Path("/"), sizes: tuple[int, int, int] = (3200, 800, TEST), more: int = 3200) -> dict[str, Task]:
+    """By name: as many texts of every class, none twice; then `more` for testing, as far as classes have some left.
 
     Args:
         root: where the Debian packages lie.
-        training, held, test: at most so many texts.
+        sizes: at most so many texts for training, held back and for testing.
+        more: further test texts, at most; the other texts do not depend on it.
     """
     found: dict[str, tuple[Labelled, int]] = {
         "packages": (packages(), 10),
@@ -49,7 +55,7 @@ def tasks(root: Path = Path("/"), training: int = 3200, held: int = 800, test: i
         "verbs": (glosses(root / "usr/share/wordnet/data.verb"), 10),
         "fortunes": (fortunes(root / "usr/share/games/fortunes"), 12),
     }
-    return {name: _task(texts, classes, training, held, test) for name, (texts, classes) in found.items()}
+    return {name: _task(texts, classes, sizes, more) for name, (texts, classes) in found.items()}
 
 
 def packages() -> Iterator[tuple[str, str]]:
@@ -76,8 +82,9 @@ def fortunes(folder: Path) -> Iterator[tuple[str, str]]:
             yield " ".join(text.split()), name
 
 
-def _task(texts: Labelled, most: int, training: int, held: int, test: int) -> Task:
-    """The `most` largest classes, all of the size of the smallest of them."""
+def _task(texts: Labelled, most: int, parts: tuple[int, int, int], more: int) -> Task:
+    """The `most` largest classes, all of the size of the smallest of them but for `more` test texts."""
+    training, held, test = parts
     of: dict[str, set[str]] = defaultdict(set)
     for text, name in texts:
         if text:
@@ -88,10 +95,13 @@ def _task(texts: Labelled, most: int, training: int, held: int, test: int) -> Ta
     each = min([(training + held + test) // len(classes), *(sizes[name] for name in classes)])
     draw = torch.Generator().manual_seed(0)
     chosen: list[tuple[str, int]] = []
+    left: list[tuple[str, int]] = []
     for number, name in enumerate(classes):
         mine = sorted(text for text, other in single if other == name)
-        chosen += [(mine[i], number) for i in torch.randperm(len(mine), generator=draw)[:each].tolist()]
+        drawn = [(mine[i], number) for i in torch.randperm(len(mine), generator=draw).tolist()]
+        chosen += drawn[:each]
+        left += drawn[each : each + more // len(classes)]
     order = torch.randperm(len(chosen), generator=draw).tolist()
     first, last = (len(order) * part // (training + held + test) for part in (test, test + held))
-    parts = order[last:], order[first:last], order[:first]
-    return Task(classes, *([chosen[i] for i in part] for part in parts))
+    taught, kept, asked = ([chosen[i] for i in part] for part in (order[last:], order[first:last], order[:first]))
+    return Task(classes, taught, kept, asked + left)
