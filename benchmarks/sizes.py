@@ -5,6 +5,7 @@
     python benchmarks/sizes.py --shape llama-300m --busy --threads 0 --cases near
     python benchmarks/sizes.py --shape llama-8b --layers 1 --vocabulary 4000 --whole
     python benchmarks/sizes.py --data                         `measure`, and a refit of two models, on samples
+    python benchmarks/sizes.py --align --layers 2 --vocabulary 128256    `align` and `carry`
     python benchmarks/sizes.py --curves                       cost by layers, width and donors
     python benchmarks/sizes.py --estimates                    the estimates for what has been measured
 
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,8 +158,8 @@ def busy() -> Iterator[None]:
 
 def expected(shape: Shape, case: str, donors: int = 1) -> float:
     """Seconds by the estimate of `inspect`, on as many threads as there are here."""
-    near, options = CASES[case][0] != "far", dict(CASES[case][1])
-    untie = bool(options.pop("untie", False))
+    options = dict(CASES[case][1])
+    near, untie = CASES[case][0] != "far", bool(options.pop("untie", False))
     architecture = resolve(shape.config, list(shape.sizes), "benchmark", untie=untie)
     sizes = replace(shape, tied=False).sizes if untie else shape.sizes
     found: Estimate = estimate(architecture, sizes, MatchOptions(**options), 2, 2)  # type: ignore[arg-type]
@@ -266,13 +267,10 @@ def by_layers(part: Shape, full: Shape, cases: Sequence[str], threads: int, tabl
 
 def estimates(table: Table) -> None:
     """The estimate on one thread for every shape and case, beside what was measured."""
-    for name, shape in SHAPES.items():
-        if name in ("llama-tiny", "bert-base"):
-            continue
-        known = measured(name, shape)
+    for name, shape in ((n, s) for n, s in SHAPES.items() if n not in ("llama-tiny", "bert-base")):
         for case in CASES:
             if case not in ("planted", "near, residual: signed_permutation"):
-                guess, took = expected(shape, case), known.get(case)
+                guess, took = expected(shape, case), measured(name, shape).get(case)
                 cells = {"shape": name, "merge": case, "measured": _time(took) if took else ""}
                 cells |= {"estimate": _time(guess), "estimate / measured": f"{guess / took:.2f}" if took else ""}
                 table.add(cells)
@@ -295,15 +293,29 @@ def _time(seconds: float) -> str:
 def with_data(shape: Shape, threads: int, table: Table, folder: Path) -> None:
     """Statistics of one model, and a refit of two, on 64 samples of 128 made-up tokens."""
     anchor, donor = write(shape, folder / "anchor"), write(shape, folder / "near", "near")
-    samples = folder / "samples.npz"
     tokens = torch.randint(0, shape.vocabulary, (64, 128), generator=torch.Generator().manual_seed(0))
-    np.savez(samples, input_ids=tokens.numpy())
+    np.savez(samples := folder / "samples.npz", input_ids=tokens.numpy())
     measure = [Path(sys.executable).with_name("rotation-merge"), "measure", anchor, "--data", samples, "--by-layer"]
     refit = {**OPTIONS, "delegate": "refit", "data": str(samples), "targets": "mean"}
     done = {
         "`measure`, gram": lambda: process([*measure, "--out", folder / "statistics.safetensors"], threads),
         "`delegate: refit` of two models": lambda: run(refit, anchor, [donor], threads),
     }
+    one_by_one(done, table)
+
+
+def outside(shape: Shape, threads: int, table: Table, folder: Path) -> None:
+    """`align` of an independent model, and `carry` of a fine-tune to one, under a rotation of the stream."""
+    anchor, far, near = (write(shape, folder / str(kind), kind) for kind in (None, "far", "near"))
+    program = Path(sys.executable).with_name("rotation-merge")
+    turned = ["--residual", "rotation", "--untie"]
+    align = [program, "align", anchor, far, folder / "aligned", *turned, "--no-verify"]
+    carry = [program, "carry", near, folder / "carried", "--from", anchor, "--to", far, *turned]
+    one_by_one({"`align`": lambda: process(align, threads), "`carry`": lambda: process(carry, threads)}, table)
+
+
+def one_by_one(done: Mapping[str, Callable[[], Cost]], table: Table) -> None:
+    """What each takes."""
     for what, work in done.items():
         cost = work()
         cells = {"wall, s": f"{cost.wall:.0f}", "processor, s": f"{cost.processor:.0f}"}
@@ -363,6 +375,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="extrapolate from these layers to the whole shape")
     parser.add_argument("--curves", action="store_true", help="cost by layers, width and donors instead")
     parser.add_argument("--data", action="store_true", help="measure and refit instead")
+    parser.add_argument("--align", action="store_true", help="align and carry instead")
     parser.add_argument("--estimates", action="store_true", help="the estimates for what has been measured instead")
     parser.add_argument("--folder", help="where models are written for the time being")
     arguments = parser.parse_args()
@@ -374,8 +387,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place, busy() if arguments.busy else nullcontext():
         if arguments.curves:
             return curves(Table("sizes-curves"), Path(place))
-        if arguments.data:
-            return with_data(chosen(arguments), arguments.threads, Table(f"sizes-data-{name}"), Path(place))
+        for kind, asked, work in (("align", arguments.align, outside), ("data", arguments.data, with_data)):
+            if asked:
+                return work(chosen(arguments), arguments.threads, Table(f"sizes-{kind}-{name}"), Path(place))
         given, shape = (arguments.cases, arguments.threads), chosen(arguments)
         if arguments.whole:
             return by_layers(shape, SHAPES[arguments.shape], *given, Table(f"layers-{name}"), Path(place))

@@ -204,9 +204,7 @@ class Both:
 
     def _stored(self, block: Block, source: TensorSource) -> dict[str, Tensor]:
         """A block's tensors by their names, as they are stored."""
-        source = source if self.device is None else OnDevice(source, torch.device(self.device))
-        names = (name for info in block.tensors for name in (*info.names, *info.tied))
-        return {name: source[name] for name in dict.fromkeys(names) if name in source}
+        return slices.held(block, source if self.device is None else OnDevice(source, torch.device(self.device)))
 
 
 def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, Block
+from rotation_merge.architectures.model import Architecture, Block, TensorInfo
+from rotation_merge.matching import slices
 from rotation_merge.matching.biases import Aligned
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.both import Both, Transforms
@@ -109,12 +110,23 @@ def aligned_tensors(
         dtype: that the caller rounds to, which folding has to survive, too.
     """
     aligned = aligned_source(architecture, source, alignment, anchor, dtype)
+
+    def in_place(block: Block, info: TensorInfo, stored: Tensor) -> Tensor:
+        views = slices.views(block, [source] if info.vocabulary_axis is not None else [])
+
+        def moved(part: slice | None) -> Tensor:
+            seen = aligned if part is None else aligned_source(architecture, views(part)[0], alignment, dtype=dtype)
+            found = seen.tensor(block, info)
+            assert found is not None
+            return found
+
+        return slices.in_slices(info, [stored], stored.dtype, moved)
+
     for block in architecture.blocks:
         for info in block.tensors:
-            moved = aligned.tensor(block, info)
-            stored = read_tensor(info, source)
-            if moved is not None and stored is not None:
-                yield from unstack(info, moved.to(stored.dtype).contiguous()).items()
+            if (stored := read_tensor(info, source)) is not None:
+                moved = in_place(block, info, stored).to(stored.dtype).contiguous()
+                yield from unstack(info, moved).items()
 
 
 def aligned_source(

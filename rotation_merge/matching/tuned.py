@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError
+from rotation_merge.matching import slices
 from rotation_merge.matching.carry import Carrier, Change, Changes, is_bias, weight_key
 from rotation_merge.matching.factors import LowRank, dense, stacks, transposed
 from rotation_merge.matching.fold import Folded
@@ -62,22 +63,48 @@ class Tuned:
             The tensor, its pieces by name, and the squared norms of its change and of the old base's tensor.
         """
         carrier = self.carrier
-        new = self._folded(carrier.new, carrier.architecture)
         for block in carrier.architecture.blocks:
             for info in block.tensors:
-                stored, base = read_tensor(info, carrier.new), read_tensor(info, new)
-                if stored is None or base is None:
+                if (stored := read_tensor(info, carrier.new)) is None:
                     continue
                 if not stored.is_floating_point():
                     yield info, unstack(info, stored), 0.0, 0.0
                     continue
-                if carrier.met(block) is None:
-                    yield info, unstack(info, base.to(self.dtype or stored.dtype).contiguous()), 0.0, 0.0
-                    continue
-                change, before = self._change(block, info)
-                moved = carrier.respelled(block, info, carrier.moved(block, info, change, self.places))
-                result = (base + scale_at(self.scale, block.name) * moved).to(self.dtype or stored.dtype).contiguous()
-                yield info, unstack(info, result), float(change.square().sum()), before
+                found, change, before = self._carried(block, info, stored)
+                yield info, unstack(info, found.to(self.dtype or stored.dtype).contiguous()), change, before
+
+    def _carried(self, block: Block, info: TensorInfo, stored: Tensor) -> tuple[Tensor, float, float]:
+        """A tensor of the new base with the carried change, a long vocabulary that all three share slice by slice, and
+        the squared norms."""
+        own, norms = (self.carrier.old, self.carrier.new, self.source), list[tuple[float, float]]()
+        same = info.vocabulary_axis is not None and self.carrier.frame is None and self.carrier.rows is None
+        views = slices.views(block, own if same else [])
+
+        def made(part: slice | None) -> Tensor:
+            seen = self if part is None else self._of(*views(part))
+            found, *both = seen._with_change(block, info)
+            norms.append((both[0], both[1]))
+            return found
+
+        known = [tensor for source in own if same and (tensor := read_tensor(info, source)) is not None]
+        result = slices.in_slices(info, known, self.dtype or stored.dtype, made) if known else made(None)
+        change, before = map(sum, zip(*norms, strict=True))
+        return result, change, before
+
+    def _of(self, old: TensorSource, new: TensorSource, source: TensorSource) -> Tuned:
+        """The same of other sources."""
+        return replace(self, carrier=replace(self.carrier, old=old, new=new), source=source)
+
+    def _with_change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float, float]:
+        """See `tensors`; not yet rounded."""
+        carrier = self.carrier
+        base = read_tensor(info, self._folded(carrier.new, carrier.architecture))
+        assert base is not None
+        if carrier.met(block) is None:
+            return base, 0.0, 0.0
+        change, before = self._change(block, info)
+        moved = carrier.respelled(block, info, carrier.moved(block, info, change, self.places))
+        return base + scale_at(self.scale, block.name) * moved, float(change.square().sum()), before
 
     def factors(self, block: Block, rank: int | None) -> tuple[Changes, dict[str, tuple[float, float]]]:
         """A block's change for the new base as it is stored, that of every matrix cut down to low rank (None: not).

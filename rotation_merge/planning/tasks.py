@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -58,6 +58,9 @@ class LabelledLoad(LoadTensor):
             self.run.saw(str(self.model), name, tensor)
         return None if tensor is None else in_order(tensor, self.rows)
 
+
+Values = Mapping[str, Tensor | None]
+"""What loads gave, by their names as arguments."""
 
 Loads = dict[str, tuple[LabelledLoad, ...]]
 """By key of the architecture, the loads of a tensor's stored pieces."""
@@ -195,43 +198,38 @@ class MoveTensor(KeyedTask):
     ) -> tuple[Tensor, ...] | None:
         stored = loaded("donor", self.loads, self.block, values).get(self.info.key)
         maps = {**(whole.transforms if whole else {}), **(transforms or {})}
-        donor = self._tensor("donor", self.loads, values)
-        if donor is None or stored is None:
+        if stored is None:
             return None
-        if self.origin and donor.is_floating_point():
+        if self.origin and stored.is_floating_point():
             scale = self.scale if scales is None else scale_at(scales.scales, self.block.name)
             own = layers(self.block.name) if layers is not None and (scales is None or scales.own) else {}
-            donor = self._transport(donor, maps, values, scale, own)
+            donor = self._in_slices(stored, values, lambda given: self._transport(maps, given, scale, own))
         else:
-            donor = self._moved_in_slices(stored, maps, values)
+            donor = self._in_slices(stored, values, lambda given: self._moved(maps, given))
         if donor.is_floating_point():
             donor = donor.to(self.dtype or stored.dtype)
         return tuple(donor.unbind(0)) if self.info.stacked else (donor,)
 
-    def _tensor(
-        self, side: str, loads: Loads, values: Mapping[str, Tensor | None], info: TensorInfo | None = None
-    ) -> Tensor | None:
+    def _tensor(self, side: str, loads: Loads, values: Values, info: TensorInfo | None = None) -> Tensor | None:
         tensors, info = loaded(side, loads, self.block, values), info or self.info
         if info.key not in tensors:
             return None
         return tensors[info.key] if self.fold is None else self.fold.tensor(self.block, info, tensors.get)
 
-    def _moved_in_slices(
-        self, stored: Tensor, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]
-    ) -> Tensor:
-        """As `_moved`, a long vocabulary slice by slice and rounded at once: no copy of it all is widened."""
-        parts = slices.rows(self.info, stored)
-        if len(parts) <= 1:
-            return self._moved(maps, values)
-        axis, result = self.info.vocabulary_axis or 0, torch.empty_like(stored, dtype=self.dtype or stored.dtype)
-        infos = [(name, info) for name in values if (info := self.block.tensor(name.split(":")[1])) is not None]
+    def _in_slices(self, stored: Tensor, values: Values, make: Callable[[Values], Tensor]) -> Tensor:
+        """What `make` makes of what was loaded, of a long vocabulary slice by slice, where all models have the same."""
         known = {name: tensor for name, tensor in values.items() if tensor is not None}
-        for part in parts:
-            moved = self._moved(maps, {**values, **slices.narrowed(infos, known, part)})
-            result.narrow(axis, part.start, part.stop - part.start).copy_(moved)
-        return result
+        infos = [(name, info) for name in known if (info := self.block.tensor(name.split(":")[1])) is not None]
+        alike = [stored, *(tensor for name, tensor in known.items() if name.split(":")[1] == self.info.key)]
 
-    def _moved(self, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]) -> Tensor:
+        def made(part: slice | None) -> Tensor:
+            return make(values if part is None else {**values, **slices.narrowed(infos, known, part)})
+
+        if self.rows is not None or self.info.stacked:
+            return made(None)
+        return slices.in_slices(self.info, alike, self.dtype or stored.dtype, made)
+
+    def _moved(self, maps: Mapping[str, SpaceTransform], values: Values) -> Tensor:
         """The donor's tensor in the anchor's coordinates, with the anchor's unseen biases."""
 
         def own(key: str) -> Tensor | None:
@@ -247,14 +245,9 @@ class MoveTensor(KeyedTask):
         assert found is not None
         return found
 
-    def _transport(
-        self,
-        donor: Tensor,
-        maps: dict[str, SpaceTransform],
-        values: Mapping[str, Tensor | None],
-        scale: float,
-        own: Maps,
-    ) -> Tensor:
+    def _transport(self, maps: Mapping[str, SpaceTransform], values: Values, scale: float, own: Maps) -> Tensor:
+        donor = self._tensor("donor", self.loads, values)
+        assert donor is not None
         anchor, origin = self._tensor("anchor", self.anchor, values), self._tensor("origin", self.origin, values)
         why = "a model lacks it" if anchor is None or origin is None else "shapes differ"
         if anchor is None or origin is None or donor.shape != origin.shape or not self._fits(anchor, origin):
