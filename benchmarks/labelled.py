@@ -41,7 +41,7 @@ class Task:
     test: list[tuple[str, int]]
 
 
-def tasks(root: Path = Path("/"), sizes: tuple[int, int, int] = (3200, 800, TEST), more: int = 3200) -> dict[str, Task]:
+def tasks(root: Path = Path("/"), sizes: tuple[int, int, int] = (3200, 800, TEST), more: int = 1200) -> dict[str, Task]:
     """By name: as many texts of every class, none twice; then `more` for testing, as far as classes have some left.
 
     Args:
