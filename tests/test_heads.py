@@ -11,8 +11,9 @@ import torch
 from cli_support import run
 from plugin_support import make, merged, mergekit_yaml, one_error, write_recipe
 from residual_support import checkpoint, recipe, twin
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from rotation_merge.checkpoints.spliced import Spliced
 from rotation_merge.samples.functions import load
 
 
@@ -72,6 +73,38 @@ def test_a_refit_solves_the_body_that_heads_of_other_sizes_share(tmp_path: Path)
     assert torch.equal(
         load_file(tmp_path / "kept" / "heads" / "3" / "model.safetensors")["classifier.out_proj.weight"], own
     )
+
+
+@pytest.mark.parametrize("options", [("--out-shard-size", "5K"), ("--no-safe-serialization",)])
+def test_bodies_in_several_files_and_in_pickles(options: tuple[str, ...], tmp_path: Path):
+    """Whatever the body is written as: what stands under heads/ loads by itself, and is the body, each file its own."""
+    anchor, donor = (make("roberta", tmp_path / str(n), seed=n, num_labels=n) for n in (2, 3))
+    done = mergekit_yaml(heads_recipe(anchor, donor), tmp_path / "out", *options)
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / "out" / "heads" / "3"
+    body, found, own = (load(str(path)).state_dict() for path in (tmp_path / "out", folder, donor))
+    assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in own.items()}
+    for name, tensor in found.items():
+        assert torch.equal(tensor, (own if name.startswith("classifier.") else body)[name])
+    files = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+    assert (len(files) > 2) == ("5K" in options)
+    assert all(path.stat().st_nlink == 1 for path in files)
+
+
+def test_shared_tensors_stand_where_their_type_may(tmp_path: Path):
+    """Half precision with an odd number of elements, before single precision: the widest come first."""
+    body = {"a": torch.arange(3).to(torch.bfloat16), "b": torch.ones(2, dtype=torch.bool), "c": torch.zeros(4)}
+    (tmp_path / "out").mkdir()
+    save_file(body, tmp_path / "model.safetensors")
+    writer = Spliced(str(tmp_path), ["a", "b"], str(tmp_path / "out"))
+    writer.save_tensor("c", torch.full((5, 1), 2.0))
+    writer.save_tensor("d", torch.tensor(7))
+    writer.finalize()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["a"], body["a"])
+    assert torch.equal(found["b"], body["b"])
+    assert found["c"].tolist() == [[2.0]] * 5
+    assert found["d"] == 7
 
 
 @pytest.mark.parametrize("residual", ["rotation", "permutation"])

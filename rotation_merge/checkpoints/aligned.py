@@ -18,6 +18,7 @@ from rotation_merge.checkpoints.models import Model
 from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.pair import Pair
 from rotation_merge.checkpoints.sentence import module_of, write_modules
+from rotation_merge.checkpoints.spliced import Spliced
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest, not_written
 from rotation_merge.matching.block import named
 from rotation_merge.matching.model import Alignment, Match, Progress, aligned_tensors, match_model
@@ -98,6 +99,7 @@ def write_checkpoint(
     progress: Progress | None = None,
     check: Check | None = None,
     left_out: Collection[str] = (),
+    body: tuple[str, Collection[str]] | None = None,
 ) -> None:
     """A model as a normal checkpoint, whole or not at all.
 
@@ -106,15 +108,16 @@ def write_checkpoint(
         text: the model card; or what makes it once all tensors are written.
         check: looks at what has been written, before it takes its place.
         left_out: those of its tensors that are not written at all.
+        body: a folder in safetensors, and which of its tensors are taken as they stand, in files of the same names.
 
     Raises:
         CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
-    wanted, written = dtype_from_name(storage.dtype), set[str]()
+    wanted, written = dtype_from_name(storage.dtype), set(body[1] if body else ())
     apart: dict[str, Tensor] = {}
     with staged(out) as staging:
         os.makedirs(staging, exist_ok=True)
-        writer = TensorWriter(staging, max_shard_size=storage.shard_size)
+        writer = Spliced(*body, staging) if body else TensorWriter(staging, max_shard_size=storage.shard_size)
 
         def save(name: str, tensor: Tensor) -> None:
             stored = _stored(tensor, wanted or like.dtypes.get(name))

@@ -157,7 +157,7 @@ def safetensors_shapes(path: str) -> Shapes:
         ValueError: the header is damaged, or the file is shorter or longer than the header says.
     """
     size = os.path.getsize(path)
-    header, start = _known(path)
+    header, start = safetensors_entries(path)
     try:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in header.items()}
@@ -168,8 +168,9 @@ def safetensors_shapes(path: str) -> Shapes:
     return shapes
 
 
-def _known(path: str) -> tuple[dict[str, Any], int]:
-    """As `_header`, read once as long as the file stays what it is."""
+def safetensors_entries(path: str) -> tuple[dict[str, Any], int]:
+    """The tensors' entries of a safetensors file, and where its data begin; read once as long as the file stays what it
+    is."""
     found = os.stat(path)
     return _once(path, found.st_size, found.st_mtime_ns, found.st_ino)
 
@@ -180,7 +181,6 @@ def _once(path: str, size: int, changed: int, number: int) -> tuple[dict[str, An
 
 
 def _header(path: str, size: int) -> tuple[dict[str, Any], int]:
-    """The tensors' entries of a safetensors file, and where its data begin."""
     with open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
@@ -197,7 +197,7 @@ def file_dtypes(path: str) -> dict[str, torch.dtype]:
     """What the tensors in one whole weight file are stored in."""
     if not path.endswith(".safetensors"):
         return {name: tensor.dtype for name, tensor in _pickle(path).items()}
-    header, _ = _known(path)
+    header, _ = safetensors_entries(path)
     return {name: DTYPES[entry["dtype"]] for name, entry in header.items() if entry["dtype"] in DTYPES}
 
 
@@ -210,7 +210,7 @@ def file_codes(path: str) -> dict[str, str]:
     with _readable(path):
         if not path.endswith(".safetensors"):
             return codes({name: (str(x.dtype), tuple(x.shape)) for name, x in _pickle(path).items()})
-        header, _ = _known(path)
+        header, _ = safetensors_entries(path)
         return codes({name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()})
 
 

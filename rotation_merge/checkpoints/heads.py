@@ -78,7 +78,7 @@ def write_heads(
     Raises:
         CheckpointError: a donor has tensors that the merge has not.
     """
-    body = LazyTensorLoader(ShardedTensorIndex.from_disk(merged))
+    body = LazyTensorLoader(ShardedTensorIndex.from_disk(merged), lazy_unpickle=False)
     own = head_names(anchor.architecture)
     names: list[str] = []
     for reference, (model, transforms) in donors.items():
@@ -91,22 +91,23 @@ def write_heads(
                 f"tensor '{lacking}' is not in the merged body", where=str(reference), remedy="leave out 'heads_of'"
             )
         dtype = body.get_tensor(kept[0]).dtype
+        shared = (merged, kept) if body.index.is_safetensors else None
 
         def tensors(
             model: Model = model,
             transforms: Mapping[str, SpaceTransform] = transforms,
-            kept: list[str] = kept,
+            read: list[str] = [] if shared else kept,
             dtype: torch.dtype = dtype,
             others: Mapping[str, Tensor] = solved.get(str(reference), {}),
         ) -> Iterator[tuple[str, Tensor]]:
-            for key in kept:
+            for key in read:
                 yield key, body.get_tensor(key)
             for key, tensor in moved_head(model, folded, transforms):
                 yield key, others.get(key, tensor).to(dtype).contiguous()
 
         text = f"---\nlibrary_name: transformers\n---\n# {name}\n\nThe merged body with the head of `{reference}`.\n"
         storage = Storage(dtype=str(dtype).removeprefix("torch."))
-        write_checkpoint(model, tensors(), report, text, os.path.join(merged, FOLDER, name), storage)
+        write_checkpoint(model, tensors(), report, text, os.path.join(merged, FOLDER, name), storage, body=shared)
         names.append(name)
     return names
 
