@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from mergekit.io import loader
 from plugin_support import (
     build,
     make,
@@ -24,6 +28,8 @@ from plugin_support import (
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rotation_merge.planning import ahead
 
 Pair = tuple[Path, Path]
 
@@ -136,18 +142,31 @@ def test_pickles(pair: Pair, tmp_path: Path, shards: int, flags: tuple[str, ...]
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_pickles_read_lazily(pair: Pair, tmp_path: Path, shards: int) -> None:
-    """mergekit's own unpickler for this does not work on Python 3.13: one line says so."""
-    anchor, donor = pair
-    out = tmp_path / "out"
-    recipe = recipe_for("linear", anchor, as_pickle(donor, tmp_path / "bin", shards))
+def test_pickles_read_lazily(pair: Pair, tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one thread at a time: mergekit patches torch meanwhile, and two would leave it patched. Its own unpickler for
+    this does not work on Python 3.13: one line says so."""
+    out, at_once, stock = tmp_path / "out", [0], loader.torch_lazy_load
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[None]:
+        at_once.append(at_once.pop() + 1)
+        time.sleep(0.003)
+        assert at_once == [1], "two threads at once"
+        with stock():
+            yield
+        at_once[:] = [0]
+
+    monkeypatch.setattr(loader, "torch_lazy_load", watched)
+    monkeypatch.setattr(ahead, "workers_for", lambda _: 3)
+    pickled = [as_pickle(model, tmp_path / f"{number}", shards) for number, model in enumerate(pair)]
+    recipe = recipe_for("linear", *pickled)
     result = mergekit_yaml(recipe, out, "--lazy-unpickle")
     if sys.version_info >= (3, 13) and result.exit_code:
         assert "leave out --lazy-unpickle" in one_error(result.output)
         assert not out.exists()
     else:
         assert result.exit_code == 0, result.output
-        assert_same(state(out), state(anchor))
+        assert_same(state(out), state(pair[0]))
 
 
 @pytest.mark.parametrize("flags", [("--async-write", "--write-threads", "2"), ("--clone-tensors",)])

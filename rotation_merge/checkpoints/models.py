@@ -33,7 +33,7 @@ from rotation_merge.checkpoints.headers import (
 )
 from rotation_merge.checkpoints.hub import downloaded, in_cache, is_hub_name
 from rotation_merge.checkpoints.sentence import SentenceLoader, read_modules
-from rotation_merge.checkpoints.stored import Stored
+from rotation_merge.checkpoints.stored import Stored, in_turn
 from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
 from rotation_merge.matching.fingerprint import Fingerprint, Watched, fingerprint
 from rotation_merge.matching.labels import Rows, in_order, labels, named_rows
@@ -133,7 +133,7 @@ class Model:
             self._head(file)
         plain = self.reference.model_copy(update={"lora": None})
         try:
-            found = LoaderCache().get(plain)
+            found = in_turn(LoaderCache().get(plain))
         except RotationMergeError:
             raise
         except Exception as error:  # readers and downloads raise errors of many classes

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any, Protocol
 
 from torch import Tensor
+
+_UNPICKLING = Lock()
+"""Held by whoever unpickles lazily: mergekit has all of torch read otherwise meanwhile, and two threads at once would
+leave it so."""
+
+
+def in_turn(loader: Any) -> Any:
+    """A loader of mergekit's that reads when no other does, where it unpickles lazily."""
+    if getattr(loader, "lazy_unpickle", False):
+        loader.lock = _UNPICKLING
+    return loader
 
 
 class Opened(Protocol):
