@@ -234,7 +234,7 @@ def measure(model: str, data: str, kind: str, out: Path) -> None:
 def settings() -> dict[str, Merge]:
     """What to choose among, the mean with them."""
     tried = dict(MEAN)
-    for scale in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7):
+    for scale in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
         tried |= arithmetic(scale)
     tried |= fisher(64) | fisher(384)
     for ridge in (0.001, 0.01, 0.1):
