@@ -14,6 +14,7 @@ ORDER = (
     "errors",
     "durable",
     "scratch",
+    "unfinished",
     "spread",
     "linalg",
     "groups",

@@ -29,9 +29,9 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.learning.answers import Answered, write_answers
 from rotation_merge.learning.objective import is_distribution, main_output
 from rotation_merge.learning.polish import PolishOptions, PolishReport, polish
-from rotation_merge.learning.unfinished import Unfinished
 from rotation_merge.samples.functions import Batch
 from rotation_merge.scratch import Scratch
+from rotation_merge.unfinished import Unfinished
 
 KINDS = {
     "shift": "the new base's answers and the old pair's change of them",

@@ -27,7 +27,6 @@ from rotation_merge.checkpoints.carried import Done, Settings, Work, aligned, ca
 from rotation_merge.checkpoints.lora_of_tuned import left_out, lora_of_tuned
 from rotation_merge.errors import DataError, RotationMergeError
 from rotation_merge.learning.polish import PolishOptions
-from rotation_merge.learning.unfinished import Unfinished
 from rotation_merge.matching.factors import dense
 from rotation_merge.matching.model import Progress
 from rotation_merge.matching.sources import Renamed, Replaced, Respelled
@@ -39,6 +38,7 @@ from rotation_merge.samples.evaluate import evaluate
 from rotation_merge.samples.functions import Batch, architecture_of, load, local_path
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.written import SELF
+from rotation_merge.unfinished import Unfinished
 
 REFITTED = "The new base's maps were solved, one layer after the other, to make the change on samples."
 ALONE = "leave --carry and --scale auto out: weights alone are carried by the tokens that both have"

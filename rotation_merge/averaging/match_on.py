@@ -32,6 +32,7 @@ from rotation_merge.checkpoints.vocabulary import moved_tokens, shared_rows
 from rotation_merge.errors import DataError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.ledger import NOWHERE, Ledger
 from rotation_merge.matching.model import Alignment, Match, Progress, match_model
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MatchOptions
 from rotation_merge.matching.recorded import recorded
@@ -65,12 +66,14 @@ def match_seen(
     progress: Progress | None,
     seen: Seen,
     how: str,
+    ledger: Ledger = NOWHERE,
 ) -> Alignment:
     """As `match_model`, on activations; records are over the weights.
 
     Args:
         seen: what both models' maps read and gave.
         how: `activations` or `both`.
+        ledger: where what is found is kept, and looked for.
 
     Raises:
         DataError: nothing was seen of any map that could be matched.
@@ -86,11 +89,13 @@ def match_seen(
     first, second = (_Beside(source, told.tensors, which) for which, source in enumerate(plain))
     start = {ACTIVATIONS: _start(architecture, streams, [(b, made) for b, _, made in blocks], first, second)}
     alone = replace(architecture, blocks=tuple(replace(b, tensors=(*kept, *made)) for b, kept, made in blocks))
-    found = match_model(alone, first, second, options, progress, start if streams else None, fold=False)
+    match = partial(match_model, fold=False, ledger=ledger.under(ACTIVATIONS))
+    found = match(alone, first, second, options, progress, start if streams else None)
     if how == BOTH:
         start = {ACTIVATIONS: {name: found.transforms[name] for name in streams}}
         whole = replace(architecture, blocks=tuple(replace(b, tensors=(*b.tensors, *m)) for b, _, m in blocks))
-        found = match_model(whole, first, second, options, progress, start if streams else None, fold=False)
+        match = partial(match_model, fold=False, ledger=ledger.under(BOTH))
+        found = match(whole, first, second, options, progress, start if streams else None)
     found = replace(found, folded=folded, notes=_notes(architecture, streams, rows, how))
     return recorded(architecture, anchor, donor, found)
 
@@ -121,12 +126,14 @@ class OnSamples:
         donor: TensorSource,
         options: MatchOptions,
         progress: Progress | None = None,
+        *,
+        ledger: Ledger = NOWHERE,
     ) -> Alignment:
         """
         Raises:
             DataError: samples mean other things to the two, or cannot be had.
         """
-        found = match_seen(architecture, anchor, donor, options, progress, self.seen(), self.how)
+        found = match_seen(architecture, anchor, donor, options, progress, self.seen(), self.how, ledger)
         return replace(found, samples=(self.data, self.count))
 
     def seen(self) -> Seen:

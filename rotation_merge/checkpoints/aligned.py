@@ -21,6 +21,7 @@ from rotation_merge.checkpoints.sentence import module_of, write_modules
 from rotation_merge.checkpoints.spliced import Spliced
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest, not_written
 from rotation_merge.matching.block import named
+from rotation_merge.matching.ledger import NOWHERE, Ledger
 from rotation_merge.matching.model import Alignment, Match, Progress, aligned_tensors, match_model
 from rotation_merge.report.card import metadata, section, with_metadata
 from rotation_merge.report.record import MergeReport, versions
@@ -33,14 +34,18 @@ OWN = ("config.json", "rotation_merge.json")
 
 
 def match_pair(
-    pair: Pair, progress: Progress | None = None, match: Match = match_model
+    pair: Pair, progress: Progress | None = None, match: Match = match_model, ledger: Ledger = NOWHERE
 ) -> tuple[Alignment, MergeReport]:
-    """The best alignment of the donor to the anchor, and the report on it."""
+    """The best alignment of the donor to the anchor, and the report on it.
+
+    Args:
+        ledger: where what is found is kept, and looked for.
+    """
     anchor, donor = pair.matched
     run = Run()
     options = pair.checked.options
     with named(str(pair.anchor.reference), str(pair.donor.reference)):
-        alignment = match(pair.architecture, anchor, donor, options, progress)
+        alignment = match(pair.architecture, anchor, donor, options, progress, ledger=ledger)
     run.aligned(str(pair.donor.reference), alignment)
     recipe = yaml.safe_dump(asdict(options), sort_keys=False)
     return alignment, pair.report(run, recipe)

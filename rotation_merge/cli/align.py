@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import click
@@ -20,6 +21,7 @@ from rotation_merge.cli.options import (
 )
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError, RotationMergeError
+from rotation_merge.matching.options import WEIGHTS
 
 
 @click.command(epilog="Example: rotation-merge align org/anchor org/donor ./aligned --heads permutation")
@@ -84,7 +86,9 @@ def command(
         write_aligned,
     )
     from rotation_merge.checkpoints.pair import open_pair, write_alignment
+    from rotation_merge.checkpoints.stamps import mark_of
     from rotation_merge.errors import not_written
+    from rotation_merge.matching.ledger import kept_beside
     from rotation_merge.samples.proof import Proof, prove
     from rotation_merge.spread.cluster import spread
 
@@ -94,9 +98,9 @@ def command(
         raise click.UsageError("name OUT, or a file for --alignment")
     if out is not None:
         check_out(out, anchor, donor)
-    if match_on == "weights" and (data or samples):
+    if match_on == WEIGHTS and (data or samples):
         raise RotationMergeError("weights are matched without samples", remedy="add --match-on both, or activations")
-    if match_on != "weights" and widths:
+    if match_on != WEIGHTS and widths:
         raise RotationMergeError("models of two widths are matched on weights", remedy="leave out --match-on")
     check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
@@ -104,27 +108,30 @@ def command(
     device, there = devices(device, ray)
     pair = open_pair(anchor, donor, options, untie, device, widths=widths)
     progress = Progress()
-    with spread(ray, there) as over:
-        how = matcher(match_on, anchor, donor, data or "self", samples or 64, seed, device, over)
-        alignment, report = match_pair(pair, progress, how)
     proof: Proof | None = None
-    if out is not None:
-        found: list[Proof] = []
+    on = [] if match_on == WEIGHTS else [match_on, data or "self", str(samples or 64), str(seed)]
+    mark = partial(mark_of, (pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie, widths=widths)
+    with kept_beside(out or str(alignment_file), mark, device) as ledger:
+        with spread(ray, there) as over:
+            how = matcher(match_on, anchor, donor, data or "self", samples or 64, seed, device, over)
+            alignment, report = match_pair(pair, progress, how, ledger)
+        if out is not None:
+            found: list[Proof] = []
 
-        def check(staging: str) -> tuple[bool, str]:
-            found.append(prove(donor, staging, options.shift_head))
-            return not found[0].failed, found[0].words
+            def check(staging: str) -> tuple[bool, str]:
+                found.append(prove(donor, staging, options.shift_head))
+                return not found[0].failed, found[0].words
 
-        write_aligned(
-            pair, alignment, report, out, Storage(shard_bytes, dtype, untie), progress, check if verify else None
-        )
-        proof = found[0] if found else None
-        if html:
-            from rotation_merge.report.html import write_page
+            write_aligned(
+                pair, alignment, report, out, Storage(shard_bytes, dtype, untie), progress, check if verify else None
+            )
+            proof = found[0] if found else None
+            if html:
+                from rotation_merge.report.html import write_page
 
-            write_page(out)
-    if alignment_file is not None:
-        write_alignment(pair, alignment, alignment_file, options, half)
+                write_page(out)
+        if alignment_file is not None:
+            write_alignment(pair, alignment, alignment_file, options, half)
     progress.close()
     name = str(pair.donor.reference)
     before, after = report.relative_distances(name)

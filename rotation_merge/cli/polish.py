@@ -129,8 +129,8 @@ def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str
     from rotation_merge.checkpoints.sentence import read_modules
     from rotation_merge.learning.low_rank import with_lora
     from rotation_merge.learning.polish import PolishOptions, polish
-    from rotation_merge.learning.unfinished import Unfinished
     from rotation_merge.samples.functions import load, local_path
+    from rotation_merge.unfinished import Unfinished
 
     check_out(out, merged, *teachers)
     if read_modules(local_path(merged)):

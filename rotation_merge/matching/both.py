@@ -145,6 +145,11 @@ class Both:
         """Whether a block is the first layer of a span that moves: it is matched before the others."""
         return not self.spans.isdisjoint(space.name for space in block.spaces.values())
 
+    def leads(self, block: Block, match: BlockMatch) -> dict[str, HeadTransform]:
+        """The elements of the spans that move whose first layer a block is."""
+        here = self.spans & {space.name for space in block.spaces.values()}
+        return {name: found for name in here if isinstance(found := match.transforms[name], HeadTransform)}
+
     @property
     def at_once(self) -> int:
         """How many blocks are matched at once; 0 on an accelerator, which one block keeps busy."""
@@ -174,7 +179,7 @@ class Both:
         def match(first: Tensors, second: Tensors, options: MatchOptions, streams: Transforms) -> BlockMatch:
             here = self.spans & {space.name for space in block.spaces.values()}
             found = match_block(block, first, second, options, streams, {**dict.fromkeys(here), **step.leads})
-            leads.update((n, t) for n in here if isinstance(t := found.transforms[n], HeadTransform))
+            leads.update(self.leads(block, found))
             return found
 
         anchor, donor = dict(settled(block, anchor, matched)), dict(settled(block, donor, matched))

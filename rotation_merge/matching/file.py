@@ -16,9 +16,10 @@ from torch import Tensor
 from rotation_merge.architectures.model import Architecture
 from rotation_merge.durable import replacing
 from rotation_merge.errors import AlignmentError, short
-from rotation_merge.groups import TRANSFORMS, SpaceTransform, StreamTransform
+from rotation_merge.groups import SpaceTransform, StreamTransform
 from rotation_merge.groups.admitted import WIDEST, admitted
 from rotation_merge.matching.model import Alignment, Transforms
+from rotation_merge.matching.packed import packed, unpacked
 from rotation_merge.matching.spanning import torn
 
 FORMAT = "rotation_merge.alignment.3"
@@ -52,13 +53,10 @@ def save_alignment(
         dtype: storage of the maps. In float64 they come back bit for bit, so that a merge from the file has the bytes
             of the merge that wrote it; from a smaller one what is orthogonal is rebuilt orthogonal.
     """
-    tensors: dict[str, Tensor] = {}
-    kinds = {}
-    for space, transform in alignment.transforms.items():
-        kinds[space] = transform.space_kind
-        for key, tensor in transform.tensors().items():
-            small = tensor.to(dtype) if tensor.is_floating_point() and tensor.ndim == 3 else tensor
-            tensors[f"{space}|{key}"] = small.cpu().contiguous().clone()
+    tensors, kinds = packed(alignment.transforms)
+    for key, tensor in tensors.items():
+        small = tensor.to(dtype) if tensor.is_floating_point() and tensor.ndim == 3 else tensor
+        tensors[key] = small.cpu().contiguous().clone()
     meta = {
         "format": FORMAT,
         "family": architecture.family,
@@ -141,19 +139,12 @@ def _header(meta: Mapping[str, str]) -> _Header:
 
 
 def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Architecture) -> Transforms:
-    spaces: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        space, _, name = key.partition("|")
-        spaces.setdefault(space, {})[name] = tensor
-    if spaces.keys() != header.kinds.keys():
-        raise ValueError("its header lists other spaces than it holds")
-    found: Transforms = {}
-    for space, parts in spaces.items():
-        transform = TRANSFORMS[header.kinds[space]].from_tensors(parts)
-        rounded = any(part.is_floating_point() and part.dtype != torch.float64 for part in parts.values())
-        if rounded and isinstance(transform, StreamTransform) and space in architecture.streams:
-            transform = architecture.stream_group(space, "rotation").restored(transform)
-        found[space] = transform
+    found = unpacked(tensors, header.kinds)
+    small = (key for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64)
+    rounded = {key.partition("|")[0] for key in small}
+    for space, transform in found.items():
+        if space in rounded and isinstance(transform, StreamTransform) and space in architecture.streams:
+            found[space] = architecture.stream_group(space, "rotation").restored(transform)
     return found
 
 

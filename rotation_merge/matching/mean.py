@@ -6,8 +6,9 @@ model gets one transform into one common frame, maps between any two of them com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.biases import Aligned, Settled
 from rotation_merge.matching.block import SpaceMatch, described, named, squared_distances, wanted_spaces
 from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.ledger import NOWHERE, Ledger
 from rotation_merge.matching.model import Alignment, Progress, Transforms, match_model
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.sources import Mean
@@ -35,6 +37,7 @@ def match_to_mean(
     options: MatchOptions,
     progress: Progress | None = None,
     over: Over = HERE,
+    ledger: Ledger = NOWHERE,
 ) -> dict[str, Alignment]:
     """Align every model to the mean of the others, in turn, until their spread stands still.
 
@@ -43,6 +46,7 @@ def match_to_mean(
         sources: the models by name, base included.
         base: the model whose coordinates the result is expressed in; it does not move.
         over: who matches the blocks.
+        ledger: where what is found is kept, and looked for.
 
     Returns:
         An alignment for every model but the base.
@@ -51,7 +55,8 @@ def match_to_mean(
     for name, source in sources.items():
         if name != base:
             with named(base, name):
-                found[name] = match_model(architecture, sources[base], source, options, progress, over=over)
+                own = ledger.under(f"to the base/{name}")
+                found[name] = match_model(architecture, sources[base], source, options, progress, over=over, ledger=own)
     folded = next((a.folded for a in found.values()), ())
     matched = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))}
     seen: dict[str, TensorSource] = {
@@ -60,13 +65,14 @@ def match_to_mean(
     }
     frames: dict[str, Transforms] = {base: {}, **{name: a.transforms for name, a in found.items()}}
     spread = [_spread(architecture, seen, frames)]
-    for _ in range(MOST_ROUNDS if len(sources) > 2 else 0):
+    for turn in range(MOST_ROUNDS if len(sources) > 2 else 0):
         proposed = dict(frames)
         for name in sources:
             others: list[TensorSource] = [
                 Aligned(architecture, seen[other], proposed[other]) for other in sources if other != name
             ]
-            proposed[name] = _towards(architecture, Mean(others), seen[name], options, proposed[name], progress, over)
+            match = partial(match_model, over=over, ledger=ledger.under(f"round {turn}/{name}"))
+            proposed[name] = _towards(architecture, Mean(others), seen[name], options, proposed[name], progress, match)
         now = _spread(architecture, seen, proposed)
         if now < spread[-1]:
             frames = proposed
@@ -89,12 +95,12 @@ def _towards(
     options: MatchOptions,
     current: Transforms,
     progress: Progress | None,
-    over: Over,
+    match: Callable[..., Alignment],
 ) -> Transforms:
     """Match one model to the mean of the others, starting from where it stands. Both are folded already."""
     streams = {name: current[name] for name in architecture.streams if name in current}
     starts = {"where it stands": streams} if streams and options.residual != "none" else None
-    return match_model(architecture, target, source, options, progress, starts=starts, fold=False, over=over).transforms
+    return match(architecture, target, source, options, progress, starts=starts, fold=False).transforms
 
 
 def _relative(architecture: Architecture, base: Transforms, other: Transforms) -> Transforms:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from rotation_merge.matching.biases import Aligned
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.both import Both, Transforms
 from rotation_merge.matching.fold import Folded
+from rotation_merge.matching.ledger import NOWHERE, Ledger
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.passes import match_streams
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
@@ -50,8 +52,20 @@ class Alignment:
         return bool(self.folded) or any(not stream.is_identity() for stream in streams)
 
 
-Match = Callable[[Architecture, TensorSource, TensorSource, MatchOptions, Progress | None], Alignment]
-"""Finds what brings the second of two sources to the first: `match_model`, or what takes its place."""
+@runtime_checkable
+class Match(Protocol):
+    """Finds what brings the second of two sources to the first: `match_model`, or what takes its place."""
+
+    def __call__(
+        self,
+        architecture: Architecture,
+        anchor: TensorSource,
+        donor: TensorSource,
+        options: MatchOptions,
+        progress: Progress | None = None,
+        *,
+        ledger: Ledger = NOWHERE,
+    ) -> Alignment: ...
 
 
 def match_model(
@@ -63,6 +77,7 @@ def match_model(
     starts: Mapping[str, Transforms] | None = None,
     fold: bool = True,
     over: Over = HERE,
+    ledger: Ledger = NOWHERE,
 ) -> Alignment:
     """Match every space that `options` ask for; one block of either model is in memory at a time, and what is kept of a
     model that is read more than once (`Kept`).
@@ -76,6 +91,7 @@ def match_model(
             embeddings and heads say.
         fold: False where both sources are folded already.
         over: who matches the blocks; for others than this process the sources can be pickled.
+        ledger: where what is found is kept, and looked for.
 
     Raises:
         RecipeError: the architecture does not admit the residual group asked for.
@@ -84,7 +100,7 @@ def match_model(
     streams = residual_groups(architecture, options.residual)
     folded = architecture.folds(streams)
     both = Both(architecture, anchor, donor, options, folded if fold else (), kept=bool(streams))
-    walk = Walk(both, progress or (lambda *_: None), streams, over)
+    walk = Walk(both, progress or (lambda *_: None), streams, over, ledger)
     found: Transforms = {}
     summary: dict[str, object] = {}
     if streams:

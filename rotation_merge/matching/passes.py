@@ -4,6 +4,8 @@ Layers are looked at in a few parts. The local spaces of one part are matched un
 are solved for anew with what that part says now and what all others said last (incremental EM: Neal and Hinton, 1998,
 section 3). What is gathered bounds the objective from above, touches it where it was gathered, and is lowered by every
 step: it never rises, and streams settle in fewer passes than if they waited for all layers.
+
+After every part it is kept where things stand (`_Run`), so that an interrupted run goes on from there.
 """
 
 from __future__ import annotations
@@ -11,9 +13,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from rotation_merge.groups import HeadTransform
 from rotation_merge.matching.both import Ends, Pass, Seen, Transforms
+from rotation_merge.matching.ledger import Entry
+from rotation_merge.matching.packed import packed, unpacked
 from rotation_merge.matching.stream import FLOOR, Statistics
 from rotation_merge.matching.walk import Walk
 
@@ -28,6 +35,11 @@ LEAST_PROMISE = 0.1
 distance: so much is gained by turning it after the noise of fine-tuning, and merges are none the better for it."""
 _EXACT = 1e-12
 
+KEPT = "streams"
+"""What a ledger calls where the passes stand, and then the result."""
+_MAPS = ("transforms", "best", "leads")
+_FACTS = ("start", "objectives", "history", "number", "moved")
+
 
 def match_streams(walk: Walk, starts: Mapping[str, Transforms] | None) -> tuple[Transforms, dict[str, object]]:
     """Alternate residual and local spaces, from the start that is nearest (in deep models: on a sample of layers).
@@ -38,20 +50,35 @@ def match_streams(walk: Walk, starts: Mapping[str, Transforms] | None) -> tuple[
     Returns:
         The streams' maps, and a summary.
     """
+    entry = walk.ledger.get(KEPT)
+    if entry is not None and "summary" in entry.facts:
+        return unpacked(entry.tensors, entry.facts["kinds"]), entry.facts["summary"]
     still: Transforms = {s: walk.architecture.stream_group(s, g).identity() for s, g in walk.streams.items()}
-    gathering, objectives = _Gathering(walk, still), dict[str, float]()
+    gathering = _Gathering(walk, still)
+    if entry is not None:
+        return _alternate(gathering, _Run.unpacked(gathering, entry))
+    objectives = dict[str, float]()
     if starts is None:
         told = gathering.compared("identity", still)
         objectives["identity"] = told.objective
         if told.objective < RELATED and told.promise(still, _solved(walk, told, still)) < LEAST_PROMISE:
-            return still, {"start": "identity", "passes": 0, "objective": [told.objective], "shared": True}
+            summary = {"start": "identity", "passes": 0, "objective": [told.objective], "shared": True}
+            return _settled(walk, still, summary)
         starts = {"identity": still, "embeddings and heads": _solved(walk, gathering.from_ends(still), still)}
     for name, start in starts.items():
         if name not in objectives:
             objectives[name] = gathering.compared(name, start).objective
     best = min(objectives, key=lambda name: objectives[name])
-    transforms, history = _alternate(gathering, dict(starts[best]))
-    return transforms, {"start": best, "passes": len(history), "objective": history, "starts": objectives}
+    run = _Run(walk, starts[best], starts[best], best, objectives)
+    _keep(gathering, run)
+    return _alternate(gathering, run)
+
+
+def _settled(walk: Walk, transforms: Transforms, summary: dict[str, object]) -> tuple[Transforms, dict[str, object]]:
+    """The result, kept."""
+    tensors, kinds = packed(transforms)
+    walk.ledger.keep(KEPT, lambda: Entry({"kinds": kinds, "summary": summary}, tensors))
+    return dict(transforms), summary
 
 
 def _solved(walk: Walk, statistics: Statistics, current: Transforms) -> Transforms:
@@ -61,20 +88,62 @@ def _solved(walk: Walk, statistics: Statistics, current: Transforms) -> Transfor
 
 @dataclass
 class _Run:
-    """What is known of the streams: of plain blocks, and by part of all others."""
+    """Where the passes stand.
+
+    Attributes:
+        transforms: of the streams; `best`: as they were when the pass began.
+        start, objectives: the start that was chosen, and what all of them were at.
+        parts: what is known of the streams by part; `plain`: of plain blocks.
+        history: a bound of the objective after every pass.
+        number: of the part that is next; `moved`: whether a part of the pass before it has turned a stream.
+        leads: what the pass has found for the first layers of spans.
+    """
 
     walk: Walk
-    plain: Statistics
+    transforms: Transforms
+    best: Transforms
+    start: str
+    objectives: dict[str, float]
     parts: dict[int, Statistics] = field(default_factory=dict)
+    plain: Statistics | None = None
+    history: list[float] = field(default_factory=list)
+    number: int = 0
+    moved: bool = False
+    leads: dict[str, HeadTransform] = field(default_factory=dict)
 
     @property
     def total(self) -> Statistics:
-        return Statistics.of(self.walk.architecture, [self.plain, *self.parts.values()])
+        return Statistics.of(self.walk.architecture, [*([self.plain] if self.plain else []), *self.parts.values()])
 
     @property
     def weights(self) -> dict[str, float]:
         """Of tensors, by name."""
         return {name: weight for part in self.parts.values() for name, weight in part.weights.items()}
+
+    def packed(self, precise: bool) -> Entry:
+        """All of it but what is said of plain blocks, which every part asks for anew."""
+        facts: dict[str, Any] = {name: getattr(self, name) for name in _FACTS}
+        tensors: dict[str, Tensor] = {}
+        for name in _MAPS:
+            own, facts[name] = packed(getattr(self, name))
+            tensors |= {f"{name}/{key}": x for key, x in own.items()}
+        told = {number: part.packed() for number, part in self.parts.items()}
+        tensors |= {f"{number}/{key}": x for number, (own, _) in told.items() for key, x in own.items()}
+        parts = {number: fact for number, (_, fact) in told.items()}
+        return Entry({**facts, "parts": parts, "precise": precise}, tensors)
+
+    @classmethod
+    def unpacked(cls, gathering: _Gathering, entry: Entry) -> _Run:
+        """The same again; whether sums are precise is said to who gathers them."""
+        facts, own = entry.facts, dict[str, dict[str, Tensor]]()
+        for key, tensor in entry.tensors.items():
+            name, _, rest = key.partition("/")
+            own.setdefault(name, {})[rest] = tensor
+        architecture = gathering.walk.architecture
+        maps: dict[str, Any] = {name: unpacked(own.get(name, {}), facts[name]) for name in _MAPS}
+        parts = {int(n): Statistics.unpacked(architecture, own.get(n, {}), told) for n, told in facts["parts"].items()}
+        gathering.precise = facts["precise"]
+        return cls(gathering.walk, parts=parts, **maps, **{name: facts[name] for name in _FACTS})
 
 
 @dataclass
@@ -129,33 +198,43 @@ class _Gathering:
         run.plain = self.plain(step.transforms)
 
 
-def _alternate(gathering: _Gathering, transforms: Transforms) -> tuple[Transforms, list[float]]:
+def _alternate(gathering: _Gathering, run: _Run) -> tuple[Transforms, dict[str, object]]:
     """Streams for the local spaces, local spaces for the streams, until little is to be gained.
 
     Args:
-        transforms: of the streams, at the start.
+        run: at its start, or where an earlier one was interrupted.
 
     Returns:
-        The best transforms, and a bound of the objective after every pass, never rising.
+        The best transforms, and a summary, with a bound of the objective after every pass, never rising.
     """
-    walk, history, best = gathering.walk, list[float](), transforms
-    run = _Run(walk, gathering.plain(transforms))
+    walk, history = gathering.walk, run.history
     while len(history) < MOST_PASSES:
-        before, leads = transforms, dict[str, HeadTransform]()
-        for number in range(len(walk.parts)):
-            step = Pass(transforms, run.weights, gathering.precise)
-            gathering.part(run, number, step, f"residual, pass {len(history) + 1}", leads)
-            transforms = _better(walk, run.total, transforms)
-        now = run.total.bound(transforms)
+        for number in range(run.number, len(walk.parts)):
+            if number > run.number:
+                run.number = number
+                _keep(gathering, run)
+            step = Pass(run.transforms, run.weights, gathering.precise)
+            gathering.part(run, number, step, f"residual, pass {len(history) + 1}", run.leads)
+            better = _better(walk, run.total, run.transforms)
+            run.moved |= better is not run.transforms
+            run.transforms = better
+        now = run.total.bound(run.transforms)
         if history and now > history[-1]:
             break
         history.append(now)
-        best = transforms
-        if now - FLOOR <= _EXACT or transforms is before or _expected(history) < LEAST_GAIN:
+        run.best = run.transforms
+        if now - FLOOR <= _EXACT or not run.moved or _expected(history) < LEAST_GAIN:
             break
         if now - FLOOR < FLOOR:
             gathering.sharpen()
-    return best, history
+        run.number, run.moved, run.leads = 0, False, {}
+        _keep(gathering, run)
+    summary = {"start": run.start, "passes": len(history), "objective": history, "starts": run.objectives}
+    return _settled(walk, run.best, summary)
+
+
+def _keep(gathering: _Gathering, run: _Run) -> None:
+    run.walk.ledger.keep(KEPT, lambda: run.packed(gathering.precise), large=True)
 
 
 def _better(walk: Walk, total: Statistics, transforms: Transforms) -> Transforms:

@@ -19,6 +19,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ from rotation_merge.matching.sides import Tensors
 
 FLOOR = 1e-2
 """Relative squared distance below which a tensor's agreement no longer raises its weight."""
+
+_IN_TENSORS = ("architecture", "products", "gains")
 
 
 @dataclass
@@ -85,6 +88,23 @@ class Statistics:
             total._overlap += other._overlap
             total._entries += other._entries
         return total
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As tensors and facts for JSON."""
+        given = (("products", self.products), ("gains", self.gains))
+        tensors = {f"{part}|{stream}": x for part, own in given for stream, x in own.items()}
+        return tensors, {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _IN_TENSORS}
+
+    @classmethod
+    def unpacked(
+        cls, architecture: Architecture, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> Statistics:
+        """The same again."""
+        own: dict[str, dict[str, Tensor]] = {"products": {}, "gains": {}}
+        for key, tensor in tensors.items():
+            part, _, stream = key.partition("|")
+            own[part][stream] = tensor
+        return cls(architecture, products=own["products"], gains=own["gains"], **facts)
 
     def to(self, device: torch.device) -> Statistics:
         """The same, its products on a device."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from rotation_merge.architectures.model import Architecture, Block
 from rotation_merge.groups import HeadTransform
 from rotation_merge.matching.block import SpaceMatch
-from rotation_merge.matching.both import Both, Final, Led, Step, Transforms
+from rotation_merge.matching.both import Both, Final, FinalMatch, Found, Led, Step, Transforms
+from rotation_merge.matching.ledger import NOWHERE, Ledger
+from rotation_merge.matching.packed import entry_of, match_of
 from rotation_merge.spread.pieces import Over
 
 Progress = Callable[[str, int, int], None]
@@ -30,12 +33,14 @@ class Walk:
     Attributes:
         streams: the group of each stream that is to move.
         over: who matches blocks.
+        ledger: where what is found is kept.
     """
 
     both: Both
     progress: Progress
     streams: dict[str, str]
     over: Over
+    ledger: Ledger = NOWHERE
 
     @property
     def architecture(self) -> Architecture:
@@ -75,6 +80,7 @@ class Walk:
         leads: dict[str, HeadTransform] | None = None,
         before: int = 0,
         after: int = 0,
+        known: Mapping[int, Found] = MappingProxyType({}),
     ) -> Iterator[tuple[Block, Any]]:
         """A step on blocks, side by side, in order. The first layers of spans that move come before all others.
 
@@ -82,6 +88,7 @@ class Walk:
             chosen: numbers of the blocks.
             leads: what is known of spans; what is found of them is added.
             before, after: how many blocks of the same way come before these, and after.
+            known: by number, what an earlier run has found.
         """
         blocks, leads = self.architecture.blocks, {} if leads is None else leads
         done, total = before, before + len(chosen) + after
@@ -89,7 +96,10 @@ class Walk:
             self.progress(what, 0, total)
         parts = ([n for n in chosen if self.both.is_lead(blocks[n]) == first] for first in (True, False))
         for part in filter(None, parts):
-            for number, found in zip(part, self.over.each(self.both, Led(step, dict(leads)), part), strict=True):
+            left = [number for number in part if number not in known]
+            new = iter(self.over.each(self.both, Led(step, dict(leads)), left) if left else ())
+            for number in part:
+                found = known[number] if number in known else next(new)
                 leads |= found.leads
                 done += 1
                 yield blocks[number], found.result
@@ -101,9 +111,12 @@ class Walk:
         before = after = norm = 0.0
         streams = dict(transforms)
         began = time.perf_counter()
-        for block, found in self.each("matching", Final(streams), range(len(self.architecture.blocks))):
+        every = range(len(self.architecture.blocks))
+        known = {number: found for number in every if (found := self._known(number)) is not None}
+        for block, found in self.each("matching", Final(streams), every, known=known):
             if found is None:
                 continue
+            self._keep(block, found)
             transforms.update(found.match.transforms)
             records.append((block, found.match.records))
             before, norm, after = before + found.before, norm + found.norm, after + found.after
@@ -124,3 +137,16 @@ class Walk:
             )
             records.append((self.architecture.blocks[0], [record]))
         return records
+
+    def _keep(self, block: Block, found: FinalMatch) -> None:
+        facts = {"before": found.before, "after": found.after, "norm": found.norm}
+        self.ledger.keep(block.name, lambda: entry_of(found.match, **facts))
+
+    def _known(self, number: int) -> Found | None:
+        """What an earlier run has found for the last match of a block."""
+        block = self.architecture.blocks[number]
+        entry = self.ledger.get(block.name)
+        if entry is None:
+            return None
+        found = FinalMatch(match_of(entry), *(entry.facts[name] for name in ("before", "after", "norm")))
+        return Found(found, self.both.leads(block, found.match))

@@ -24,6 +24,7 @@ from rotation_merge.matching.labels import in_order
 from rotation_merge.matching.layer_streams import LayerStreams, Maps, along_streams
 from rotation_merge.matching.model import Alignment
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.packed import match_once
 from rotation_merge.matching.state import read_tensor
 from rotation_merge.matching.tuned import Chosen, scale_at
 from rotation_merge.planning.ahead import Ahead
@@ -138,15 +139,18 @@ class MatchBlock(KeyedTask):
         return whole if self.ahead else {**load_arguments(anchor=self.anchor, donor=self.donor), **whole}
 
     def execute(self, whole: Alignment | None = None, **values: Tensor | None) -> dict[str, SpaceTransform]:
-        match = self.ahead.result(self, whole) if self.ahead else self._match(whole, values)
+        match = self.ahead.result(self, whole) if self.ahead else self._once(lambda: self._match(whole, values))
         self.run.record(self.donor_name, self.block, match.records)
         self.run.keep(self.donor_name, match.transforms)
         return match.transforms
 
     def match(self, whole: Alignment | None) -> BlockMatch:
-        """Reads both blocks, and matches them."""
+        """Reads both blocks, and matches them, unless an earlier run has."""
         loads = load_arguments(anchor=self.anchor, donor=self.donor)
-        return self._match(whole, {name: cast(LabelledLoad, load).read() for name, load in loads.items()})
+        return self._once(lambda: self._match(whole, {n: cast(LabelledLoad, one).read() for n, one in loads.items()}))
+
+    def _once(self, match: Callable[[], BlockMatch]) -> BlockMatch:
+        return match_once(self.run.ledger, self.key, match)
 
     def _match(self, whole: Alignment | None, values: Mapping[str, Tensor | None]) -> BlockMatch:
         anchor, donor = (loaded(s, d, self.block, values) for s, d in (("anchor", self.anchor), ("donor", self.donor)))

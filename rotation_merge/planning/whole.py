@@ -102,7 +102,8 @@ class MatchWhole(WholeTask):
             progress_bar(f"Aligning {self.donor_name}", self.quiet) as progress,
             named(self.anchor_name, self.donor_name),
         ):
-            alignment = match(self.architecture, anchor, donor, self.options, progress)
+            own = self.run.ledger.under(self.donor_name)
+            alignment = match(self.architecture, anchor, donor, self.options, progress, ledger=own)
         if not alone:  # where every device finds it
             alignment = replace(alignment, transforms={n: t.to(CPU) for n, t in alignment.transforms.items()})
         self.run.aligned(self.donor_name, alignment)
@@ -146,7 +147,8 @@ class MatchMean(WholeTask):
         sources = {name: _on(source, self.devices[0]) for name, source in self.sources.items()}
         over = HERE if len(self.devices) == 1 else Devices(self.devices)
         with progress_bar("Aligning to the mean", self.quiet) as progress:
-            found = match_to_mean(self.architecture, sources, self.base, self.options, progress, over)
+            given = (self.architecture, sources, self.base, self.options, progress, over)
+            found = match_to_mean(*given, ledger=self.run.ledger)
         for name, alignment in found.items():
             self.run.aligned(name, alignment)
         rounds = max((int(str(alignment.summary["rounds"])) for alignment in found.values()), default=0)

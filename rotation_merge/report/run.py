@@ -16,6 +16,7 @@ from rotation_merge.architectures.model import Block
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.fingerprint import Fingerprint
+from rotation_merge.matching.ledger import NOWHERE, Ledger
 from rotation_merge.matching.model import Alignment, Transforms
 
 LOG = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Run:
         kept: by donor, the transforms that were used, where the recipe wants them kept (else None).
         heads: by donor, tensors of its own head that were solved.
         data: samples that were used, each with `of` (what for), `source` and `samples`.
+        ledger: where what matching finds is kept, so that another run can go on.
     """
 
     records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
@@ -57,6 +59,7 @@ class Run:
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     watched: bool = True
     kept: dict[str, dict[str, SpaceTransform]] | None = None
+    ledger: Ledger = NOWHERE
     began: float = field(default_factory=time.perf_counter)
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False)
     later: list[Callable[[], list[str]]] = field(default_factory=list, repr=False)

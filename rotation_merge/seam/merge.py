@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import click
+import yaml
 from mergekit import card, merge
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
@@ -24,11 +25,14 @@ from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.output import check_place, staged
 from rotation_merge.checkpoints.pair import open_pair, read_alignment
 from rotation_merge.checkpoints.sentence import module_of, write_modules
+from rotation_merge.checkpoints.stamps import mark_of
 from rotation_merge.errors import AlignmentError
+from rotation_merge.matching.ledger import kept_beside
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.planning.keeping import keep_alignments
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.planning.tasks import check_output
+from rotation_merge.planning.whole import devices_of
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.recipe.settings import tokenizer_source
 from rotation_merge.report.card import add_section
@@ -64,7 +68,8 @@ def run(
     try:
         base = session.models[recipe.base]
         apart = Apart(base.modules)
-        with staged(out_path) as staging, _as_it_is_here(apart):
+        kept = kept_beside(out_path, lambda: _mark(session, options), devices_of(options)[0])
+        with kept as done.ledger, staged(out_path) as staging, _as_it_is_here(apart):
             stock(SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source)
             if base.modules:
                 write_modules(base.folder, staging, apart.tensors)
@@ -96,6 +101,16 @@ def run(
         _say(closing(report, out_path), options)
     finally:
         done.end()
+
+
+def _mark(session: Session, options: MergeOptions) -> str:
+    """What a merge is of: the files of its models, and those that the recipe names; the recipe; what it is run with."""
+    config, donors = session.recipe.config, session.donors
+    origins = [donor.origin for donor in donors.found.values() if donor.origin is not None] if donors else []
+    models = [session.models[one] for one in dict.fromkeys([*config.referenced_models(), *origins])]
+    recipe = config.to_yaml()
+    words = (str(event.value) for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent))
+    return mark_of(models, words, recipe=recipe, seed=options.random_seed, lora_dtype=options.lora_merge_dtype)
 
 
 def fetch_tokenizer(config: MergeConfiguration, options: MergeOptions) -> None:

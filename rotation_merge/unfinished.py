@@ -31,15 +31,24 @@ class Unfinished:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or (self.new and isinstance(error, RotationMergeError)):
-            shutil.rmtree(self.path, ignore_errors=True)
+            self.remove()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def file(self, name: str) -> Path:
         return self.path / name
 
     def of(self, mark: str, *names: str) -> None:
         """Throw away files (those named; without names all) that another run than the one of this mark has left."""
-        place = self.file(MARK)
-        if not place.exists() or place.read_text(encoding="utf-8") != mark:
+        if not self.is_of(mark):
             for one in [self.file(name) for name in names] if names else list(self.path.iterdir()):
                 one.unlink(missing_ok=True)
-            place.write_text(mark, encoding="utf-8")
+            self.file(MARK).write_text(mark, encoding="utf-8")
+
+    def is_of(self, mark: str) -> bool:
+        """Whether the run of this mark has left it."""
+        try:
+            return self.file(MARK).read_text(encoding="utf-8") == mark
+        except (OSError, ValueError):
+            return False

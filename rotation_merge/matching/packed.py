@@ -1,0 +1,56 @@
+"""Transforms, and what matching found, as tensors by name and facts for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from rotation_merge.groups import TRANSFORMS, SpaceTransform
+from rotation_merge.matching.block import BlockMatch, SpaceMatch
+from rotation_merge.matching.ledger import Entry, Ledger
+
+
+def packed(transforms: Mapping[str, SpaceTransform]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by ``space|name``, and the kinds of the spaces."""
+    tensors = {f"{space}|{key}": x for space, transform in transforms.items() for key, x in transform.tensors().items()}
+    return tensors, {space: transform.space_kind for space, transform in transforms.items()}
+
+
+def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[str, SpaceTransform]:
+    """The transforms again, in the order of the kinds.
+
+    Raises:
+        ValueError: they are of other spaces than the kinds; whatever a transform says of tensors that are not its.
+    """
+    spaces: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        space, _, name = key.partition("|")
+        spaces.setdefault(space, {})[name] = tensor
+    if spaces.keys() != kinds.keys():
+        raise ValueError("its header lists other spaces than it holds")
+    return {space: TRANSFORMS[kind].from_tensors(spaces[space]) for space, kind in kinds.items()}
+
+
+def entry_of(match: BlockMatch, **facts: Any) -> Entry:
+    """What matching a block found."""
+    tensors, kinds = packed(match.transforms)
+    return Entry({"kinds": kinds, "records": [asdict(record) for record in match.records], **facts}, tensors)
+
+
+def match_of(entry: Entry) -> BlockMatch:
+    """The same again."""
+    records = [SpaceMatch(**record) for record in entry.facts["records"]]
+    return BlockMatch(unpacked(entry.tensors, entry.facts["kinds"]), records)
+
+
+def match_once(ledger: Ledger, name: str, match: Callable[[], BlockMatch]) -> BlockMatch:
+    """What matching a block found in an earlier run, or finds now."""
+    entry = ledger.get(name)
+    if entry is not None:
+        return match_of(entry)
+    found = match()
+    ledger.keep(name, lambda: entry_of(found))
+    return found
