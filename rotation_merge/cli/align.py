@@ -75,7 +75,8 @@ def command(
     OUT is a normal checkpoint that computes what the donor computes, with tokenizer, config, card and report; any
     tool can average it with the anchor. Written whole or not at all, large models in shards. OUT may be left out where
     only --alignment is wanted. Before OUT takes its place, its outputs on random inputs are compared with the donor's;
-    what differs by more than rounding is kept as OUT.rejected.
+    what differs by more than rounding is kept as OUT.rejected. Matching that was interrupted after minutes goes on from
+    what it had found (OUT.matching.unfinished).
     """
     from rotation_merge.checkpoints.aligned import (
         Storage,
