@@ -308,7 +308,7 @@ def main() -> None:
     parser.add_argument("work", type=Path, help="where the fine-tunes stand")
     parser.add_argument("--encoder", default=installed(), help="the package's folder, where it is not installed")
     parser.add_argument("--only", default=[], action="append", help="merges whose words begin so; other rows stay")
-    parser.add_argument("--scale", type=float, default=0.4, help="of task arithmetic, as `choose` finds it best")
+    parser.add_argument("--scale", type=float, default=0.7, help="of task arithmetic, as `choose` finds it best")
     parser.add_argument("--fisher", type=int, default=64, help="texts a task for Fisher, as `choose` finds it best")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
     given = parser.parse_args()
