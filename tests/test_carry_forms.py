@@ -18,6 +18,7 @@ from rotation_merge.checkpoints.bases import open_bases
 from rotation_merge.checkpoints.lora import Written
 from rotation_merge.errors import ArchitectureError
 from rotation_merge.matching.options import MatchOptions
+from rotation_merge.samples.functions import load
 
 STACKED = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 FORMS = ("apart", "stacked")
@@ -59,9 +60,12 @@ def with_adapter(home: Home, base: str, adapter: Path) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_peft_runs_the_carried_adapter(home: Home, form: str, tmp_path: Path) -> None:
-    """Whichever form the bases and the adapter have: the carried one computes what it computed at home."""
+    """Whichever form the bases and the adapter have: the carried one computes what it computed at home, and so does the
+    adapter that is read with its base."""
     expected = home.adapter(**STACKED)[1] if form == "stacked" else apart(home)
     assert float((home.logits(home.base("old")) - expected).abs().max()) > 1e-2
+    read = load(f"{home.where / 'old'}+{home.where / 'adapter'}", torch.float64)
+    torch.testing.assert_close(home.logits(read), expected, atol=1e-9, rtol=1e-9)
     bases = ("--from", home.where / "old", "--to", home.where / "new")
     groups = ("--heads", "permutation", "--residual", "rotation")
     done = run("carry", home.where / "adapter", *bases, tmp_path / "out", *groups)

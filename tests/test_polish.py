@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_support import parsed, run
+from peft import LoraConfig, get_peft_model
 from plugin_support import build, make, state
 from tiny_models import ALL
 from tiny_models import make as tiny
@@ -150,6 +151,32 @@ def test_a_new_lora_begins_along_the_gradient(family: str, head: bool) -> None:
         gradient = gradient if gradient.shape[1] == a.shape[1] and not layer.fan_in_fan_out else gradient.mT
         torch.testing.assert_close(a @ a.mT, torch.eye(4, dtype=torch.float64), atol=1e-5, rtol=0)
         assert (gradient - gradient @ a.mT @ a).norm() <= 1e-4 * gradient.norm(), name  # three tokens: three rows
+
+
+def test_a_new_lora_of_stacked_experts_begins_along_each_ones_gradient() -> None:
+    """It changes nothing; every expert's rows of A are orthonormal, and hold its gradient where that has few rows."""
+    model = tiny(next(case for case in ALL if case.family == "gpt_oss")).float().requires_grad_(True)
+    ids = torch.tensor([[3, 9, 4]])
+    (model(input_ids=ids).logits ** 2).sum().backward()
+    wanted = model.model.layers[1].mlp.experts.down_proj.grad.clone()  # experts, in, out
+    model.zero_grad()
+    before = model(input_ids=ids).logits.detach()
+    trained = get_peft_model(model, LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.down_proj"]))
+    begin_along(trained, lambda: (trained(input_ids=ids).logits ** 2).sum().backward())
+    assert torch.equal(trained(input_ids=ids).logits, before)
+    layer = model.model.layers[1].mlp.experts
+    rows = layer.lora_A["default"].weight.double().view(len(wanted), 4, -1)
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(4).double().expand(len(rows), 4, 4), atol=1e-5, rtol=0)
+    reads = wanted.double().mT
+    assert ((reads - reads @ rows.mT @ rows).norm(dim=(1, 2)) <= 1e-4 * reads.norm(dim=(1, 2))).all()
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "granitemoehybrid"])
+def test_a_lora_leaves_out_what_kernels_read_past_it(family: str) -> None:
+    trained = with_lora(tiny(next(case for case in ALL if case.family == family)).float(), 2, 0)
+    adapted = {name.rpartition(".")[2] for name, module in trained.named_modules() if getattr(module, "lora_A", None)}
+    assert {"in_proj", "q_proj"} <= adapted
+    assert not {"out_proj", "conv1d"} & adapted
 
 
 @pytest.mark.parametrize(("mine", "its"), [(2, 5), (5, 2)])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rotation_merge.architectures.model import Architecture, TensorInfo
-from rotation_merge.architectures.registry import other_names
+from rotation_merge.architectures.registry import Spot, every_name, other_names
 from rotation_merge.checkpoints.adapters import Adapter
 from rotation_merge.checkpoints.headers import Shapes
+from rotation_merge.checkpoints.lora_pieces import Piece, pieces_of
 from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.factors import stacks
 
 READS = {"read", "o", "out"}
 """Roles of the axes that a linear map reads; in (out, in) they stand last."""
@@ -21,10 +25,26 @@ READS = {"read", "o", "out"}
 WRITES = {"write", "q", "k", "v", "in", "gate"}
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A change of all of a stored tensor: the adapter's name for it, and whether it is stored as (in, out)."""
+
+    name: str
+    transposed: bool
+
+    def apply(self, adapter: Adapter, tensor: Tensor) -> Tensor:
+        """The tensor as the adapter makes it, in float32 at least."""
+        return adapter.apply(self.name, tensor, self.transposed)
+
+
+Places = Mapping[str, list[Whole | Piece]]
+"""What an adapter changes of a checkpoint, by the checkpoint's names of tensors."""
+
+
 class AdaptedLoader:
     """Reads like mergekit's `LazyTensorLoader`; the adapter's changes come in float32 at least."""
 
-    def __init__(self, base: Any, adapter: Adapter, places: Callable[[], Mapping[str, tuple[str, bool]]]) -> None:
+    def __init__(self, base: Any, adapter: Adapter, places: Callable[[], Places]) -> None:
         """
         Args:
             base: mergekit's loader of the base model.
@@ -34,7 +54,7 @@ class AdaptedLoader:
         self.index = base.index
 
     @cached_property
-    def places(self) -> Mapping[str, tuple[str, bool]]:
+    def places(self) -> Places:
         return self._find()
 
     def get_tensor(
@@ -43,9 +63,14 @@ class AdaptedLoader:
         if key not in self.index.tensor_paths:
             key = next((alias for alias in aliases or () if alias in self.index.tensor_paths), key)
         tensor: Tensor | None = self.base.get_tensor(key, device, None, raise_on_missing)
-        if tensor is None or key not in self.places:
-            return tensor
-        return self.adapter.apply(self.places[key][0], tensor, self.places[key][1])
+        return None if tensor is None else self._changed(tensor, self.places.get(key, ()))
+
+    def _changed(self, tensor: Tensor, places: Iterable[Whole | Piece]) -> Tensor:
+        if any(isinstance(place, Piece) for place in places):
+            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        for place in places:
+            tensor = place.apply(self.adapter, tensor)
+        return tensor
 
     def flush(self) -> None:
         self.base.flush()
@@ -58,7 +83,7 @@ def find_places(
     config: Mapping[str, Any],
     tied: str | None,
     model: str,
-) -> dict[str, tuple[str, bool]]:
+) -> Places:
     """What an adapter changes of a checkpoint.
 
     Args:
@@ -66,24 +91,33 @@ def find_places(
         tied: name of a head that is tied to the embedding.
         model: what to call the two together in errors.
 
-    Returns:
-        By the checkpoint's name of a tensor: the adapter's name for it, and whether it is stored as (in, out).
-
     Raises:
         CheckpointError: the adapter changes something that the model does not have, or that has another shape.
     """
-    if adapter.config.get("target_parameters"):
-        raise adapter.refusal("'target_parameters' is set: it adapts parameters that are not the weight of a layer")
     known = architecture.named()
     elsewhere: dict[str, str] | None = None
-    found = {}
+    names: dict[str, Spot] | None = None
+    found: dict[str, list[Whole | Piece]] = {}
     for name in adapter.changes:
         place = name
         if name not in shapes:
             elsewhere = other_names(config, architecture) if elsewhere is None else elsewhere
             place = elsewhere.get(name, name)
-        _check(adapter, name, place, shapes, known.get(place), tied, model)
-        found[place] = name, _transposed(adapter, name, shapes[place], known.get(place))
+        info, pieces = known.get(place), dict[str, list[Piece]]()
+        if place not in shapes or (info is not None and stacks(info) and not info.stacked):
+            names = every_name(config) if names is None else names
+            pieces = pieces_of(adapter, name, architecture, names)
+        for key, parts in pieces.items():
+            if not all(part.fits(adapter, shapes[key]) for part in parts):
+                raise CheckpointError(
+                    f"the adapter has {list(parts[0].sizes(adapter))} for '{name}', which does not fit '{key}'",
+                    where=model,
+                    remedy="was it trained on another model?",
+                )
+            found.setdefault(key, []).extend(parts)
+        if not pieces:
+            _check(adapter, name, place, shapes, info, tied, model)
+            found.setdefault(place, []).insert(0, Whole(name, _transposed(adapter, name, shapes[place], info)))
     return found
 
 

@@ -38,6 +38,9 @@ BEYOND = {
 SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
 
+KEPT = 4
+"""Factors that are kept: those of two weights, which experts have side by side."""
+
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<leaf>weight|bias))?"
@@ -97,6 +100,7 @@ class Adapter:
         self.config: dict[str, Any] = read_json(os.path.join(path, ADAPTER_CONFIG))
         self._check_config()
         self.shapes: Shapes = file_shapes(self._file)
+        self._kept: dict[str, Tensor] = {}
         self.changes = {name: self._scaled(name, change) for name, change in self._read_names().items()}
         self._check_changes()
 
@@ -168,6 +172,14 @@ class Adapter:
             raise self._damaged(f"'{key}' holds NaN or infinity")
         return tensor
 
+    def factor(self, key: str) -> Tensor:
+        """A factor that holds those of all experts, who ask for it one after the other; not to be changed."""
+        if key not in self._kept:
+            if len(self._kept) == KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = self.tensor(key)
+        return self._kept[key]
+
     def _check_config(self) -> None:
         kind = self.config.get("peft_type")
         if kind != "LORA":
@@ -213,11 +225,14 @@ class Adapter:
         factor = change.b or str(change.shift).removesuffix("bias") + "weight"
         if factor not in self.shapes:
             raise self._damaged(f"'{key}' stands without '{factor}'")
-        rank = (*self.shapes[factor], 0, 0)[1]
+        return replace(change, scale=self.scale(module, (*self.shapes[factor], 0, 0)[1]))
+
+    def scale(self, module: str, rank: int) -> float:
+        """What the product of a module's (or parameter's) factors is multiplied by."""
         alpha = self._pattern("alpha_pattern", module, self.config.get("lora_alpha"))
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or rank < 1:
             raise self._damaged(f"lora_alpha of '{module}' is {alpha!r}")
-        return replace(change, scale=alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
+        return float(alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
 
     def _pattern(self, entry: str, module: str, otherwise: Any) -> Any:
         """The value of the first pattern that a module's name ends with."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.architectures.registry import Spot, every_name
 from rotation_merge.checkpoints.adapters import WEIGHTS, Adapter, Change
 from rotation_merge.checkpoints.headers import ADAPTER_CONFIG
@@ -31,6 +32,7 @@ class Entry:
         bias: name of what peft's `lora_bias` adds.
         scale: what the product is multiplied by.
         spot: the tensor that is changed; expert: which one, where the base stores experts apart.
+        transposed: it is [in, out] to the adapter, whose factors are A (rank, in) and B (out, rank).
     """
 
     module: str
@@ -39,6 +41,7 @@ class Entry:
     scale: float
     spot: Spot
     expert: int | None = None
+    transposed: bool = False
 
     @property
     def a(self) -> str:
@@ -96,37 +99,80 @@ def parse(adapter: Adapter, base: Mapping[str, Any]) -> Parsed:
                 raise _unknown(adapter, plain)
             result.saved[change.value] = names[plain]
         if change.a is not None:
-            result.entries.append(_entry(adapter, name, change, names))
+            entry = entry_of(adapter, name, names)
+            if entry is None:
+                raise _unknown(adapter, name.removesuffix(".weight"))
+            result.entries.append(_carried(adapter, entry))
         elif change.shift is not None and adapter.changes.get(f"{name.removesuffix('bias')}weight") is None:
             raise _unknown(adapter, name)
     return result
 
 
-def _entry(adapter: Adapter, name: str, change: Change, names: Mapping[str, Spot]) -> Entry:
-    module = name.removesuffix(".weight")
+def _carried(adapter: Adapter, entry: Entry) -> Entry:
+    """An entry whose factors meet the axes that its base's tensor has.
+
+    Raises:
+        CheckpointError: peft takes what a tensor reads for what it gives.
+    """
+    if entry.transposed != transposed(entry.spot.info):
+        what = f"takes what '{entry.spot.info.name}' reads for what it gives, as peft does with this base's experts"
+        raise CheckpointError(what, where=adapter.path, remedy=WHOLE)
+    return entry
+
+
+def entry_of(adapter: Adapter, name: str, names: Mapping[str, Spot]) -> Entry | None:
+    """What an adapter does to one weight; None: its base has no such weight.
+
+    Args:
+        name: of the weight, as the adapter has it.
+        names: all that the base's tensors may go by.
+    """
+    change = adapter.changes[name]
+    module, plain = name.removesuffix(".weight"), name.replace(".base_layer", "")
     bias = adapter.changes.get(f"{module}.bias", Change()).shift
-    plain = name.replace(".base_layer", "")
-    spot = names.get(plain) or _parameter(adapter, plain.removesuffix(".weight"), change, names)
-    if spot.info.stacked:
-        return Entry(module, change, bias, change.scale, spot, spot.info.names.index(plain))
-    count = (spot.info.axes[0].size or 1) if stacks(spot.info) else 1  # ranks of all experts stand in one factor
-    scale = change.scale * (count**0.5 if adapter.config.get("use_rslora") else count)
-    return Entry(module, change, bias, scale, spot)
+    parameter = plain if plain in names else _parameter(adapter, plain.removesuffix(".weight"), change, names)
+    if parameter is None:
+        return None
+    spot = names[parameter]
+    info = spot.info
+    if info.stacked:
+        return Entry(module, change, bias, change.scale, spot, info.names.index(plain), transposed(info))
+    if not stacks(info) and parameter == plain:
+        return Entry(module, change, bias, change.scale, spot, transposed=transposed(info))
+    count = (info.axes[0].size or 1) if stacks(info) else 1  # ranks of all experts stand in one factor
+    scale = adapter.scale(parameter, adapter.shapes[str(change.b)][1] // count)
+    expected = bool(stacks(info)) and transposed(info)
+    own = _own(info)[::-1] if expected else _own(info)
+    flipped = expected if _alike(own, sizes(adapter, change)) else not expected
+    return Entry(module, change, bias, scale, spot, transposed=flipped)
 
 
-def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str, Spot]) -> Spot:
-    """The stacked tensor that peft's `target_parameters` name inside a module, told by its sizes."""
-    sizes = [adapter.shapes[str(change.b)][0], adapter.shapes[str(change.a)][1]]
+def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str, Spot]) -> str | None:
+    """The tensor that peft's `target_parameters` name inside a module, told by its sizes."""
     wanted = [str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or []]
-    known = [spot for parameter in dict.fromkeys(wanted) if (spot := names.get(f"{module}.{parameter}")) is not None]
-    found = []
-    for spot in known:
-        own = [axis.size for axis in spot.info.axes[1:]]
-        if (own[::-1] if transposed(spot.info) else own) == sizes:
-            found.append(spot)
-    if len(found) != 1:
-        raise _unknown(adapter, module)
-    return found[0]
+    places = [place for name in dict.fromkeys(wanted) if (place := f"{module}.{name}") in names]
+    size = sizes(adapter, change)
+    expected = {place: _own(i)[::-1] if transposed(i := names[place].info) else _own(i) for place in places}
+    for turn in (1, -1):  # peft takes some for [out, in] that are [in, out]
+        found = [place for place in places if _alike(expected[place][::turn], size)]
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+def _alike(known: Sequence[int | None], sizes: Sequence[int]) -> bool:
+    """Whether sizes are those that are known."""
+    return len(known) == len(sizes) and all(k in (None, s) for k, s in zip(known, sizes, strict=True))
+
+
+def _own(info: TensorInfo) -> list[int | None]:
+    """Sizes of one of the matrices that a tensor holds."""
+    return [axis.size for axis in info.axes[stacks(info) :]]
+
+
+def sizes(adapter: Adapter, change: Change) -> list[int]:
+    """How much a change's product gives, and reads."""
+    return [adapter.shapes[str(change.b)][0], adapter.shapes[str(change.a)][1]]
 
 
 def _unknown(adapter: Adapter, name: str) -> CheckpointError:

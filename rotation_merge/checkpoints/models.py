@@ -17,7 +17,7 @@ from torch import Tensor
 from rotation_merge.architectures import Architecture, resolve
 from rotation_merge.architectures.registry import find, tied_head, unaligned
 from rotation_merge.architectures.sentence import KEY as SENTENCE
-from rotation_merge.checkpoints.adapted import AdaptedLoader, find_places
+from rotation_merge.checkpoints.adapted import AdaptedLoader, Places, find_places
 from rotation_merge.checkpoints.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.checkpoints.glance import tell
 from rotation_merge.checkpoints.halves import NOTE, Half, HalfLoader, language_half
@@ -194,7 +194,7 @@ class Model:
             self.loader.places  # noqa: B018  (finds and checks them)
         return self._layout
 
-    def _places(self) -> dict[str, tuple[str, bool]]:
+    def _places(self) -> Places:
         assert self.adapter is not None
         name = str(self.reference)
         return find_places(

@@ -214,6 +214,7 @@ def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeRepo
             base = os.path.abspath(merged) if os.path.exists(merged) else merged
             config = student.peft_config["default"]
             config.base_model_name_or_path, config.target_modules = base, sorted(config.target_modules)
+            config.target_parameters = sorted(config.target_parameters or ()) or None
             student.save_pretrained(staging)
         else:
             model = student.merge_and_unload() if hasattr(student, "merge_and_unload") else student

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from rotation_merge.errors import RotationMergeError
 
+PAST = ("out_proj", "conv1d")
+"""Maps of a state-space mixer whose weights kernels read past a LoRA; peft refuses them in some models."""
+
 
 def with_lora(model: Any, rank: int, seed: int) -> Any:
-    """The model with a LoRA (rank-stabilised) that alone is trained: on all linear maps, and on the head where that is
-    not tied to an embedding.
+    """The model with a LoRA (rank-stabilised) that alone is trained: on all linear maps but those that a state-space
+    mixer writes the stream with, and on the head where that is not tied to an embedding.
 
     Raises:
         RotationMergeError: peft is not installed.
@@ -28,12 +31,17 @@ def with_lora(model: Any, rank: int, seed: int) -> Any:
     maps = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module.weight not in tables
+        if isinstance(module, nn.Linear | Conv1D) and module.weight not in tables and not _read_past(model, name)
     ]
     torch.manual_seed(seed)
     return get_peft_model(
         model, LoraConfig(r=rank, lora_alpha=rank, use_rslora=True, target_modules=maps or "all-linear")
     ).eval()
+
+
+def _read_past(model: Any, name: str) -> bool:
+    parent, _, own = name.rpartition(".")
+    return own in PAST and all(hasattr(model.get_submodule(parent), key) for key in ("A_log", "D"))
 
 
 def begin_along(model: nn.Module, gradients: Callable[[], object]) -> None:
@@ -48,32 +56,42 @@ def begin_along(model: nn.Module, gradients: Callable[[], object]) -> None:
 
     Source: the idea is LoRA-GA's (Wang, Yu and Li 2024), which takes singular vectors of G.
     """
-    fresh = [a.detach().clone() for a, _ in _factors(model)]
+    fresh = [a.detach().clone() for a, _, _ in _factors(model)]
     gradients()
     with torch.no_grad():
-        for a, b in _factors(model):
+        for a, b, count in _factors(model):
             if b.grad is not None:
-                basis = _orthonormal(b.grad.mT)
-                b.zero_()[:, : len(basis)] = basis.mT
+                basis = _orthonormal(_columns(b.grad, count))
+                _columns(b.zero_(), count)[:, : basis.shape[1]] = basis
                 a.zero_()
     model.zero_grad()
     gradients()
     with torch.no_grad():
-        for (a, b), old in zip(_factors(model), fresh, strict=True):
+        for (a, b, count), old in zip(_factors(model), fresh, strict=True):
             if a.grad is not None:
-                basis = _orthonormal(a.grad)
-                a.copy_(old)[: len(basis)] = basis
+                basis = _orthonormal(_rows(a.grad, count))
+                _rows(a.copy_(old), count)[:, : basis.shape[1]] = basis
                 b.zero_()
     model.zero_grad()
 
 
-def _factors(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """A (rank, in) and B (out, rank) of every map."""
+def _factors(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """A (experts x rank, in) and B (out, rank x experts) of every map, and how many experts' they are."""
     for module in model.modules():
         for name, a in getattr(module, "lora_A", {}).items():
-            yield a.weight, module.get_parameter(f"lora_B.{name}.weight")
+            yield a.weight, module.get_parameter(f"lora_B.{name}.weight"), getattr(module, "num_experts", 1)
+
+
+def _rows(a: Tensor, count: int) -> Tensor:
+    """A's rows (experts, rank, in): a view."""
+    return a.view(count, -1, a.shape[-1])
+
+
+def _columns(b: Tensor, count: int) -> Tensor:
+    """B's columns (experts, rank, out): a view."""
+    return b.view(len(b), -1, count).permute(2, 1, 0)
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
-    """An orthonormal basis of rows (as many as fit in their length)."""
+    """An orthonormal basis of each expert's rows (as many as fit in their length)."""
     return torch.linalg.qr(rows.double().mT)[0].mT.to(rows)
