@@ -278,6 +278,13 @@ class TestBadInput:
         made["models"][0]["parameters"]["weight"] = 0.0
         merged(made, tmp_path / "out")
 
+    def test_of_a_donor_whose_change_samples_carry(self, pair: tuple[Path, Path], tmp_path: Path):
+        made = _weighted("regmean", *pair)
+        made["models"][1]["parameters"] |= {"finetuned_from": str(pair[1]), "carry": "refit"}
+        said = self.refused(made, tmp_path)
+        assert "samples carry its change" in said
+        assert "measure and merge what that writes" in said
+
     def test_of_other_weights(self, pair: tuple[Path, Path], tmp_path: Path):
         made = _weighted("regmean", *pair)
         made["models"][1]["parameters"]["statistics"] = str(pair[0] / NAME)

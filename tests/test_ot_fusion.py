@@ -10,6 +10,7 @@ from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, s
 from residual_support import checkpoint, report
 from residual_support import twin as residual_twin
 
+from rotation_merge.averaging.activations import Activations
 from rotation_merge.averaging.transport import plan
 from rotation_merge.samples.functions import load
 
@@ -55,6 +56,21 @@ def test_hard_plans_find_a_permuted_stream_from_weights_and_from_activations(dat
         torch.testing.assert_close(result[name], tensor, rtol=1e-4, atol=1e-4)
 
 
+def test_activations_are_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both models run on what the anchor writes, although the donor would write something else."""
+    anchor, donor = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    stock, seen = Activations.of, []
+
+    def watched(model, architecture, batches):
+        seen.append(torch.cat([batch["input_ids"] for batch in batches]))
+        return stock(model, architecture, batches)
+
+    monkeypatch.setattr(Activations, "of", watched)
+    merged(fused(anchor, donor, data="self"), tmp_path / "out")
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
 def test_rotary_queries_are_never_mixed_and_soft_plans_are_said(tmp_path: Path):
     """Queries and keys of a donor come through untouched but for the stream, which stays as it is here."""
     anchor, donor = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
@@ -97,6 +113,13 @@ def test_bad_words_and_data_are_refused(tmp_path: Path):
     done = mergekit_yaml(fused(anchor, donor, data=str(tmp_path / "none.npz")), tmp_path / "out")
     assert done.exit_code == 2
     assert "no such file" in one_error(done.output)
+    sources = [{"model": str(model), "layer_range": place} for model, place in ((anchor, [0, 1]), (donor, [1, 2]))]
+    made = {"slices": [{"sources": sources}], **fused(anchor, donor, data="self", weight=0.5)}
+    del made["models"]
+    assert "slices bring other layers together" in one_error(mergekit_yaml(made, tmp_path / "out").output)
+    made = fused(anchor, donor)
+    made["models"][1]["parameters"]["finetuned_from"] = str(anchor)
+    assert "a task vector has the anchor's already" in one_error(mergekit_yaml(made, tmp_path / "out").output)
     made = fused(anchor, donor)
     made["models"][0]["parameters"]["data"] = "self"
     done = mergekit_yaml(made, tmp_path / "out")

@@ -9,7 +9,7 @@ import torch
 import yaml
 from carry_support import make_adapter
 from cli_support import parsed, run
-from plugin_support import merged
+from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, recipe, twin
 from test_plugin_inputs import with_tokenizer
 
@@ -81,6 +81,31 @@ def test_streams_are_matched_on_shared_tokens(
     made = {**recipe(anchor, donor, residual="rotation"), "tokenizer": {"source": "base"}}
     for name, tensor in merged(made, tmp_path / "merged").items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-3, atol=1e-4)
+
+
+def test_averages_of_our_own_go_by_tokens_or_say_that_they_cannot(
+    models: tuple[Checkpoint, Checkpoint, torch.Tensor], tmp_path: Path
+) -> None:
+    """Plans of the stream come from the tokens that both have; diagonals of rows, and activations, are refused."""
+    anchor, donor, rows = models
+    still = {"attention": "none", "heads": "none", "rescale": False}
+    moved = twin(anchor, tmp_path / "moved", "permutation", ffn="permutation", **still)
+    tensors = moved.state
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][rows].contiguous()
+    other = moved.write(tensors, tmp_path / "other")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (other.path / file).write_bytes((donor.path / file).read_bytes())
+    made = {**recipe(anchor, other, residual="none"), "tokenizer": {"source": "base"}}
+    made["parameters"] |= {**still, "ffn": "none", "delegate": "ot_fusion", "plan": "hard"}
+    for name, tensor in merged(made, tmp_path / "fused").items():
+        torch.testing.assert_close(tensor, anchor.state[name].float(), rtol=1e-3, atol=1e-4)
+    own = made["parameters"]
+    for asked, remedy in (({**own, "data": "self"}, "leave 'data' out"), (still | {"delegate": "fisher"}, "regmean")):
+        said = one_error(mergekit_yaml({**made, "parameters": asked}, tmp_path / "refused").output)
+        assert "its tokens are not those of" in said
+        assert remedy in said
+    assert not (tmp_path / "refused").exists()
 
 
 def test_an_adapter_is_carried_by_its_tokens(

@@ -28,13 +28,16 @@ from rotation_merge.averaging.transport import (
     weight_points,
 )
 from rotation_merge.checkpoints.models import Models
+from rotation_merge.checkpoints.vocabulary import shared_rows
 from rotation_merge.errors import RecipeError
 from rotation_merge.groups import SpaceTransform
 from rotation_merge.matching.biases import Aligned
 from rotation_merge.matching.fold import Fold, Folded
 from rotation_merge.matching.model import Alignment
+from rotation_merge.matching.sources import Rows
 from rotation_merge.matching.state import TensorSource, read_tensor
 from rotation_merge.planning.donors import Donors
+from rotation_merge.planning.meaning import check_pool
 from rotation_merge.planning.moves import Moves
 from rotation_merge.planning.tasks import KeyedTask, Loads, load_arguments, loaded
 from rotation_merge.planning.wanted import Wanted
@@ -42,22 +45,36 @@ from rotation_merge.planning.whole import WholeTask
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.report.run import Run
 from rotation_merge.samples.data import read_batches, unpadded
-from rotation_merge.samples.functions import architecture_of, load
+from rotation_merge.samples.functions import Batch, architecture_of, load, local_path
 
 SAMPLES = 200
 """Samples that activations are taken on."""
+
+
+class Pool(WholeTask):
+    """The samples of all models, which the anchor reads, or writes."""
+
+    anchor: str
+    data: str
+    seed: int
+
+    def execute(self) -> list[Batch]:
+        found = read_batches(self.data, local_path(self.anchor), load(self.anchor), SAMPLES, seed=self.seed)
+        return unpadded(found.batches, self.data)
 
 
 class Watch(WholeTask):
     """A model's activations on samples."""
 
     model: str
-    data: str
+    pool: Pool
 
-    def execute(self) -> Activations:
+    def arguments(self) -> dict[str, KeyedTask]:
+        return {"batches": self.pool}
+
+    def execute(self, batches: list[Batch]) -> Activations:
         model = load(self.model)
-        found = read_batches(self.data, self.model, model, SAMPLES)
-        return Activations.of(model, architecture_of(model), unpadded(found.batches, self.data))
+        return Activations.of(model, architecture_of(model), batches)
 
 
 @dataclass(frozen=True)
@@ -245,6 +262,7 @@ class Fusion:
             )
         self.data = None if None in found else str(found.pop())
         if self.data is not None:
+            check_pool(self.donors)
             self.run.used("matching of activations", self.data, SAMPLES)
 
     def _plans(
@@ -270,18 +288,22 @@ class Fusion:
     def _watched(self, model: ModelReference) -> tuple[Watch, ...]:
         if self.data is None:
             return ()
-        pair = (self.recipe.base, model)
-        return tuple(Watch(key=f"watch:{m}", label="", model=str(m), data=self.data) for m in pair)
+        seed = self.donors.options.random_seed or 0
+        pool = Pool(key="pool", label="", anchor=str(self.recipe.base), data=self.data, seed=seed)
+        return tuple(Watch(key=f"watch:{m}", label="", model=str(m), pool=pool) for m in (self.recipe.base, model))
 
     def _streams(self, model: ModelReference, parameters: Mapping[str, Any]) -> PlanStreams:
         if model not in self.streams:
-            donor = self.donors.found[model]
+            donor, base = self.donors.found[model], self.models[self.recipe.base]
+            sources: list[TensorSource] = [base, self.donors.source(model)]
+            if (rows := shared_rows([base, self.models[model]])) is not None:
+                sources = [Rows(base.architecture, source, own) for source, own in zip(sources, rows, strict=True)]
             self.streams[model] = PlanStreams(
                 key=f"streams:{model}",
                 label="",
-                architecture=self.models[self.recipe.base].architecture,
-                anchor=self.models[self.recipe.base],
-                donor=self.donors.source(model),
+                architecture=base.architecture,
+                anchor=sources[0],
+                donor=sources[1],
                 how=self._how(parameters),
                 whole=donor.whole,
                 watched=self._watched(model),

@@ -25,6 +25,7 @@ from rotation_merge.errors import RecipeError, not_written
 from rotation_merge.planning.blocks import OutputBlock, Source, same_block
 from rotation_merge.planning.donors import Donors
 from rotation_merge.planning.keeping import check_keepable
+from rotation_merge.planning.meaning import check_meaning
 from rotation_merge.planning.moves import Moves
 from rotation_merge.planning.session import session_of, settle_heads
 from rotation_merge.planning.tasks import AlignedGather, FiniteTensor
@@ -64,6 +65,7 @@ class RotationMergePlanner(MergePlanner):
             self._as_deep_as_the_anchor(name)
         self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
         self.session.donors = self.donors
+        check_meaning(self.config, self.donors)
         if isinstance(self._method, Averaging):
             from rotation_merge.planning.averages import Averages
 
