@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,35 @@ def test_the_first_error_in_order_ends_it_and_workers_compute_with_one_thread() 
     assert torch.get_num_threads() == before
     with torch.no_grad():
         assert list(in_order(lambda _: torch.is_grad_enabled(), [0], 1)) == [False]
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["in order", "ahead"])
+def test_blocks_under_way_end_with_those_who_wanted_them(waiting: bool) -> None:
+    """An error, or Ctrl-C: what other threads compute meanwhile is for nobody, and the process would wait for it."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def work(n: int) -> None:
+        if n == 0:
+            assert begun.wait(20)
+            raise KeyboardInterrupt
+        try:
+            begun.set()
+            for _ in range(9999):
+                time.sleep(0.001)
+        except KeyboardInterrupt:
+            ended.set()
+
+    if waiting:
+        with pytest.raises(KeyboardInterrupt):
+            list(in_order(work, range(2), 2))
+    else:
+        workers = threads.Workers(1)
+        workers.submit(work, 1)
+        assert begun.wait(20)
+        blocks = ahead.Ahead(one=False)
+        blocks._workers = workers
+        blocks.end()
+    assert ended.wait(5)
 
 
 def test_workers_are_as_many_as_memory_and_threads_allow(monkeypatch: pytest.MonkeyPatch) -> None:

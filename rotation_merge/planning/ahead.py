@@ -67,11 +67,16 @@ class Ahead:
         try:
             found = self._running.pop(job.key).result()
         except BaseException:
-            self._workers.close(wait=False)
+            self.end()
             raise
         if not self._left and not self._running:
             self._workers.close()
         return found
+
+    def end(self) -> None:
+        """Nothing is asked for any more, whoever ended the merge: what still runs stops."""
+        if self._workers is not None:
+            self._workers.close(wait=False)
 
     def _can_begin(self, job: Job) -> bool:
         return job.whole is None or job.donor_name in self._whole

@@ -95,6 +95,7 @@ class Donors:
         self = cls(recipe, models, options, run)
         if torch.device(devices_of(options)[0]).type == "cpu" and not options.multi_gpu:
             self.ahead = Ahead(one=options.low_cpu_memory)
+            run.endings.append(self.ahead.end)
         readers: dict[ModelReference, ConfigReader] = {}
         for name, module in (config.modules or {}).items():
             for piece in module.slices or []:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from threading import Lock, get_ident
 from typing import TypeVar
 
 import psutil
@@ -38,20 +39,31 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.count, self._threads = count, torch.get_num_threads()
         self._pool = ThreadPoolExecutor(count, "match", initializer=torch.set_num_threads, initargs=(1,))
+        self._running, self._lock = set[int](), Lock()
 
     def submit(self, work: Callable[[Item], Result], item: Item) -> Future[Result]:
         """Like an executor's; gradients are recorded there as here."""
-        return self._pool.submit(_as_here, torch.is_grad_enabled(), work, item)
+        return self._pool.submit(self._run, torch.is_grad_enabled(), work, item)
+
+    def _run(self, gradients: bool, work: Callable[[Item], Result], item: Item) -> Result:
+        with self._lock:
+            self._running.add(get_ident())
+        try:
+            with torch.set_grad_enabled(gradients):
+                return work(item)
+        finally:
+            with self._lock:
+                self._running.discard(get_ident())
 
     def close(self, wait: bool = True) -> None:
-        """Wait for what runs, if told so; what has not begun never will."""
-        self._pool.shutdown(wait=wait, cancel_futures=True)
+        """Wait for what runs; or have it end at its next step in Python, as nobody asks for what it finds: else a
+        process that is interrupted would go on until the last block is done. What has not begun never will."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for thread in () if wait else self._running:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
+        self._pool.shutdown(wait=wait)
         torch.set_num_threads(self._threads)
-
-
-def _as_here(gradients: bool, work: Callable[[Item], Result], item: Item) -> Result:
-    with torch.set_grad_enabled(gradients):
-        return work(item)
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], count: int) -> Iterator[Result]:
@@ -62,7 +74,7 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], count: int) 
     if not count:
         yield from map(work, items)
         return
-    workers = Workers(count)
+    workers, done = Workers(count), False
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
@@ -71,8 +83,9 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], count: int) 
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+        done = True
     finally:
-        workers.close()
+        workers.close(wait=done)
 
 
 def workers_for(weights: int) -> int:
