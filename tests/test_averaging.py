@@ -112,6 +112,17 @@ def test_twins_give_the_anchor_in_every_family(family: str, tmp_path: Path):
     assert worst(merged(_weighted(delegate, anchor, moved), tmp_path / "out"), state(anchor)) < TOLERANCE
 
 
+def test_experts_that_write_into_coordinates_that_nothing_moves(tmp_path: Path):
+    """Nemotron-H's latent experts: stacked where they run, apart in files."""
+    anchor = checkpoint("nemotron_h", "latent experts", tmp_path / "anchor").path
+    moved = twin(anchor, tmp_path / "twin")
+    data = data_for(anchor, tmp_path / "data.npz", rows=2)
+    for path in (anchor, moved):
+        parsed("measure", path, "--data", data, "--kinds", "gram,kfac")
+    for delegate in ("regmean", "kfac"):
+        assert worst(merged(_weighted(delegate, anchor, moved), tmp_path / delegate), state(anchor)) < TOLERANCE
+
+
 def test_a_tensor_that_runs_in_parts_is_refused(tmp_path: Path):
     """nomic-bert's file holds as one tensor what transformers runs, and measures, as three maps."""
     anchor = checkpoint("nomic_bert", "classifier", tmp_path / "anchor").path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,15 @@ def test_hard_plans_find_permuted_neurons(family: str, tmp_path: Path):
     result = merged(fused(anchor, moved, plan="hard", stream="identity"), tmp_path / "out")
     for name, tensor in state(anchor).items():
         torch.testing.assert_close(result[name], tensor)
+
+
+def test_experts_with_biases_in_one_tensor(tmp_path: Path):
+    """gpt-oss: the biases of all experts stand in a matrix, and are no map."""
+    anchor = checkpoint("gpt_oss", "sinks", tmp_path / "anchor")
+    shutil.copytree(anchor.path, tmp_path / "same")
+    result = merged(fused(anchor.path, tmp_path / "same", plan="hard"), tmp_path / "out")
+    for name, tensor in anchor.state.items():
+        torch.testing.assert_close(result[name], tensor.float(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("data", [False, True])

@@ -120,6 +120,8 @@ def _within(wanted: LinearMap, other: LinearMap) -> slice | None:
     if wanted.stacked != other.stacked or local_parts(wanted.inputs) != local_parts(other.inputs):
         return None
     names, start = local_parts(wanted.outputs), 0
+    if not names and not other.outputs.parts and names != local_parts(wanted.inputs):
+        return slice(None)  # into coordinates that nothing moves
     if len(names) != 1 or other.outputs.depth or names[0] not in local_parts(other.outputs):
         return None
     for part, name in zip(other.outputs.parts, local_parts(other.outputs), strict=True):

@@ -186,7 +186,8 @@ def rows_of(block: Block, tensors: Mapping[str, Tensor], space: Space, roles: tu
     """
     found = []
     for info in block.tensors:
-        if info.key not in tensors or len(info.axes) < 2:
+        counted = bool(info.axes) and any(part.role == "index" for part in info.axes[0].parts)
+        if info.key not in tensors or len(info.axes) < 2 + counted:  # biases
             continue
         for dim, axis in enumerate(info.axes):
             found += [_grouped(p, space) for p in _parts(tensors[info.key].float(), dim, axis, space, roles)]
