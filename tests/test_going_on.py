@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import threading
@@ -20,6 +21,7 @@ from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin
 from rotation_merge.matching import both, ledger
 from rotation_merge.matching.ledger import Entry, Ledger, kept_beside
 from rotation_merge.planning import tasks
+from rotation_merge.samples.evaluate import Between
 
 
 class Counted:
@@ -134,6 +136,37 @@ def test_a_recipe_with_two_donors(
     recipe = recipe_for("linear", *four, far, heads="permutation")
     recipe["parameters"].update(chosen)
     assert_goes_on(lambda out: mergekit_yaml(recipe, out), tmp_path, counted, again)
+
+
+def test_a_barrier(
+    four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two donors, six paths on each of two curves; it ends among the blocks, on a path, and on a later one."""
+    np.savez(tmp_path / "data.npz", input_ids=np.random.default_rng(0).integers(0, 40, (4, 8)))
+    given = ["barrier", *four, far, "--data", tmp_path / "data.npz", "--points", 3, "--residual", "permutation"]
+    points: list[float] = []
+    real = Between.piece
+
+    def piece(self: Between, step: None, item: float) -> tuple[float, float]:
+        if len(points) == most[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        points.append(item)
+        return real(self, step, item)
+
+    most, told = [1000], list[Result]()
+    monkeypatch.setattr(Between, "piece", piece)
+    whole = counted.of(lambda: told.append(run(*given, "--json")))
+    wanted, every, matched = json.loads(told[0].stdout), len(points), 0
+    points.clear()
+    for last, most[0] in ((whole // 2, 1000), (1000, every // 2 + 2), (1000, every - 2)):
+        matched += counted.of(lambda: failed(run(*given, "--save", tmp_path)), last)
+        assert (tmp_path / "barrier.json.matching.unfinished").is_dir()
+    most[0] = 1000
+    matched += counted.of(lambda: done(run(*given, "--save", tmp_path)))
+    assert len(points) == every
+    assert whole <= matched <= whole + 6
+    assert json.loads((tmp_path / "barrier.json").read_text()) == wanted
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["barrier.json", "data.npz"]
 
 
 def interrupted(pair: tuple[Path, Path], out: Path, counted: Counted, last: int = 3) -> Path:

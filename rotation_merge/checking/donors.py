@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,7 +11,8 @@ from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.options import MergeOptions
 
 from rotation_merge.checkpoints.heads import head_names
-from rotation_merge.checkpoints.models import Models
+from rotation_merge.checkpoints.models import Models, parse_reference
+from rotation_merge.checkpoints.stamps import mark_of
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, MatchOptions
 from rotation_merge.planning.presets import settle_presets
@@ -107,3 +108,20 @@ def last_recipe(path: str, remedy: str) -> Document:
     if not isinstance(document.value, dict) or document.value.get("merge_method") != METHOD:
         raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy=remedy)
     return document
+
+
+def what_is_measured(
+    models: Sequence[str], donors: Sequence[RecipeDonor], sources: Sequence[str], **options: Any
+) -> str:
+    """What marks the barriers of some donors: files of models, and all that are read beside them, and options.
+
+    Args:
+        models: as they are given: a recipe, or an anchor and its donors.
+        sources: of data.
+    """
+    opened = Models(MergeOptions())
+    names = [name for one in donors for name in (one.anchor, one.name, one.origin) if name is not None]
+    files = [*models, *sources, *(file for one in donors for file in (one.file, one.data) if file)]
+    facts = [(one.name, one.options, one.untie, one.file, one.match_on) for one in donors if len(models) > 1]
+    found = [opened[parse_reference(name)] for name in dict.fromkeys(names)]
+    return mark_of(found, files, donors=facts, sources=[*sources], **options)

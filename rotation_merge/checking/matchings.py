@@ -16,6 +16,7 @@ from rotation_merge.checking.donors import RecipeDonor, carried_recipe
 from rotation_merge.checkpoints.aligned import Storage, empty_report, match_pair, write_aligned
 from rotation_merge.checkpoints.pair import Pair, open_pair, read_alignment
 from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.matching.ledger import NOWHERE, Ledger
 from rotation_merge.matching.model import Alignment, Match, match_model
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, MatchOptions
 from rotation_merge.report.plots import MOST_CURVES
@@ -134,6 +135,7 @@ def moved(
     tick: Tick | None,
     over: Over = HERE,
     source: str = SELF,
+    ledger: Ledger = NOWHERE,
 ) -> Iterator[Moved]:
     """The models that a matching makes; files that they are read from are there as long as they are.
 
@@ -142,6 +144,7 @@ def moved(
         anchor: loaded, as it is.
         over: who matches blocks.
         source: samples to match on where none are named and the models write no text.
+        ledger: where what matching finds is kept, and looked for.
     """
     source = SELF if writes_text(anchor) else source
     donors = [donor if donor.data else replace(donor, data=source) for donor in donors]
@@ -154,7 +157,7 @@ def moved(
             elif matching is PLAIN:
                 ends.append((anchor, load(donor.name, like=donor.anchor)))
             else:
-                ends.append(_aligned(opened(donor), donor, anchor, folder, tick, over))
+                ends.append(_aligned(opened(donor), donor, anchor, folder, tick, over, ledger.under(str(number))))
         yield Moved([still for still, _ in ends], [end for _, end in ends])
 
 
@@ -169,11 +172,11 @@ def opened(donor: RecipeDonor) -> Pair:
 
 
 def _aligned(
-    pair: Pair, donor: RecipeDonor, anchor: Any, folder: str, tick: Tick | None, over: Over
+    pair: Pair, donor: RecipeDonor, anchor: Any, folder: str, tick: Tick | None, over: Over, ledger: Ledger
 ) -> tuple[Any, Any]:
     """Both models, the donor aligned by its file, or by matching where it has none."""
     if donor.file is None:
-        alignment, report = match_pair(pair, tick, _finder(donor, over))
+        alignment, report = match_pair(pair, tick, _finder(donor, over), ledger)
     else:
         alignment, report = read_alignment(pair, donor.file, donor.untie), empty_report(pair)
     storage = Storage(dtype="float32", untie=donor.untie)

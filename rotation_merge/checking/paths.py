@@ -16,6 +16,7 @@ from rotation_merge.checking.donors import RecipeDonor
 from rotation_merge.checking.matchings import ALIGNED, PLAIN, Matching, Moved, Tick, moved, opened
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.labels import labels
+from rotation_merge.matching.ledger import NOWHERE, Ledger
 from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.report.curves import CENTRE, Barrier, Curve
 from rotation_merge.samples.data import Data, read_batches
@@ -43,6 +44,7 @@ class Paths:
         reading: limit, batch_size and length of the data.
         tick: told about progress.
         over: who matches blocks, and evaluates the models on the paths.
+        ledger: where what is found is kept, and looked for.
     """
 
     given: str
@@ -52,6 +54,7 @@ class Paths:
     reading: dict[str, Any]
     tick: Tick = lambda *_: None
     over: Over = HERE
+    ledger: Ledger = NOWHERE
 
     @cached_property
     def names(self) -> list[str]:
@@ -82,8 +85,9 @@ class Paths:
         data = [read_batches(source, self.names[0], anchor, **self.reading) for source in self.sources]
         curves: dict[tuple[Place, int], list[Curve]] = {}
         for matching in matchings:
-            with moved(self.given, anchor, self.donors, matching, self.tick, self.over, self.sources[0]) as models:
-                for key, curve in self._curves(models, data, matching.name):
+            own = self.ledger.under(matching.name)
+            with moved(self.given, anchor, self.donors, matching, self.tick, self.over, self.sources[0], own) as models:
+                for key, curve in self._curves(models, data, matching.name, own):
                     curves.setdefault(key, []).append(curve)
         turns = self._turns(anchor, data, matchings) if each else {}
         return [
@@ -108,7 +112,9 @@ class Paths:
             what = "the models cannot be the anchor in turn: a file or a base binds them, or options differ"
             raise RecipeError(what, where=self.given, remedy="measure without --anchors each")
 
-    def _curves(self, models: Moved, data: Sequence[Data], name: str) -> Iterator[tuple[tuple[Place, int], Curve]]:
+    def _curves(
+        self, models: Moved, data: Sequence[Data], name: str, ledger: Ledger
+    ) -> Iterator[tuple[tuple[Place, int], Curve]]:
         """The curves of one matching; of models in different gauges only those from the anchor to each."""
         everyone = [models.anchors[0], *models.donors]
         alike = models.one_gauge()
@@ -123,7 +129,8 @@ class Paths:
                 LOG.warning("%s: norms are folded for some donors only; no path between them is measured", name)
                 return
             for number, one in enumerate(data):
-                yield ((first, second), number), path(a, b, one, self.points, name, self.tick, self.over)
+                own = ledger.under(f"{first}-{second}/{number}")
+                yield ((first, second), number), path(a, b, one, self.points, name, self.tick, self.over, own)
 
     def _turns(
         self, anchor: Any, data: Sequence[Data], matchings: Sequence[Matching]
@@ -137,11 +144,12 @@ class Paths:
             if labels(now.config.to_dict()) != labels(anchor.config.to_dict()):
                 data = [read_batches(source, name, now, **self.reading) for source in self.sources]
             for matching in (m for m in matchings if m is not PLAIN):
-                with moved(self.given, now, donors, matching, self.tick, self.over, self.sources[0]) as models:
+                own = self.ledger.under(f"{name}/{matching.name}")
+                with moved(self.given, now, donors, matching, self.tick, self.over, self.sources[0], own) as models:
                     rest = models.donors
                     everyone = [*rest[:turn], models.anchors[0], *rest[turn:]]
                     still = Moved([everyone[0]] * len(rest), everyone[1:])
-                    for (place, number), curve in self._curves(still, data, matching.name):
+                    for (place, number), curve in self._curves(still, data, matching.name, own):
                         found.setdefault((place, number, matching.name), {})[name] = curve.barrier()
         return found
 

@@ -17,10 +17,11 @@ def mark_of(models: Iterable[Model], others: Iterable[str] = (), **options: Any)
     """What a run is of, the same in another process, and other after any of it has changed.
 
     Args:
-        others: files that are read beside the models; what is none is passed over.
+        others: files and folders that are read beside the models; what is none is passed over.
     """
     folders = [folder for model in models for folder in (model.folder, model.adapter.path if model.adapter else "")]
     found = [os.path.join(f, name) for f in filter(None, folders) for name in os.listdir(f) if name.endswith(ENDINGS)]
-    files = {os.path.realpath(path) for path in (*found, *others) if os.path.isfile(path)}
+    beside = [path for path in others if os.path.exists(path)]
+    files = {os.path.realpath(path) for path in (*found, *beside)} - {os.path.realpath(folder) for folder in folders}
     told = {path: [(facts := os.stat(path)).st_size, facts.st_mtime_ns] for path in files}
     return json.dumps({"files": told, "versions": versions(), **options}, sort_keys=True, default=str, indent=1)

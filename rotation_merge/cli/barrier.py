@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -125,11 +126,14 @@ def command(
     excess of the loss over the straight line between its ends, in nats. For a donor with 'finetuned_from' the path is
     the anchor plus 0 to 1 times the task vector, carried over and not. With three or more models, also the paths
     between aligned donors, and from each model to the centre, which is their mean. --compare draws several matchings in
-    one picture. Give --data once for each task. Maps that are chosen on samples (--match-on, activations, both) are so
-    on text that the models write themselves; those of models that write none on the first --data.
+    one picture. With --save or --plot a run that was interrupted goes on. Give --data once for each task. Maps that are
+    chosen on samples (--match-on, activations, both) are so on text that the models write themselves; those of models
+    that write none on the first --data.
     """
+    from rotation_merge.checking.donors import what_is_measured
     from rotation_merge.checking.matchings import matchings
     from rotation_merge.checking.paths import Paths
+    from rotation_merge.matching.ledger import kept_beside
     from rotation_merge.spread.cluster import spread
 
     options = match_options(values)
@@ -143,8 +147,13 @@ def command(
     donors = _donors(models, options, untie, alignment, match_on)
     progress = Along()
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
-    with spread(ray) as over:
-        paths = Paths(models[0], donors, sources, points, reading, progress, over)
+    if save is not None:
+        _check_directory(save)
+    read = [*sources, *(matching.file for matching in wanted if matching.file)]
+    how = {"wanted": wanted, "points": points, "anchors": anchors, "reading": reading}
+    mark = partial(what_is_measured, models, donors, read, **how)
+    with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger, spread(ray) as over:
+        paths = Paths(models[0], donors, sources, points, reading, progress, over, ledger)
         progress.models = paths.models(wanted, anchors == "each")
         barriers = paths.barriers(wanted, anchors == "each")
     progress.close()
@@ -181,11 +190,14 @@ def _donors(
     raise click.UsageError("give a recipe (a YAML file), or two models")
 
 
+def _check_directory(save: str) -> None:
+    if not os.path.isdir(save):
+        raise RotationMergeError("no such directory", where=save, remedy="name the merged model's directory")
+
+
 def _save(barriers: list[Barrier], directory: str) -> None:
     import json
 
-    if not os.path.isdir(directory):
-        raise RotationMergeError("no such directory", where=directory, remedy="name the merged model's directory")
     write_text(os.path.join(directory, FILE), json.dumps([barrier.to_dict() for barrier in barriers], indent=1) + "\n")
 
 

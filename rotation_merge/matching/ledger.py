@@ -1,4 +1,4 @@
-"""What matching has found so far, on disk beside an output: a run that was interrupted goes on from there.
+"""What matching (or a barrier's path) has found so far, beside an output: an interrupted run goes on from there.
 
 It lies in `OUT.matching.unfinished` (`OUT.unfinished` is that of who merges into OUT). Nothing is written before
 matching has lasted `SECONDS`, and then as often at most: what is done in a minute costs nothing.
@@ -112,7 +112,7 @@ class Book:
         if time.monotonic() - self._written >= SECONDS or self.place.path.exists():
             self.write()
         if self.place.path.exists():
-            LOG.warning("what was matched is kept in %s; the same command goes on from there", self.place.path)
+            LOG.warning("what was found is kept in %s; the same command goes on from there", self.place.path)
 
     def _open(self) -> None:
         """Throw away what another run has left."""
@@ -163,12 +163,15 @@ NOWHERE = Ledger()
 
 
 @contextmanager
-def kept_beside(out: str, mark: Callable[[], str], device: str | torch.device = "cpu") -> Iterator[Ledger]:
+def kept_beside(out: str | None, mark: Callable[[], str], device: str | torch.device = "cpu") -> Iterator[Ledger]:
     """A ledger beside an output, which goes where the block ends well, and stays where it does not.
 
     Args:
-        mark, device: see `Book`.
+        out, mark, device: see `Book`; without an output nothing is kept.
     """
+    if out is None:
+        yield NOWHERE
+        return
     book = Book(out, mark, str(device))
     try:
         yield Ledger(book)

@@ -6,13 +6,14 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rotation_merge.errors import DataError
+from rotation_merge.matching.ledger import NOWHERE, Entry, Ledger
 from rotation_merge.report.curves import Curve
 from rotation_merge.samples.checked import check_labels
 from rotation_merge.samples.data import Data
@@ -178,18 +179,23 @@ def path(
     name: str,
     tick: Callable[[str, int, int], None] = lambda *_: None,
     over: Over = HERE,
+    ledger: Ledger = NOWHERE,
 ) -> Curve:
     """Loss and accuracy at equally spaced models from a to b.
 
     Args:
         over: who evaluates them.
+        ledger: where what is found is kept, and looked for.
     """
     ts = [i / (points - 1) for i in range(points)]
-    losses, accuracies = [], []
-    tick(f"{PATH}{name}", 0, points)
-    for done, (loss, accuracy) in enumerate(over.each(Between(a, b, data), None, ts), 1):
-        LOG.info("%s, at %.2f: loss %.4f", name, ts[done - 1], loss)
-        losses.append(loss)
-        accuracies.append(accuracy)
+    entry = ledger.get(PATH)
+    found: list[tuple[float, float]] = [] if entry is None else entry.facts["found"]
+    for done in range(len(found) + 1):
         tick(f"{PATH}{name}", done, points)
-    return Curve(name, ts, losses, accuracies)
+    left = ts[len(found) :]
+    for t, (loss, accuracy) in zip(left, over.each(Between(a, b, data), None, left) if left else (), strict=True):
+        LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
+        found.append((loss, accuracy))
+        ledger.keep(PATH, partial(Entry, {"found": [*found]}))
+        tick(f"{PATH}{name}", len(found), points)
+    return Curve(name, ts, *(list(column) for column in zip(*found, strict=True)))
