@@ -21,7 +21,8 @@ from rotation_merge.averaging.passes import Pass, Progress, Unfinished, stored_i
 from rotation_merge.averaging.sums import Collector, Wanted, finished
 from rotation_merge.averaging.tap import Tapped, Watcher
 from rotation_merge.checkpoints.models import Model
-from rotation_merge.samples.runner import Runner, empty_model
+from rotation_merge.samples.empty import empty_model
+from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.streamed import streamed_model
 from rotation_merge.samples.written import SELF
 from rotation_merge.spread.memory import give_back

@@ -195,10 +195,11 @@ class Refit:
         solved = {key for stage in chosen for key in stage.keys}
         _keep(result, UNSEEN, [one.name for key, some in places.items() if key not in solved for one in some])
         wanted: frozenset[str] = frozenset().union(*(stage.until for stage in chosen))
+        taps.settled.pending.update(key for stage in chosen for key in stage.keys)
         if self.answers.learn(block, wanted):
             for number, stage in enumerate(chosen, 1):
                 result.maps += self._solve(taps, stage, places)
-                taps.settled.update(stage.keys)
+                taps.settled.settle(stage.keys)
                 self.answers.keep(frozenset().union(*(later.until for later in chosen[number:])))
 
     def _places(self, block: Block, taps: Taps, result: Refitted) -> dict[str, list[_Written]]:

@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from rotation_merge.architectures.model import Block
 from rotation_merge.averaging.maps import LinearMap, linear_map
+from rotation_merge.averaging.settled import Settled
 from rotation_merge.samples.runner import Halt, Runner
-from rotation_merge.samples.store import Kept
 
 LAYER = "layer"
 """What the place is called where a layer gives the stream to the next one."""
@@ -61,13 +61,11 @@ class Taps:
         maps: the linear maps that are modules of their own, by key.
         modules: those modules.
         places: where the stream can be looked at: keys of norms, and LAYER.
-        settled: keys of maps that stay what they are from now on: each gives to a batch what it gave the first time.
+        settled: what is not run again.
     """
 
     def __init__(self, runner: Runner, block: Block) -> None:
         self.runner = runner
-        self.settled: set[str] = set()
-        self._known = Kept(runner.store, f"{runner.prefix}:settled")
         self.maps: dict[str, LinearMap] = {}
         self.modules: dict[str, nn.Module] = {}
         for info in block.tensors:
@@ -79,20 +77,15 @@ class Taps:
         norms = {norm.gain: _submodule(runner, names.get(norm.gain, "")) for norm in block.norms}
         self.places: dict[str, nn.Module] = {key: module for key, module in norms.items() if module is not None}
         self.layer = runner.module_of(block)
+        self.settled = Settled(runner.store, runner.prefix, self.modules, self.layer)
 
     @contextmanager
-    def watching(
-        self,
-        until: frozenset[str] = frozenset(),
-        disturb: dict[str, Tensor] | None = None,
-        known: dict[str, Tensor] | None = None,
-    ) -> Iterator[Seen]:
+    def watching(self, until: frozenset[str] = frozenset(), disturb: dict[str, Tensor] | None = None) -> Iterator[Seen]:
         """See what runs.
 
         Args:
             until: end the forward when all of these (keys or places) have been seen.
             disturb: what to add to the outputs of maps.
-            known: outputs of maps, which are not computed again; gains those of settled maps that are.
         """
         seen = Seen()
 
@@ -105,8 +98,6 @@ class Taps:
             if disturb and key in disturb:
                 output = output + disturb[key]
             seen.inputs[key], seen.outputs[key] = given[0], output
-            if known is not None and key in self.settled and key not in known:
-                known[key] = output.clone()
             note(key)
             return output
 
@@ -128,19 +119,15 @@ class Taps:
         ]
         if self.layer is not None:
             hooks.append(self.layer.register_forward_hook(lambda _, __, output: left(output)))
-        for key, output in (known or {}).items():
-            self.modules[key].forward = lambda *_, output=output: output.clone()
         try:
             yield seen
         finally:
             for hook in hooks:
                 hook.remove()
-            for key in known or {}:
-                self.modules[key].__dict__.pop("forward", None)
 
     def first(self, disturb: dict[str, Tensor] | None = None) -> Seen:
         """What the first batch shows, padding and all."""
-        with self.watching(disturb=disturb) as seen:
+        with self.watching(disturb=disturb) as seen, self.settled.counting():
             self.runner.run(0)
         return seen
 
@@ -151,11 +138,8 @@ class Taps:
             until: end the forward when all of these have been seen, and show them, with what such maps read.
             also: keys and places that are shown, whatever else runs.
         """
-        known = self._known.get(batch, self.runner.device)
-        before = set(known)
-        with self.watching(until, known=known) as seen:
+        with self.settled.replaying(batch, self.runner.device), self.watching(until) as seen:
             self.runner.run(batch)
-        self._known.add(batch, {key: output for key, output in known.items() if key not in before})
         return seen.part(until, also, self.runner.batches[batch].get("attention_mask"))
 
     def pass_on(self, batch: int, also: frozenset[str] = frozenset()) -> Seen:
@@ -169,8 +153,8 @@ class Taps:
             return self.see(batch, also=also)
 
     def forget(self) -> None:
-        """Let go what settled maps gave: nothing more is to be seen here."""
-        self._known.keep(())
+        """Let go what is settled: nothing more is to be seen here."""
+        self.settled.forget()
 
 
 def _submodule(runner: Runner, tensor: str) -> nn.Module | None:

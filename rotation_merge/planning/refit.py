@@ -15,8 +15,8 @@ from rotation_merge.errors import RecipeError
 from rotation_merge.planning.donors import Donors
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.samples.data import read_batches, together, unpadded
+from rotation_merge.samples.empty import empty_model
 from rotation_merge.samples.functions import Batch, local_path
-from rotation_merge.samples.runner import empty_model
 from rotation_merge.samples.written import SELF, SYNTHETIC, writes_text
 
 AT_ONCE = 16

@@ -12,8 +12,9 @@ from torch import Tensor
 from rotation_merge.architectures.model import TensorInfo
 from rotation_merge.checkpoints.models import open_model, weights_of
 from rotation_merge.matching.labels import label_rows, labels
+from rotation_merge.samples.empty import empty_model
 from rotation_merge.samples.functions import Batch, kind_at, load, outputs
-from rotation_merge.samples.runner import Fill, Runner, empty_model
+from rotation_merge.samples.runner import Fill, Runner
 
 LARGEST = 500_000_000
 """Weights of the largest model that is held whole; larger ones run layer by layer."""

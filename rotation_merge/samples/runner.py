@@ -9,7 +9,6 @@ of the layers stays in memory from its turn on. Models that transformers stores 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +23,9 @@ from rotation_merge.architectures.model import Block, TensorInfo
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.sources import Renamed, Respelled
 from rotation_merge.matching.state import TensorSource, read_tensor, unstack
-from rotation_merge.samples.functions import Batch, architecture_of, hand_out_answers, model_class
+from rotation_merge.samples.empty import empty_model, whole_model
+from rotation_merge.samples.functions import Batch, architecture_of
+from rotation_merge.samples.given import Arguments, Given, Place
 from rotation_merge.samples.left import Left
 from rotation_merge.samples.store import Store
 
@@ -96,7 +97,7 @@ class Runner:
             what = f"transformers holds the weights of {type(self.model).__name__} in another form than its files"
             raise CheckpointError(f"{what}, so it cannot be run one layer at a time", where=layered)
         if self.whole:
-            self.model = _whole_model(self.model, source, own, dtype)
+            self.model = whole_model(self.model, source, own, dtype)
         self.model.to(self.device) if self.whole else self._buffers()
         self.batches = [{k: self._input(v) for k, v in batch.items() if k != "labels"} for batch in batches]
         self.block: Block | None = None
@@ -107,8 +108,11 @@ class Runner:
         self._last: dict[str, Block] = {}
         self._every: set[str] = set()
         self._left = Left(self.store)
+        self._given = Given(self.store, prefix)
+        self._known: dict[int, Place] = {}
+        self._replayed: list[Tensor] = []
         self._hooks: list[Any] = []
-        self._recording = self._inside = False
+        self._recording = self._inside = self._opening = False
         self._batch = self._first = 0
         self._guard()
         for info in [] if self.whole else self.architecture.tensors():
@@ -121,11 +125,11 @@ class Runner:
             self._leave(self.block)
         self.block = None
         least = min(range(len(self.batches)), key=lambda i: next(iter(self.batches[i].values())).numel())
-        try:
-            self._forward(least)
-        except _Unfilled as stop:
-            self._open(stop.block)
-            self.run(least)  # fills what stands outside of a layer and is entered inside of it, before anybody looks
+        self._given.look()
+        self._opening = True
+        self.run(least)  # opens the next block where it is entered, and fills what else that enters
+        self._opening = False
+        self._given.looked()
         return self.block
 
     def run(self, batch: int) -> None:
@@ -134,8 +138,12 @@ class Runner:
         What belongs to another block and is entered inside of a layer (T5's first layers use a table of positions that
         stands before them) is filled as well.
         """
+        given = self._given.get(self._first + batch, self.device)
         try:
-            self._forward(batch)
+            if given is None:
+                self._forward(batch)
+            else:
+                self._again(batch, given)
         except _Unfilled as stop:
             if self._inside:
                 self._fill(stop.block)
@@ -304,21 +312,30 @@ class Runner:
         for block in self.architecture.blocks:
             layer = self.module_of(block)
             if layer is not None:
-                entered, keep = (lambda _, __, given: self._left.entered(given)), partial(self._keep, block)
-                self._hooks.append(layer.register_forward_pre_hook(entered, with_kwargs=True))
+                enter, keep = partial(self._enter, block), partial(self._keep, block)
+                self._hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
                 self._hooks.append(layer.register_forward_hook(keep, with_kwargs=True))
 
     def _check(self, blocks: Sequence[Block]) -> None:
         unopened = next((block for block in blocks if block.name not in self.opened), None)
-        if unopened is not None:
+        if unopened is not None and not self._opening:
             raise _Unfilled(unopened)
+        if unopened is not None:
+            self._opening = False
+            self._open(unopened)
         self._inside = self._inside or any(block is self.block for block in blocks if block.index is not None)
+
+    def _enter(self, block: Block, _: nn.Module, arguments: Any, given: dict[str, Any]) -> None:
+        self._left.entered(given)
+        if block is self.block:
+            self._given.entered(self._batch, (arguments, given), self._known)
 
     def _keep(self, block: Block, _: nn.Module, __: Any, given: dict[str, Any], output: Any) -> None:
         self._inside = self._inside and block is not self.block
         if not self._recording or block is not self.block:
             return
         leaves, form = _pytree.tree_flatten(output)
+        self._given.drop(self._batch)
         self._left.keep(self._key(f"{block.name}:left"), given)
         self.store.put(self._key(self._stack(block)), [x for x in leaves if isinstance(x, Tensor)])
         still = [None if isinstance(x, Tensor) else x for x in leaves]
@@ -332,7 +349,10 @@ class Runner:
     def _replay(self, stack: str, block: Block, given: dict[str, Any]) -> Any:
         self._left.put_back(self._key(f"{block.name}:left"), given, self.device)
         still, moving, form = self._latest[stack, self._batch]
-        tensors = iter(self.store.get(self._key(stack), self.device))
+        found = self.store.get(self._key(stack), self.device)
+        self._replayed = found  # alive, so that nothing else has their ids
+        self._known = {id(tensor): (self._key(stack), number) for number, tensor in enumerate(found)}
+        tensors = iter(found)
         return _pytree.tree_unflatten([next(tensors) if m else x for x, m in zip(still, moving, strict=True)], form)
 
     def _key(self, stack: str, batch: int | None = None) -> str:
@@ -344,49 +364,22 @@ class Runner:
     @torch.no_grad()
     def _forward(self, batch: int) -> None:
         self._batch, self._inside = self._first + batch, False
+        self._known = {}
+        self._given.begins()
         self.model(**self.batches[batch])
 
-
-def empty_model(config: Any, untie: bool = False) -> Any:
-    """A model of transformers' own class without weights, its buffers as they should be; in evaluation mode.
-
-    No weight is drawn: where tensors hold nothing that takes longer than all the rest.
-    """
-    from accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
-
-    own = copy.deepcopy(config)
-    hand_out_answers(own)
-    for part in (own, own.get_text_config()):
-        part.use_cache = False
-        part._attn_implementation = part._experts_implementation = "eager"
-        if untie:
-            part.tie_word_embeddings = False
-    kind = model_class(own.architectures)
-    with init_empty_weights(include_buffers=False), no_init_weights():
-        model = kind(own)
-    model.tie_weights()
-    return model.eval()
+    @torch.no_grad()
+    def _again(self, batch: int, given: Arguments) -> None:
+        """Run the present layer by itself."""
+        self._batch, self._inside = self._first + batch, False
+        arguments, named = given
+        assert self.block is not None
+        self.module(self.block.name)(*arguments, **named)
 
 
 def filled_model(config: Any, source: TensorSource, own: Architecture, dtype: torch.dtype, device: str = "cpu") -> Any:
     """A model with all of its weights, read from any source; see `Runner`."""
     return Runner(config, source, own, [], dtype=dtype, device=device).fill_all()
-
-
-def _whole_model(empty: Any, source: TensorSource, own: Architecture, dtype: torch.dtype) -> Any:
-    """A model with all of its weights, which transformers brings into its own form."""
-    state = {}
-    for info in own.tensors():
-        tensor = read_tensor(info, source)
-        if tensor is not None and all(name in source for name in info.names):
-            state.update(unstack(info, tensor.to(dtype)))
-    model, info = type(empty).from_pretrained(
-        None, config=empty.config, state_dict=state, dtype=dtype, output_loading_info=True
-    )
-    if missing := sorted(info["missing_keys"]):
-        raise CheckpointError(f"missing weights, the first is {missing[0]}", remedy="the checkpoint is incomplete")
-    return model.requires_grad_(False).eval()
 
 
 def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple[nn.Module, str]]]:

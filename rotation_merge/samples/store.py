@@ -90,7 +90,7 @@ class Kept:
 
     def put(self, batch: int, known: Mapping[str, Tensor]) -> None:
         """Keep what is known of a batch in the place of what was."""
-        self._drop(batch, set(self._names.get(batch, [])) - known.keys())
+        self.drop(batch, set(self._names.get(batch, [])) - known.keys())
         self.add(batch, known)
 
     def add(self, batch: int, known: Mapping[str, Tensor]) -> None:
@@ -107,9 +107,10 @@ class Kept:
     def keep(self, wanted: Collection[str]) -> None:
         """Forget all but these names."""
         for batch, names in self._names.items():
-            self._drop(batch, set(names) - set(wanted))
+            self.drop(batch, set(names) - set(wanted))
 
-    def _drop(self, batch: int, names: Collection[str]) -> None:
+    def drop(self, batch: int, names: Collection[str]) -> None:
+        """Forget some of what is known of a batch."""
         for name in names:
             self.store.drop(self._key(batch, name))
             self._names[batch].remove(name)
