@@ -91,7 +91,7 @@ def refit_change(
     answers = ChangedAnswers(new, old, fine, store, weights, options.scale, between=between)
     merge = runner(carrier.new, "carried", options.untie)
     watch = progress or (lambda *_: None)
-    shape = partial(of_rank, rank=options.rank) if options.rank else lambda change, _: change
+    shape = partial(of_rank, rank=options.rank) if options.rank else None
     result = Refit(merge, architecture, answers, weights, options.ridge, write, shape=shape, watch=watch).run()
     return solved, result
 

@@ -24,7 +24,7 @@ from rotation_merge.architectures.model import Architecture, Block
 from rotation_merge.averaging.maps import linear_map, same_map
 from rotation_merge.averaging.stages import Seen, Stage, Taps, rows, stages
 from rotation_merge.errors import DataError
-from rotation_merge.linalg.ridge import ridge_change
+from rotation_merge.linalg.ridge import ridge_factor, solved_with
 from rotation_merge.samples.runner import Runner
 from rotation_merge.samples.store import Kept, Store
 from rotation_merge.spread.memory import give_back
@@ -170,7 +170,7 @@ class Refit:
     write: Callable[[str, Tensor], Tensor]
     skip: Callable[[str], bool] = lambda _: False
     watch: Callable[[str, int, int], None] = lambda *_: None
-    shape: Callable[[Tensor, Tensor], Tensor] = lambda change, _: change
+    shape: Callable[[Tensor, Tensor], Tensor] | None = None
     _fused: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def run(self) -> Refitted:
@@ -247,7 +247,7 @@ class Refit:
         turned = isinstance(module, Conv1D)
         biased = getattr(module, "bias", None) is not None
         best = sums.change(key, self.ridge, biased, places[0].name)
-        change = self.shape(best, sums.gram)
+        change = best if self.shape is None else self.shape(best, sums.gram)
         fitted = Fitted(places[0].name, *sums.errors(key, change, self.ridge if change is best else None))
         weight, bias = module.weight.double(), module.bias.double() if biased else None
         width = sums.width
@@ -309,6 +309,7 @@ class _Sums:
         self.width, self.rows, self.dtype = like.shape[-1], 0.0, dtype
         self.cross: dict[str, Tensor] = {}
         self.squares: dict[str, list[float]] = {}
+        self._factors: dict[int, Tensor | None] = {}
         self._upper = torch.zeros(self.width + 1, self.width + 1, dtype=torch.float64, device=like.device)
         self._inputs: list[Tensor] = []
         self._lacks: dict[str, list[Tensor]] = {}
@@ -354,17 +355,19 @@ class _Sums:
             DataError: the inputs do not determine it.
         """
         size = self.width + int(biased)
-        found = ridge_change(self.gram[:size, :size], self.cross[key][:size], self._penalty(ridge)[:size])
-        if found is None:
+        if size not in self._factors:
+            self._factors[size] = ridge_factor(self._upper[:size, :size], self._penalty(ridge)[:size])
+        factor = self._factors[size]
+        if factor is None:
             raise DataError(
                 f"{self.rows:.0f} positions of the samples do not determine '{name}' ({self.width} inputs)",
                 remedy="give more samples, or a ridge above 0 ('ridge: 0.01')",
             )
-        return found
+        return solved_with(factor, self.cross[key][:size])
 
     def _penalty(self, ridge: float) -> Tensor:
         """Of each input and of the bias, (in + 1,)."""
-        penalty = torch.full_like(self.gram[0], ridge * float(self.gram.diagonal()[: self.width].mean()))
+        penalty = torch.full_like(self._upper[0], ridge * float(self._upper.diagonal()[: self.width].mean()))
         penalty[self.width] = BIAS * self.rows
         return penalty
 

@@ -126,9 +126,9 @@ class Taps:
                 hook.remove()
 
     def first(self, disturb: dict[str, Tensor] | None = None) -> Seen:
-        """What the first batch shows, padding and all."""
+        """What the smallest batch shows, padding and all."""
         with self.watching(disturb=disturb) as seen, self.settled.counting():
-            self.runner.run(0)
+            self.runner.run(self.runner.least)
         return seen
 
     def see(self, batch: int, until: frozenset[str] = frozenset(), also: frozenset[str] = frozenset()) -> Seen:

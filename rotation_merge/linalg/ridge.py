@@ -12,18 +12,30 @@ def ridge_change(gram: Tensor, cross: Tensor, penalty: Tensor) -> Tensor | None:
     D = (R^T X) (X^T X + diag(penalty))^-1, by Cholesky in float64.
 
     Args:
-        gram: X^T X, shape (in, in).
+        gram: X^T X, shape (in, in); only its upper triangle is read.
         cross: X^T R, shape (in, out); R is what the map's outputs lack.
         penalty: of each input, shape (in,), not negative.
 
     Returns:
         D, shape (out, in), float64; None where the sum is singular.
     """
-    gram, cross = gram.double(), cross.double()
-    whole = gram.clone()
-    whole.diagonal().add_(penalty)
-    factor, failed = torch.linalg.cholesky_ex(whole)
-    pivots = factor.diagonal()
-    if int(failed) or bool((pivots < 1e-7 * gram.diagonal().clamp_min(1e-300).sqrt()).any()):
+    factor = ridge_factor(gram, penalty)
+    return None if factor is None else solved_with(factor, cross)
+
+
+def ridge_factor(gram: Tensor, penalty: Tensor) -> Tensor | None:
+    """The Cholesky factor, for all maps that read the same; see `ridge_change`."""
+    whole = gram.double()
+    diagonal = whole.diagonal()
+    before = diagonal.clone()
+    diagonal.add_(penalty)  # and put back: the whole is large
+    factor, failed = torch.linalg.cholesky_ex(whole.mT)  # which is read below its diagonal, and columns first
+    diagonal.copy_(before)
+    if int(failed) or bool((factor.diagonal() < 1e-7 * before.clamp_min(1e-300).sqrt()).any()):
         return None
-    return torch.cholesky_solve(cross, factor).mT
+    return factor
+
+
+def solved_with(factor: Tensor, cross: Tensor) -> Tensor:
+    """The change of a map by the factor of what it reads; see `ridge_change`."""
+    return torch.cholesky_solve(cross.double(), factor).mT

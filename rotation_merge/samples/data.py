@@ -211,6 +211,9 @@ def _masked(batch: Batch, model_path: str, generator: torch.Generator) -> Batch:
 
 NO_PAIRS = torch.empty(0, 0)
 
+FEW = 256
+"""Positions that a model is looked at with in no more time than those of a smaller batch."""
+
 SLACK = 48
 """Positions of padding that cost no more than another batch, measured on layers of width 384."""
 
@@ -275,12 +278,15 @@ def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
 
 
 def first_apart(batches: Sequence[Batch]) -> list[Batch]:
-    """The same examples; an eighth of the first batch is one of its own, which a model is looked at with.
+    """The same examples; an eighth of the first batch is one of its own, which a model is looked at with, where there is
+    no small batch.
 
     Args:
         batches: those that do not hold a row for each example stay as they are.
     """
     first = batches[0] if batches else {}
+    if any(next(iter(batch.values())).numel() <= FEW for batch in batches):
+        return [*batches]
     count = min(map(len, first.values()), default=0) // 8
     if count == 0 or len({len(tensor) for tensor in first.values()}) > 1:
         return [*batches]

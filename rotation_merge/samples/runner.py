@@ -54,7 +54,7 @@ class Runner:
         architecture: under the names of the model's own state dict; blocks have their names from here.
         whole: whether all weights are in memory.
         block: the present one.
-        batches: what it is run on.
+        batches: what it is run on; `least` is the number of the smallest.
         stored: its tensors by the names of its checkpoint.
 
     Args:
@@ -100,6 +100,8 @@ class Runner:
             self.model = whole_model(self.model, source, own, dtype)
         self.model.to(self.device) if self.whole else self._buffers()
         self.batches = [{k: self._input(v) for k, v in batch.items() if k != "labels"} for batch in batches]
+        sizes = [next(iter(batch.values())).numel() for batch in self.batches]
+        self.least = sizes.index(min(sizes)) if sizes else 0
         self.block: Block | None = None
         self.opened: set[str] = set()
         self._slots = _slots(self.model, self.architecture)
@@ -124,10 +126,9 @@ class Runner:
         if self.block is not None:
             self._leave(self.block)
         self.block = None
-        least = min(range(len(self.batches)), key=lambda i: next(iter(self.batches[i].values())).numel())
         self._given.look()
         self._opening = True
-        self.run(least)  # opens the next block where it is entered, and fills what else that enters
+        self.run(self.least)  # opens the next block where it is entered, and fills what else that enters
         self._opening = False
         self._given.looked()
         return self.block
