@@ -137,7 +137,7 @@ class Settled:
         """Whether what a part gives takes no more room than what its maps give."""
         if name in self.maps or not tensors:
             return name in self.maps
-        outputs = sum(self.maps[key].weight.numel() // _inputs(self.maps[key]) for key in self.within[name])
+        outputs = sum(_outputs(self.maps[key]) for key in self.within[name])
         return sum(x.numel() for x in tensors) <= tensors[0].numel() // tensors[0].shape[-1] * outputs
 
 
@@ -145,8 +145,8 @@ _MOVING = object()
 """Stands for a tensor in an output."""
 
 
-def _inputs(module: Any) -> int:
-    return int(module.in_features if isinstance(module, nn.Linear) else module.nx)
+def _outputs(module: Any) -> int:
+    return int(module.out_features if isinstance(module, nn.Linear) else module.nf)
 
 
 def _parts(layer: nn.Module, maps: Mapping[str, nn.Module]) -> dict[str, set[str]]:

@@ -278,8 +278,8 @@ def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
 
 
 def first_apart(batches: Sequence[Batch]) -> list[Batch]:
-    """The same examples; an eighth of the first batch is one of its own, which a model is looked at with, where there is
-    no small batch.
+    """The same examples; an eighth of the first batch is one of its own, which a model is looked at with, unless
+    one is small already.
 
     Args:
         batches: those that do not hold a row for each example stay as they are.
