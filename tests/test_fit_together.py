@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,20 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from test_fit import tiny_llama, token_batches
-from transformers import ViTConfig, ViTModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    CLIPConfig,
+    CLIPModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTModel,
+)
 
 from rotation_merge.cli.app import app
+from rotation_merge.errors import RecipeError
 from rotation_merge.learning.fit import FitResult, fit
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.learning.together import joined
@@ -80,7 +92,39 @@ def _hidden() -> FitResult:
     return fit(*models, data, MatchOptions(), OPTIONS)
 
 
-@pytest.mark.parametrize("work", [_llama, lambda: _llama(labels=True), _hidden], ids=["logits", "labels", "hidden"])
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+PARTS = {"max_position_embeddings": 16, "vocab_size": 40, **SMALL}
+LABELLED: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "next tokens": (GPT2LMHeadModel, GPT2Config, {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40}),
+    "classes": (BertForSequenceClassification, BertConfig, {**PARTS, "num_labels": 3}),
+    "tokens": (BertForTokenClassification, BertConfig, {**PARTS, "num_labels": 3}),
+}
+
+
+def _labelled(kind: str) -> FitResult:
+    """Labels of which some do not count, other ones in each row."""
+    made, config, sizes = LABELLED[kind]
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        models.append(made(config(**sizes)).eval())
+    data = token_batches(4)
+    for batch in data:
+        labels = batch["input_ids"] % 3
+        labels[:1, :1] = labels[1:2, 2:] = -100
+        batch["labels"] = labels[:, 0] if kind == "classes" else labels
+    return fit(*models, data, options=OPTIONS)
+
+
+WORK: dict[str, Callable[[], FitResult]] = {
+    "logits": _llama,
+    "labels": lambda: _llama(labels=True),
+    "hidden": _hidden,
+    **{kind: partial(_labelled, kind) for kind in LABELLED},
+}
+
+
+@pytest.mark.parametrize("work", WORK.values(), ids=list(WORK))
 def test_two_processes_with_half_of_each_batch_are_one_with_all(work: Callable[[], FitResult]):
     once = work()
 
@@ -98,6 +142,20 @@ def test_two_processes_with_half_of_each_batch_are_one_with_all(work: Callable[[
                 own = result.alignments[0].transforms[name].tensors()[key]
                 torch.testing.assert_close(own, tensor, rtol=1e-3, atol=1e-4)
                 assert torch.equal(own, results[0].alignments[0].transforms[name].tensors()[key])
+
+
+def test_a_model_that_compares_the_examples_of_a_batch_is_refused():
+    torch.manual_seed(0)
+    config = CLIPConfig(text_config=PARTS, vision_config={**SMALL, "image_size": 8, "patch_size": 4}, projection_dim=8)
+    models = [CLIPModel(config).eval() for _ in range(2)]
+    data = [{**batch, "pixel_values": torch.randn(len(batch["input_ids"]), 3, 8, 8)} for batch in token_batches(2)]
+
+    def work(_: int) -> FitResult:
+        with joined("cpu"):
+            return fit(*models, data, MatchOptions(), OPTIONS)
+
+    with pytest.raises(RecipeError, match="CLIPModel compares every example of a batch with all others"):
+        together(work)
 
 
 def test_the_first_process_writes_and_speaks(tmp_path: Path):

@@ -181,9 +181,9 @@ class _Fit:
                     value = labels_loss(outputs)
                 else:
                     value = distillation(outputs, taught, coefficients, attention_mask(batch))
+            if self.together.count == 1:
+                return value
             mass = weighed(self.parents[0], outputs, batch, taught, coefficients).to(mass)
-        if self.together.count == 1:
-            return value
         total = self.together.total(mass)
         return value * mass / total if float(mass) else mass
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from rotation_merge.errors import RecipeError
 from rotation_merge.learning.engine import Batch
+from rotation_merge.samples.functions import predicts_next
 
 OBJECTIVES = ("auto", "distill", "labels")
 """distill: the parents' outputs (no labels needed); labels: the model's own loss on the labels in the data."""
@@ -134,13 +135,19 @@ def labels_loss(outputs: Any) -> Tensor:
 def weighed(
     model: nn.Module, outputs: Any, batch: Batch, taught: Sequence[Tensor] | None, coefficients: Tensor
 ) -> Tensor:
-    """What the loss of some rows is a mean over, so that the parts of a batch can be put together."""
+    """What the loss of some rows is a mean over, so that the parts of a batch can be put together.
+
+    Raises:
+        RecipeError: they cannot.
+    """
     rows = torch.tensor(float(next(iter(batch.values())).shape[0]))
+    if isinstance(getattr(outputs, "logits_per_image", None), Tensor):
+        what = f"{type(model).__name__} compares every example of a batch with all others"
+        raise RecipeError(what, remedy="fit it in one process, without torchrun")
     if taught is None:
         labels = batch["labels"]
-        shifted = getattr(model, "loss_type", "") == "ForCausalLM"
-        counted = labels[:, 1:] if shifted else labels
-        return rows if labels.ndim == 1 or labels.is_floating_point() else (counted != -100).sum()
+        counted = labels[:, 1:] if labels.ndim > 1 and predicts_next(model) else labels
+        return rows if labels.is_floating_point() else (counted != -100).sum()
     if not is_distribution(outputs):
         target = sum(c * t for c, t in zip(coefficients, taught, strict=True))
         return torch.as_tensor(target).double().square().sum()

@@ -33,7 +33,7 @@ class Together:
 
     def part(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This process's rows of a batch; none where there are fewer rows than processes before it."""
-        return {name: tensor[self.rank :: self.count] for name, tensor in batch.items()}
+        return {name: tensor[self.rank :: self.count].contiguous() for name, tensor in batch.items()}
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over all processes, without gradients."""

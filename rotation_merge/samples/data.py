@@ -20,7 +20,7 @@ from rotation_merge.samples.checked import (
     check_tokens,
 )
 from rotation_merge.samples.examples import KINDS, read_examples, tokenizer_of
-from rotation_merge.samples.functions import Batch, check_kind
+from rotation_merge.samples.functions import Batch, check_kind, predicts_next
 from rotation_merge.samples.sentence import is_sentence_model
 from rotation_merge.samples.written import SOURCES, write_samples
 
@@ -155,8 +155,7 @@ def _begun(batch: Batch, model: Any) -> Batch:
 def _task(model: Any, batch: Batch) -> str:
     """What a loss can be measured of."""
     name = type(model).__name__
-    sees = "ForConditionalGeneration" in name and not getattr(model.config, "is_encoder_decoder", False)
-    if "input_ids" in batch and (sees or name.endswith(("ForCausalLM", "LMHeadModel"))):
+    if "input_ids" in batch and predicts_next(model):
         return "next token"
     if "input_ids" in batch and name.endswith("ForMaskedLM") and "labels" not in batch:
         return "masked token"

@@ -55,6 +55,13 @@ def local_path(path: str) -> str:
     return downloaded(part.path, part.revision, None, FILES)
 
 
+def predicts_next(model: nn.Module) -> bool:
+    """Whether a model's labels are the tokens that come next, so that the first of a row is nobody's."""
+    name = type(model).__name__
+    sees = "ForConditionalGeneration" in name and not getattr(model.config, "is_encoder_decoder", False)
+    return sees or name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
 def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None) -> Any:
     """The model at a path, in evaluation mode; every weight must be there.
 
