@@ -5,7 +5,7 @@
     python benchmarks/sizes.py --shape llama-300m --busy --threads 0 --cases near
     python benchmarks/sizes.py --shape llama-8b --layers 1 --vocabulary 4000 --whole
     python benchmarks/sizes.py --data                         `measure`, and a refit of two models, on samples
-    python benchmarks/sizes.py --align --layers 2 --vocabulary 128256    `align` and `carry`
+    python benchmarks/sizes.py --align --layers 1 --vocabulary 128256    `align` and `carry`
     python benchmarks/sizes.py --curves                       cost by layers, width and donors
     python benchmarks/sizes.py --estimates                    the estimates for what has been measured
 

@@ -16,9 +16,10 @@ from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.both import BYTES_FOLDED
 from rotation_merge.matching.options import MatchOptions
 from rotation_merge.matching.slices import LONG
+from rotation_merge.matching.state import KEPT
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.matching.walk import PARTS, SAMPLE
-from rotation_merge.spread.threads import BYTES_A_WEIGHT, KEPT_FREED, workers_for
+from rotation_merge.spread.threads import BYTES_A_WEIGHT, workers_for
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -31,8 +32,11 @@ STEP_SECONDS = 0.01
 """Seconds of one pass over one block beside its arithmetic: what small models take."""
 SHARD = 5_000_000_000
 """Bytes of output that are held before a file is written."""
-READ_BYTES = 5e8
-"""Bytes a second that reading, casting and writing manage on one core."""
+READ_BYTES = 4.2e8
+"""Bytes a second that reading, moving, averaging and writing manage on one core: near models of 300M to 70B shape."""
+SCATTERED = 1 / 3
+"""Share of what is held that is freed memory in between, too small a piece for the next tensor: of layers of 1B and 8B
+shape in several passes."""
 REACHED = 0.8
 """Share of the speed of one large product that matching reaches."""
 
@@ -313,7 +317,7 @@ def _local_memory(architecture: Architecture, sizes: dict[str, int], options: Ma
 def _residual_memory(architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int) -> int:
     """For every worker both models' tensors of a layer as they are stored and widened, the largest space once more as
     the stream's map turns it, and its similarities; products of the stream of each part, embedding, head and map, and
-    for every worker of two layers; and what is freed and stays with the process."""
+    for every worker of two layers; what is kept of models that are read again; and freed memory in between."""
     layers, peak = 0, 0
     for block in architecture.blocks:
         if block.index is None:
@@ -329,8 +333,8 @@ def _residual_memory(architecture: Architecture, sizes: dict[str, int], options:
         peak = max(peak, widened + 4 * max(spaces.values(), default=0) + 5 * table)
     workers = workers_for(BYTES_FOLDED * _largest_layer(architecture, sizes) // BYTES_A_WEIGHT)
     products = 8 * sum(stream.sizes["size"] ** 2 for stream in architecture.streams.values())
-    held = workers * (peak + 2 * products) + (min(PARTS, layers) + 4) * products
-    return held + min(held // 4, KEPT_FREED)
+    kept = 2 * min(KEPT, 4 * sum(sizes.values()))
+    return int((1 + SCATTERED) * (workers * (peak + 2 * products) + (min(PARTS, layers) + 4) * products + kept))
 
 
 def _writing_memory(architecture: Architecture, sizes: dict[str, int], itemsize: int, out_itemsize: int) -> int:
