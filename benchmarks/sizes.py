@@ -9,10 +9,10 @@
     python benchmarks/sizes.py --curves                       cost by layers, width and donors
     python benchmarks/sizes.py --estimates                    the estimates for what has been measured
 
-Two bf16 models of the shape (`shapes.py`) are merged half and half by `mergekit-yaml` in processes of their own
-(`phases.py`). The donor is a fine-tune (2% noise), a planted twin, or independent. Seconds are processor time where a
-title does not say wall. "Start" is what Python and its libraries take before a merge begins; the estimates are of the
-rest.
+Two bf16 models of the shape (`shapes.py`) are merged half and half by `mergekit-yaml` in processes of their own: once
+as users run it, which gives time and memory, and once watched, which gives phases (`phases.py`). The donor is a
+fine-tune (2% noise), a planted twin, or independent. Seconds are processor time where a title does not say wall.
+"Start" is what Python and its libraries take before a merge begins; the estimates are of the rest.
 
 With `--whole` some layers and a part of the vocabulary are measured and the whole shape is extrapolated from them: what
 was spent in layers by their number, the rest by the weights outside of layers. For a residual stream of independent
@@ -110,12 +110,20 @@ def recipe(options: Mapping[str, object], anchor: Path, donors: Sequence[Path]) 
     }
 
 
-def run(options: Mapping[str, object], anchor: Path, donors: Sequence[Path], threads: int, passes: int = 0) -> Cost:
+def run(
+    options: Mapping[str, object],
+    anchor: Path,
+    donors: Sequence[Path],
+    threads: int,
+    passes: int = 0,
+    plain: bool = False,
+) -> Cost:
     """One merge in a process of its own.
 
     Args:
         threads: of torch; 0: as many as it takes by itself.
         passes: at most so many for a residual stream; 0: as ever.
+        plain: take time and memory from a second run, of mergekit's own command with nobody watching.
     """
     with tempfile.TemporaryDirectory(dir=anchor.parent) as name:
         folder = Path(name)
@@ -123,6 +131,10 @@ def run(options: Mapping[str, object], anchor: Path, donors: Sequence[Path], thr
         command = [sys.executable, Path(__file__).with_name("phases.py"), folder / "recipe.yml", folder / "out"]
         command += [folder / "found.json", *(["--passes", passes] if passes else [])]
         used = process(command, threads)
+        if plain:
+            shutil.rmtree(folder / "out")
+            command = [Path(sys.executable).with_name("mergekit-yaml"), folder / "recipe.yml", folder / "out"]
+            used = process([*command, "--quiet", "--out-shard-size", "1B"], threads)
         return replace(used, found=json.loads((folder / "found.json").read_text()))
 
 
@@ -178,11 +190,11 @@ def compare(shape: Shape, cases: Sequence[str], repeats: int, threads: int, tabl
     donors = {kind: write(shape, folder / kind, kind) for kind in dict.fromkeys(CASES[case][0] for case in cases)}
     costs: dict[str, list[Cost]] = {LINEAR: [], **{case: [] for case in cases}}
     for turn in range(repeats):
-        costs[LINEAR].append(run({}, anchor, list(donors.values())[:1], threads))
+        costs[LINEAR].append(run({}, anchor, list(donors.values())[:1], threads, plain=True))
         for case in cases:
             kind, options = CASES[case]
             if turn == 0 or kind != "far":
-                costs[case].append(run(options, anchor, [donors[kind]], threads))
+                costs[case].append(run(options, anchor, [donors[kind]], threads, plain=True))
     linear = middle(costs[LINEAR])
     for case, found in costs.items():
         cost = middle(found)

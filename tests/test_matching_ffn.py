@@ -15,7 +15,7 @@ from rotation_merge.linalg.assignment import assign_factored
 from rotation_merge.matching import experts as experts_module
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.biases import unseen
-from rotation_merge.matching.block import match_block, squared_distances
+from rotation_merge.matching.block import STILL, check_finite, match_block, squared_distances
 from rotation_merge.matching.experts import _collect, _Layer, match_experts
 from rotation_merge.matching.ffn import match_ffn
 from rotation_merge.matching.gauge import random_gauge
@@ -351,6 +351,25 @@ def test_biases_count(heads):
     assert torch.equal(moved, anchor[bias])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "noise", "moves"),
+    [(torch.bfloat16, 0.003, False), (torch.bfloat16, 0.3, True), (torch.float32, 0.003, True)],
+)
+def test_what_a_move_gains_is_more_than_what_storing_it_costs(dtype, noise, moves):
+    _, block, anchor = llama_block(dtype)
+    draw = gen(0)
+    donor = {k: (x + noise * x.std() * torch.randn(x.shape, generator=draw)).to(dtype) for k, x in anchor.items()}
+    double = [{k: x.double() for k, x in tensors.items()} for tensors in (anchor, donor)]
+    best = match_block(block, *double, MatchOptions()).transforms
+    for record in match_block(block, anchor, donor, MatchOptions()).records:
+        space = next(own for own in block.spaces.values() if own.name == record.space)
+        infos = [info for info in block.tensors if info.key in donor]
+        stored = {info.key: transform_tensor(double[1][info.key], info, best).to(dtype) for info in infos}
+        assert (squared_distances(block, space, anchor, stored, {})[0] < record.before) == moves
+        assert (record.after < record.before) == moves
+        assert (STILL in record.notes) == (not moves)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_block_planted_in_storage_dtypes(dtype):
     architecture, block, anchor = llama_block(dtype)
@@ -369,9 +388,10 @@ def test_bad_values_are_named(bad, whose):
     donor = {k: x.clone() for k, x in anchor.items()}
     broken = {"anchor": anchor, "donor": donor}[whose]
     key = next(k for k in broken if "up_proj" in k)
+    check_finite(block, broken, whose)
     broken[key][3, 3] = bad
     with pytest.raises(AlignmentError, match=rf"up_proj.weight' of the {whose}"):
-        match_block(block, anchor, donor, MatchOptions())
+        check_finite(block, broken, whose)
 
 
 def test_what_rescaling_leaves_where_it_stands_is_the_very_same_tensor():

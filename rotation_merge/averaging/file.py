@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rotation_merge import durable
 from rotation_merge.errors import RotationMergeError, SpaceError, StatisticsError, no_space, short
+from rotation_merge.linalg.finite import all_finite
 
 FORMAT = "rotation_merge.statistics.1"
 
@@ -106,7 +107,7 @@ class Statistics:
             tensor: Tensor = self._file.get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise StatisticsError(f"'{key}' cannot be read ({short(error)})", where=self.path, remedy=ANEW) from error
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not all_finite([tensor]):
             raise StatisticsError(f"'{key}' holds NaN or infinity", where=self.path, remedy=ANEW)
         return tensor
 
@@ -158,7 +159,7 @@ def write_statistics(
         file.write(struct.pack("<Q", len(text)) + text)
         for key in sorted(tensors):
             tensor = tensors[key].load().to("cpu", tensors[key].dtype).contiguous()
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if not all_finite([tensor]):
                 what, remedy = f"'{key}' would hold NaN or infinity", "look at the model's weights, and at the samples"
                 raise StatisticsError(what, where=str(where or path), remedy=remedy)
             file.write(tensor.numpy().tobytes())

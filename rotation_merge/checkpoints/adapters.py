@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rotation_merge.checkpoints.headers import ADAPTER_CONFIG, Shapes, file_shapes, read_json
 from rotation_merge.errors import CheckpointError
+from rotation_merge.linalg.finite import all_finite
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS]
@@ -168,7 +169,7 @@ class Adapter:
             CheckpointError: it holds NaN or infinity.
         """
         tensor: Tensor = self._loader.get_tensor(key)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not all_finite([tensor]):
             raise self._damaged(f"'{key}' holds NaN or infinity")
         return tensor
 

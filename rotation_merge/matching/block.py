@@ -17,6 +17,7 @@ from rotation_merge.architectures.model import Block, Space
 from rotation_merge.errors import AlignmentError
 from rotation_merge.groups import HeadTransform, NeuronTransform, SpaceTransform
 from rotation_merge.groups.admitted import asks
+from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.scaling import limited
 from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.attention import AttentionMatch, match_attention
@@ -32,6 +33,14 @@ from rotation_merge.matching.spanning import Leads, held, led, ordered
 from rotation_merge.matching.translation import match_translation
 
 _BLOCK = 1 << 20  # entries widened at a time
+
+STILL = "left where it is: moving it would gain less than storing it again costs"
+
+
+def rounding_error(dtype: torch.dtype) -> float:
+    """Mean squared error of storing values in a type, as a share of their squares: spacing^2 / 12 for 1 <= x < 2,
+    whose squares are 7/3 on average."""
+    return torch.finfo(dtype).eps ** 2 / 28
 
 
 @dataclass(frozen=True)
@@ -117,16 +126,11 @@ def match_block(
 
     Args:
         block: the anchor's block (the donor's has the same spaces).
-        anchor, donor: tensors of the block by key.
+        anchor, donor: tensors of the block by key, all of them finite (`check_finite`).
         options: which groups to use.
         streams: transforms of the residual streams that the donor has been given.
         leads: the spans that may move, with the element of the first layer unless this is it; others stay.
-
-    Raises:
-        AlignmentError: a tensor holds NaN or infinity; names it.
     """
-    check_finite(block, anchor, "anchor")
-    check_finite(block, donor, "donor")
     wanted = wanted_spaces(block, options)
     names = {space.name for space in wanted}
     anchor, donor = settled(block, anchor, names), settled(block, donor, names)
@@ -182,6 +186,8 @@ class _Matching:
         """Match one space, the others held as they are; from tensors that touch no `unknown` one, if there are any."""
         begin = time.perf_counter()
         transform, found = self._best(space, unknown)
+        if self._blurred(space, found):
+            transform, found = transform.still(), {**found, "after": found["before"], "notes": [STILL]}
         self.local[space.name] = transform
         self.records[space.name] = SpaceMatch(
             *(space.name, space.kind, transform.group()),
@@ -190,6 +196,16 @@ class _Matching:
             head_order=transform.head_order().tolist() if isinstance(transform, HeadTransform) else None,
             **{**found, "notes": [*found.get("notes", []), *_at_the_limit(transform)]},
         )
+
+    def _blurred(self, space: Space, found: Mapping[str, Any]) -> bool:
+        """Whether a move of tensors that nothing else moves would gain less than storing them again costs."""
+        local = {own.name for own in self.block.spaces.values()}
+        names = {info.key: local & {own.name for own in info.spaces()} for info in self.block.tensors}
+        touched = [key for key in self.donor if space.name in names.get(key, ())]
+        if self.streams or self.leads or any(len(names[key]) > 1 for key in touched):
+            return False
+        least = min((rounding_error(self.donor[key].dtype) for key in touched), default=0.0)
+        return found["before"] - found["after"] < least * found["anchor"]
 
     def settle(self, spaces: list[Space]) -> None:
         """Match spaces that share tensors again and again, from what is known of them and from where they stand."""
@@ -310,13 +326,11 @@ def check_finite(block: Block, tensors: Tensors, whose: str) -> None:
     Raises:
         NotFiniteError: names the tensor, and which of the models it is.
     """
-    held = [(info, tensors[info.key]) for info in block.tensors if info.key in tensors]
-    held = [(info, tensor) for info, tensor in held if tensor.is_floating_point()]
-    # one question to the device for all; a sum of finite values may overflow, so bad ones are looked at again
-    if not held or bool(torch.stack([tensor.sum(dtype=torch.float32) for _, tensor in held]).isfinite().all()):
+    held = [info for info in block.tensors if info.key in tensors]
+    if all_finite([tensors[info.key] for info in held]):
         return
-    for info, tensor in held:
-        if not bool(torch.isfinite(tensor).all()):
+    for info in held:
+        if not all_finite([tensors[info.key]]):
             raise NotFiniteError(
                 f"tensor '{info.name}' of the {whose} holds NaN or infinity",
                 where=block.name,

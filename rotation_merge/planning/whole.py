@@ -6,7 +6,7 @@ of both models alive until the last has been read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -136,7 +136,7 @@ class MatchMean(WholeTask):
     """Matches all models to their running mean; gives an alignment for every model but the base."""
 
     architecture: Architecture = Field(repr=False)
-    sources: dict[str, object] = Field(repr=False)
+    sources: Mapping[str, object] = Field(repr=False)
     base: str
     options: MatchOptions
     run: Run = Field(repr=False)

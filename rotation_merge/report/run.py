@@ -112,11 +112,11 @@ class Run:
         names = (name for name in self.transforms if name == model or name.startswith(f"{model} (carried over"))
         return self.transforms.get(next(names, ""), {})
 
-    def saw(self, model: str, name: str, tensor: Tensor) -> None:
-        """A model's tensor as it is stored, for the model's fingerprint."""
+    def saw(self, model: str, name: str, tensor: Tensor) -> bool:
+        """A model's tensor as it is stored, for the model's fingerprint; whether nobody had looked at it before."""
         with self._lock:
             mark = self.marks.setdefault(model, Fingerprint())
-        mark.add(name, tensor)
+        return mark.add(name, tensor)
 
     def transport(self, donor: str, change: float, origin: float) -> None:
         """Add a tensor's squared change by fine-tuning and its squared norm before it."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import DataError, short
+from rotation_merge.linalg.finite import all_finite
 from rotation_merge.samples.functions import Batch
 
 
@@ -47,7 +48,7 @@ def check_shape(model: Any, batch: Batch, source: str) -> None:
 def check_numbers(batch: Batch, source: str) -> None:
     """Numbers are numbers, and tokens whole ones."""
     for name, tensor in batch.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if not all_finite([tensor]):
             raise DataError(f"'{name}' holds NaN or infinity", where=source, remedy="leave such examples out")
         if name == "input_ids" and (tensor.is_floating_point() or tensor.ndim < 2):
             what = f"'{name}' is of {str(tensor.dtype).removeprefix('torch.')}, shape {list(tensor.shape)}"

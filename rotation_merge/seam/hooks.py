@@ -93,8 +93,15 @@ class ExtendingLoader:
         return module
 
     def exec_module(self, module: "ModuleType") -> None:
-        self.inner.exec_module(module)
-        extend(module, module.__spec__.name if module.__spec__ else module.__name__)
+        name = module.__spec__.name if module.__spec__ else module.__name__
+        if HOOKS.get(name) == "extend_command":
+            from rotation_merge.seam.start import collector_held
+
+            with collector_held():
+                self.inner.exec_module(module)
+        else:
+            self.inner.exec_module(module)
+        extend(module, name)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
