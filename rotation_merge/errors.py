@@ -62,9 +62,9 @@ class SpaceError(RotationMergeError):
 
 
 def no_space(error: object) -> bool:
-    """Whether an error, of the system or of safetensors in its new form or its old, says that a disk is full."""
+    """Whether an error, of the system, torch, or safetensors in its new form or its old, says that a disk is full."""
     text = str(error)
-    told = "No space left" in text or "os error 28" in text or "Os { code: 28," in text
+    told = any(words in text for words in ("No space left", "os error 28", "Os { code: 28,", ". unexpected pos "))
     return told or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
 
 

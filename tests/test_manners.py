@@ -16,6 +16,7 @@ from rotation_merge.cli import app as cli
 from rotation_merge.cli import show
 from rotation_merge.cli.app import COMMANDS, app
 from rotation_merge.durable import replacing
+from rotation_merge.errors import no_space
 from rotation_merge.samples.demo import CHECKPOINTS
 from rotation_merge.seam.console import line
 
@@ -303,6 +304,28 @@ def test_a_full_disk_in_the_command_leaves_nothing(tmp_path: Path, monkeypatch: 
     assert done.exit_code == 2
     assert "the disk is full" in done.output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from rotation_merge import durable
+    from rotation_merge.report.curves import Barrier, Curve
+    from rotation_merge.report.plots import save_barrier
+
+    found = Barrier("a", "b", "data", "class", 1, {}, [Curve("plain", [0.0, 1.0], [1.0, 1.0], [0.0, 0.0])])
+    save_barrier(found, str(tmp_path / "path.svg"))
+    before = (tmp_path / "path.svg").read_bytes()
+    monkeypatch.setattr(durable.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        save_barrier(found, str(tmp_path / "path.svg"))
+    assert [path.name for path in tmp_path.iterdir()] == ["path.svg"]
+    assert (tmp_path / "path.svg").read_bytes() == before
+
+
+def test_what_torch_says_of_a_full_disk():
+    assert no_space(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 24576 vs 24464"))
+    assert not no_space(
+        RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory")
+    )
 
 
 def test_a_file_that_cannot_be_written_is_named_by_its_own_name():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.durable import replacing
-from rotation_merge.errors import AlignmentError, RotationMergeError, short
+from rotation_merge.errors import AlignmentError, RotationMergeError, no_space, short
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.learning.together import Together
 from rotation_merge.matching.fingerprint import Fingerprint
@@ -125,7 +125,8 @@ class State:
             with replacing(self.path) as temporary:
                 torch.save(state, temporary)
         except (OSError, RuntimeError) as error:  # the second is what torch says of a full disk
-            what = f"the state of the run cannot be written ({short(error)})"
+            why = "no space left on device" if no_space(error) else short(error)
+            what = f"the state of the run cannot be written ({why})"
             raise RotationMergeError(what, where=str(self.path), remedy="free some space and run again") from error
 
     def remove(self) -> None:

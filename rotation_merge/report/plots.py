@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from rotation_merge.durable import replacing
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.report.curves import Barrier
 
@@ -41,7 +42,7 @@ def _pyplot() -> Any:
 
 
 def save_barrier(barrier: Barrier, path: str) -> None:
-    """Write a barrier's curves to a PNG, SVG or PDF file, up to `MOST_CURVES` of them.
+    """Write a barrier's curves to a PNG, SVG or PDF file, up to `MOST_CURVES` of them; whole or not at all.
 
     Raises:
         RotationMergeError: matplotlib is not installed.
@@ -55,7 +56,8 @@ def save_barrier(barrier: Barrier, path: str) -> None:
     axes.set_ylabel("loss (nats)")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=160)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160, format=os.path.splitext(path)[1][1:].lower())
     pyplot.close(figure)
 
 
