@@ -12,6 +12,7 @@ from cli_support import run
 from plugin_support import make, merged, mergekit_yaml, one_error, write_recipe
 from residual_support import checkpoint, recipe, twin
 from safetensors.torch import load_file, save_file
+from tiny_models import inputs
 
 from rotation_merge.checkpoints.spliced import Spliced
 from rotation_merge.samples.functions import load
@@ -115,6 +116,26 @@ def test_heads_move_with_their_donors(residual: str, tmp_path: Path):
     made = recipe(anchor, moved, residual=residual, heads_of="each")
     merged(made, tmp_path / "out")
     assert anchor.differs(tmp_path / "out" / "heads" / "twin") < 1e-3
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_heads_of_other_sizes_are_not_compared(mean: bool, tmp_path: Path):
+    """Streams are matched on bodies: under a head of two classes more the merged one computes what the twin does."""
+    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
+    other = twin(anchor, tmp_path / "twin", "rotation")
+    moved = other.path
+    tensors, config = load_file(moved / "model.safetensors"), json.loads((moved / "config.json").read_text())
+    for name in ("classifier.weight", "classifier.bias"):
+        tensors[name] = torch.cat([tensors[name], 2 * tensors[name][:2]])
+    save_file(tensors, moved / "model.safetensors", {"format": "pt"})
+    config["id2label"] = {str(i): f"own {i}" for i in range(len(tensors["classifier.bias"]))}
+    config["label2id"] = {name: int(i) for i, name in config["id2label"].items()}
+    (moved / "config.json").write_text(json.dumps(config))
+    made = recipe(anchor, other, residual="rotation", heads_of="each", anchor="mean" if mean else "base")
+    merged(made, tmp_path / "out")
+    found, wanted = (load(str(path)) for path in (tmp_path / "out" / "heads" / "twin", moved))
+    given = {name: tensor.float() for name, tensor in inputs(anchor.case, wanted).items()}
+    torch.testing.assert_close(found(**given).logits, wanted(**given).logits, atol=1e-3, rtol=1e-3)
 
 
 def test_vocabularies_must_stay(tmp_path: Path):

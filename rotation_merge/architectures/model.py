@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -305,6 +305,14 @@ class Architecture:
 
     def layers(self, module: str) -> list[Block]:
         return [b for b in self.blocks if b.module == module and b.index is not None]
+
+    def without(self, names: Collection[str]) -> Architecture:
+        """The same of which some tensors are not known."""
+        if not names:
+            return self
+        kept = [tuple(info for info in block.tensors if info.name not in names) for block in self.blocks]
+        blocks = zip(self.blocks, kept, strict=True)
+        return replace(self, blocks=tuple(b if len(k) == len(b.tensors) else replace(b, tensors=k) for b, k in blocks))
 
     def named(self) -> dict[str, TensorInfo]:
         """Every checkpoint name and the tensor it belongs to."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from mergekit.common import ModelReference
@@ -32,6 +32,24 @@ def is_head(block: Block, info: TensorInfo) -> bool:
 def head_names(architecture: Architecture) -> set[str]:
     """Names of a model's head."""
     return {n for b in architecture.blocks for info in b.tensors if is_head(b, info) for n in info.names}
+
+
+def compared(
+    base: Model, others: Iterable[Model], own: Collection[str], excluded: Callable[[str], bool] = lambda _: False
+) -> Architecture:
+    """What models are matched on: all but heads that each keeps of its own, and excluded tensors of other sizes.
+
+    Args:
+        own: names of heads' tensors.
+    """
+    known, others = base.architecture.named(), list(others)
+    odd = {
+        name
+        for name, shape in base.shapes.items()
+        if name in known and known[name].vocabulary_axis is None and excluded(name)
+        if any(other.shapes.get(name, shape) != shape for other in others)
+    }
+    return base.architecture.without(odd | {name for name in own if name in known})
 
 
 def moved_head(

@@ -17,6 +17,7 @@ from rotation_merge.averaging.methods import Averaging
 from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.transport import OtFusion
 from rotation_merge.checkpoints.bases import open_bases
+from rotation_merge.checkpoints.heads import compared
 from rotation_merge.checkpoints.hub import local_file
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.checkpoints.vocabulary import matched_on, other_order, shared_rows
@@ -141,6 +142,9 @@ class Donors:
     def _architecture(self) -> Architecture:
         return self._base.architecture
 
+    def _compared(self, *models: ModelReference) -> Architecture:
+        return compared(self._base, map(self.models.__getitem__, models), self.recipe.own_heads, self.recipe.excluded)
+
     def _settle(self, model: ModelReference, reader: ConfigReader) -> Donor:
         if model in self.models.unlike:
             return self._unlike(model, reader)
@@ -164,7 +168,7 @@ class Donors:
         task = MatchWhole(
             key=f"whole:{model}",
             label="",
-            architecture=self._architecture,
+            architecture=self._compared(origin or model),
             anchor=sources[0],
             donor=sources[1],
             anchor_name=str(self.recipe.base),
@@ -302,7 +306,7 @@ class Donors:
         everything = MatchMean(
             key="mean",
             label="",
-            architecture=self._architecture,
+            architecture=self._compared(*readers),
             sources=sources,
             base=str(self.recipe.base),
             options=options,
