@@ -492,8 +492,9 @@ def test_what_safetensors_says_in_new_and_old_releases(said: str, means: str) ->
         ),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
-            "this machine ran out of memory (tried to allocate 64 bytes)",
+            "this machine ran out of memory (tried to allocate 64 bytes); match fewer blocks at once (OMP_NUM_",
         ),
+        (MemoryError(), "this machine ran out of memory; match fewer blocks at once (OMP_NUM_THREADS=1; merges: --low"),
     ],
 )
 def test_what_torch_says_of_too_little_memory(error: Exception, means: str) -> None:

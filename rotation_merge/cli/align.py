@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import click
@@ -111,8 +110,8 @@ def command(
     progress = Progress()
     proof: Proof | None = None
     on = [] if match_on == WEIGHTS else [match_on, data or "self", str(samples or 64), str(seed)]
-    mark = partial(mark_of, (pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie, widths=widths)
-    with kept_beside(out or str(alignment_file), mark, device) as ledger:
+    mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie, widths=widths)
+    with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
         with spread(ray, there) as over:
             how = matcher(match_on, anchor, donor, data or "self", samples or 64, seed, device, over)
             alignment, report = match_pair(pair, progress, how, ledger)

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +111,9 @@ class Book:
         """The run ends before its end: what has taken long is kept."""
         if time.monotonic() - self._written >= SECONDS or self.place.path.exists():
             self.write()
-        if self.place.path.exists():
+        if not any(self.place.path.glob("*.safetensors")):
+            self.place.remove()
+        else:
             LOG.warning("what was found is kept in %s; the same command goes on from there", self.place.path)
 
     def _open(self) -> None:
@@ -131,11 +133,21 @@ class Book:
         laid = {key: x.mT if key in turned else x for key, x in own.items()}  # read again, sums are added in one order
         meta = {"name": name, "facts": json.dumps(entry.facts), "turned": json.dumps(turned)}
         with replacing(self._file(name)) as temporary:
-            save_file({key: x.detach().cpu().contiguous().clone() for key, x in laid.items()}, temporary, metadata=meta)
+            save_file(_apart(laid), temporary, metadata=meta)
 
     def _file(self, name: str) -> Path:
         words = re.sub(r"[^\w.]+", "-", name)[-80:]
         return self.place.file(f"{words}-{zlib.crc32(name.encode()):08x}.safetensors")
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors wants them: contiguous, and no two in the same memory."""
+    found, seen = dict[str, Tensor](), set[int]()
+    for key, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        found[key] = own.clone() if own.untyped_storage().data_ptr() in seen else own
+        seen.add(own.untyped_storage().data_ptr())
+    return found
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,9 @@ def line(error: Exception) -> str:
             return str(RecipeError(f"not valid YAML ({error.problem})", where=where, remedy="mend the syntax"))
         case SafetensorError() | OSError():
             return str(_file_error(error))
-        case MemoryError():
-            return str(RotationMergeError("out of memory", remedy="merge on a machine with more, or in a lower dtype"))
     text = " ".join(f"{error}".split())
-    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
-        return str(_out_of_memory(text))
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
+        return str(_out_of_memory(text, "the GPU" if type(error).__name__ == "OutOfMemoryError" else "this machine"))
     if "inline_container" in text:  # how torch reports that a pickle could not be written to its end
         what = "a weight file cannot be written to its end, the disk may be full"
         return str(RotationMergeError(what, remedy="free some space"))
@@ -75,14 +73,18 @@ def line(error: Exception) -> str:
     return f"{type(error).__name__}: {text or 'no message'}; run again with -vv to see where"
 
 
-def _out_of_memory(text: str) -> RotationMergeError:
-    """What torch says of a device that has not enough."""
-    device = "the GPU" if "DefaultCPUAllocator" not in text else "this machine"
+_LESS = {
+    "the GPU": "on another device (merges: without --cuda, or with --low-cpu-memory)",
+    "this machine": "fewer blocks at once (OMP_NUM_THREADS=1; merges: --low-cpu-memory), or on another device",
+}
+
+
+def _out_of_memory(text: str, device: str) -> RotationMergeError:
+    """What torch, or Python, says of a device that has not enough."""
     wanted = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", text)
     return RotationMergeError(
         f"{device} ran out of memory" + (f" (tried to allocate {wanted[1]})" if wanted else ""),
-        remedy="match on another device (merges: without --cuda, or with --low-cpu-memory), or run on fewer samples at "
-        "once (--batch-size; fit: --checkpointing)",
+        remedy=f"match {_LESS[device]}, or run on fewer samples at once (--batch-size; fit: --checkpointing)",
     )
 
 
