@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from rotation_merge.cli.app import app
-from rotation_merge.errors import RecipeError
+from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.learning.fit import FitResult, fit
 from rotation_merge.learning.records import FitOptions
 from rotation_merge.learning.together import joined
@@ -156,6 +156,21 @@ def test_a_model_that_compares_the_examples_of_a_batch_is_refused():
 
     with pytest.raises(RecipeError, match="CLIPModel compares every example of a batch with all others"):
         together(work)
+
+
+def test_a_process_whose_fellow_ends_says_so():
+    def work(rank: int) -> str:
+        try:
+            with joined("cpu") as (processes, _):
+                if rank:
+                    raise RecipeError("no such file")
+                return str(processes.total(torch.ones(1)))
+        except RotationMergeError as error:
+            return str(error)
+
+    first, second = together(work)
+    assert first.startswith("another process of this fit has ended, or cannot be reached; see what it says")
+    assert second == "no such file"
 
 
 def test_the_first_process_writes_and_speaks(tmp_path: Path):

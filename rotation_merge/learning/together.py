@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,10 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
+
+from rotation_merge.errors import RotationMergeError
+
+LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -62,7 +67,11 @@ class Together:
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[Together, str]]:
-    """The processes that `torchrun` has started, joined, and the device of this one; without it, this one alone."""
+    """The processes that `torchrun` has started, joined, and the device of this one; without it, this one alone.
+
+    Raises:
+        RotationMergeError: another one has ended before this one.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Together(), device
         return
@@ -73,5 +82,13 @@ def joined(device: str) -> Iterator[tuple[Together, str]]:
     distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
     try:
         yield Together(), device
+    except RuntimeError as error:
+        if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+            raise
+        LOG.debug("%s", error)
+        remedy = "see what it says; the same command goes on from the last state that was written"
+        raise RotationMergeError(
+            "another process of this fit has ended, or cannot be reached", remedy=remedy
+        ) from error
     finally:
         distributed.destroy_process_group()
