@@ -194,13 +194,13 @@ class Refit:
         chosen = stages(taps, set(places))
         solved = {key for stage in chosen for key in stage.keys}
         _keep(result, UNSEEN, [one.name for key, some in places.items() if key not in solved for one in some])
-        wanted: frozenset[str] = frozenset().union(*(stage.until for stage in chosen))
+        wanted: frozenset[str] = frozenset().union(*(stage.wanted for stage in chosen))
         taps.settled.pending.update(key for stage in chosen for key in stage.keys)
         if self.answers.learn(block, wanted):
             for number, stage in enumerate(chosen, 1):
                 result.maps += self._solve(taps, stage, places)
                 taps.settled.settle(stage.keys)
-                self.answers.keep(frozenset().union(*(later.until for later in chosen[number:])))
+                self.answers.keep(frozenset().union(*(later.wanted for later in chosen[number:])))
 
     def _places(self, block: Block, taps: Taps, result: Refitted) -> dict[str, list[_Written]]:
         """By key of a map that can be solved: where it goes."""
@@ -231,7 +231,7 @@ class Refit:
             if weight == 0:
                 continue
             seen, wanted = taps.see(batch, stage.until), self.answers(batch)
-            keys = [key for key in stage.keys if key in wanted]
+            keys = [key for key in stage.keys if stage.aims(key) <= wanted.keys()]
             if not keys:
                 return []
             inputs = seen.inputs[keys[0]]

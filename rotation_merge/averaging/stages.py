@@ -190,8 +190,17 @@ class Stage:
     @property
     def until(self) -> frozenset[str]:
         """What a run must show for this stage."""
-        others = [key for branch in self.branches.values() for key, _ in branch.others]
-        return frozenset([*self.keys, *(branch.place for branch in self.branches.values()), *others])
+        return frozenset(self.keys).union(*map(self.aims, self.keys))
+
+    def aims(self, key: str) -> frozenset[str]:
+        """Of what a map needs the answers: of its output, or of the stream and what else is added there."""
+        branch = self.branches.get(key)
+        return frozenset([key] if branch is None else [branch.place, *(other for other, _ in branch.others)])
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Of what answers are needed."""
+        return frozenset().union(*map(self.aims, self.keys))
 
 
 LINEAR = 1e-2

@@ -108,6 +108,8 @@ class _Work:
         average = Either(Average(self.sources, shares), anchor, self.recipe.excluded)  # the merge runs as it is written
         self.start: TensorSource = anchor if self.lesson.start == "anchor" else average
         self.written: set[str] = set()
+        tensors = self.base.architecture.tensors()
+        self.large = {info.name for info in tensors if len(info.axes) > 1 and not info.stacked}
 
     def refit(self, progress: Progress) -> Refitted:
         lesson, own = self.lesson, self.base.architecture
@@ -219,10 +221,13 @@ class _Work:
     def _rounded(self, info: TensorInfo, tensor: Tensor) -> Tensor:
         """Tensors that are no linear maps run as they will be stored; what is solved is rounded afterwards.
 
-        The model may have more of them than the checkpoint: other names of what is tied.
+        The model may have more of them than the checkpoint: other names of what is tied. Embeddings are large, and are
+        written now that they are there.
         """
         blocks = (b for b in self.base.architecture.blocks if any(t.key == info.key for t in b.tensors))
         solved = not tensor.is_floating_point() or any(linear_map(block, info) is not None for block in blocks)
+        if not solved and info.name in self.large and not self.recipe.excluded(info.name):
+            return self._write(info.name, tensor)
         return tensor if solved else tensor.to(self._dtype(info.name))
 
     def _write(self, name: str, tensor: Tensor) -> Tensor:
