@@ -138,6 +138,17 @@ def test_heads_of_other_sizes_are_not_compared(mean: bool, tmp_path: Path):
     torch.testing.assert_close(found(**given).logits, wanted(**given).logits, atol=1e-3, rtol=1e-3)
 
 
+def test_heads_do_not_follow_plans_of_the_stream(tmp_path: Path):
+    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
+    moved = twin(anchor, tmp_path / "twin", "none", heads="none", attention="none", ffn="permutation", rescale=False)
+    made = heads_recipe(anchor.path, moved.path, delegate="ot_fusion", plan="hard", attention="none", ffn="none")
+    assert "add 'stream: identity'" in one_error(mergekit_yaml(made, tmp_path / "refused").output)
+    assert not (tmp_path / "refused").exists()
+    made["parameters"] |= {"stream": "identity", "rescale": False}
+    merged(made, tmp_path / "out")
+    assert anchor.differs(tmp_path / "out" / "heads" / "twin") < 1e-3
+
+
 def test_vocabularies_must_stay(tmp_path: Path):
     anchor, donor = (make("roberta", tmp_path / str(n), seed=n) for n in (0, 1))
     made = heads_recipe(anchor, donor) | {"tokenizer_source": "base"}

@@ -230,9 +230,12 @@ class Fusion:
     def task(self, wanted: Wanted) -> FuseTensor:
         """
         Raises:
-            RotationMergeError: a parameter means nothing, models have samples of their own.
+            RotationMergeError: a parameter means nothing, models have samples of their own or keep their heads.
         """
         self.method.check(wanted.parameters)
+        if wanted.parameters["stream"] == "transport" and self.recipe.value("heads_of") == "each":
+            what = "'heads_of: each' puts the body under every donor's head, which no plan of the stream moves"
+            raise RecipeError(what, where="parameters", remedy="add 'stream: identity'")
         self._settle_data(wanted.reader, wanted.shares)
         order, info, moves = wanted.models(self.recipe.base), wanted.info, wanted.moves
         plans = [() if m == self.recipe.base else self._plans(m, info, moves, wanted.parameters) for m in order]
