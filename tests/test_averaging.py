@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from cli_support import parsed, run
-from plugin_support import build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin
+from plugin_support import EVERYTHING, build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin
 from residual_support import Checkpoint, checkpoint, recipe
 from residual_support import twin as residual_twin
 from safetensors.torch import load_file
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rotation_merge.architectures import families
 from rotation_merge.averaging.file import NAME, Statistics
+from rotation_merge.averaging.methods import Fisher, Kfac, RegMean, Source
 from rotation_merge.averaging.scores import scores
 
 TOLERANCE = 2e-4
@@ -51,6 +52,11 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 FAMILIES = ["llama", "qwen2", "bert"]
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "num_hidden_layers": 1},
+    "bert": {"num_hidden_layers": 1},
+}
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False, "residual": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +161,28 @@ def test_twins_moved_in_the_stream_give_the_anchor(family: str, delegate: str, t
     assert worst(merged(made, tmp_path / delegate), plain) < TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_statistics_go_along_with_a_donor_into_a_merge(family: str, tmp_path: Path):
+    """Of models that differ, with biases: the same as of models that were aligned before they were measured."""
+    residual = {"llama": "rotation", "bert": "permutation"}[family]
+    matched = {**EVERYTHING, "residual": residual}
+    models = [make(family, tmp_path / str(i), seed=i, **CHANGES[family]) for i in range(2)]
+    data, flags = data_for(models[0], tmp_path / "data.npz", rows=8), ("--residual", residual, "--heads", "permutation")
+    aligned = []
+    for model in models:
+        aligned.append(tmp_path / f"aligned-{model.name}")
+        assert run("align", models[0], model, aligned[-1], *flags, "--no-verify").exit_code == 0
+    for model in (*models, *aligned):
+        parsed("measure", model, "--data", data, "--kinds", "kfac")
+    found = []
+    for name, some, options in (("carried", models, matched), ("measured", aligned, STILL)):
+        made = _weighted("kfac", *some, **options, shrink=0.9)
+        for share, entry in zip((0.3, 0.7), made["models"], strict=True):
+            entry["parameters"]["weight"] = share
+        found.append(merged(made, tmp_path / name))
+    assert worst(*found) < 1e-4
+
+
 def _first(family: str, where: Path) -> Checkpoint:
     from tiny_models import ALL
 
@@ -184,6 +212,41 @@ def test_regmean_is_the_least_squares_optimum(tmp_path: Path):
         weights.append(tensors[name].double())
     best = sum(w @ g for w, g in zip(weights, grams, strict=True)) @ torch.linalg.inv(sum(grams))
     torch.testing.assert_close(result[name].double(), best, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_averages_by_hand(count: int):
+    """Shares, ridges in both sums, shrinking, scales of losses, norms and floors: against the formulas, spelled out."""
+    draw = torch.Generator().manual_seed(count)
+
+    def some(*size: int) -> Tensor:
+        return torch.randn(*size, generator=draw, dtype=torch.float64)
+
+    def whole(matrix: Tensor) -> Tensor:
+        off = 0.8 * matrix + 0.2 * torch.diag(matrix.diagonal())
+        return off + 0.05 * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=torch.float64)
+
+    shares, parameters = (0.2, 0.3, 0.5)[:count], {"shrink": 0.8, "ridge": 0.05, "normalize": True, "floor": 0.4}
+    sources = []
+    for number, share in enumerate(shares):
+        inputs, gradients = (x.T @ x for x in (some(9, 4), some(9, 3)))
+        held = {"dense": inputs, "gradient": gradients, "fisher": some(3, 4).square()}
+        sources.append(Source(some(3, 4), share, held, {"loss_scale": 2.0 + number, "fisher_norm": 3.0 - number}))
+    grams = [s.share * whole(s.held["dense"]) for s in sources]
+    best = sum(s.weight @ g for s, g in zip(sources, grams, strict=True)) @ torch.linalg.inv(sum(grams))
+    torch.testing.assert_close(RegMean().average(sources, parameters), best)
+    krons = [
+        s.share / s.made["loss_scale"] * torch.kron(whole(s.held["gradient"]), whole(s.held["dense"])) for s in sources
+    ]
+    right = sum(k @ s.weight.flatten() for k, s in zip(krons, sources, strict=True))
+    best = torch.linalg.solve(sum(krons), right).reshape(3, 4)
+    torch.testing.assert_close(Kfac().average(sources, parameters), best, rtol=1e-6, atol=1e-6)
+    floors = [0.4, 0.0, 0.0]
+    rows = [
+        s.share / s.made["fisher_norm"] * s.held["fisher"].clamp(min=f) for s, f in zip(sources, floors, strict=False)
+    ]
+    best = sum(r * s.weight for r, s in zip(rows, sources, strict=True)) / sum(rows)
+    torch.testing.assert_close(Fisher().average(sources, parameters), best)
 
 
 def test_storage_does_not_matter(twins: dict[str, tuple[Path, ...]], tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -348,6 +349,27 @@ def test_more_models_weights_bf16_and_spill(llama: Checkpoint, tmp_path: Path) -
     assert f"`{llama.path}` self" not in notes
     again = merged({**made, "dtype": "bfloat16"}, tmp_path / "again")
     assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+def test_weights_are_shares_of_samples_or_of_answers(llama: Checkpoint, tmp_path: Path) -> None:
+    """A model of twice the weight is one whose own samples count twice; answers of all are on a line."""
+    other = checkpoint("llama", "llama", tmp_path / "other", seed=4)
+    texts = [torch.randint(3, 40, (4, 8), generator=torch.Generator().manual_seed(i)).tolist() for i in range(2)]
+    files = [tmp_path / f"{name}.jsonl" for name in ("first", "second", "twice")]
+    for file, rows in zip(files, (*texts, texts[1] * 2), strict=True):
+        file.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
+
+    def found(share: float, data: Path, targets: str) -> dict[str, Tensor]:
+        made = refit_recipe(llama, other, targets=targets, start="anchor", samples=8)
+        for weight, source, entry in zip((1 - share, share), (files[0], data), made["models"], strict=True):
+            entry["parameters"] |= {"weight": weight, "data": str(source)}
+        return merged(made, tmp_path / f"{targets}-{share}-{data.stem}")
+
+    once, twice = found(2 / 3, files[1], "own"), found(0.5, files[2], "own")
+    assert all(torch.allclose(once[name], twice[name], rtol=1e-3, atol=1e-4) for name in once)
+    a, b, c = (found(s, files[1], "mean")["model.layers.0.self_attn.q_proj.weight"] for s in (0.25, 0.5, 0.75))
+    assert float((c - a).norm()) > 0.1
+    assert torch.allclose(c - b, b - a, atol=1e-4)
 
 
 def test_excluded_tensors_and_the_start(llama: Checkpoint, tmp_path: Path) -> None:
