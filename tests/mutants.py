@@ -94,6 +94,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/matching/stream.py": ("test_residual.py",),
     "rotation_merge/matching/measured.py": ("test_residual.py",),
     "rotation_merge/matching/passes.py": ("test_residual.py",),
+    "rotation_merge/matching/ledger.py": ("test_going_on.py",),
     "rotation_merge/matching/walk.py": ("test_residual.py", "test_spanning.py"),
     "rotation_merge/matching/model.py": ("test_mean.py", "test_residual.py"),
     "rotation_merge/matching/both.py": ("test_residual.py", "test_workers.py", "test_spanning.py"),

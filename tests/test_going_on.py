@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,12 @@ def test_a_recipe_with_two_donors(
     recipe = recipe_for("linear", *four, far, heads="permutation")
     recipe["parameters"].update(chosen)
     assert_goes_on(lambda out: mergekit_yaml(recipe, out), tmp_path, counted, again)
+
+
+def test_carry(four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted) -> None:
+    given = ["--residual", "signed_permutation", "--stream-maps", "shared"]
+    begin = partial(run, "carry", four[1], "--from", four[0], "--to", far)
+    assert_goes_on(lambda out: begin(out, *given), tmp_path, counted, 2)
 
 
 def test_a_barrier(

@@ -25,6 +25,7 @@ from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.frame import WIDTHS, Frame, frame_of
 from rotation_merge.matching.labels import label_rows
 from rotation_merge.matching.layer_streams import LayerStreams
+from rotation_merge.matching.ledger import NOWHERE, Ledger
 from rotation_merge.matching.member import Member
 from rotation_merge.matching.model import Alignment, Match, Progress, match_model
 from rotation_merge.matching.options import NOTHING, MatchOptions
@@ -101,7 +102,11 @@ class Bases:
         return resolve(model.config, model.names, str(model.reference), untie=True) if untie else model.architecture
 
     def match(
-        self, options: MatchOptions, progress: Progress | None = None, match: Match = match_model
+        self,
+        options: MatchOptions,
+        progress: Progress | None = None,
+        match: Match = match_model,
+        ledger: Ledger = NOWHERE,
     ) -> tuple[Alignment, MergeReport]:
         """What brings the old base to the new one, and the report on it."""
         new, old = self.sources
@@ -117,7 +122,7 @@ class Bases:
                 SharedRows(architecture, source, rows) for source, rows in zip((new, old), self.rows, strict=True)
             )
         run = Run()
-        alignment = match(architecture, new, old, options, progress)
+        alignment = match(architecture, new, old, options, progress, ledger=ledger)
         run.aligned(str(self.old.reference), alignment)
         if self.rows is not None:
             run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on these.")

@@ -21,6 +21,7 @@ from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.unlike import Unlike
 from rotation_merge.errors import CheckpointError, RecipeError, not_written
 from rotation_merge.matching.carry import Carrier
+from rotation_merge.matching.ledger import NOWHERE, Ledger
 from rotation_merge.matching.model import Alignment, Match, Progress, match_model
 from rotation_merge.matching.options import STREAM_MAPS, MatchOptions
 from rotation_merge.matching.state import TensorSource
@@ -58,6 +59,7 @@ class Settings:
         unlike: what of the bases' shapes may differ.
         matcher: what finds the map between the bases.
         streams: which maps of the streams weights alone go by (`layer_streams.STREAM_MAPS`).
+        ledger: where what matching finds is kept, and looked for.
     """
 
     match: MatchOptions = field(default_factory=MatchOptions)
@@ -69,6 +71,7 @@ class Settings:
     unlike: Unlike = field(default_factory=Unlike)
     matcher: Match = field(default=match_model, repr=False)
     streams: str = STREAM_MAPS[0]
+    ledger: Ledger = field(default=NOWHERE, repr=False)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def aligned(bases: Bases, settings: Settings, progress: Progress | None) -> tupl
     """What brings the old base to the new one, matched or from a file, and the report on it."""
     if settings.alignment is not None:
         return bases.given(settings.alignment)
-    return bases.match(settings.match, progress, settings.matcher)
+    return bases.match(settings.match, progress, settings.matcher, settings.ledger)
 
 
 def by_weights(bases: Bases, alignment: Alignment, report: MergeReport, settings: Settings) -> Work:

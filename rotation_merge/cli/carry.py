@@ -22,7 +22,7 @@ from rotation_merge.cli.options import (
 )
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.options import STREAM_MAPS
+from rotation_merge.matching.options import STREAM_MAPS, WEIGHTS
 
 
 @click.command(
@@ -112,11 +112,15 @@ def command(
 
     WORK is a LoRA as peft writes it, which stays one of the same rank, or a fine-tuned model. OUT is the same thing for
     NEW_BASE; with several, a directory with one for each. Where NEW_BASE is OLD_BASE in other coordinates, it computes
-    there what it computed at home. Without --residual the largest group that the models admit is matched.
+    there what it computed at home. Without --residual the largest group that the models admit is matched. Matching that
+    was interrupted after minutes goes on from what it had found (OUT.matching.unfinished).
     """
     from rotation_merge.checkpoints.aligned import Storage, check_dtype, parse_size
     from rotation_merge.checkpoints.carried import Settings, carry_all, check_places
+    from rotation_merge.checkpoints.models import open_model
+    from rotation_merge.checkpoints.stamps import mark_of
     from rotation_merge.checkpoints.unlike import Unlike
+    from rotation_merge.matching.ledger import kept_beside
 
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     for place in dict.fromkeys([out, *places]):
@@ -139,23 +143,30 @@ def command(
     }
     if way == "activations" and "match_on" not in given:
         match_on = "both"
-    if given & {"data", "samples"} and way == "weights" and factor is not None and match_on == "weights":
+    if given & {"data", "samples"} and way == "weights" and factor is not None and match_on == WEIGHTS:
         raise RotationMergeError("weights are carried without samples", remedy="add --scale auto, or --carry refit")
     if alignment_file and "match_on" in given:
         raise RotationMergeError("the file under --alignment says the maps", remedy="leave out --match-on")
     unlike, find = Unlike(widths, layers_map), matcher(match_on, new, old, data, samples, seed, device)
     scaled = 1.0 if factor is None else factor
-    settings = Settings(options, alignment_file, scaled, device, lora, storage, unlike, find, streams)
     progress = Progress()
     check_places(work, places)
     jobs = dict(zip(places, work, strict=True))
-    if factor is None or way != "weights":
-        from rotation_merge.averaging.carrying import Samples, carry_with_samples
+    on = [] if match_on == WEIGHTS else [match_on, data, str(samples), str(seed)]
+    shapes = {"lora": lora, "untie": untie, "widths": widths, "layers": layers_map}
 
-        run = Samples(data, samples, seed=seed, scale=factor, steps=steps or 50, way=way)
-        done = carry_with_samples(jobs, old, new, settings, run, progress)
-    else:
-        done = carry_all(jobs, old, new, settings, progress)
+    def mark() -> str:
+        return mark_of(map(open_model, (new, old)), [*on, *work], on=on, options=options, **shapes)
+
+    with kept_beside(out, mark, device) as ledger:
+        settings = Settings(options, alignment_file, scaled, device, lora, storage, unlike, find, streams, ledger)
+        if factor is None or way != "weights":
+            from rotation_merge.averaging.carrying import Samples, carry_with_samples
+
+            run = Samples(data, samples, seed=seed, scale=factor, steps=steps or 50, way=way)
+            done = carry_with_samples(jobs, old, new, settings, run, progress)
+        else:
+            done = carry_all(jobs, old, new, settings, progress)
     progress.close()
     if as_json:
         print_json({"from": old, "to": new, "written": [asdict(item) for item in done]})
