@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rotation_merge.planning import ahead
+from rotation_merge.planning import ahead, tasks
 
 Pair = tuple[Path, Path]
 
@@ -354,3 +356,21 @@ def test_loads_and_computes(tmp_path: Path) -> None:
     assert "- rotation-merge" in card
     report = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
     assert report["summary"][str(donor)]["relative_after"] < 1e-3
+
+
+def test_a_checkpoint_that_changes_while_it_is_read(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of one model and half of another is neither."""
+    anchor, donor = pair[0], Path(shutil.copytree(pair[1], tmp_path / "donor"))
+    other, stock = make("llama", tmp_path / "other", seed=7), tasks.match_block
+
+    def exchanged(*given: Any) -> Any:
+        shutil.copy(other / "model.safetensors", tmp_path / "new")
+        (tmp_path / "new").rename(donor / "model.safetensors")
+        return stock(*given)
+
+    monkeypatch.setattr(tasks, "match_block", exchanged)
+    line = one_error(mergekit_yaml(recipe_for("linear", anchor, donor), tmp_path / "out").output)
+    assert line.startswith(f"Error: {donor}/model.safetensors: was changed while it was read")
+    assert not (tmp_path / "out").exists()

@@ -19,6 +19,7 @@ from rotation_merge.checkpoints.output import staged
 from rotation_merge.checkpoints.pair import Pair
 from rotation_merge.checkpoints.sentence import module_of, write_modules
 from rotation_merge.checkpoints.spliced import Spliced
+from rotation_merge.checkpoints.stamps import unchanged
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest, not_written
 from rotation_merge.matching.block import named
 from rotation_merge.matching.ledger import NOWHERE, Ledger
@@ -132,13 +133,14 @@ def write_checkpoint(
                 apart[name] = stored.clone()
             written.add(name)
 
-        for name, tensor in tensors:
-            if progress is not None:
-                progress("writing", len(written), len(like.names))
-            save(name, tensor)
-        for name in like.names:
-            if name not in written and name not in left_out:
-                save(name, like[name])
+        with unchanged([like.reference]):
+            for name, tensor in tensors:
+                if progress is not None:
+                    progress("writing", len(written), len(like.names))
+                save(name, tensor)
+            for name in like.names:
+                if name not in written and name not in left_out:
+                    save(name, like[name])
         writer.finalize()
         write_modules(like.folder, staging, apart)
         report.write(os.path.join(staging, "rotation_merge.json"))

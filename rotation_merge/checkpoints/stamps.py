@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from mergekit.common import ModelReference
+
 from rotation_merge.checkpoints.models import Model
+from rotation_merge.errors import CheckpointError
 from rotation_merge.report.record import versions
 
 ENDINGS = (".safetensors", ".bin", ".json")
+READ = (".safetensors", ".bin", ".index.json", "config.json")
+"""Endings of the files that a model's weights are read by."""
 
 
 def mark_of(models: Iterable[Model], others: Iterable[str] = (), **options: Any) -> str:
@@ -25,3 +31,29 @@ def mark_of(models: Iterable[Model], others: Iterable[str] = (), **options: Any)
     files = {os.path.realpath(path) for path in (*found, *beside)} - {os.path.realpath(folder) for folder in folders}
     told = {path: [(facts := os.stat(path)).st_size, facts.st_mtime_ns] for path in files}
     return json.dumps({"files": told, "versions": versions(), **options}, sort_keys=True, default=str, indent=1)
+
+
+@contextmanager
+def unchanged(models: Iterable[ModelReference]) -> Iterator[None]:
+    """The files of models in folders stay what they are within the block: else what is made of them is of no model.
+
+    Raises:
+        CheckpointError: names the first that did not.
+    """
+    parts = [part.path for one in models for part in (one.model, one.lora) if part is not None]
+    folders = [path for path in dict.fromkeys(parts) if os.path.isdir(path)]
+    paths = [os.path.join(f, name) for f in folders for name in sorted(os.listdir(f)) if name.endswith(READ)]
+    before = [_stamp(path) for path in paths]
+    yield
+    for path, stamp in zip(paths, before, strict=True):
+        if _stamp(path) != stamp:
+            what = "was changed while it was read"
+            raise CheckpointError(what, where=path, remedy="run again once nothing writes to it any more")
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino

@@ -86,7 +86,7 @@ def command(
         write_aligned,
     )
     from rotation_merge.checkpoints.pair import open_pair, write_alignment
-    from rotation_merge.checkpoints.stamps import mark_of
+    from rotation_merge.checkpoints.stamps import mark_of, unchanged
     from rotation_merge.errors import not_written
     from rotation_merge.matching.ledger import kept_beside
     from rotation_merge.samples.proof import Proof, prove
@@ -112,7 +112,7 @@ def command(
     on = [] if match_on == WEIGHTS else [match_on, data or "self", str(samples or 64), str(seed)]
     mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie, widths=widths)
     with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
-        with spread(ray, there) as over:
+        with unchanged([pair.anchor.reference, pair.donor.reference]), spread(ray, there) as over:
             how = matcher(match_on, anchor, donor, data or "self", samples or 64, seed, device, over)
             alignment, report = match_pair(pair, progress, how, ledger)
         if out is not None:

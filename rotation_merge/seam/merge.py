@@ -25,7 +25,7 @@ from rotation_merge.checkpoints.origin import origins
 from rotation_merge.checkpoints.output import check_place, staged
 from rotation_merge.checkpoints.pair import open_pair, read_alignment
 from rotation_merge.checkpoints.sentence import module_of, write_modules
-from rotation_merge.checkpoints.stamps import mark_of
+from rotation_merge.checkpoints.stamps import mark_of, unchanged
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.ledger import kept_beside
 from rotation_merge.matching.options import NOTHING
@@ -33,6 +33,7 @@ from rotation_merge.planning.keeping import keep_alignments
 from rotation_merge.planning.session import Session, SessionConfiguration
 from rotation_merge.planning.tasks import check_output
 from rotation_merge.planning.whole import devices_of
+from rotation_merge.recipe.donor import entries
 from rotation_merge.recipe.reading import Recipe
 from rotation_merge.recipe.settings import tokenizer_source
 from rotation_merge.report.card import add_section
@@ -70,7 +71,10 @@ def run(
         apart = Apart(base.modules)
         kept = kept_beside(out_path, lambda: _mark(session, options), devices_of(options)[0])
         with kept as done.ledger, staged(out_path) as staging, _as_it_is_here(apart):
-            stock(SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source)
+            with unchanged(_read(config)):
+                stock(
+                    SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source
+                )
             if base.modules:
                 write_modules(base.folder, staging, apart.tensors)
             if recipe.value("prove"):
@@ -101,6 +105,13 @@ def run(
         _say(closing(report, out_path), options)
     finally:
         done.end()
+
+
+def _read(config: MergeConfiguration) -> list[ModelReference]:
+    """The models that a merge reads: those it merges, and what they are fine-tunes of."""
+    origins = [given.get("finetuned_from") for _, given in entries(config)]
+    named = [ModelReference.model_validate(name) for name in origins if name not in (None, "none")]
+    return [*config.referenced_models(), *named]
 
 
 def _mark(session: Session, options: MergeOptions) -> str:
