@@ -362,7 +362,11 @@ class TestBadInput:
     def test_of_other_weights(self, pair: tuple[Path, Path], tmp_path: Path):
         made = _weighted("regmean", *pair)
         made["models"][1]["parameters"]["statistics"] = str(pair[0] / NAME)
-        assert "was measured on other weights" in self.refused(made, tmp_path)
+        said = self.refused(made, tmp_path)
+        assert "was measured on other weights" in said
+        assert "name the file that it writes" in said
+        made["models"][1]["parameters"]["statistics"] = "none.safetensors"
+        assert "--data DATA --out none.safetensors'" in self.refused(made, tmp_path)
 
     def test_of_another_kind(self, pair: tuple[Path, Path], tmp_path: Path):
         file = tmp_path / "gram.safetensors"

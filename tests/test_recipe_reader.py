@@ -209,6 +209,15 @@ def test_options_that_do_nothing_beside_alignment_files(case: str) -> None:
     assert [fault.where for fault in found] == ([place] if place else [])
 
 
+def test_samples_of_carried_donors_may_stand_under_the_recipe() -> None:
+    """They are for every donor that is carried; beside none they would do nothing."""
+    content = recipe_for("linear", Path("A"), Path("B"), data="self", samples=8)
+    with pytest.raises(RecipeError, match="'data' does nothing with delegate linear"):
+        Recipe.read(MergeConfiguration(**content))
+    content["models"][1]["parameters"] |= {"finetuned_from": "C", "carry": "refit"}
+    assert Recipe.read(MergeConfiguration(**content)).value("samples") == 8
+
+
 def test_a_recipe_of_another_method_ends_as_without_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a path in it, or its base, is called like our method."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else transformers asks for it

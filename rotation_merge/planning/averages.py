@@ -66,7 +66,7 @@ class Books:
 
     def _open(self, model: Model, given: str | None) -> Statistics:
         path = self._place(model, given)
-        where, command = str(model.reference), self.command(model)
+        where, command = str(model.reference), self._command(model, given, path is not None)
         if path is None:
             what = f"no statistics are at '{given}'" if given else "no statistics lie beside it"
             raise StatisticsError(f"{what}, delegate {self.method.spec.name} needs them", where=where, remedy=command)
@@ -96,10 +96,12 @@ class Books:
             return local_file(given, model.options.transformers_cache)
         return next((place for place in places if os.path.isfile(place)), None)
 
-    def command(self, model: Model) -> str:
-        """How to make a model's statistics."""
+    def _command(self, model: Model, given: str | None, found: bool) -> str:
+        """How to make a model's statistics, and have the recipe find them."""
         kinds = "" if self.method.kind == "gram" else f" --kinds {self.method.kind}"
-        return f"run 'rotation-merge measure {model.reference} --data DATA{kinds}'"
+        out = f" --out {given}" if given and not found else ""
+        told = ", and name the file that it writes under 'statistics'" if given and found else ""
+        return f"run 'rotation-merge measure {model.reference} --data DATA{kinds}{out}'{told}"
 
 
 @dataclass

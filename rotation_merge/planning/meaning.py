@@ -25,7 +25,7 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
     words = [t.name for t in donors.models[recipe.base].architecture.tensors() if t.vocabulary_axis is not None]
     by_row = isinstance(recipe.delegate, Averaging) and not recipe.delegate.maps_only
     by_row = by_row and not all(map(recipe.excluded, words))
-    rearranged = config.tokenizer or config.tokenizer_source
+    rearranged = config.tokenizer or config.tokenizer_source or donors.options.unsafe_truncate_embeddings
     for model, donor in donors.found.items():
         if isinstance(recipe.delegate, Averaging) and donor.carried.carrying is not None:
             what = f"samples carry its change into the anchor; {name} knows statistics of the donor, where it was"

@@ -222,9 +222,9 @@ def _on_samples(document: Document, path: Path) -> bool:
     """Whether a parameter says on which samples a donor is carried to the anchor, or donors are matched."""
     if path[-1] not in ("data", "samples"):
         return False
-    places = (place for place, _ in scopes(document.value))
-    matched = any("match_on" in (at(document.value, place) or {}) for place in places)
-    return matched or "finetuned_from" in (at(document.value, path[:-1]) or {})
+    found = [at(document.value, place) or {} for place, _ in scopes(document.value)]
+    carried = found if path[:-1] == ("parameters",) else [at(document.value, path[:-1]) or {}]
+    return any("match_on" in settings for settings in found) or any("finetuned_from" in own for own in carried)
 
 
 def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delegate: MergeMethod | None = None) -> None:
