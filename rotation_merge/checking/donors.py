@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.options import MergeOptions
 
 from rotation_merge.checkpoints.heads import head_names
-from rotation_merge.checkpoints.models import Models, parse_reference
+from rotation_merge.checkpoints.models import Model, Models, parse_reference
 from rotation_merge.checkpoints.stamps import mark_of
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.options import WEIGHTS, MatchOptions
@@ -36,7 +36,7 @@ def donors_of(path: str) -> list[RecipeDonor]:
     result = []
     models = Models(MergeOptions(), recipe.unsupported)
     settle_presets(recipe, models, [m.model for m in config.models or []])
-    own = head_names(models[recipe.base].architecture) if recipe.value("heads_of") == "each" else set()
+    own = own_heads(models[m.model] for m in config.models or []) if recipe.value("heads_of") == "each" else ()
 
     def excluded(tensor: str) -> bool:
         return tensor in own or recipe.excluded(tensor)
@@ -53,10 +53,15 @@ def donors_of(path: str) -> list[RecipeDonor]:
         unlike = says_unlike(donor.parameters)
         found = RecipeDonor(*names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported, unlike)
         how, data, count = (recipe.of_model(name, reader, donor.model) for name in ("match_on", "data", "samples"))
-        result.append(replace(found, match_on=how or WEIGHTS, data=data or "", samples=count))
+        result.append(replace(found, match_on=how or WEIGHTS, data=data or "", samples=count, own=own))
     if not result:
         raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
     return result
+
+
+def own_heads(models: Iterable[Model]) -> tuple[str, ...]:
+    """Names of the heads' tensors that each of several models keeps of its own."""
+    return tuple(sorted({name for model in models for name in head_names(model.architecture)}))
 
 
 def carried_recipe(
@@ -122,6 +127,6 @@ def what_is_measured(
     opened = Models(MergeOptions())
     names = [name for one in donors for name in (one.anchor, one.name, one.origin) if name is not None]
     files = [*models, *sources, *(file for one in donors for file in (one.file, one.data) if file)]
-    facts = [(one.name, one.options, one.untie, one.file, one.match_on) for one in donors if len(models) > 1]
+    facts = [(one.name, one.options, one.untie, one.file, one.match_on, one.own) for one in donors if len(models) > 1]
     found = [opened[parse_reference(name)] for name in dict.fromkeys(names)]
     return mark_of(found, files, donors=facts, sources=[*sources], **options)

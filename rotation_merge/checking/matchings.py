@@ -155,7 +155,7 @@ def moved(
             if donor.origin is not None:
                 ends.append(_carried(given, donor, matching, folder))
             elif matching is PLAIN:
-                ends.append((anchor, load(donor.name, like=donor.anchor)))
+                ends.append((anchor, load(donor.name, like=None if donor.own else donor.anchor)))
             else:
                 ends.append(_aligned(opened(donor), donor, anchor, folder, tick, over, ledger.under(str(number))))
         yield Moved([still for still, _ in ends], [end for _, end in ends])
@@ -168,7 +168,8 @@ def opened(donor: RecipeDonor) -> Pair:
         RotationMergeError: they do not.
     """
     options = donor.options if donor.file is None else NOTHING
-    return open_pair(donor.anchor, donor.name, options, donor.untie, unsupported=donor.unsupported)
+    kept = donor.own.__contains__ if donor.own else None
+    return open_pair(donor.anchor, donor.name, options, donor.untie, unsupported=donor.unsupported, excluded=kept)
 
 
 def _aligned(
@@ -176,7 +177,8 @@ def _aligned(
 ) -> tuple[Any, Any]:
     """Both models, the donor aligned by its file, or by matching where it has none."""
     if donor.file is None:
-        alignment, report = match_pair(pair, tick, _finder(donor, over), ledger)
+        bodies = replace(pair, architecture=pair.architecture.without(donor.own))
+        alignment, report = match_pair(bodies, tick, _finder(donor, over), ledger)
     else:
         alignment, report = read_alignment(pair, donor.file, donor.untie), empty_report(pair)
     storage = Storage(dtype="float32", untie=donor.untie)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 from rotation_merge.checking.donors import RecipeDonor
 from rotation_merge.checking.matchings import ALIGNED, PLAIN, Matching, Moved, Tick, moved, opened
+from rotation_merge.checkpoints.heads import head_names
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.labels import labels
 from rotation_merge.matching.ledger import NOWHERE, Ledger
@@ -21,7 +22,7 @@ from rotation_merge.matching.options import VaryingOptions
 from rotation_merge.report.curves import CENTRE, Barrier, Curve
 from rotation_merge.samples.data import Data, read_batches
 from rotation_merge.samples.evaluate import path
-from rotation_merge.samples.functions import load
+from rotation_merge.samples.functions import architecture_of, load
 from rotation_merge.spread.pieces import HERE, Over
 
 LOG = logging.getLogger(__name__)
@@ -37,9 +38,12 @@ class Paths:
     With one donor there is the path from the anchor to it. With more, those between donors that are aligned to the
     anchor, and from every model to the centre (their mean), stand behind those from the anchor to each.
 
+    Models may keep heads of their own, of any size: then each of the data is one model's, and is measured on the paths
+    from and to that model, under its head and config, as a merged body is that stands under several heads.
+
     Attributes:
         given: the recipe, where donors come from one.
-        sources: of data.
+        sources: of data; where models keep their heads, one for each model, the anchor's first.
         points: models on each path.
         reading: limit, batch_size and length of the data.
         tick: told about progress.
@@ -66,10 +70,19 @@ class Paths:
         count = len(self.names)
         return list(itertools.combinations(range(count), 2)) + [(i, count) for i in range(count) if count > 2]
 
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Names of the heads' tensors that every model keeps."""
+        return self.donors[0].own
+
+    def tasks(self, place: Place) -> list[int]:
+        """Numbers of the data that a path is measured on."""
+        return [n for n in range(len(self.sources)) if not self.own or n in place]
+
     def models(self, matchings: Sequence[Matching], each: bool = False) -> int:
         """How many models are measured at most, on all paths together; arguments as those of `barriers`."""
         turns = (len(self.names) - 1) * sum(matching is not PLAIN for matching in matchings) if each else 0
-        return (len(matchings) + turns) * len(self.places) * len(self.sources) * self.points
+        return (len(matchings) + turns) * sum(len(self.tasks(place)) for place in self.places) * self.points
 
     def barriers(self, matchings: Sequence[Matching], each: bool = False) -> list[Barrier]:
         """Every path on each of the data, with a curve for every matching.
@@ -82,7 +95,7 @@ class Paths:
         """
         self.check(matchings, each)
         anchor = load(self.names[0])
-        data = [read_batches(source, self.names[0], anchor, **self.reading) for source in self.sources]
+        data = self._data(anchor)
         curves: dict[tuple[Place, int], list[Curve]] = {}
         for matching in matchings:
             own = self.ledger.under(matching.name)
@@ -92,11 +105,26 @@ class Paths:
         turns = self._turns(anchor, data, matchings) if each else {}
         return [
             self._barrier(place, number, data[number], curves[place, number], turns)
-            for place, number in itertools.product(self.places, range(len(data)))
+            for place in self.places
+            for number in self.tasks(place)
         ]
+
+    def _data(self, anchor: Any) -> list[Data]:
+        """Each of the data, as the model takes it under whose head it is measured."""
+        if not self.own:
+            return [read_batches(source, self.names[0], anchor, **self.reading) for source in self.sources]
+        names = (self.names[0], *(donor.name for donor in self.donors))
+        pairs = zip(self.sources, names, strict=True)
+        return [read_batches(source, name, load(name), **self.reading) for source, name in pairs]
 
     def check(self, matchings: Sequence[Matching], each: bool) -> None:
         """All that can be wrong with models and matchings, by their headers."""
+        if self.own and len(self.sources) != len(self.names):
+            what = f"{len(self.names)} models keep heads of their own, data are given {len(self.sources)} times"
+            raise RecipeError(what, where="--data", remedy="give it once for each model, in their order")
+        if self.own and any(donor.origin is not None for donor in self.donors):
+            what = "a task vector has no head of its own to be measured under"
+            raise RecipeError(what, where=self.given, remedy="leave out 'heads_of', or 'finetuned_from'")
         for donor, matching in itertools.product(self.donors, matchings):
             if donor.origin is None:
                 opened(matching.of(donor))
@@ -119,7 +147,7 @@ class Paths:
         everyone = [models.anchors[0], *models.donors]
         alike = models.one_gauge()
         if alike and len(everyone) > 2:
-            everyone.append(mean(everyone))
+            everyone.append(mean(everyone, self._kept(everyone[0])))
         for first, second in self.places:
             if first == 0 and second < len(self.names):
                 a, b = models.anchors[second - 1], models.donors[second - 1]
@@ -128,9 +156,15 @@ class Paths:
             else:
                 LOG.warning("%s: norms are folded for some donors only; no path between them is measured", name)
                 return
-            for number, one in enumerate(data):
-                own = ledger.under(f"{first}-{second}/{number}")
-                yield ((first, second), number), path(a, b, one, self.points, name, self.tick, self.over, own)
+            for number in self.tasks((first, second)):
+                found = ledger.under(f"{first}-{second}/{number}")
+                own = (a if number == first else b) if self.own else None
+                how = self.points, name, self.tick, self.over, found, own, self._kept(own)
+                yield ((first, second), number), path(a, b, data[number], *how)
+
+    def _kept(self, model: Any) -> set[str]:
+        """The parameters of a model that it keeps of its own."""
+        return head_names(architecture_of(model)) if self.own else set()
 
     def _turns(
         self, anchor: Any, data: Sequence[Data], matchings: Sequence[Matching]
@@ -141,7 +175,7 @@ class Paths:
             name, others = self.names[turn], [n for i, n in enumerate(self.names) if i != turn]
             donors = [replace(self.donors[0], anchor=name, name=other) for other in others]
             now = load(name)
-            if labels(now.config.to_dict()) != labels(anchor.config.to_dict()):
+            if not self.own and labels(now.config.to_dict()) != labels(anchor.config.to_dict()):
                 data = [read_batches(source, name, now, **self.reading) for source in self.sources]
             for matching in (m for m in matchings if m is not PLAIN):
                 own = self.ledger.under(f"{name}/{matching.name}")
@@ -170,14 +204,15 @@ class Paths:
         donor = self.donors[place[1] - 1 if place[0] == 0 and second != CENTRE else 0]
         options = asdict(donor.options) if ALIGNED.name in [curve.name for curve in curves] else {}
         facts = (self.sources[number], data.task, data.examples, options)
-        return Barrier(first, second, *facts, curves, over)
+        return Barrier(first, second, *facts, curves, over, self.names[number] if self.own else "")
 
 
 @torch.no_grad()
-def mean(models: Sequence[Any]) -> Any:
-    """The model whose weights are the mean of all; it computes with the first's config."""
+def mean(models: Sequence[Any], kept: Collection[str] = ()) -> Any:
+    """The model whose weights are the mean of all, but for those that stay the first's; it computes with its config."""
     centre = copy.deepcopy(models[0])
     each = [dict(model.named_parameters()) for model in models]
     for name, parameter in centre.named_parameters():
-        parameter.copy_(sum(weights[name] for weights in each) / len(each))
+        if name not in kept:
+            parameter.copy_(sum(weights[name] for weights in each) / len(each))
     return centre

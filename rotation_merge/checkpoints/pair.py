@@ -230,7 +230,7 @@ def open_pair(
                 f"tensor '{info.name}' is {list(theirs)}, in {anchor} it is {list(ours)}",
                 where=donor,
                 remedy="other vocabularies or heads meet in a merge ('tokenizer', 'heads_of: each' or 'exclude' in its "
-                "recipe), which 'evaluate' measures task by task",
+                "recipe); 'evaluate' and 'barrier --heads-of each' measure task by task",
             )
     return Pair(a, d, architecture, checked, device, opening=opening)
 

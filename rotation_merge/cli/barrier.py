@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,12 @@ class Along(Progress):
     show_default=True,
     help="each: also with every model as the anchor in turn, for the spread of the barriers.",
 )
+@click.option(
+    "--heads-of",
+    type=click.Choice(["each"]),
+    help="each: models keep heads of their own, of any size; give --data once for each model, in their order: it is "
+    "measured under that model's head. A recipe says so itself.",
+)
 @click.option("--save", metavar="DIR", help=f"Also write {FILE} there, for the report of the merge in DIR.")
 @matching_options
 @match_on_option
@@ -113,6 +120,7 @@ def command(
     alignment: str | None,
     compare: str | None,
     anchors: str,
+    heads_of: str | None,
     save: str | None,
     untie: bool,
     match_on: str,
@@ -145,6 +153,8 @@ def command(
         remedy = "name it in --compare, too, or leave them out"
         raise RecipeError("the options of matching describe the curve 'aligned'", where="--compare", remedy=remedy)
     donors = _donors(models, options, untie, alignment, match_on)
+    if heads_of is not None:
+        donors = _with_heads(models, donors)
     progress = Along()
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
     if save is not None:
@@ -166,7 +176,7 @@ def command(
     if as_json:
         print_json([barrier.to_dict() for barrier in barriers])
         return 0
-    for barrier in barriers[: len(sources) * len(donors)]:
+    for barrier in barriers[: sum(len(paths.tasks(place)) for place in paths.places[: len(donors)])]:
         _show(barrier)
     if len(donors) > 1:
         show_all(barriers)
@@ -190,6 +200,17 @@ def _donors(
     raise click.UsageError("give a recipe (a YAML file), or two models")
 
 
+def _with_heads(models: tuple[str, ...], donors: list[RecipeDonor]) -> list[RecipeDonor]:
+    """Donors that keep heads of their own."""
+    from rotation_merge.checking.donors import own_heads
+    from rotation_merge.checkpoints.models import open_model
+
+    if len(models) == 1:
+        raise RotationMergeError("a recipe says whose heads there are", remedy="leave out --heads-of")
+    own = own_heads(map(open_model, models))
+    return [replace(donor, own=own) for donor in donors]
+
+
 def _check_directory(save: str) -> None:
     if not os.path.isdir(save):
         raise RotationMergeError("no such directory", where=save, remedy="name the merged model's directory")
@@ -210,6 +231,7 @@ def _show(barrier: Barrier) -> None:
         for i, t in enumerate(curves[0].t)
     ]
     title = f"{barrier.anchor} to {barrier.donor} on {barrier.data} ({barrier.task}, {barrier.examples} examples)"
+    title += f", under the head of {barrier.head}" * bool(barrier.head)
     headers = ("position", *(f"loss, {c.name}" for c in curves), *(f"{barrier.figure}, {c.name}" for c in shares))
     table(title, headers, rows, numbers=range(len(headers)))
     if not few:

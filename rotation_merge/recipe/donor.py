@@ -54,6 +54,7 @@ class RecipeDonor:
         words: whether tokens at other ids stay where they are.
         unsupported: whether what is not known is refused (error) or taken along (merge).
         unlike: whether what it was tuned from may have other shapes than the anchor.
+        own: names of tensors that every model keeps of its own (`heads_of: each`).
         match_on: what maps are chosen by; on samples, `data` (empty: none are named), so many.
     """
 
@@ -70,6 +71,7 @@ class RecipeDonor:
     match_on: str = WEIGHTS
     data: str = ""
     samples: int = 64
+    own: tuple[str, ...] = ()
 
     @property
     def matched(self) -> str:

@@ -63,6 +63,7 @@ class Barrier:
     Attributes:
         anchor, donor: the models at the ends: the anchor and a donor, two donors, or a model and the centre of all.
         options: of the curve `aligned`, which the recipe or the command asks for; none where it is not there.
+        head: of models that keep heads of their own: the one whose head and config all on the paths have.
         over_anchors: by curve, the barrier of this path with each model in turn as the anchor, by its name.
     """
 
@@ -74,6 +75,7 @@ class Barrier:
     options: dict[str, Any]
     curves: list[Curve]
     over_anchors: dict[str, dict[str, float]] = field(default_factory=dict)
+    head: str = ""
 
     @property
     def figure(self) -> str:
@@ -101,7 +103,7 @@ class Barrier:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Barrier:
-        fields = {"over_anchors": {}, **data}
+        fields = {"over_anchors": {}, "head": "", **data}
         fields = {name: fields[name] for name in cls.__dataclass_fields__}
         return cls(**{**fields, "curves": [Curve(**curve) for curve in fields["curves"]]})
 

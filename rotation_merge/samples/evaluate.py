@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -136,19 +136,25 @@ class Between:
     """The models on the straight path from a to b, weights (1 - t) a + t b, as pieces of work: one piece is one t.
 
     Those between compute with a's config, as a merge does; the ends are a and b themselves.
+
+    Attributes:
+        own: a model whose config and head all of them have, as a body merged for several heads does.
+        kept: its head's parameters.
     """
 
     a: Any
     b: Any
     data: Data
+    own: Any = None
+    kept: frozenset[str] = frozenset()
     at_once = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Between, (self.a, self.b, self.data)
+        return Between, (self.a, self.b, self.data, self.own, self.kept)
 
     @cached_property
     def _between(self) -> Any:
-        return copy.deepcopy(self.a)
+        return copy.deepcopy(self.a if self.own is None else self.own)
 
     @property
     def size(self) -> int:
@@ -163,8 +169,9 @@ class Between:
         """Loss and accuracy at t."""
         first, second = dict(self.a.named_parameters()), dict(self.b.named_parameters())
         for key, parameter in self._between.named_parameters():
-            parameter.copy_(torch.lerp(first[key], second[key], item))
-        return evaluate(self.b if item == 1 else self._between, self.data)
+            if key not in self.kept:
+                parameter.copy_(torch.lerp(first[key], second[key], item))
+        return evaluate(self.b if item == 1 and self.own is None else self._between, self.data)
 
 
 MODELS = 4
@@ -180,10 +187,13 @@ def path(
     tick: Callable[[str, int, int], None] = lambda *_: None,
     over: Over = HERE,
     ledger: Ledger = NOWHERE,
+    own: Any = None,
+    kept: Collection[str] = (),
 ) -> Curve:
     """Loss and accuracy at equally spaced models from a to b.
 
     Args:
+        own, kept: see `Between`.
         over: who evaluates them.
         ledger: where what is found is kept, and looked for.
     """
@@ -192,8 +202,8 @@ def path(
     found: list[tuple[float, float]] = [] if entry is None else entry.facts["found"]
     for done in range(len(found) + 1):
         tick(f"{PATH}{name}", done, points)
-    left = ts[len(found) :]
-    for t, (loss, accuracy) in zip(left, over.each(Between(a, b, data), None, left) if left else (), strict=True):
+    left, work = ts[len(found) :], Between(a, b, data, own, frozenset(kept))
+    for t, (loss, accuracy) in zip(left, over.each(work, None, left) if left else (), strict=True):
         LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
         found.append((loss, accuracy))
         ledger.keep(PATH, partial(Entry, {"found": [*found]}))
