@@ -18,9 +18,13 @@ import torch
 from cli_support import run
 from click.testing import Result
 from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin
+from tiny_models import ALL, planted
 
 from rotation_merge.matching import both, ledger
 from rotation_merge.matching.ledger import Entry, Ledger, kept_beside
+from rotation_merge.matching.model import Alignment, match_model
+from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.packed import packed
 from rotation_merge.planning import tasks
 from rotation_merge.samples.evaluate import Between
 
@@ -62,13 +66,15 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
-def assert_goes_on(begin: Callable[[Path], Result], folder: Path, counted: Counted, again: int) -> None:
+def assert_goes_on(
+    begin: Callable[[Path], Result], folder: Path, counted: Counted, again: int, first: float = 0.84
+) -> None:
     """Something that is interrupted twice writes what it would have written, and matches no more than `again` blocks
-    twice."""
+    twice; `first`: after which share of its blocks."""
     out, place = folder / "out", folder / "out.matching.unfinished"
     whole = counted.of(lambda: begin(folder / "whole"))
     matched = 0
-    for last in (whole * 5 // 6, whole // 12):
+    for last in (int(whole * first), whole // 12):
         matched += counted.of(lambda: failed(begin(out)), last)
         assert place.is_dir()
         assert not out.exists()
@@ -102,12 +108,18 @@ def four(far: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "again"),
-    [({}, 0), ({"residual": "rotation"}, 2)],
-    ids=["local", "rotation"],
+    ("chosen", "again", "first"),
+    [({}, 0, 0.5), ({"residual": "rotation"}, 2, 0.6), ({"residual": "rotation"}, 2, 0.84)],
+    ids=["local", "rotation, in a pass", "rotation, after the passes"],
 )
 def test_align(
-    chosen: dict[str, str], again: int, four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted
+    chosen: dict[str, str],
+    again: int,
+    first: float,
+    four: tuple[Path, Path],
+    far: Path,
+    tmp_path: Path,
+    counted: Counted,
 ) -> None:
     """What a part of a pass has found is kept when the part is whole."""
     given = [
@@ -116,7 +128,7 @@ def test_align(
         "permutation",
         *(x for name, value in chosen.items() for x in (f"--{name}", value)),
     ]
-    assert_goes_on(lambda out: run("align", four[0], far, out, *given), tmp_path, counted, again)
+    assert_goes_on(lambda out: run("align", four[0], far, out, *given), tmp_path, counted, again, first)
 
 
 def test_align_on_samples(pair: tuple[Path, Path], tmp_path: Path, counted: Counted) -> None:
@@ -137,6 +149,29 @@ def test_a_recipe_with_two_donors(
     recipe = recipe_for("linear", *four, far, heads="permutation")
     recipe["parameters"].update(chosen)
     assert_goes_on(lambda out: mergekit_yaml(recipe, out), tmp_path, counted, again)
+
+
+def test_spaces_that_span_layers(tmp_path: Path, counted: Counted) -> None:
+    """What later layers of a span take from its first is known again."""
+    model = planted(next(case for case in ALL if (case.family, case.name) == ("gemma4", "shared keys")))
+    draw = torch.Generator().manual_seed(3)
+    donor = {n: x + 0.5 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
+    options = MatchOptions(heads="permutation", residual="signed_permutation")
+    match = partial(match_model, model.architecture, model.state, donor, options)
+    found: list[Alignment] = []
+    whole = counted.of(lambda: found.append(match()))
+
+    def again() -> None:
+        with kept_beside(str(tmp_path / "out"), lambda: "mark") as kept:
+            found.append(match(ledger=kept))
+
+    for last in (whole - 7, 4):
+        with pytest.raises(torch.OutOfMemoryError):
+            counted.of(again, last)
+    assert counted.of(again) < whole // 2
+    one, other = (packed(alignment.transforms)[0] for alignment in found)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_carry(four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted) -> None:
