@@ -10,6 +10,7 @@ from typing import Any
 
 from mergekit.common import ModelReference
 
+from rotation_merge.checkpoints.halves import HalfLoader
 from rotation_merge.checkpoints.models import Model
 from rotation_merge.errors import CheckpointError
 from rotation_merge.report.record import versions
@@ -25,8 +26,8 @@ def mark_of(models: Iterable[Model], others: Iterable[str] = (), **options: Any)
     Args:
         others: files and folders that are read beside the models; what is none is passed over.
     """
-    folders = [folder for model in models for folder in (model.folder, model.adapter.path if model.adapter else "")]
-    found = [os.path.join(f, name) for f in filter(None, folders) for name in os.listdir(f) if name.endswith(ENDINGS)]
+    folders = [folder for model in models for folder in _folders(model)]
+    found = [os.path.join(folder, name) for folder in folders for name in os.listdir(folder) if name.endswith(ENDINGS)]
     beside = [path for path in others if os.path.exists(path)]
     files = {os.path.realpath(path) for path in (*found, *beside)} - {os.path.realpath(folder) for folder in folders}
     told = {path: [(facts := os.stat(path)).st_size, facts.st_mtime_ns] for path in files}
@@ -57,3 +58,12 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _folders(model: Model) -> list[str]:
+    """Where a model's own files lie, not those of the anchor that it is read as a half of."""
+    path, loader = model.reference.model.path, None
+    if not os.path.isdir(path):
+        loader = model.loader.own if isinstance(model.loader, HalfLoader) else model.loader
+    own = path if loader is None else str(loader.index.base_path)
+    return [own, model.adapter.path] if model.adapter else [own]
