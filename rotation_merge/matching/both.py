@@ -28,7 +28,8 @@ from rotation_merge.matching.stream import Statistics, compared
 from rotation_merge.spread.threads import BYTES_A_WEIGHT, workers_for
 
 BYTES_FOLDED = 20
-"""As `BYTES_A_WEIGHT`, of models that are folded: both are widened."""
+"""As `BYTES_A_WEIGHT`, of models that are folded: both are widened. With freed memory in between, pass after pass, a
+layer of 8B shape takes 28 at its peak (`report/estimate.py` counts it): workers then have 0.7 of what is free."""
 
 Transforms = dict[str, SpaceTransform]
 
