@@ -15,6 +15,7 @@ from residual_support import Checkpoint, checkpoint, recipe
 from residual_support import twin as residual_twin
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import MambaConfig, MambaForCausalLM
 
 from rotation_merge.architectures import families
 from rotation_merge.averaging.file import NAME, Statistics
@@ -127,6 +128,20 @@ def test_experts_that_write_into_coordinates_that_nothing_moves(tmp_path: Path):
         parsed("measure", path, "--data", data, "--kinds", "gram,kfac")
     for delegate in ("regmean", "kfac"):
         assert worst(merged(_weighted(delegate, anchor, moved), tmp_path / delegate), state(anchor)) < TOLERANCE
+
+
+def test_an_architecture_that_nobody_knows_has_no_maps(tmp_path: Path):
+    """With 'unsupported: merge' it would be the plain mean under another name."""
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2)).save_pretrained(
+            tmp_path / str(seed)
+        )
+    for delegate in ("regmean", "kfac", "ot_fusion", "refit"):
+        recipe = _weighted(delegate, tmp_path / "0", tmp_path / "1", unsupported="merge")
+        done = mergekit_yaml(recipe, tmp_path / "out")
+        assert f"delegate {delegate} does not know this architecture" in one_error(done.output)
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_tensor_that_runs_in_parts_is_refused(tmp_path: Path):

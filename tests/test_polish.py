@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from plugin_support import build, make, state
 from tiny_models import ALL
 from tiny_models import make as tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from rotation_merge.learning.answers import Answered, answer, divergence, write_answers
 from rotation_merge.learning.low_rank import begin_along, with_lora
@@ -177,6 +177,19 @@ def test_a_lora_leaves_out_what_kernels_read_past_it(family: str) -> None:
     adapted = {name.rpartition(".")[2] for name, module in trained.named_modules() if getattr(module, "lora_A", None)}
     assert {"in_proj", "q_proj"} <= adapted
     assert not {"out_proj", "conv1d"} & adapted
+
+
+def test_models_of_an_architecture_that_nobody_knows(tmp_path: Path) -> None:
+    """Mamba: no file says what its tensors are, and it keeps what it has read in a cache of its own."""
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2)).save_pretrained(
+            tmp_path / str(seed)
+        )
+    flags = ("--samples", 8, "--steps", 6, "--length", 8, "--learning-rate", 0.03)
+    done = run("polish", tmp_path / "0", tmp_path / "out", "--teachers", tmp_path / "1", *flags)
+    assert done.exit_code == 0, done.output
+    assert state(tmp_path / "out").keys() == state(tmp_path / "0").keys()
 
 
 @pytest.mark.parametrize(("mine", "its"), [(2, 5), (5, 2)])

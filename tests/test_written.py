@@ -6,11 +6,13 @@ import pytest
 import torch
 from tiny_models import ALL, exactly, make
 from torch import Tensor
+from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
 from rotation_merge.errors import DataError
 from rotation_merge.samples.data import read_batches, together, unpadded
 from rotation_merge.samples.demo import CHECKPOINTS
 from rotation_merge.samples.functions import fused_attention, load
+from rotation_merge.samples.written import self_written
 
 LLAMA, VIT = str(CHECKPOINTS / "llama-0"), str(CHECKPOINTS / "vit-0")
 
@@ -30,6 +32,15 @@ def test_a_language_model_writes_its_own_samples():
     assert own > random + 3
     with pytest.raises(DataError, match="does not take images"):
         read_batches("synthetic", LLAMA, model)
+
+
+def test_models_that_hand_out_no_keys_and_values_write_the_same(monkeypatch: pytest.MonkeyPatch):
+    """As Mamba, which keeps what it has read in another way: the whole text goes through it for every token."""
+    model = load(LLAMA)
+    wanted = self_written(model, LLAMA, 2, 12)
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **given: MambaCausalLMOutput(logits=forward(**given).logits))
+    assert torch.equal(self_written(model, LLAMA, 2, 12), wanted)
 
 
 def test_synthetic_images_are_in_the_range_of_real_ones():

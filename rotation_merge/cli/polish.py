@@ -192,11 +192,15 @@ def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
     Raises:
         RotationMergeError: it has another vocabulary.
     """
-    from rotation_merge.averaging.record import checkpoint_of
+    from rotation_merge.checkpoints.models import open_model
     from rotation_merge.checkpoints.vocabulary import moved_tokens, shared_rows
 
-    own = checkpoint_of(merged)
-    for other in map(checkpoint_of, teachers):
+    own, *others = (
+        open_model(name, "merge") for name in (merged, *teachers)
+    )  # of an architecture, words are asked for
+    own.check_files()
+    for other in others:
+        other.check_files()
         if shared_rows([own, other]) is not None or moved_tokens(own, other)[0]:
             what, remedy = f"its tokens are not those of {merged}", "give teachers with the merge's tokenizer"
             raise RotationMergeError(what, where=str(other.reference), remedy=remedy)

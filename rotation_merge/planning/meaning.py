@@ -6,6 +6,7 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
 from rotation_merge.averaging.methods import Averaging
+from rotation_merge.averaging.refit_method import RefitMethod
 from rotation_merge.averaging.transport import OtFusion
 from rotation_merge.checkpoints.vocabulary import shared_rows
 from rotation_merge.errors import RecipeError
@@ -17,11 +18,15 @@ CARRY_FIRST = "carry first ('rotation-merge carry') and {} what that writes, or 
 def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
     """
     Raises:
-        RecipeError: a donor's statistics say nothing of the tensors that are averaged, or its coordinates are the
-            anchor's and there is nothing to transport.
+        RecipeError: no maps are known, a donor's statistics say nothing of the tensors that are averaged, or its
+            coordinates are the anchor's and there is nothing to transport.
     """
     recipe = donors.recipe
     name = f"delegate {recipe.delegate.spec.name}"
+    maps = isinstance(recipe.delegate, Averaging | OtFusion | RefitMethod)
+    if maps and donors.models[recipe.base].architecture.family == "unknown":
+        remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
+        raise RecipeError(f"{name} does not know this architecture", where=str(recipe.base), remedy=remedy)
     words = [t.name for t in donors.models[recipe.base].architecture.tensors() if t.vocabulary_axis is not None]
     by_row = isinstance(recipe.delegate, Averaging) and not recipe.delegate.maps_only
     by_row = by_row and not all(map(recipe.excluded, words))

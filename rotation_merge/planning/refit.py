@@ -157,9 +157,6 @@ def _check_models(models: Sequence[ModelReference], donors: Donors) -> None:
                 where=str(model),
                 remedy="use delegate task_arithmetic, or leave 'finetuned_from' out",
             )
-        if donors.models[model].architecture.family == "unknown":
-            remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
-            raise RecipeError("delegate refit does not know this architecture", where=str(model), remedy=remedy)
         if model != donors.recipe.base and shared_rows([base, donors.models[model]]) is not None:
             raise RecipeError(
                 f"delegate refit needs models with one tokenizer, this one's is not that of {base.reference}",

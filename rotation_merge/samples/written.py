@@ -79,9 +79,10 @@ def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator) -> T
     step, past = ids, None
     while ids.shape[1] < length:
         made = model(input_ids=step.to(device), past_key_values=past, use_cache=True)
-        past = made.past_key_values
-        step = torch.multinomial(made.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw)
-        ids = torch.cat([ids, step], 1)
+        past = getattr(made, "past_key_values", None)
+        token = torch.multinomial(made.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw)
+        ids = torch.cat([ids, token], 1)
+        step = ids if past is None else token
     return ids
 
 
