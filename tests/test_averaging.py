@@ -11,7 +11,7 @@ import torch
 import yaml
 from cli_support import parsed, run
 from plugin_support import EVERYTHING, build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin
-from residual_support import Checkpoint, checkpoint, recipe
+from residual_support import Checkpoint, checkpoint, recipe, report
 from residual_support import twin as residual_twin
 from safetensors.torch import load_file
 from torch import Tensor
@@ -84,6 +84,8 @@ def test_twins_give_the_anchor(delegate: str, family: str, twins: dict[str, tupl
     for models in ((moved,), (moved, other)):
         result = merged(_weighted(delegate, anchor, *models), tmp_path / str(len(models)))
         assert worst(result, plain) < TOLERANCE
+        half = any("averaged as by regmean" in note for note in report(tmp_path / str(len(models)))["notes"])
+        assert half == (delegate == "kfac" and family == "llama")  # whose head goes into a vocabulary, and is not tied
 
 
 @pytest.mark.parametrize("family", FAMILIES)

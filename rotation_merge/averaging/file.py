@@ -122,6 +122,11 @@ class Statistics:
         count = self[f"{key}.count"]
         return Gram(found.get("gram"), found.get("diagonal"), found.get("factor"), count, key in self.split)
 
+    def is_half(self, name: str) -> bool:
+        """Whether a map that ran has no Gram of gradients, or none of its inputs but a sketch."""
+        ran = name in self.inputs and name not in self.uncalled
+        return ran and not (f"{name}.gradient" in self and f"{self.inputs[name]}.gram" in self)
+
 
 ANEW = "measure anew with 'rotation-merge measure'"
 

@@ -150,6 +150,12 @@ class Fisher(Averaging):
         return fisher([s.weight for s in sources], [s.held["fisher"] for s in sources], shares, parameters["floor"])
 
 
+HALF = (
+    "Delegate kfac: maps whose gradients were not kept (into vocabularies, very wide ones), or whose inputs were kept "
+    "at low rank, are averaged as by regmean."
+)
+
+
 class Kfac(Averaging):
     """Linear maps by Grams of their inputs and of the gradients of their outputs, everything else by the mean."""
 

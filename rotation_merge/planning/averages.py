@@ -25,7 +25,7 @@ from rotation_merge.averaging.carry import (
 )
 from rotation_merge.averaging.file import NAME, Statistics
 from rotation_merge.averaging.maps import LinearMap, linear_map
-from rotation_merge.averaging.methods import Averaging, Source, averaged
+from rotation_merge.averaging.methods import HALF, Averaging, Source, averaged
 from rotation_merge.checkpoints.hub import HubFile, local_file
 from rotation_merge.checkpoints.models import Model, Models
 from rotation_merge.errors import RotationMergeError, StatisticsError
@@ -138,6 +138,8 @@ class Averages:
         by_statistics = by_statistics and not self._no_parameter(info, moves, books)
         called = [model for model in order if not self._uncalled(books.get(model), info, moves, model)]
         carried = [self._carry(info, moves, model, books[model]) for model in called] if by_statistics else []
+        if self.method.kind == "kfac" and any(b.is_half(self._names(info, moves, m)[0]) for m, b in books.items()):
+            self.run.note(HALF)
         return AverageTensor(
             key=wanted.key,
             label=wanted.label,
