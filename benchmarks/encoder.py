@@ -60,7 +60,6 @@ MERGES: dict[str, Merge] = {
         f"refit, {count} texts a task": (count, "", {**REFIT, "samples": count, "exclude": "classifier"})
         for count in (16, 32, 128, 384)
     },
-    "refit, heads solved, too, 384 texts a task": (384, "", {**REFIT, "samples": 384}),
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe."""
 STEPS_UP = ("mean", "task arithmetic", "Fisher", "RegMean", "refit, 128", "refit, 384", OWN)
