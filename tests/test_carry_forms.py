@@ -102,6 +102,18 @@ def test_one_piece_at_home_three_at_the_new_base(tmp_path: Path) -> None:
     torch.testing.assert_close(with_adapter(home, "new", tmp_path / "out"), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_experts_that_peft_takes_the_wrong_way_round(tmp_path: Path) -> None:
+    """Llama 4 stores them as (in, out) and does not say so: read as peft reads them, and not carried as such."""
+    home = Home("llama4", "plain", tmp_path)
+    home.new(MatchOptions())
+    expected = home.adapter(target_modules=[], target_parameters=["experts.down_proj"])[1]
+    read = load(f"{tmp_path / 'old'}+{tmp_path / 'adapter'}", torch.float64)
+    torch.testing.assert_close(home.logits(read), expected, atol=1e-9, rtol=1e-9)
+    done = run("carry", tmp_path / "adapter", "--from", tmp_path / "old", "--to", tmp_path / "new", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "reads for what it gives, as peft does with this base's experts; merge the adapter into" in done.output
+
+
 def test_bases_of_two_families_are_refused(tmp_path: Path) -> None:
     """Phi-3 holds in one piece what Llama holds apart."""
     for family, name in (("phi3", None), ("llama", "llama")):

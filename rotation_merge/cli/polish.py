@@ -195,9 +195,7 @@ def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
     from rotation_merge.checkpoints.models import open_model
     from rotation_merge.checkpoints.vocabulary import moved_tokens, shared_rows
 
-    own, *others = (
-        open_model(name, "merge") for name in (merged, *teachers)
-    )  # of an architecture, words are asked for
+    own, *others = (open_model(name, "merge") for name in (merged, *teachers))
     own.check_files()
     for other in others:
         other.check_files()
