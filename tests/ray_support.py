@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ class Failing:
 
     def piece(self, step: None, item: int) -> None:
         raise self.error
+
+
+class Echo:
+    """Work of which every piece gives its number, the first ones last."""
+
+    at_once = size = 0
+
+    def piece(self, step: None, item: int) -> int:
+        time.sleep(0.2 if item == 0 else 0)
+        return item
 
 
 class Killing:

@@ -21,7 +21,7 @@ import ray
 import torch
 from cli_support import parsed, run
 from plugin_support import build, make, one_error, save, state
-from ray_support import Deadly, Failing, Killing
+from ray_support import Deadly, Echo, Failing, Killing
 from safetensors.torch import load_file
 
 from rotation_merge.averaging.passes import SHARES
@@ -116,6 +116,12 @@ def adapter(where: Path) -> None:
 def test_barrier_gives_the_same_figures(pair: tuple[Path, Path], data: Path) -> None:
     given = ["barrier", *pair, "--data", data, "--points", 5, "--residual", "permutation"]
     assert parsed(*given, *RAY) == parsed(*given)
+
+
+def test_results_come_in_the_order_of_the_pieces() -> None:
+    """Whoever is done first: sums are added in one order."""
+    with spread("local") as over:
+        assert list(over.each(Echo(), None, range(12))) == list(range(12))
 
 
 @pytest.mark.parametrize(

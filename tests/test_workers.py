@@ -76,6 +76,14 @@ def test_the_first_error_in_order_ends_it_and_workers_compute_with_one_thread() 
         assert list(in_order(lambda _: torch.is_grad_enabled(), [0], 1)) == [False]
 
 
+def test_every_worker_is_told_to_compute_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the environment says one, too, and no result shows it."""
+    told, meet = [], threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: told.append((threading.current_thread().name[:5], n)))
+    list(in_order(lambda _: meet.wait(), range(2), 2))
+    assert told[:2] == [("match", 1), ("match", 1)]
+
+
 @pytest.mark.parametrize("waiting", [True, False], ids=["in order", "ahead"])
 def test_blocks_under_way_end_with_those_who_wanted_them(waiting: bool) -> None:
     """An error, or Ctrl-C: what other threads compute meanwhile is for nobody, and the process would wait for it."""
