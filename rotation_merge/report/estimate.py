@@ -338,12 +338,13 @@ def _residual_memory(architecture: Architecture, sizes: dict[str, int], options:
 
 
 def _writing_memory(architecture: Architecture, sizes: dict[str, int], itemsize: int, out_itemsize: int) -> int:
-    """The output file so far, and for a tensor: both models', both moved, and what averaging makes of them."""
+    """The output file so far, and for a tensor: both models', both moved, and what averaging and
+    writing make of them, as an embedding of 1B shape was measured to take."""
     held, peak = 0, 0
     for info in architecture.tensors():
         for name in info.names:
             count = sizes.get(name, 0)
-            peak = max(peak, held + (2 * itemsize + 7 * out_itemsize) * count + 16 * min(count, LONG))
+            peak = max(peak, held + (2 * itemsize + 9 * out_itemsize) * count + 16 * min(count, LONG))
             held = count * out_itemsize + (held if held + count * out_itemsize <= SHARD else 0)
     return peak
 
