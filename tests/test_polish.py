@@ -179,6 +179,13 @@ def test_a_lora_leaves_out_what_kernels_read_past_it(family: str) -> None:
     assert not {"out_proj", "conv1d"} & adapted
 
 
+def test_a_lora_leaves_out_routers_that_give_more_than_their_product() -> None:
+    model = tiny(next(case for case in ALL if case.family == "llama4")).float()
+    ids = torch.tensor([[3, 9, 4]])
+    before = model(input_ids=ids).logits
+    assert torch.equal(with_lora(model, 2, 0)(input_ids=ids).logits, before)
+
+
 def test_models_of_an_architecture_that_nobody_knows(tmp_path: Path) -> None:
     """Mamba: no file says what its tensors are, and it keeps what it has read in a cache of its own."""
     for seed in (0, 1):

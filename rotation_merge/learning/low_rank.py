@@ -27,11 +27,13 @@ def with_lora(model: Any, rank: int, seed: int) -> Any:
         raise RotationMergeError("--lora needs peft", remedy="pip install peft") from error
     from transformers.pytorch_utils import Conv1D
 
+    plain = nn.Linear.forward, Conv1D.forward  # a router may be a linear map that gives more than its product
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     maps = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module.weight not in tables and not _read_past(model, name)
+        if isinstance(module, nn.Linear | Conv1D) and type(module).forward in plain
+        if module.weight not in tables and not _read_past(model, name)
     ]
     torch.manual_seed(seed)
     return get_peft_model(
