@@ -18,6 +18,7 @@ seconds are processor time.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import itertools
 import json
@@ -58,7 +59,7 @@ MERGES: dict[str, Merge] = {
     "RegMean, 128 texts a task": (128, "gram", {"delegate": "regmean"}),
     **{
         f"refit, {count} texts a task": (count, "", {**REFIT, "samples": count, "exclude": "classifier"})
-        for count in (16, 32, 128, 384)
+        for count in (16, 32, 64, 128, 384)
     },
 }
 """By words: texts of each task, what is measured on them ahead of the merge, and the parameters of the recipe."""
@@ -312,6 +313,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, default=Path("/"), help="where the Debian packages are unpacked")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # as a command with a recipe of ours does: the collector does not look at all that was imported
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     found = tasks(given.texts)
