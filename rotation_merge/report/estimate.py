@@ -19,7 +19,7 @@ from rotation_merge.matching.slices import LONG
 from rotation_merge.matching.state import KEPT
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.matching.walk import PARTS, SAMPLE
-from rotation_merge.spread.threads import BYTES_A_WEIGHT, workers_for
+from rotation_merge.spread.threads import BYTES_A_WEIGHT, KEPT_FREED, workers_for
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -34,9 +34,6 @@ SHARD = 5_000_000_000
 """Bytes of output that are held before a file is written."""
 READ_BYTES = 4.2e8
 """Bytes a second that reading, moving, averaging and writing manage on one core: near models of 300M to 70B shape."""
-SCATTERED = 1 / 3
-"""Share of what is held that is freed memory in between, too small a piece for the next tensor: of layers of 1B and 8B
-shape in several passes."""
 REACHED = 0.8
 """Share of the speed of one large product that matching reaches."""
 
@@ -317,7 +314,8 @@ def _local_memory(architecture: Architecture, sizes: dict[str, int], options: Ma
 def _residual_memory(architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int) -> int:
     """For every worker both models' tensors of a layer as they are stored and widened, the largest space once more as
     the stream's map turns it, and its similarities; products of the stream of each part, embedding, head and map, and
-    for every worker of two layers; what is kept of models that are read again; and freed memory in between."""
+    for every worker of two layers; what is kept of models that are read again; and what is freed and stays with the
+    process: layers of 1B and 8B shape and an embedding of 1B were measured to take so much."""
     layers, peak = 0, 0
     for block in architecture.blocks:
         if block.index is None:
@@ -334,17 +332,17 @@ def _residual_memory(architecture: Architecture, sizes: dict[str, int], options:
     workers = workers_for(BYTES_FOLDED * _largest_layer(architecture, sizes) // BYTES_A_WEIGHT)
     products = 8 * sum(stream.sizes["size"] ** 2 for stream in architecture.streams.values())
     kept = 2 * min(KEPT, 4 * sum(sizes.values()))
-    return int((1 + SCATTERED) * (workers * (peak + 2 * products) + (min(PARTS, layers) + 4) * products + kept))
+    held = workers * (peak + 2 * products) + (min(PARTS, layers) + 4) * products + kept
+    return held + min(held // 4, workers * KEPT_FREED)
 
 
 def _writing_memory(architecture: Architecture, sizes: dict[str, int], itemsize: int, out_itemsize: int) -> int:
-    """The output file so far, and for a tensor: both models', both moved, and what averaging and
-    writing make of them, as an embedding of 1B shape was measured to take."""
+    """The output file so far, and for a tensor: both models', both moved, and what averaging makes of them."""
     held, peak = 0, 0
     for info in architecture.tensors():
         for name in info.names:
             count = sizes.get(name, 0)
-            peak = max(peak, held + (2 * itemsize + 9 * out_itemsize) * count + 16 * min(count, LONG))
+            peak = max(peak, held + (2 * itemsize + 7 * out_itemsize) * count + 16 * min(count, LONG))
             held = count * out_itemsize + (held if held + count * out_itemsize <= SHARD else 0)
     return peak
 

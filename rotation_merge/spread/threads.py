@@ -30,7 +30,7 @@ SHARE = 0.5
 _CGROUP = Path("/sys/fs/cgroup")
 
 _TRIM, _MAP = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
-KEPT_FREED, _APART = 1 << 29, 1 << 28  # bytes of freed memory that stay with the process; of a block that is given back
+KEPT_FREED, _APART = 1 << 29, 1 << 26  # bytes of freed memory that stay with the process; of a block that is given back
 
 
 class Workers:
