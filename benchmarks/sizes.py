@@ -157,9 +157,8 @@ def process(command: Sequence[object], threads: int) -> Cost:
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """Every core has other work: what there is, and where that is too little, more of it."""
-    command = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(command) for _ in range((os.cpu_count() or 1) - round(os.getloadavg()[0]))]
+    """Every core has other work."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         yield
     finally:
