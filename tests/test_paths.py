@@ -35,7 +35,7 @@ def written(model: Planted, tensors: dict[str, torch.Tensor], folder: Path) -> P
     return folder
 
 
-def drawn(architecture: Architecture, anchor: Any, donor: Any, options: MatchOptions, *_: Any) -> Alignment:
+def drawn(architecture: Architecture, anchor: Any, donor: Any, options: MatchOptions, *_: Any, **__: Any) -> Alignment:
     """In the place of the best alignment: any."""
     gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
     streams = by_stream(options.residual) or dict.fromkeys(architecture.streams, options.residual)
