@@ -17,7 +17,9 @@ from plugin_support import recipe_for, state, write_state
 
 from rotation_merge.architectures import build, registry
 from rotation_merge.checkpoints import headers
+from rotation_merge.matching.fingerprint import Fingerprint
 from rotation_merge.recipe.reading import Recipe
+from rotation_merge.report.run import Run
 from rotation_merge.seam.replaced import replaced
 
 Pair = tuple[Path, Path]
@@ -111,3 +113,12 @@ def test_equal_results_of_equal_merges(pair: Pair, tmp_path: Path) -> None:
         run(recipe_for("linear", *pair), tmp_path / name)
     one, two = state(tmp_path / "one"), state(tmp_path / "two")
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge() -> None:
+    """Who loads it for the merge looks whether it holds numbers, whoever has read it for something else."""
+    run, tensor = Run(), torch.ones(2)
+    run.marks["model"] = Fingerprint()
+    run.marks["model"].add("weight", tensor)
+    assert run.saw("model", "weight", tensor)
+    assert not run.saw("model", "weight", tensor)

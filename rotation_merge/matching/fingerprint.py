@@ -35,15 +35,14 @@ class Fingerprint:
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
-    def add(self, name: str, tensor: Tensor) -> bool:
-        """Look at a tensor as it is stored, at each name once; whether this was the first time."""
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Look at a tensor as it is stored; at each name once."""
         with self._lock:
             if name in self._tensors:
-                return False
+                return
             self._tensors[name] = ""
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._tensors[name] = f"{tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(data.data):08x}"
-        return True
 
     def complete(self, names: Iterable[str], source: TensorSource) -> None:
         """Read those of the tensors that have not come by."""

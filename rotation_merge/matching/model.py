@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,7 +52,6 @@ class Alignment:
         return bool(self.folded) or any(not stream.is_identity() for stream in streams)
 
 
-@runtime_checkable
 class Match(Protocol):
     """Finds what brings the second of two sources to the first: `match_model`, or what takes its place."""
 

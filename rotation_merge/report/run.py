@@ -44,6 +44,7 @@ class Run:
         kept: by donor, the transforms that were used, where the recipe wants them kept (else None).
         heads: by donor, tensors of its own head that were solved.
         data: samples that were used, each with `of` (what for), `source` and `samples`.
+        shown: tensors that the merge itself has loaded, by model and name; `marks` may know others, too.
         ledger: where what matching finds is kept, so that another run can go on.
     """
 
@@ -56,6 +57,7 @@ class Run:
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
     marks: dict[str, Fingerprint] = field(default_factory=dict)
     data: list[dict[str, Any]] = field(default_factory=list)
+    shown: set[tuple[str, str]] = field(default_factory=set, repr=False)
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     watched: bool = True
     kept: dict[str, dict[str, SpaceTransform]] | None = None
@@ -113,10 +115,12 @@ class Run:
         return self.transforms.get(next(names, ""), {})
 
     def saw(self, model: str, name: str, tensor: Tensor) -> bool:
-        """A model's tensor as it is stored, for the model's fingerprint; whether nobody had looked at it before."""
+        """A model's tensor as it is stored, for the model's fingerprint; whether it was shown for the first time."""
         with self._lock:
-            mark = self.marks.setdefault(model, Fingerprint())
-        return mark.add(name, tensor)
+            mark, first = self.marks.setdefault(model, Fingerprint()), (model, name) not in self.shown
+            self.shown.add((model, name))
+        mark.add(name, tensor)
+        return first
 
     def transport(self, donor: str, change: float, origin: float) -> None:
         """Add a tensor's squared change by fine-tuning and its squared norm before it."""
