@@ -26,10 +26,10 @@ from record import Table
 from torch import Tensor
 
 from rotation_merge.cli.app import app
-from rotation_merge.samples.data import Data, read_batches
-from rotation_merge.samples.demo import CHECKPOINTS, digits, text
-from rotation_merge.samples.evaluate import evaluate
-from rotation_merge.samples.functions import load
+from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.demo import CHECKPOINTS, digits, text
+from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import load
 
 MATCHINGS: dict[str, dict[str, Any]] = {
     "none": {"attention": "none", "ffn": "none", "rescale": False},

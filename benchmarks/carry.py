@@ -2,7 +2,6 @@
 
     python benchmarks/carry.py            weights and refit, to benchmarks/results/carry.json
     python benchmarks/carry.py scale      scales of each block, to benchmarks/results/carry-scale.json
-    python benchmarks/carry.py signs      entries that samples agree with, to benchmarks/results/carry-signs.json
     python benchmarks/carry.py distil     50 steps from the refit on, to benchmarks/results/carry-distil.json
 
 Llama 0's fine-tunes for English and C, and its LoRA for English, go to Llama 1 (another seed): added as they are, moved
@@ -21,21 +20,21 @@ from typing import Any
 import torch
 from record import Table
 
-from rotation_merge.averaging.carrying import Samples, carry_with_samples
-from rotation_merge.checkpoints.carried import Settings, carry_all
-from rotation_merge.matching.options import NOTHING, MatchOptions
-from rotation_merge.samples import demo
-from rotation_merge.samples.data import Data
-from rotation_merge.samples.evaluate import evaluate
-from rotation_merge.samples.functions import load
+from rotation_merge.carrying.by_samples import Samples, carry_with_samples
+from rotation_merge.carrying.by_weights import Settings, carry_all
+from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.run import demo
+from rotation_merge.run.data import Data
+from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import load
 
 NAMES = {
     "llama-0-english": "fine-tune for English",
     "llama-0-c": "fine-tune for C",
     "llama-0-lora-english": "LoRA for English",
 }
-ASKED = next((word for word in ("scale", "signs", "distil") if word in sys.argv[1:]), "")
-WHOLE = MatchOptions(heads="permutation", residual="rotation")
+ASKED = next((word for word in ("scale", "distil") if word in sys.argv[1:]), "")
+WHOLE = AlignConfig(heads="permutation", residual="rotation")
 OLD, NEW = (str(demo.CHECKPOINTS / name) for name in ("llama-0", "llama-1"))
 
 
@@ -47,7 +46,7 @@ def loss(model: str, text: str) -> float:
 def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
     """Ways to carry, as functions that write to `out`."""
 
-    def weights(match: MatchOptions, scale: float) -> Any:
+    def weights(match: AlignConfig, scale: float) -> Any:
         return lambda: carry_all({out: work}, OLD, NEW, Settings(match, scale=scale))
 
     def refit(lora: int, scale: float | None, steps: int = 0) -> Any:
@@ -62,14 +61,6 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
     moved = {f"weights, scale {scale}": weights(WHOLE, scale)}
     if ASKED == "scale":
         return {**moved, "weights, scale of each block by held-out samples": scaled}
-    if ASKED == "signs":
-
-        def signs(scale: float | None) -> Any:
-            samples = Samples(scale=scale, way="signs")
-            return lambda: carry_with_samples({out: work}, OLD, NEW, Settings(WHOLE), samples)
-
-        words = {0.25: "scale 0.25", 0.5: "scale 0.5", None: "scale by held-out samples"}
-        return {**moved, **{f"signs, {words[scale]}": signs(scale) for scale in words}}
     if ASKED == "distil":
         what = {0: "" if adapter else "all weights", 16: "an adapter of rank 16"}
         return {
@@ -93,8 +84,6 @@ def main() -> None:
     for name, text in (("llama-0-english", "english"), ("llama-0-c", "c"), ("llama-0-lora-english", "english")):
         work = str(demo.CHECKPOINTS / name)
         adapter = "lora" in name
-        if adapter and ASKED == "signs":  # which no adapter of low rank can have
-            continue
         title = NAMES[name]
         old, new, own = loss(OLD, text), loss(NEW, text), loss(NEW, "python")
         tuned = loss(f"{OLD}+{work}" if adapter else work, text)

@@ -30,21 +30,22 @@ from peft import LoraConfig, get_peft_model
 from record import Table
 from torch import Tensor
 
-from rotation_merge.averaging import carrying
-from rotation_merge.averaging.carry_in_merge import carried_tensors, carried_weights
-from rotation_merge.averaging.carry_samples import Samples
-from rotation_merge.averaging.match_on import OnSamples
-from rotation_merge.checkpoints.bases import open_bases
-from rotation_merge.checkpoints.carried import Settings
-from rotation_merge.matching.model import Alignment, match_model
-from rotation_merge.matching.options import BOTH, MatchOptions
-from rotation_merge.samples import demo
-from rotation_merge.samples.data import Data
-from rotation_merge.samples.evaluate import evaluate
-from rotation_merge.samples.functions import load
-from rotation_merge.samples.written import self_written
+from rotation_merge.carrying import by_samples as carrying
+from rotation_merge.carrying.bases import open_bases
+from rotation_merge.carrying.by_weights import Settings
+from rotation_merge.carrying.carry_in_merge import carried_tensors, carried_weights
+from rotation_merge.carrying.carry_samples import Samples
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.match_on import OnSamples
+from rotation_merge.matching.options import BOTH, AlignConfig
+from rotation_merge.run import demo
+from rotation_merge.run.data import Data
+from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import load
+from rotation_merge.run.written import self_written
 
-WHOLE = MatchOptions(heads="permutation", residual="rotation")
+WHOLE = AlignConfig(heads="permutation", residual="rotation")
 NEW = ("llama-1", "llama-2", "llama-3")
 SHORT = {"C++": ("llama-0-cpp", "cpp"), "English": ("llama-0-english", "english"), "C": ("llama-0-c", "c")}
 LONG = {"English, long": ("llama-0-english-long", "english"), "C, long": ("llama-0-c-long", "c")}
@@ -82,11 +83,9 @@ class Pair:
         given = self.bases.architecture, first, second, WHOLE, None
         self.weights, self.both = match_model(*given), OnSamples(BOTH, new, old)(*given)
 
-    def carried(
-        self, tuned: str, samples: Samples, alignment: Alignment, rank: int = 0, streams: str = "shared"
-    ) -> dict[str, Tensor]:
+    def carried(self, tuned: str, samples: Samples, alignment: Alignment, rank: int = 0) -> dict[str, Tensor]:
         find = carried_weights if samples.way == "weights" else carried_tensors
-        settings = Settings(WHOLE, lora=rank, matcher=lambda *_: alignment, streams=streams)
+        settings = Settings(WHOLE, lora=rank, matcher=lambda *_: alignment)
         return find(tuned, self.old, self.new, settings, samples)[0]
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> tuple[float, float]:
@@ -127,13 +126,12 @@ def from_the_new_base() -> Iterator[None]:
 def ways(long: bool, distil: bool) -> dict[str, Way]:
     """By name; what long fine-tunes changed is too much for the scales of short ones."""
 
-    def by(way: str, scale: float | None, rank: int = 0, streams: str = "shared") -> tuple[str, Way]:
+    def by(way: str, scale: float | None, rank: int = 0) -> tuple[str, Way]:
         def carry(pair: Pair, tuned: str, text: str) -> dict[str, Tensor]:
             alignment = pair.both if way == "activations" else pair.weights
-            return pair.carried(tuned, Samples(text, scale=scale, way=way), alignment, rank, streams)
+            return pair.carried(tuned, Samples(text, scale=scale, way=way), alignment, rank)
 
-        words = [way, *(["a stream map for every layer"] if streams == "own" else [])]
-        words += [f"an adapter of rank {rank}"] if rank else []
+        words = [way, *([f"an adapter of rank {rank}"] if rank else [])]
         return ", ".join([*words, "scale by held-out samples" if scale is None else f"scale {scale:g}"]), carry
 
     if distil:
@@ -143,9 +141,9 @@ def ways(long: bool, distil: bool) -> dict[str, Way]:
             "50 steps, an adapter of rank 16, from the new base": distilled(RANK, fresh=True),
         }
     if long:
-        found = [by("weights", 0.1), by("weights", 0.1, streams="own")]
-        return dict([*found, *(by(way, None) for way in ("activations", "signs", "refit")), by("refit", None, RANK)])
-    found = [by("weights", 0.75), by("weights", 1, streams="own"), by("activations", 0.75), by("signs", 0.25)]
+        found = [by("weights", 0.1)]
+        return dict([*found, *(by(way, None) for way in ("activations", "refit")), by("refit", None, RANK)])
+    found = [by("weights", 0.75), by("activations", 0.75)]
     return dict([*found, by("refit", 1), by("refit", 1, RANK)])
 
 

@@ -36,12 +36,12 @@ from train_checkpoints import warm_cosine
 from transformers import AutoTokenizer, BertForTokenClassification
 from transformers.utils import logging
 
-from rotation_merge.averaging.measure import MeasureOptions
-from rotation_merge.averaging.record import checkpoint_of, record
-from rotation_merge.samples.data import read_batches
-from rotation_merge.samples.functions import load
-from rotation_merge.scratch import Scratch
-from rotation_merge.seam.merging import merge_recipe
+from rotation_merge.files.scratch import Scratch
+from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.run.data import read_batches
+from rotation_merge.run.functions import load
+from rotation_merge.run.measure import MeasureOptions
+from rotation_merge.run.measuring import checkpoint_of, record
 
 LENGTH = 48
 STEPS = 250

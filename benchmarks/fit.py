@@ -31,12 +31,12 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, ViTForImageClassification
 
-from rotation_merge.learning import fit as learning
-from rotation_merge.learning.engine import Path as ModelPath
-from rotation_merge.learning.fit import FitResult, fit
-from rotation_merge.learning.records import FitOptions
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.samples.demo import digits, windows
+from rotation_merge.matching import fit as learning
+from rotation_merge.matching.engine import Path as ModelPath
+from rotation_merge.matching.fit import FitResult, fit
+from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.run.demo import digits, windows
 
 
 def load(kind: type, root: Path, names: Sequence[str]) -> list[nn.Module]:
@@ -112,7 +112,7 @@ def tokens_of(
     return [{"input_ids": batch, "labels": batch} for batch in rows.split(size)]
 
 
-def timed(models: Sequence[nn.Module], batches, options: FitOptions) -> tuple[FitResult, str]:
+def timed(models: Sequence[nn.Module], batches, options: FitConfig) -> tuple[FitResult, str]:
     began = time.process_time()
     result = fit(models[0], models[1:], batches, options=options)
     return result, f"{time.process_time() - began:.0f} s"
@@ -124,7 +124,7 @@ def vits(root: Path, args: argparse.Namespace) -> None:
         for a, b in ((0, 1), (2, 3)):
             models = load(ViTForImageClassification, root, [f"vit-{a}", f"vit-{b}"])
             given = images(count, labels, 64 if labels else 32)
-            result, seconds = timed(models, given, FitOptions(steps=args.steps or 1500))
+            result, seconds = timed(models, given, FitConfig(steps=args.steps or 1500))
             points = [measure(models, result, [1 - i / 20, i / 20], on_digits) for i in range(21)]
             ends, middle = (points[0], points[20]), points[10]
             barrier = max(p[1] - (ends[0][1] + (ends[1][1] - ends[0][1]) * i / 20) for i, p in enumerate(points))
@@ -143,7 +143,7 @@ def vits(root: Path, args: argparse.Namespace) -> None:
 
 def joint(root: Path, args: argparse.Namespace) -> None:
     models = load(ViTForImageClassification, root, [f"vit-{i}" for i in range(4)])
-    result, seconds = timed(models, images(1257, True), FitOptions(steps=args.steps or 2400))
+    result, seconds = timed(models, images(1257, True), FitConfig(steps=args.steps or 2400))
     even = [0.25] * 4
     parents = [on_digits(lambda batch, m=m: m(**batch)) for m in models]
     plain, learned = measure(models, None, even, on_digits), measure(models, result, even, on_digits)
@@ -157,7 +157,7 @@ def llamas(root: Path, args: argparse.Namespace) -> None:
     for a, b in ((0, 1), (0, 2)):
         models = load(LlamaForCausalLM, root, [f"llama-{a}", f"llama-{b}"])
         batches = tokens_of(["python"], 200_000)
-        result, seconds = timed(models, batches, FitOptions(steps=args.steps or 400))
+        result, seconds = timed(models, batches, FitConfig(steps=args.steps or 400))
         score = on_text("python")
         ends = [score(lambda batch, m=m: m(**batch)) for m in models]
         plain, learned = (measure(models, r, [0.5, 0.5], score) for r in (None, result))
@@ -181,7 +181,7 @@ def finetunes(root: Path, args: argparse.Namespace) -> None:
     table = Table("fit-finetunes")
     for ending in ("", "-long"):
         models = load(LlamaForCausalLM, root, [f"llama-0-english{ending}", f"llama-0-c{ending}"])
-        result, seconds = timed(models, tokens_of(["english", "c"], 200_000), FitOptions(steps=args.steps or 300))
+        result, seconds = timed(models, tokens_of(["english", "c"], 200_000), FitConfig(steps=args.steps or 300))
         rows = {}
         for name, found in (("plain", None), ("learned", result)):
             rows[name] = [measure(models, found, [0.5, 0.5], on_text(domain)) for domain in ("english", "c")]
@@ -221,8 +221,8 @@ def one_step(args: argparse.Namespace) -> dict[str, str]:
     batches = [{"input_ids": torch.randint(0, 8192, (4, 128), device=device)} for _ in range(2)]
     marks: list[float] = []
     learning.LOOKS = 1  # at the end only, so that the step before it is a step and nothing else
-    match = MatchOptions(residual="rotation", ffn="none", rescale=False)
-    options = FitOptions(steps=args.steps or 3, objective="distill", start="identity", half=device == "cuda")
+    match = AlignConfig(residual="rotation", ffn="none", rescale=False)
+    options = FitConfig(steps=args.steps or 3, objective="distill", start="identity", half=device == "cuda")
     fit(models[0], models[1], batches, match, options, watch=lambda *_: marks.append(clock()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     seconds = min(b - a for a, b in itertools.pairwise(marks))

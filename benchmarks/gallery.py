@@ -16,16 +16,16 @@ from typing import Any
 import yaml
 from record import ROOT, Table
 
-from rotation_merge.checking import donors_of
-from rotation_merge.checking.matchings import ALIGNED, PLAIN
-from rotation_merge.checking.paths import Paths
 from rotation_merge.cli.show import quieten
-from rotation_merge.report.curves import Barrier
-from rotation_merge.samples.data import read_batches
-from rotation_merge.samples.demo import CHECKPOINTS
-from rotation_merge.samples.evaluate import evaluate
-from rotation_merge.samples.functions import load
-from rotation_merge.seam.merging import merge_recipe
+from rotation_merge.diagnose import donors_of
+from rotation_merge.diagnose.matchings import ALIGNED, PLAIN
+from rotation_merge.diagnose.paths import Paths
+from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.run.curves import Barrier
+from rotation_merge.run.data import read_batches
+from rotation_merge.run.demo import CHECKPOINTS
+from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import load
 
 PAGE, PICTURES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "pictures"
 STILL = {"delegate": "linear", "attention": "none", "heads": "none", "ffn": "none", "rescale": False}
@@ -190,7 +190,7 @@ def picture(barrier: Barrier, path: Path) -> None:
 
 HEAD = """# Gallery
 
-Six merges of the checkpoints that come with the package (`C/` stands for `rotation_merge/samples/checkpoints/`), made,
+Six merges of the checkpoints that come with the package (`C/` stands for `rotation_merge/run/checkpoints/`), made,
 drawn and measured by `python benchmarks/gallery.py`. Losses are in nats, means over the data named. Where a table says
 so, do not merge: `rotation-merge merge` finds it out, and writes nothing.
 """

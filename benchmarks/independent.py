@@ -13,7 +13,7 @@ from typing import Any
 from averaging import call
 from record import Table
 
-from rotation_merge.samples.demo import CHECKPOINTS
+from rotation_merge.run.demo import CHECKPOINTS
 
 LOCAL = ["--heads", "permutation"]
 SIGNED, ROTATION = (["--residual", group] for group in ("signed_permutation", "rotation"))

@@ -17,16 +17,17 @@ from pathlib import Path
 import torch
 from record import Table
 
-from rotation_merge.averaging.match_on import OnSamples
-from rotation_merge.checkpoints.bases import open_bases
-from rotation_merge.matching.model import Alignment, Match, aligned_tensors, match_model
-from rotation_merge.matching.options import MATCH_ON, WEIGHTS, MatchOptions
-from rotation_merge.samples import demo
-from rotation_merge.samples.data import Data
-from rotation_merge.samples.evaluate import evaluate
-from rotation_merge.samples.functions import load
+from rotation_merge.carrying.bases import open_bases
+from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.match_on import OnSamples
+from rotation_merge.matching.options import MATCH_ON, WEIGHTS, AlignConfig
+from rotation_merge.run import demo
+from rotation_merge.run.data import Data
+from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import load
 
-OPTIONS = MatchOptions(heads="permutation", residual="rotation")
+OPTIONS = AlignConfig(heads="permutation", residual="rotation")
 
 
 def main() -> None:

@@ -25,13 +25,13 @@ from record import Table
 from shapes import SHAPES, rows
 from torch import Tensor
 
-from rotation_merge.architectures.build import build
-from rotation_merge.architectures.model import Architecture, Block
-from rotation_merge.architectures.registry import shipped
-from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.architecture.build import build
+from rotation_merge.architecture.model import Architecture, Block
+from rotation_merge.architecture.registry import shipped
 from rotation_merge.matching.block import BlockMatch, match_block
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.apply import transform_tensor
 
 ROLES = {
     "llama": {
@@ -78,7 +78,7 @@ def donor_of(
     anchor: dict[str, Tensor],
     relation: str,
     noise: float,
-    options: MatchOptions,
+    options: AlignConfig,
 ) -> dict[str, Tensor]:
     """A donor that stands in this relation to the anchor."""
     if relation == "far":
@@ -111,7 +111,7 @@ def run(args: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(args["threads"])
     family, *sizes = args["sizes"]
     architecture, block = layer(family, *sizes)
-    options = MatchOptions(heads="none" if args["heads"] == "straight" else args["heads"])
+    options = AlignConfig(heads="none" if args["heads"] == "straight" else args["heads"])
     anchor = random_tensors(block, 0)
     donor = donor_of(architecture, block, anchor, args["relation"], args["noise"], options)
     dtype = getattr(torch, args["dtype"])

@@ -12,7 +12,7 @@ import subprocess
 
 from record import Table
 
-from rotation_merge.samples.demo import CHECKPOINTS
+from rotation_merge.run.demo import CHECKPOINTS
 
 OPTIONS = ["--data", "demo:python", "--limit", "128", "--points", "11", "--heads", "permutation"]
 

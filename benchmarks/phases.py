@@ -78,7 +78,7 @@ class Watch:
 
         from rotation_merge.matching import both
         from rotation_merge.matching.stream import Statistics
-        from rotation_merge.planning import planner, tasks
+        from rotation_merge.mergekit_plugin.planning import planner, tasks
 
         assert planner, "its tasks are to be found below Task"
         for task in every_task(Task):

@@ -30,10 +30,10 @@ from transformers.utils import logging
 
 from rotation_merge.cli.app import app
 from rotation_merge.cli.polish import Ways, polished
-from rotation_merge.samples import demo
-from rotation_merge.samples.functions import load
-from rotation_merge.scratch import Scratch
-from rotation_merge.seam.merging import merge_recipe
+from rotation_merge.files.scratch import Scratch
+from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.run import demo
+from rotation_merge.run.functions import load
 
 WHOLE = {"heads": "permutation", "residual": "rotation"}
 ALONE = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False, "residual": "none"}

@@ -34,23 +34,24 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM, ViTForImageClassification
 from transformers.utils import logging as transformers_logging
 
-from rotation_merge.architectures import Architecture, resolve
+from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.match import match_model
 from rotation_merge.matching.mean import match_to_mean
-from rotation_merge.matching.model import Alignment, aligned_tensors, match_model
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.samples import demo as data
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.run import demo as data
 
-LOCAL = MatchOptions(heads="permutation")
-VARIANTS: dict[str, MatchOptions | None] = {
+LOCAL = AlignConfig(heads="permutation")
+VARIANTS: dict[str, AlignConfig | None] = {
     "none": None,
     "local": LOCAL,
-    "permutation": MatchOptions(heads="permutation", residual="permutation"),
-    "signed permutation": MatchOptions(heads="permutation", residual="signed_permutation"),
-    "rotation": MatchOptions(heads="permutation", residual="rotation"),
-    "rotation, heads in their order": MatchOptions(residual="rotation"),
-    "rotation, no rescaling": MatchOptions(heads="permutation", residual="rotation", rescale=False),
-    "rotation, invertible heads": MatchOptions(heads="permutation", residual="rotation", attention="invertible"),
-    "TransFusion": MatchOptions(heads="spectral", residual="permutation", rescale=False),
+    "permutation": AlignConfig(heads="permutation", residual="permutation"),
+    "signed permutation": AlignConfig(heads="permutation", residual="signed_permutation"),
+    "rotation": AlignConfig(heads="permutation", residual="rotation"),
+    "rotation, heads in their order": AlignConfig(residual="rotation"),
+    "rotation, no rescaling": AlignConfig(heads="permutation", residual="rotation", rescale=False),
+    "rotation, invertible heads": AlignConfig(heads="permutation", residual="rotation", attention="invertible"),
+    "TransFusion": AlignConfig(heads="spectral", residual="permutation", rescale=False),
 }
 TITLES = {
     "none": "none",
@@ -132,7 +133,7 @@ def distance(a: State, b: State) -> float:
     return sum(float((a[name] - b[name]).square().sum()) for name in a)
 
 
-def align(anchor: Model, donor: Model, options: MatchOptions | None) -> Alignment:
+def align(anchor: Model, donor: Model, options: AlignConfig | None) -> Alignment:
     if options is None:
         return Alignment({})
     return match_model(anchor.architecture, anchor.state, donor.state, options)
@@ -150,7 +151,7 @@ class Middle:
     passes: float = 0.0
 
 
-def middle(measure: Measure, anchor: Model, donor: Model, options: MatchOptions | None) -> Middle:
+def middle(measure: Measure, anchor: Model, donor: Model, options: AlignConfig | None) -> Middle:
     began = time.process_time()
     alignment = align(anchor, donor, options)
     seconds = time.process_time() - began
@@ -183,7 +184,7 @@ def midpoints(arguments: argparse.Namespace, measure: Measure) -> None:
 
 
 def gains(
-    measure: Measure, new: Model, old: Model, tuned: dict[str, Model], options: MatchOptions | None, scales: list[float]
+    measure: Measure, new: Model, old: Model, tuned: dict[str, Model], options: AlignConfig | None, scales: list[float]
 ) -> dict[tuple[str, float], float]:
     """What fine-tunes of an old base are worth on a new one, by domain and scale: nats gained over the new base."""
     alignment, found = align(new, old, options), {}
@@ -241,11 +242,11 @@ def near(arguments: argparse.Namespace, measure: Measure) -> None:
         table.add(row)
 
 
-def to_base(base: Model, others: list[Model], options: MatchOptions) -> list[Alignment]:
+def to_base(base: Model, others: list[Model], options: AlignConfig) -> list[Alignment]:
     return [align(base, other, options) for other in others]
 
 
-def to_mean(base: Model, others: list[Model], options: MatchOptions) -> list[Alignment]:
+def to_mean(base: Model, others: list[Model], options: AlignConfig) -> list[Alignment]:
     sources = {model.name: model.state for model in (base, *others)}
     found = match_to_mean(base.architecture, sources, base.name, options)
     return [found[model.name] for model in others]

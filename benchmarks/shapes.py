@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.build import build
-from rotation_merge.architectures.model import Architecture, TensorInfo
-from rotation_merge.architectures.registry import shipped
-from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.architecture.build import build
+from rotation_merge.architecture.model import Architecture, TensorInfo
+from rotation_merge.architecture.registry import shipped
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.apply import transform_tensor
+from rotation_merge.symmetry import SpaceTransform
 
 OPTIONS: dict[str, object] = {"attention": "rotation", "heads": "permutation", "ffn": "permutation", "rescale": True}
 DONORS = ("near", "planted", "far")
@@ -145,7 +145,7 @@ def write(shape: Shape, where: Path, donor: str | None = None, number: int = 0) 
 
     gauge: Mapping[str, SpaceTransform] = {}
     if donor == "planted":
-        gauge = random_gauge(shape.architecture, MatchOptions(**OPTIONS), torch.Generator().manual_seed(7))  # type: ignore[arg-type]
+        gauge = random_gauge(shape.architecture, AlignConfig(**OPTIONS), torch.Generator().manual_seed(7))  # type: ignore[arg-type]
     writer = TensorWriter(str(where), max_shard_size=SHARD)
     for name, info in shape.tensors.items():
         tensor = made(name, shape.sizes[name], donor, number)

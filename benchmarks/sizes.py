@@ -43,8 +43,8 @@ from phases import PHASES
 from record import RESULTS, Table
 from shapes import OPTIONS, SHAPES, Shape, add_options, chosen, write
 
-from rotation_merge.architectures import resolve
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.architecture import resolve
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.walk import PARTS, SAMPLE
 from rotation_merge.report.estimate import PASSES, Estimate, estimate
 
@@ -173,7 +173,7 @@ def expected(shape: Shape, case: str, donors: int = 1) -> float:
     near, untie = CASES[case][0] != "far", bool(options.pop("untie", False))
     architecture = resolve(shape.config, list(shape.sizes), "benchmark", untie=untie)
     sizes = replace(shape, tied=False).sizes if untie else shape.sizes
-    found: Estimate = estimate(architecture, sizes, MatchOptions(**options), 2, 2)  # type: ignore[arg-type]
+    found: Estimate = estimate(architecture, sizes, AlignConfig(**options), 2, 2)  # type: ignore[arg-type]
     return (found.near_seconds if near else found.seconds) * donors
 
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from train_checkpoints import known, save, train_vit
 from transformers.utils import logging
 
-from rotation_merge.samples import demo
-from rotation_merge.samples.functions import load
-from rotation_merge.seam.merging import merge_recipe
+from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.run import demo
+from rotation_merge.run.functions import load
 
 HALVES = ("01234", "56789")
 ALONE = {"attention": "none", "ffn": "none", "rescale": False}

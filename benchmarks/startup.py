@@ -4,17 +4,12 @@ Two bare virtual environments, one of them with the package copied in as a wheel
 started in both by turns. Prints the medians and their difference; the goal is a difference under 1 ms.
 
     python benchmarks/startup.py --runs 300
-
-With --inspect, what `rotation-merge inspect` of a Llama costs against `import torch`, by turns; the goal is 1.5 times.
-
-    python benchmarks/startup.py --inspect --runs 9
 """
 
 from __future__ import annotations
 
 import argparse
 import compileall
-import json
 import os
 import shutil
 import statistics
@@ -61,65 +56,10 @@ def check(python: Path) -> bool:
     )
 
 
-CHECKPOINTS = ROOT / "rotation_merge" / "samples" / "checkpoints"
-COMMAND = ["-c", "from rotation_merge.cli import main; main()", "inspect"]
-RECIPE = """
-merge_method: rotation_merge
-base_model: {0}/llama-0
-models: [{{model: {0}/llama-0}}, {{model: {0}/llama-1}}]
-parameters: {{delegate: linear, weight: 0.5, preset: far, untie: true}}
-dtype: float32
-"""
-
-
-def commands(folder: Path) -> dict[str, list[str]]:
-    """What is timed, by words; in `folder` a recipe, and a model whose config only transformers understands."""
-    (folder / "recipe.yml").write_text(RECIPE.format(CHECKPOINTS))
-    model, other = CHECKPOINTS / "llama-0-english", folder / "model"
-    shutil.copytree(model, other)
-    config = json.loads((model / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "configuration.Own"}}))
-    return {
-        "import torch": ["-c", "import torch"],
-        "inspect MODEL": [*COMMAND, str(model)],
-        "inspect RECIPE": [*COMMAND, str(folder / "recipe.yml")],
-        "inspect MODEL, its config read by transformers": [*COMMAND, str(other)],
-    }
-
-
-def used(arguments: list[str]) -> float:
-    """Seconds of processor time of one Python in this environment, with one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, *arguments], env=environment, stdout=subprocess.DEVNULL)
-    usage = os.wait4(process.pid, 0)[2]
-    process.returncode = 0
-    return usage.ru_utime + usage.ru_stime
-
-
-def inspecting(runs: int) -> None:
-    """A row a command: medians of processor time, and their ratio to that of importing torch."""
-    with tempfile.TemporaryDirectory() as folder:
-        cases = commands(Path(folder))
-        times: dict[str, list[float]] = {name: [] for name in cases}
-        for _ in range(runs):
-            for name, command in cases.items():
-                times[name].append(used(command))
-    found = {name: statistics.median(some) for name, some in times.items()}
-    table = Table("startup-inspect")
-    for name, seconds in found.items():
-        cells = {"processor time, median": f"{seconds:.2f} s", "ratio": f"{seconds / found['import torch']:.2f}"}
-        table.add({"command": name, **cells})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300)
-    parser.add_argument("--inspect", action="store_true")
-    given = parser.parse_args()
-    runs = given.runs
-    if given.inspect:
-        inspecting(runs)
-        return
+    runs = parser.parse_args().runs
     with tempfile.TemporaryDirectory() as folder:
         pythons = {name: environment(Path(folder) / name, name == "with") for name in ("without", "with")}
         if {name: check(python) for name, python in pythons.items()} != {"without": False, "with": True}:

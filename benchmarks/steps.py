@@ -10,26 +10,26 @@ from __future__ import annotations
 from record import Table
 from residual import Model, open_model, quiet
 
-from rotation_merge.matching.model import match_model
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.samples.demo import CHECKPOINTS
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.run.demo import CHECKPOINTS
 
-CASES: dict[str, MatchOptions | None] = {
+CASES: dict[str, AlignConfig | None] = {
     "none": None,
-    "rotation, no rescaling": MatchOptions(rescale=False),
-    "the paper's sequence": MatchOptions(rescale="sequential"),
-    "joint scale": MatchOptions(),
-    "spectral pairing, in-head permutations (TransFusion)": MatchOptions(heads="spectral", rescale=False),
-    "joint head order": MatchOptions(heads="permutation"),
-    "joint head order, invertible": MatchOptions(heads="permutation", attention="invertible"),
+    "rotation, no rescaling": AlignConfig(rescale=False),
+    "the paper's sequence": AlignConfig(rescale="sequential"),
+    "joint scale": AlignConfig(),
+    "spectral pairing, in-head permutations (TransFusion)": AlignConfig(heads="spectral", rescale=False),
+    "joint head order": AlignConfig(heads="permutation"),
+    "joint head order, invertible": AlignConfig(heads="permutation", attention="invertible"),
 }
 KINDS = {"ViT": "vit", "Llama": "llama"}
 
 
-def left(pair: tuple[Model, Model], options: MatchOptions | None) -> dict[str, float]:
+def left(pair: tuple[Model, Model], options: AlignConfig | None) -> dict[str, float]:
     """By kind of space."""
     anchor, donor = pair
-    alignment = match_model(anchor.architecture, anchor.state, donor.state, options or MatchOptions())
+    alignment = match_model(anchor.architecture, anchor.state, donor.state, options or AlignConfig())
     found: dict[str, list[tuple[float, float]]] = {}
     for match in (match for _, matches in alignment.records for match in matches):
         found.setdefault(match.kind, []).append((match.after if options else match.before, match.anchor))

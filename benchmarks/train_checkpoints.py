@@ -43,8 +43,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from rotation_merge.samples import demo as data
-from rotation_merge.samples.written import self_written
+from rotation_merge.run import demo as data
+from rotation_merge.run.written import self_written
 
 CONTEXT = 128
 DIGITS = "0123456789"

@@ -25,14 +25,14 @@ from record import Table
 from train_checkpoints import SCHEDULES, byte_tokenizer, fit, new_llama, text_batches, warm_cosine
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from rotation_merge.averaging.carrying import Samples, carry_with_samples
-from rotation_merge.checkpoints.carried import Settings, carry_all
-from rotation_merge.checkpoints.unlike import Unlike
-from rotation_merge.matching.options import NOTHING, MatchOptions
-from rotation_merge.samples import demo
+from rotation_merge.carrying.by_samples import Samples, carry_with_samples
+from rotation_merge.carrying.by_weights import Settings, carry_all
+from rotation_merge.carrying.unlike import Unlike
+from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.run import demo
 
 STEPS = 400
-WHOLE = MatchOptions(heads="permutation", residual="rotation")
+WHOLE = AlignConfig(heads="permutation", residual="rotation")
 OLD, TUNED, NEW = (str(demo.CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-1"))
 
 
@@ -81,7 +81,7 @@ def ways(unlike: Unlike, way: str) -> dict[str, Callable[[dict[str, str], str, s
         way: weights, and one that trains or solves.
     """
 
-    def weights(match: MatchOptions, scale: float) -> Any:
+    def weights(match: AlignConfig, scale: float) -> Any:
         return lambda jobs, old, new: carry_all(jobs, old, new, Settings(match, scale=scale, unlike=unlike))
 
     def sampled(**given: Any) -> Any:
@@ -93,7 +93,6 @@ def ways(unlike: Unlike, way: str) -> dict[str, Callable[[dict[str, str], str, s
     found = {
         "cut or padded as it is, scale 0.75": weights(NOTHING, 0.75),
         "weights, scale 0.75": weights(WHOLE, 0.75),
-        "signs, scale by held-out samples": sampled(way="signs"),
     }
     return {**found, "refit, scale by held-out samples": sampled()} if way == "refit" else found
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from record import Table
 
-from rotation_merge.samples.demo import CHECKPOINTS, TEXTS, digits
+from rotation_merge.run.demo import CHECKPOINTS, TEXTS, digits
 
 BUDGET = "10m"
 

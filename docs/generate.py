@@ -16,9 +16,9 @@ import click
 
 import rotation_merge  # noqa: F401  (registers the method)
 from rotation_merge.cli.app import COMMANDS, app
-from rotation_merge.learning.records import FitOptions
-from rotation_merge.recipe.delegates import delegates, options
-from rotation_merge.recipe.names import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
+from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge.mergekit_plugin.recipe.delegates import delegates, options
+from rotation_merge.mergekit_plugin.recipe.names import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
 
 FOLDER = Path(__file__).resolve().parent
 VERSION = f"mergekit {version('mergekit')}:"
@@ -113,12 +113,12 @@ def shared_names() -> str:
 
 
 def fit_options() -> str:
-    """Fields, defaults and meanings of FitOptions."""
-    text = re.sub(r"\n\s{12,}", " ", FitOptions.__doc__ or "")
+    """Fields, defaults and meanings of FitConfig."""
+    text = re.sub(r"\n\s{12,}", " ", FitConfig.__doc__ or "")
     said = dict(re.findall(r"^\s+(\w+): (.+)$", text, re.MULTILINE))
     return table(
         ("field", "default", "meaning"),
-        [(code(field.name), code(repr(field.default)), said[field.name]) for field in fields(FitOptions)],
+        [(code(field.name), code(repr(field.default)), said[field.name]) for field in fields(FitConfig)],
     )
 
 

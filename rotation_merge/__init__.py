@@ -4,30 +4,45 @@ Importing the package registers the merge method `rotation_merge` with mergekit 
 public names below are loaded when they are first used.
 """
 
-from rotation_merge.seam.hooks import install
+from rotation_merge.mergekit_plugin.hooks import install
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from rotation_merge.api import align, carry
+    from rotation_merge.api import align, average, transfer
     from rotation_merge.errors import RotationMergeError
-    from rotation_merge.learning.fit import fit
-    from rotation_merge.learning.records import FitOptions
-    from rotation_merge.matching.options import MatchOptions
+    from rotation_merge.matching.alignment import Alignment
+    from rotation_merge.matching.fit import fit
+    from rotation_merge.matching.fit_records import FitConfig
+    from rotation_merge.matching.options import AlignConfig
+    from rotation_merge.model.view import View
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "align": "rotation_merge.api",
-    "carry": "rotation_merge.api",
-    "fit": "rotation_merge.learning.fit",
-    "FitOptions": "rotation_merge.learning.records",
-    "MatchOptions": "rotation_merge.matching.options",
+    "Alignment": "rotation_merge.matching.alignment",
+    "FitConfig": "rotation_merge.matching.fit_records",
+    "AlignConfig": "rotation_merge.matching.options",
     "RotationMergeError": "rotation_merge.errors",
+    "View": "rotation_merge.model.view",
+    "align": "rotation_merge.api",
+    "average": "rotation_merge.api",
+    "fit": "rotation_merge.matching.fit",
+    "transfer": "rotation_merge.api",
 }
 
-__all__ = ["FitOptions", "MatchOptions", "RotationMergeError", "align", "carry", "fit"]
+__all__ = [
+    "Alignment",
+    "FitConfig",
+    "AlignConfig",
+    "RotationMergeError",
+    "View",
+    "align",
+    "average",
+    "fit",
+    "transfer",
+]
 
 
 def __getattr__(name: str) -> "Any":
@@ -36,6 +51,10 @@ def __getattr__(name: str) -> "Any":
 
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'rotation_merge' has no attribute '{name}'")
+
+
+def __dir__() -> "list[str]":
+    return sorted([*globals(), *__all__])
 
 
 install()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 import textwrap
 from collections.abc import Iterable
 from typing import Any
+
+INTERRUPTED = 130
+"""Exit code of a process that Ctrl-C ended."""
 
 
 class RotationMergeError(Exception):
@@ -23,7 +27,7 @@ class RotationMergeError(Exception):
         parts = [f"{where}: {what}" if where else what]
         if remedy:
             parts.append(remedy)
-        super().__init__(" ".join("; ".join(parts).split()))
+        super().__init__(printable(" ".join("; ".join(parts).split())))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (type(self), self.what, self.where, self.remedy)
@@ -61,6 +65,15 @@ class SpaceError(RotationMergeError):
     """There is no space for what is written on the way: a next run goes on with what is done."""
 
 
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that steer a terminal, turn the direction of writing, or stand for bytes that are no text."""
+
+
+def printable(text: str) -> str:
+    """A text that a terminal shows and does not obey; lines and tabs stay."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def no_space(error: object) -> bool:
     """Whether an error, of the system, torch, or safetensors in its new form or its old, says that a disk is full."""
     text = str(error)
@@ -79,13 +92,26 @@ def short(error: object) -> str:
     return textwrap.shorten(f"{error} is missing" if lacks else str(error), 160, placeholder=" ...")
 
 
+FEW = 20
+"""Known words that a remedy lists."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy naming the known word closest to `name`, or listing all of them."""
+    """A remedy naming the known word closest to `name`; where none is close all of them, or the nearest of many."""
     words = sorted(known)
     close = difflib.get_close_matches(name, words, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
-    return f"known: {', '.join(words)}" if words else "none is known here"
+    return nearest_three(name, words) if len(words) > FEW else f"known: {', '.join(words)}" if words else NONE_KNOWN
+
+
+NONE_KNOWN = "none is known here"
+
+
+def nearest_three(name: str, known: Iterable[str]) -> str:
+    """A remedy naming the three known words closest to `name`, however far they are."""
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.0)
+    return f"the nearest are {', '.join(map(repr, close))}" if close else NONE_KNOWN
 
 
 SHOWN = 8

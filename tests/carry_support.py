@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures import Architecture
-from rotation_merge.architectures.model import TensorInfo
-from rotation_merge.checkpoints.lora import Written
-from rotation_merge.matching.factors import stacks, transposed
-from rotation_merge.matching.fold import Folded
+from rotation_merge.architecture import Architecture
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.model import Alignment
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.state import transform_state
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.factors import stacks, transposed
+from rotation_merge.model.fold import Folded
+from rotation_merge.model.lora import Written
+from rotation_merge.model.source import transform_state
 
 RANK, ALPHA = 2, 3.0
 PREFIX = "base_model.model."
@@ -129,7 +129,7 @@ def merged(
 
 
 def other_coordinates(
-    architecture: Architecture, state: dict[str, Tensor], options: MatchOptions, seed: int = 5
+    architecture: Architecture, state: dict[str, Tensor], options: AlignConfig, seed: int = 5
 ) -> tuple[dict[str, Tensor], Alignment]:
     """A base that computes the same in other coordinates, and what brings the first one there.
 

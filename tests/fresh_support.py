@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 
-from rotation_merge.seam import hooks
+from rotation_merge.mergekit_plugin import state
 
 torch.set_num_threads(1)  # a forked process has no other threads
 START = (Path(__file__).resolve().parent.parent / "rotation_merge.pth").read_text()
@@ -38,7 +38,7 @@ def fresh(work: Callable[[], Any], plugin: str = "1", start: str = START) -> Any
         try:
             gc.freeze()
             constants.HF_HUB_OFFLINE = True
-            os.environ[hooks.SWITCH] = plugin
+            os.environ[state.SWITCH] = plugin
             forget()
             exec(start, {})
             found = work()

@@ -215,6 +215,8 @@ def at_home(hub: Hub, cache: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(constants, "HF_HUB_CACHE", str(cache))
     patch.setattr(api, "endpoint", hub.url)
     patch.setattr("transformers.utils.hub._hf_api", None)  # made once a process, for the hub of its first use
+    patch.setattr("rotation_merge.model.hub._answers", {})
+    patch.setattr("rotation_merge.model.hub._silenced", False)
     patch.setattr("socket.getaddrinfo", _only_home(socket.getaddrinfo))
 
 
@@ -227,3 +229,16 @@ def _only_home(found: Callable[..., Any]) -> Callable[..., Any]:
         return found(host, *arguments, **options)
 
     return lookup
+
+
+def publish_as_push_does(hub: Hub, repo: str, files: Files, /, **changes: Any) -> None:
+    """Files in a repository, with a manifest that is right but for the entries that are changed."""
+    from rotation_merge.record import MANIFEST_FILE
+    from rotation_merge.share.manifest import Manifest, sum_of
+
+    hub.repos.pop(f"models/{repo}", None)
+    sums = {name: (sum_of(content), len(content)) for name, content in files.items()}
+    content = json.loads(Manifest(repo, sums, {"torch": "2.8.0"}).text())
+    for key, value in changes.items():
+        content[key] = {**content[key], **value} if isinstance(value, dict) else value
+    hub.commit(f"models/{repo}", {**files, MANIFEST_FILE: json.dumps(content).encode()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import glob
 import logging
 import os
 import signal
@@ -69,14 +70,14 @@ def forked(name: str, *arguments: object, prepare: Callable[[], object] = int) -
 
 
 def run(name: str, *arguments: object, after: float = 0.0, signal_number: int = 0, watched: Path | str = "") -> int:
-    """A command, sent a signal (0: none) some seconds after it began, or after a path has appeared.
+    """A command, sent a signal (0: none) some seconds after it began, or after a path has appeared (a pattern).
 
     Returns:
         Its exit code.
     """
     with tempfile.TemporaryDirectory() as folder:
         child, ended = start(name, arguments, Path(folder)), (0, 0)
-        while watched and not os.path.exists(watched) and not ended[0]:
+        while watched and not glob.glob(str(watched)) and not ended[0]:
             time.sleep(0.0005)
             ended = os.waitpid(child, os.WNOHANG)
         if signal_number and not ended[0]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Space
-from rotation_merge.groups import HeadTransform, Orthogonal, SpaceTransform
-from rotation_merge.groups.admitted import admitted
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.architecture.model import Architecture, Space
+from rotation_merge.matching.alignment import Alignment, Basis, Identity, save_alignment
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.sides import Side
+from rotation_merge.symmetry import HeadTransform, Orthogonal, SpaceTransform
+from rotation_merge.symmetry.admitted import admitted
 
 torch.set_num_threads(1)
 
@@ -62,7 +66,7 @@ def moved(given: dict[str, Tensor], transform: SpaceTransform) -> dict[str, Tens
     return {role: transform.act(x, role, 0) for role, x in given.items()}
 
 
-def planted(space: Space, options: MatchOptions, seed: int) -> SpaceTransform:
+def planted(space: Space, options: AlignConfig, seed: int) -> SpaceTransform:
     return admitted(space, options).random(gen(seed))
 
 
@@ -96,3 +100,18 @@ def reordered(space: Space, donor: dict[str, Tensor], order: Tensor, queries: Te
         Orthogonal.identity(groups, space.sizes["value_dim"]),
     )
     return moved(donor, still)
+
+
+def save_for(
+    path: Path,
+    alignment: Alignment,
+    architecture: Architecture,
+    anchor: str,
+    donor: str,
+    made: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """Write an alignment of two models of which only the architecture and the fingerprints are known."""
+    basis = Basis({}, {}, False, Identity(anchor, anchor, {}), Identity(donor, donor, {}))
+    vars(basis)["architecture"] = architecture  # instead of resolving it from the config
+    save_alignment(path, replace(alignment, basis=basis), made, dtype)

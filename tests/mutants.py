@@ -1,7 +1,7 @@
 """Mutants: the package with one line broken at a time, and whether the tests that cover the file notice.
 
     make mutants                                    # goes on where it was stopped, for ten minutes
-    python tests/mutants.py --minutes 60 --files rotation_merge/groups/planar.py --seed 1
+    python tests/mutants.py --minutes 60 --files rotation_merge/symmetry/planar.py --seed 1
 
 A mutant exchanges one operator, comparison, constant or argument, negates a condition, or drops a statement (see
 `changed`). It is judged by the tests that `TESTS` names for its file, in a process forked from one that has imported
@@ -51,7 +51,7 @@ MERGES = (
     "test_transport.py::test_carrying_and_resizing_do_not_go_together",
     "test_transport.py::test_tied_models_with_untie",
     "test_transport.py::test_excluded_tensors_are_the_anchors",
-    "test_presets.py",
+    "mergekit_plugin/test_presets.py",
 )
 FITS = tuple(
     f"test_fit.py::test_{name}"
@@ -73,53 +73,75 @@ FITS = tuple(
     )
 )
 CARRYING = ("carry_change", "carry_distil", "carry_losses", "carry_scale", "carry_solution", "carrying", "change")
-CARRIES = ("test_carry_recipe.py", "test_carry_refit.py")
+CARRIES = ("carrying/test_carry_recipe.py", "carrying/test_carry_refit.py")
 REFITTING = ("refit", "refit_method", "stages")
-MEASURES = ("test_measuring.py", "test_averaging.py", "test_measure_by_layer.py")
+MEASURES = ("matching/test_measuring.py", "averaging/test_averaging.py", "run/test_measure_by_layer.py")
 TESTS: dict[str, tuple[str, ...]] = {
-    "rotation_merge/groups": ("test_groups.py", "test_group_laws.py", "test_add_group.py"),
-    "rotation_merge/linalg/scaling.py": ("test_linalg.py", "test_laws_of_matching.py"),
-    "rotation_merge/linalg/polar.py": ("test_linalg.py", "test_group_laws.py"),
-    "rotation_merge/learning": FITS,
-    "rotation_merge/learning/parameters.py": ("test_add_group.py", *FITS),
-    "rotation_merge/learning/polish.py": ("test_polish.py",),
-    "rotation_merge/learning/answers.py": ("test_polish.py",),
-    "rotation_merge/matching": ("test_matching_ffn.py", "test_laws_of_matching.py"),
-    "rotation_merge/matching/attention.py": ("test_laws_of_matching.py", "test_matching_attention.py"),
-    "rotation_merge/matching/head_order.py": ("test_matching_attention.py",),
-    "rotation_merge/matching/pairing.py": ("test_laws_of_matching.py", "test_matching_attention.py"),
-    "rotation_merge/matching/products.py": ("test_group_laws.py", "test_matching_attention.py"),
-    "rotation_merge/matching/gauge.py": ("test_add_group.py", "test_laws_of_matching.py"),
-    "rotation_merge/matching/mean.py": ("test_laws_of_matching.py", "test_mean.py"),
-    "rotation_merge/matching/stream.py": ("test_residual.py",),
-    "rotation_merge/matching/measured.py": ("test_residual.py",),
-    "rotation_merge/matching/passes.py": ("test_residual.py",),
-    "rotation_merge/matching/ledger.py": ("test_going_on.py",),
-    "rotation_merge/matching/walk.py": ("test_residual.py", "test_spanning.py"),
-    "rotation_merge/matching/model.py": ("test_mean.py", "test_residual.py"),
-    "rotation_merge/matching/both.py": ("test_residual.py", "test_workers.py", "test_spanning.py"),
-    "rotation_merge/spread/pieces.py": ("test_workers.py",),
-    "rotation_merge/spread/threads.py": ("test_workers.py",),
-    "rotation_merge/planning": MERGES,
-    "rotation_merge/planning/ahead.py": ("test_workers.py", *MERGES),
-    "rotation_merge/planning/averages.py": ("test_averaging.py", "test_carry.py"),
-    "rotation_merge/planning/carrying.py": ("test_carry_recipe.py", *MERGES),
-    "rotation_merge/planning/carry_task.py": ("test_carry_recipe.py",),
-    "rotation_merge/planning/fusing.py": ("test_ot_fusion.py",),
-    "rotation_merge/planning/keeping.py": ("test_save_alignment.py",),
-    "rotation_merge/planning/refit.py": ("test_refit_sources.py", "test_refit.py"),
-    "rotation_merge/planning/refit_tasks.py": ("test_refit_sources.py", "test_refit.py", "test_heads.py"),
-    "rotation_merge/planning/session.py": ("test_session.py", "test_save_alignment.py", "test_heads.py"),
-    "rotation_merge/planning/wanted.py": ("test_averaging.py", "test_ot_fusion.py"),
-    "rotation_merge/recipe": ("test_recipe_reader.py", "test_cli_bad_inputs.py", "test_own_delegates.py"),
-    "rotation_merge/averaging": ("test_averaging.py", "test_carry.py"),
-    "rotation_merge/averaging/activations.py": ("test_ot_fusion.py",),
-    "rotation_merge/averaging/carry.py": ("test_carry.py",),
+    "rotation_merge/symmetry": ("symmetry/test_groups.py", "symmetry/test_group_laws.py", "project/test_add_group.py"),
+    "rotation_merge/linalg/scaling.py": ("linalg/test_linalg.py", "matching/test_laws_of_matching.py"),
+    "rotation_merge/linalg/polar.py": ("linalg/test_linalg.py", "symmetry/test_group_laws.py"),
+    "rotation_merge/matching/learning": FITS,
+    "rotation_merge/matching/parameters.py": ("project/test_add_group.py", *FITS),
+    "rotation_merge/averaging/polish.py": ("averaging/test_polish.py",),
+    "rotation_merge/matching/teachers.py": ("averaging/test_polish.py",),
+    "rotation_merge/matching": ("matching/test_matching_ffn.py", "matching/test_laws_of_matching.py"),
+    "rotation_merge/matching/attention.py": (
+        "matching/test_laws_of_matching.py",
+        "matching/test_matching_attention.py",
+    ),
+    "rotation_merge/matching/head_order.py": ("matching/test_matching_attention.py",),
+    "rotation_merge/matching/pairing.py": ("matching/test_laws_of_matching.py", "matching/test_matching_attention.py"),
+    "rotation_merge/matching/products.py": ("symmetry/test_group_laws.py", "matching/test_matching_attention.py"),
+    "rotation_merge/matching/gauge.py": ("project/test_add_group.py", "matching/test_laws_of_matching.py"),
+    "rotation_merge/matching/mean.py": ("matching/test_laws_of_matching.py", "matching/test_mean.py"),
+    "rotation_merge/matching/stream.py": ("matching/test_residual.py",),
+    "rotation_merge/matching/measured.py": ("matching/test_residual.py",),
+    "rotation_merge/matching/passes.py": ("matching/test_residual.py",),
+    "rotation_merge/files/ledger.py": ("files/test_going_on.py",),
+    "rotation_merge/matching/walk.py": ("matching/test_residual.py", "matching/test_spanning.py"),
+    "rotation_merge/matching/alignment.py": ("matching/test_mean.py", "matching/test_residual.py"),
+    "rotation_merge/matching/both.py": (
+        "matching/test_residual.py",
+        "matching/test_workers.py",
+        "matching/test_spanning.py",
+    ),
+    "rotation_merge/workers/pieces.py": ("matching/test_workers.py",),
+    "rotation_merge/workers/threads.py": ("matching/test_workers.py",),
+    "rotation_merge/mergekit_plugin/planning": MERGES,
+    "rotation_merge/mergekit_plugin/planning/ahead.py": ("matching/test_workers.py", *MERGES),
+    "rotation_merge/mergekit_plugin/planning/averages.py": ("averaging/test_averaging.py", "carrying/test_carry.py"),
+    "rotation_merge/mergekit_plugin/planning/carrying.py": ("carrying/test_carry_recipe.py", *MERGES),
+    "rotation_merge/mergekit_plugin/planning/carry_task.py": ("carrying/test_carry_recipe.py",),
+    "rotation_merge/mergekit_plugin/planning/fusing.py": ("averaging/test_ot_fusion.py",),
+    "rotation_merge/mergekit_plugin/planning/keeping.py": ("matching/test_save_alignment.py",),
+    "rotation_merge/mergekit_plugin/planning/refit.py": ("averaging/test_refit_sources.py", "averaging/test_refit.py"),
+    "rotation_merge/mergekit_plugin/planning/refit_tasks.py": (
+        "averaging/test_refit_sources.py",
+        "averaging/test_refit.py",
+        "model/test_heads.py",
+    ),
+    "rotation_merge/mergekit_plugin/planning/session.py": (
+        "mergekit_plugin/test_session.py",
+        "matching/test_save_alignment.py",
+        "model/test_heads.py",
+    ),
+    "rotation_merge/mergekit_plugin/planning/wanted.py": ("averaging/test_averaging.py", "averaging/test_ot_fusion.py"),
+    "rotation_merge/mergekit_plugin/recipe": (
+        "mergekit_plugin/test_recipe_reader.py",
+        "cli/test_cli_bad_inputs.py",
+        "mergekit_plugin/test_own_delegates.py",
+    ),
+    "rotation_merge/averaging": ("averaging/test_averaging.py", "carrying/test_carry.py"),
+    "rotation_merge/matching/activations.py": ("averaging/test_ot_fusion.py",),
+    "rotation_merge/averaging/moved_statistics.py": ("carrying/test_carry.py",),
     **{f"rotation_merge/averaging/{name}.py": CARRIES for name in CARRYING},
-    **{f"rotation_merge/averaging/{name}.py": ("test_refit_sources.py", "test_refit.py") for name in REFITTING},
+    **{
+        f"rotation_merge/averaging/{name}.py": ("averaging/test_refit_sources.py", "averaging/test_refit.py")
+        for name in REFITTING
+    },
     **{f"rotation_merge/averaging/{name}.py": MEASURES for name in ("layers", "measure", "passes", "record", "sums")},
-    "rotation_merge/averaging/transport.py": ("test_ot_fusion.py",),
-    "rotation_merge/report/estimate.py": ("test_estimate.py",),
+    "rotation_merge/averaging/ot_fusion.py": ("averaging/test_ot_fusion.py",),
+    "rotation_merge/report/estimate.py": ("report/test_estimate.py",),
 }
 """The tests that cover a file or a folder; the longest name that fits counts."""
 

@@ -32,11 +32,11 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from rotation_merge.architectures import resolve
+from rotation_merge.architecture import resolve
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.state import transform_state
-from rotation_merge.recipe.names import OPTIONS
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
+from rotation_merge.model.source import transform_state
 
 DECODER = {
     "vocab_size": 40,
@@ -109,7 +109,7 @@ def twin(anchor: Path, where: Path, seed: int = 1, **options: Any) -> Path:
     """The anchor moved by a random element of every group that the options name (default: all local ones)."""
     tensors, config = state(anchor), json.loads((anchor / "config.json").read_text())
     architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict() | config, list(tensors), "anchor")
-    chosen = MatchOptions(**(options or EVERYTHING))
+    chosen = AlignConfig(**(options or EVERYTHING))
     gauge = random_gauge(architecture, chosen, torch.Generator().manual_seed(seed))
     return write_state(transform_state(architecture, tensors, gauge), anchor, where)
 

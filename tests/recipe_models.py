@@ -12,10 +12,10 @@ import yaml
 from plugin_support import DECODER as SMALL
 from plugin_support import ENCODER
 
-from rotation_merge.checking import documents
-from rotation_merge.checking.sources import references
-from rotation_merge.checkpoints.lora import Written
-from rotation_merge.samples.demo import CHECKPOINTS
+from rotation_merge.diagnose import documents
+from rotation_merge.diagnose.sources import references
+from rotation_merge.model.lora import Written
+from rotation_merge.run.demo import CHECKPOINTS
 
 DECODER = {**SMALL, "vocab_size": 256}
 TEXT = {**ENCODER, "vocab_size": 256, "max_position_embeddings": 64}

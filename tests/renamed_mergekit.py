@@ -58,7 +58,7 @@ def attempt(name: str, stock: Path, ours: Path, folder: Path) -> dict[str, Any]:
     else:
         import mergekit.scripts.run_yaml as command
 
-        from rotation_merge.seam import hooks
+        from rotation_merge.mergekit_plugin import hooks
 
         hooks.extend(object(), "mergekit.scripts.run_yaml")  # type: ignore[arg-type]
         assert command.main is not None

@@ -13,12 +13,12 @@ from plugin_support import state, write_state
 from tiny_models import ALL, Case, difference, inputs, make, outputs, save
 from torch import Tensor
 
-from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.fold import Folded
+from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.matching.gauge import random_gauge
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.state import transform_state
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.fold import Folded
+from rotation_merge.model.source import transform_state
+from rotation_merge.symmetry import SpaceTransform
 
 
 def case(family: str, name: str) -> Case:
@@ -90,7 +90,7 @@ def checkpoint(family: str, name: str, where: Path, seed: int = 0, untied: bool 
 
 def gauge(anchor: Checkpoint, residual: str, seed: int = 5, **options: Any) -> dict[str, SpaceTransform]:
     """A random element of every local group and of a residual one."""
-    chosen = MatchOptions(**{"heads": "permutation", "residual": residual, **options})
+    chosen = AlignConfig(**{"heads": "permutation", "residual": residual, **options})
     return random_gauge(anchor.architecture, chosen, torch.Generator().manual_seed(seed))
 
 

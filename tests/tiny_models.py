@@ -26,9 +26,9 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rotation_merge.architectures import Architecture, resolve
-from rotation_merge.architectures.registry import shipped
-from rotation_merge.checking.proof import exactly
+from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.architecture.registry import shipped
+from rotation_merge.diagnose.proof import exactly
 
 CONFIGS = Path(__file__).parent / "architectures"
 SINCE = {

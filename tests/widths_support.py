@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from tiny_models import ALL
 
-from rotation_merge.architectures import resolve
-from rotation_merge.architectures.registry import find, tied_head
-from rotation_merge.architectures.sizes import size_keys
-from rotation_merge.matching.widen import Widening
+from rotation_merge.architecture import resolve
+from rotation_merge.architecture.registry import find, tied_head
+from rotation_merge.architecture.sizes import size_keys
+from rotation_merge.model.widen import Widening
 
 ONE_OF_EACH = {  # what makes widening them hard
     "llama": "llama, tied, biases",

@@ -16,7 +16,7 @@ from carried import METHODS, NOT_ALIGNED, OURS, TRANSFUSION, Family, families
 from record import Row
 from transport import measured
 
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
 
 NAME = "papers-ablations"
 TABLES = {NAME: ("models", "from", "changed", "share of the gain at home", "own skill lost")}
@@ -52,12 +52,12 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
             yield NAME, dict(zip(TABLES[NAME], cells, strict=True))
 
 
-def _ways(family: Family) -> Iterator[tuple[str, str, MatchOptions | str | None]]:
+def _ways(family: Family) -> Iterator[tuple[str, str, AlignConfig | str | None]]:
     """Names of the ways and of what they change, empty where that is nothing, and their options."""
     yield NOT_ALIGNED, "", METHODS[NOT_ALIGNED]
     for way, changes in CHANGES.items():
         start = METHODS[way]
-        assert isinstance(start, MatchOptions)
+        assert isinstance(start, AlignConfig)
         yield way, "", start
         for changed, values in changes.items():
             yield way, changed, replace(start, **values)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ from journal import FILE, TRAINING, Journal  # noqa: E402
 from record import RESULTS, ROOT, Row, Table  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
-from rotation_merge.samples.demo import CHECKPOINTS as SHIPPED  # noqa: E402
+from rotation_merge.run.demo import CHECKPOINTS as SHIPPED  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 SECONDS = "papers-seconds"

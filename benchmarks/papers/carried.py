@@ -23,30 +23,30 @@ from torch import Tensor
 from train_checkpoints import CONTEXT, fit, save, warm_cosine
 from transformers import AutoConfig, ViTForImageClassification
 
-from rotation_merge.averaging.carry_scale import Scaled
-from rotation_merge.averaging.transport import REGULARISATION, Plans, block_plans, transported, weight_points
-from rotation_merge.matching.carry import Carrier
-from rotation_merge.matching.model import Alignment
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.state import read_block, unstack
-from rotation_merge.planning.fusing import How, PlanStreams
-from rotation_merge.samples import demo
-from rotation_merge.samples.data import Data
-from rotation_merge.samples.evaluate import evaluate
-from rotation_merge.samples.functions import load
-from rotation_merge.samples.written import self_written
+from rotation_merge.averaging.ot_fusion import REGULARISATION, Plans, block_plans, transported, weight_points
+from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.carry_scale import Scaled
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.mergekit_plugin.planning.fusing import How, PlanStreams
+from rotation_merge.model.source import read_block, unstack
+from rotation_merge.run import demo
+from rotation_merge.run.data import Data
+from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import load
+from rotation_merge.run.written import self_written
 
 STEPS = 100
 """Of tuning a ViT."""
 FEW = {"Llamas": 8, "ViTs": 50}
 """Samples that scales are learned from: windows of 128 bytes, or images, five a class."""
 NOT_ALIGNED, GIT_RE_BASIN, OT, TRANSFUSION, OURS = "none", "Git Re-Basin", "OT", "TransFusion", "ours"
-METHODS: dict[str, MatchOptions | str | None] = {
+METHODS: dict[str, AlignConfig | str | None] = {
     NOT_ALIGNED: None,
-    GIT_RE_BASIN: MatchOptions(attention="permutation", residual="permutation", rescale=False),
+    GIT_RE_BASIN: AlignConfig(attention="permutation", residual="permutation", rescale=False),
     OT: OT,
-    TRANSFUSION: MatchOptions(attention="permutation", heads="spectral", residual="permutation", rescale=False),
-    OURS: MatchOptions(heads="permutation", residual="rotation"),
+    TRANSFUSION: AlignConfig(attention="permutation", heads="spectral", residual="permutation", rescale=False),
+    OURS: AlignConfig(heads="permutation", residual="rotation"),
 }
 
 IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -95,10 +95,10 @@ class Family:
     def path(self, base: str) -> str:
         return str(self.given.model(base))
 
-    def carried(self, base: str, method: MatchOptions | str | None) -> dict[str, Scaled]:
+    def carried(self, base: str, method: AlignConfig | str | None) -> dict[str, Scaled]:
         """The new base with the change of every fine-tune, by task, whatever the scale."""
         new, config = _base(self.given, base), AutoConfig.from_pretrained(self.path(base))
-        options = method if isinstance(method, MatchOptions) else None
+        options = method if isinstance(method, AlignConfig) else None
         alignment = _alignment(self.given.model(base), self.given.model(self.old.name), options)
         carrier = Carrier(new.architecture, self.old.state, new.state, alignment)
         found = {work.task: Scaled(carrier, work.tuned.state, config) for work in self.works}
@@ -164,7 +164,7 @@ def _opened(folder: Path) -> Model:
 
 
 @functools.cache
-def _alignment(new: Path, old: Path, options: MatchOptions | None) -> Alignment:
+def _alignment(new: Path, old: Path, options: AlignConfig | None) -> Alignment:
     return align(_opened(new), _opened(old), options)
 
 

@@ -16,7 +16,7 @@ from landscape import CALLED, VITS, Two, mixed, pairs
 from record import Row
 from residual import State, distance
 
-from rotation_merge.checking.matchings import NAMED
+from rotation_merge.diagnose.matchings import NAMED
 
 NAME, PLANE = "papers-figure2", "papers-figure2-plane"
 MATCHED = ("paper", "residual")

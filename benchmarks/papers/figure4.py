@@ -19,17 +19,17 @@ from merges import MATCHINGS, RESIDUAL, STILL, Pair
 from record import Row
 from residual import State, open_model
 
-from rotation_merge.matching.model import match_model
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.options import AlignConfig
 
 NAME = "papers-figure4"
 TABLES = {NAME: ("matching", "distance")}
 PERMUTATIONS = {"attention": "permutation", "heads": "permutation", "rescale": False}
 HARD = {**STILL, "delegate": "ot_fusion", "plan": "hard"}
-WAYS: dict[str, MatchOptions | dict[str, Any] | None] = {
+WAYS: dict[str, AlignConfig | dict[str, Any] | None] = {
     "none": None,
-    "Git Re-Basin": MatchOptions(**PERMUTATIONS),
-    "Git Re-Basin, residual": MatchOptions(**PERMUTATIONS, residual="permutation"),
+    "Git Re-Basin": AlignConfig(**PERMUTATIONS),
+    "Git Re-Basin, residual": AlignConfig(**PERMUTATIONS, residual="permutation"),
     "OT": {**HARD, "stream": "identity"},
     "OT, residual": HARD,
     "rotation": MATCHINGS["no rescaling"],

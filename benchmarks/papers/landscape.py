@@ -17,15 +17,15 @@ from fit import images
 from merges import LEARNED
 from residual import Model, State
 
-from rotation_merge.checking import RecipeDonor
-from rotation_merge.checking.matchings import NAMED, matchings
-from rotation_merge.checking.paths import Paths
-from rotation_merge.matching.model import match_model
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.report.curves import Barrier
-from rotation_merge.samples.data import Data, read_batches
-from rotation_merge.samples.evaluate import evaluate
-from rotation_merge.samples.functions import architecture_of, load
+from rotation_merge.diagnose import RecipeDonor
+from rotation_merge.diagnose.matchings import NAMED, matchings
+from rotation_merge.diagnose.paths import Paths
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.run.curves import Barrier
+from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import architecture_of, load
 
 VITS, LLAMAS, TUNED = "ViTs", "Llamas", "fine-tunes of one Llama"
 DATA = {VITS: "demo:digits", LLAMAS: "demo:python", TUNED: "demo:python"}
@@ -84,7 +84,7 @@ class Two:
         self.network.load_state_dict(state)
         return evaluate(self.network, self.data)
 
-    def moved(self, options: MatchOptions | None) -> tuple[State, State, State]:
+    def moved(self, options: AlignConfig | None) -> tuple[State, State, State]:
         """Anchor, donor and donor as `align` writes it, all with norms folded where matching folds them."""
         first, second = self.models
         if options is None:
@@ -93,7 +93,7 @@ class Two:
         still = {**first.state, **first.folded(found)}, {**second.state, **second.folded(found)}
         return *still, {**second.state, **second.moved(found, first.state)}
 
-    def halfway(self, options: MatchOptions | None) -> tuple[float, float]:
+    def halfway(self, options: AlignConfig | None) -> tuple[float, float]:
         """Loss and accuracy of the average."""
         anchor, _, donor = self.moved(options)
         return self.worth(mixed({"anchor": anchor, "donor": donor}, [0.5, 0.5]))
@@ -117,7 +117,7 @@ class Two:
 
         def compute() -> dict[str, Any]:
             words = [f"{LEARNED}={self.learned()}" if name == LEARNED else name for name in names]
-            donors = [RecipeDonor(self.ends[0], self.ends[1], MatchOptions())]
+            donors = [RecipeDonor(self.ends[0], self.ends[1], AlignConfig())]
             compared = matchings(",".join(words))
             return Paths(self.ends[0], donors, [DATA[self.kind]], points, self.reading).barriers(compared)[0].to_dict()
 
@@ -143,7 +143,7 @@ def pairs(given: Given, kind: str) -> list[Two]:
     return [Two(given, kind, *pair) for pair in names]
 
 
-PARTS = {"attention": MatchOptions(ffn="none", rescale="sequential"), "all local groups": NAMED["local"]}
+PARTS = {"attention": AlignConfig(ffn="none", rescale="sequential"), "all local groups": NAMED["local"]}
 """What is matched in a layer: what the paper matches in figure 6, and what else can be."""
 
 
@@ -165,6 +165,6 @@ def by_layers(two: Two, part: str) -> dict[str, list[float]]:
     """Loss and accuracy of the average by the layers that were matched."""
     found = {}
     for words, chosen in subsets(two).items():
-        options = MatchOptions(**{**vars(PARTS[part]), "layers": chosen}) if chosen else None
+        options = AlignConfig(**{**vars(PARTS[part]), "layers": chosen}) if chosen else None
         found[words] = two.kept(f"half, {part}, {words}", lambda o=options: list(two.halfway(o)))
     return found

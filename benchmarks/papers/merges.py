@@ -15,20 +15,21 @@ from averaging import METHODS, call, merge
 from residual import Model, State, open_model
 from safetensors.torch import save_file
 
-from rotation_merge.checking.matchings import NAMED
-from rotation_merge.learning.fit import fit
-from rotation_merge.learning.records import FitOptions
-from rotation_merge.matching.model import Alignment, match_model
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.samples.functions import load
+from rotation_merge.diagnose.matchings import NAMED
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.fit import fit
+from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.run.functions import load
 
 NONE, RESIDUAL, LEARNED = "no matching", "residual", "learned"
-FULL = MatchOptions(heads="permutation", residual="rotation")
-MATCHINGS: dict[str, MatchOptions | None] = {
+FULL = AlignConfig(heads="permutation", residual="rotation")
+MATCHINGS: dict[str, AlignConfig | None] = {
     NONE: None,
-    "no rescaling": MatchOptions(rescale=False),
-    "FFN only": MatchOptions(attention="none", rescale=False),
-    "attention only": MatchOptions(ffn="none", rescale="sequential"),
+    "no rescaling": AlignConfig(rescale=False),
+    "FFN only": AlignConfig(attention="none", rescale=False),
+    "attention only": AlignConfig(ffn="none", rescale="sequential"),
     "both": NAMED["paper"],
     RESIDUAL: FULL,
     LEARNED: FULL,
@@ -65,7 +66,7 @@ class Pair:
     steps: int = 300
     start: str = "auto"
     parameters: dict[str, Any] = field(default_factory=dict)
-    matchings: dict[str, MatchOptions | None] = field(default_factory=lambda: MATCHINGS)
+    matchings: dict[str, AlignConfig | None] = field(default_factory=lambda: MATCHINGS)
 
     def alignment(self, matching: str) -> Alignment | None:
         """How the donor is moved; None: not at all."""
@@ -75,7 +76,7 @@ class Pair:
         if matching == LEARNED:
             models = load(str(self.anchor)), load(str(self.donor))
             return fit(
-                models[0], models[1], self.batches, chosen, FitOptions(steps=self.steps, start=self.start)
+                models[0], models[1], self.batches, chosen, FitConfig(steps=self.steps, start=self.start)
             ).alignments[0]
         first, second = self.models()
         return match_model(first.architecture, first.state, second.state, chosen)

@@ -13,7 +13,7 @@ from apparatus import Given, run, spread
 from landscape import CALLED, LLAMAS, VITS, Two, by_layers, mixed, pairs, parts
 from record import Row
 
-from rotation_merge.checking.matchings import NAMED
+from rotation_merge.diagnose.matchings import NAMED
 
 WIDTHS, SELVES, SUMS = "papers-widths", "papers-selves", "papers-sums"
 MATCHED = ("paper", "residual")

@@ -15,10 +15,10 @@ from apparatus import Given, run, spread
 from carried import METHODS, NOT_ALIGNED, OURS, TRANSFUSION, Family, Work, families, gained
 from record import Row
 
-from rotation_merge.averaging.carry_losses import Both
-from rotation_merge.averaging.carry_scale import Scaled, Scales, search
-from rotation_merge.samples.data import Data
-from rotation_merge.samples.evaluate import evaluate
+from rotation_merge.carrying.carry_losses import Both
+from rotation_merge.carrying.carry_scale import Scaled, Scales, search
+from rotation_merge.run.data import Data
+from rotation_merge.run.evaluate import evaluate
 
 NAME = "papers-scales"
 AIMS = {"the task": False, "the task and the own skill": True}

@@ -24,9 +24,9 @@ from record import Row
 from train_checkpoints import fit, image_batches, new_vit, warm_cosine
 from transformers import BertForSequenceClassification, RobertaConfig, RobertaForMaskedLM
 
-from rotation_merge.architectures import resolve
-from rotation_merge.matching.model import match_model
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.architecture import resolve
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.options import AlignConfig
 
 NAME = "papers-table3"
 OURS = ("ViT", "encoder", "RoBERTa-base, fine-tune", "RoBERTa-base, drawn anew")
@@ -108,7 +108,7 @@ def of_roberta(quick: bool, seeds: tuple[int, int], noise: float | None) -> dict
         }
     values = {**config.to_dict(), "architectures": ["RobertaForMaskedLM"]}
     architecture = resolve(values, list(anchor), "RoBERTa-base")
-    matching = seconds(lambda: match_model(architecture, anchor, donor, MatchOptions()))
+    matching = seconds(lambda: match_model(architecture, anchor, donor, AlignConfig()))
     return {"matching": matching, "Simple": seconds(lambda: [(anchor[name] + donor[name]) / 2 for name in anchor])}
 
 

@@ -18,15 +18,15 @@ from torch import Tensor
 from train_checkpoints import save
 from transformers import BertForSequenceClassification
 
-from rotation_merge.checking.matchings import NAMED
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.samples import demo
-from rotation_merge.samples.functions import load
+from rotation_merge.diagnose.matchings import NAMED
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.run import demo
+from rotation_merge.run.functions import load
 
 NONE, MATCH = "no matching", "match"
-CLASSIFIERS = {NONE: None, MATCH: NAMED["paper"], RESIDUAL: MatchOptions(heads="permutation", residual="permutation")}
+CLASSIFIERS = {NONE: None, MATCH: NAMED["paper"], RESIDUAL: AlignConfig(heads="permutation", residual="permutation")}
 """Norms stand behind the residual sum there, so that the residual stream may be permuted, not turned."""
-LLAMAS = {NONE: None, MATCH: NAMED["paper"], RESIDUAL: MatchOptions(heads="permutation", residual="rotation")}
+LLAMAS = {NONE: None, MATCH: NAMED["paper"], RESIDUAL: AlignConfig(heads="permutation", residual="rotation")}
 AVERAGES = ("Simple", "Fisher", "RegMean", "OT-ACTS")
 TITLES = {NONE: "{}", MATCH: "+ match", RESIDUAL: "+ match, residual"}
 Pairs = list[tuple[str, str]]

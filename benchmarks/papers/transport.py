@@ -16,7 +16,7 @@ from carried import METHODS, NOT_ALIGNED, TRANSFUSION, Family, Found, families, 
 from drawing import lines
 from record import Row
 
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
 
 SCALES = (0.5, 1.0, 1.5, 2.0)
 QUICK = (1.0,)
@@ -55,7 +55,7 @@ def rows(given: Given) -> Iterator[tuple[str, Row]]:
                 )
 
 
-def measured(family: Family, base: str, way: str, options: MatchOptions | str | None) -> dict[str, Found]:
+def measured(family: Family, base: str, way: str, options: AlignConfig | str | None) -> dict[str, Found]:
     """By task and scale (of a way that is no method: at scale 1 alone), what is gained and what is lost."""
 
     def compute() -> dict[str, Found]:

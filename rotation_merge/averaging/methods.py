@@ -20,7 +20,7 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
-from rotation_merge.averaging.solve import Metric, fisher, kfac, mean, regmean
+from rotation_merge.averaging.closed_forms import Metric, fisher, kfac, mean, regmean
 from rotation_merge.errors import RecipeError, StatisticsError
 
 

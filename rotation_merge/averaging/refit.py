@@ -11,35 +11,26 @@ What is wanted is pluggable (`Answers`): the donors' own answers here, a carried
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from rotation_merge.architectures.model import Architecture, Block
-from rotation_merge.averaging.maps import linear_map, same_map
-from rotation_merge.averaging.stages import Seen, Stage, Taps, rows, stages
-from rotation_merge.errors import DataError
-from rotation_merge.linalg.ridge import ridge_factor, solved_with
-from rotation_merge.samples.runner import Runner
-from rotation_merge.samples.store import Kept, Store
-from rotation_merge.spread.memory import give_back
-
-BIAS = 1e-6
-"""The penalty of a bias, over the number of rows."""
+from rotation_merge.architecture.model import Architecture, Block
+from rotation_merge.linalg.ridge import RidgeSums
+from rotation_merge.model.fingerprint import compared_config
+from rotation_merge.run.maps import linear_map, same_map
+from rotation_merge.run.runner import Runner
+from rotation_merge.run.stages import Seen, Stage, Taps, rows, stages
+from rotation_merge.run.store import Kept, Store
+from rotation_merge.workers.memory import give_back
+from rotation_merge.workers.progress import Progress
 
 ROUNDED = 1e-3
 """The least ridge that products may be rounded under: from here on they are computed in the inputs' own precision."""
-
-STRIPE = 256
-"""Of products of inputs with themselves, those of so many with all that come after them are computed at once."""
-
-AT_ONCE = 2048
-"""Positions whose products are computed at once, at least: several small batches, or one large one."""
 
 Answer = dict[str, Tensor]
 """What is wanted of one batch, by key of a map (its output) or name of a place (the stream there)."""
@@ -48,8 +39,15 @@ Answer = dict[str, Tensor]
 class Answers(Protocol):
     """What is wanted of the maps of a model, block by block."""
 
+    @property
+    def runners(self) -> Sequence[Runner]:
+        """The models that are run to find it."""
+
     def learn(self, block: Block, wanted: frozenset[str]) -> bool:
         """Find the answers to every batch for one block (of the merge's names); False: there are none."""
+
+    def are_of(self, merge: Runner, names: Collection[str]) -> bool:
+        """Whether blocks that have just been opened compute in the merge, bit for bit, what the answers come from."""
 
     def __call__(self, batch: int) -> Answer:
         """The answers to one batch."""
@@ -69,7 +67,8 @@ class Teachers:
     def __init__(
         self, runners: Sequence[Runner], who: Sequence[Sequence[tuple[int, int, float]]], store: Store
     ) -> None:
-        self.runners, self.who, self.kept = runners, who, Kept(store, "answer")
+        self.runners: Sequence[Runner] = runners
+        self.who, self.kept = who, Kept(store, "answer")
 
     def learn(self, block: Block, wanted: frozenset[str]) -> bool:
         opened = [runner.advance() for runner in self.runners]
@@ -89,6 +88,9 @@ class Teachers:
             self.kept.put(batch, {key: total[key] for key in sorted(wanted) if key in total})
         return True
 
+    def are_of(self, merge: Runner, names: Collection[str]) -> bool:
+        return all(computes_the_same(merge, runner, names) for runner in self.runners)
+
     def __call__(self, batch: int) -> Answer:
         return self.kept.get(batch, self.runners[0].device)
 
@@ -102,6 +104,14 @@ def same_place(one: Block, other: Block) -> bool:
         return False
     keys = {info.key for info in one.tensors}
     return one.index is not None or any(info.key in keys for info in other.tensors)
+
+
+def computes_the_same(one: Runner, other: Runner, names: Collection[str]) -> bool:
+    """Whether two models have equal weights in blocks that are open, and configs that say the same."""
+    configs = [compared_config(runner.model.config.to_dict()) for runner in (one, other)]
+    weights = [runner.weights(names) for runner in (one, other)]
+    same = configs[0] == configs[1] and weights[0].keys() == weights[1].keys()
+    return same and all(not x.is_meta and torch.equal(x, weights[1][name]) for name, x in weights[0].items())
 
 
 @dataclass(frozen=True)
@@ -121,11 +131,13 @@ class Refitted:
         maps: the maps that were solved.
         kept: by reason, names of weights of linear maps that keep what they were.
         whole: whether the models were held whole.
+        alike: whether all models compute the same, bit for bit, so that no map was changed.
     """
 
     maps: list[Fitted] = field(default_factory=list)
     kept: dict[str, list[str]] = field(default_factory=dict)
     whole: bool = False
+    alike: bool = False
 
 
 TIED, EXPERTS, UNSEEN = "tied to an embedding", "experts and routers", "not run as one linear map"
@@ -158,8 +170,10 @@ class Refit:
         ridge: see above.
         write: given each solved tensor by its name in the checkpoint; gives back what it has become in storage.
         skip: says which tensors keep what they are.
-        watch: told about every block: what, how many are done, of how many.
+        watch: told about every block, and about the part of it that is done: what, how many, of how many.
         shape: what a solved change (out, in [+ 1 for a bias]) is brought to, given the Gram of the inputs and a one.
+        alike: whether all that ran before is the same in the merge and where the answers come from. While it is, no
+            output lacks anything: maps are written as they are, without arithmetic that would round them.
     """
 
     merge: Runner
@@ -169,34 +183,42 @@ class Refit:
     ridge: float
     write: Callable[[str, Tensor], Tensor]
     skip: Callable[[str], bool] = lambda _: False
-    watch: Callable[[str, int, int], None] = lambda *_: None
+    watch: Progress = lambda *_: None
     shape: Callable[[Tensor, Tensor], Tensor] | None = None
+    alike: bool = True
     _fused: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def run(self) -> Refitted:
         """Solve every map, in the order of the forward."""
         result = Refitted(whole=self.merge.whole)
-        total = len(self.merge.architecture.blocks)
+        total, before = len(self.merge.architecture.blocks), set(self.merge.opened)
+        progress = _BlockProgress(self.watch, total, len(self.merge.batches))
+        for runner in (self.merge, *self.answers.runners):
+            runner.each_run = progress.ran
         while (block := self.merge.advance()) is not None:
-            self.watch("refitting", len(self.merge.opened) - 1, total)
+            progress.begin(len(self.merge.opened) - 1, block)
             taps = Taps(self.merge, block)
-            self._block(block, taps, result)
+            self._block(block, taps, result, self.merge.opened - before)
             self._fused.clear()
+            before = set(self.merge.opened)
             for batch in range(len(self.merge.batches)) if block.index is not None else ():
                 taps.pass_on(batch)
             taps.forget()
             give_back(taps.layer)
         self.watch("refitting", total, total)
+        result.alike = self.alike
         return result
 
-    def _block(self, block: Block, taps: Taps, result: Refitted) -> None:
+    def _block(self, block: Block, taps: Taps, result: Refitted, opened: Collection[str]) -> None:
         places = self._places(block, taps, result)
         chosen = stages(taps, set(places))
         solved = {key for stage in chosen for key in stage.keys}
         _keep(result, UNSEEN, [one.name for key, some in places.items() if key not in solved for one in some])
         wanted: frozenset[str] = frozenset().union(*(stage.wanted for stage in chosen))
         taps.settled.pending.update(key for stage in chosen for key in stage.keys)
-        if self.answers.learn(block, wanted):
+        learned = self.answers.learn(block, wanted)
+        self.alike = self.alike and learned and self.answers.are_of(self.merge, opened)
+        if learned:
             for number, stage in enumerate(chosen, 1):
                 result.maps += self._solve(taps, stage, places)
                 taps.settled.settle(stage.keys)
@@ -226,7 +248,11 @@ class Refit:
         return found
 
     def _solve(self, taps: Taps, stage: Stage, places: Mapping[str, list[_Written]]) -> list[Fitted]:
-        sums: _Sums | None = None
+        if self.alike:
+            for key in stage.keys:
+                self._set(key, taps, None, places[key])
+            return [Fitted(places[key][0].name, 0.0, 0.0) for key in stage.keys]
+        sums: RidgeSums | None = None
         for batch, weight in enumerate(self.weights):
             if weight == 0:
                 continue
@@ -235,31 +261,37 @@ class Refit:
             if not keys:
                 return []
             inputs = seen.inputs[keys[0]]
-            sums = sums or _Sums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
+            sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
             sums.add(inputs, {key: (lacking(key, stage, seen, wanted), seen.outputs[key]) for key in keys}, weight)
         if sums is None:
             return []
         sums.flush()
-        return [self._set(key, taps, sums, places[key]) for key in sums.cross]
+        return [self._fit(key, taps, sums, places[key]) for key in sums.cross]
 
-    def _set(self, key: str, taps: Taps, sums: _Sums, places: Sequence[_Written]) -> Fitted:
-        module, name = cast(Any, taps.modules[key]), taps.maps[key].info.name
-        turned = isinstance(module, Conv1D)
-        biased = getattr(module, "bias", None) is not None
+    def _fit(self, key: str, taps: Taps, sums: RidgeSums, places: Sequence[_Written]) -> Fitted:
+        biased = getattr(taps.modules[key], "bias", None) is not None
         best = sums.change(key, self.ridge, biased, places[0].name)
         change = best if self.shape is None else self.shape(best, sums.gram)
         fitted = Fitted(places[0].name, *sums.errors(key, change, self.ridge if change is best else None))
-        weight, bias = module.weight.double(), module.bias.double() if biased else None
-        width = sums.width
-        moved = (weight.mT if turned else weight) + change[:, :width]
-        stored = [self._store(one, moved[one.rows], turned) for one in places]
-        self.merge.set(name, torch.cat(stored).mT if turned else torch.cat(stored))
-        if bias is not None:
-            added = bias + change[:, width]
-            names = [replace(one, name=one.name.removesuffix("weight") + "bias") for one in places]
-            parts = [self._written(one, added[one.rows]) for one in names]
-            self.merge.set(name.removesuffix("weight") + "bias", torch.cat(parts))
+        self._set(key, taps, change, places)
         return fitted
+
+    def _set(self, key: str, taps: Taps, change: Tensor | None, places: Sequence[_Written]) -> None:
+        """Write a map with its change (out, in [+ 1 for a bias]); None: as it is."""
+        module, name = cast(Any, taps.modules[key]), taps.maps[key].info.name
+        turned = isinstance(module, Conv1D)
+        weight = (module.weight.mT if turned else module.weight).double()
+        width = weight.shape[1]
+        moved = weight if change is None else weight + change[:, :width]
+        stored = torch.cat([self._store(one, moved[one.rows], turned) for one in places])
+        self.alike = self.alike and torch.equal(stored, weight)  # else it was rounded
+        if (bias := getattr(module, "bias", None)) is not None:
+            added = bias.double() if change is None else bias.double() + change[:, width]
+            names = [replace(one, name=one.name.removesuffix("weight") + "bias") for one in places]
+            parts = torch.cat([self._written(one, added[one.rows]) for one in names])
+            self.alike = self.alike and torch.equal(parts, bias.double())
+            self.merge.set(name.removesuffix("weight") + "bias", parts)
+        self.merge.set(name, stored.mT if turned else stored)
 
     def _store(self, one: _Written, weight: Tensor, turned: bool) -> Tensor:
         """A weight (out, in) as it is written, and what it has become, (out, in) again."""
@@ -275,6 +307,35 @@ class Refit:
         whole = self._fused[one.name]
         whole[one.part] = tensor
         return self.write(one.name, whole)[one.part]
+
+
+class _BlockProgress:
+    """Progress through the blocks of a model, and within a layer by forwards, as many as the one before it took.
+
+    Args:
+        batches: on which models are run.
+    """
+
+    def __init__(self, watch: Progress, total: int, batches: int) -> None:
+        self.watch, self.total = watch, total
+        self.done = self.runs = 0
+        self.expected = RUNS * batches
+        self.layer = False
+
+    def begin(self, done: int, block: Block) -> None:
+        if self.layer:
+            self.expected = self.runs
+        self.done, self.runs, self.layer = done, 0, block.index is not None
+        self.watch("refitting", done, self.total)
+
+    def ran(self) -> None:
+        self.runs += 1
+        share = min(self.runs / max(self.expected, 1), 0.99) if self.layer else 0.0
+        self.watch("refitting", round(self.done + share, 2), self.total)
+
+
+RUNS = 7
+"""So often each batch is run through a layer: by its teachers, by the merge before each solve, and once to go on."""
 
 
 def _keep(result: Refitted, why: str, names: Sequence[str]) -> None:
@@ -295,99 +356,3 @@ def lacking(key: str, stage: Stage, seen: Seen, wanted: Answer) -> Tensor:
         apart = apart - gain * (rows(wanted[other]) - rows(seen.outputs[other]))
     counts = branch.gain != 0
     return torch.where(counts, apart / torch.where(counts, branch.gain, torch.ones_like(branch.gain)), 0.0)
-
-
-class _Sums:
-    """Products of inputs with themselves and with what outputs lack, over all samples; the last input is the bias.
-
-    Args:
-        like: inputs of the maps.
-        dtype: what products of a few batches are computed in; they are added up in float64.
-    """
-
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.width, self.rows, self.dtype = like.shape[-1], 0.0, dtype
-        self.cross: dict[str, Tensor] = {}
-        self.squares: dict[str, list[float]] = {}
-        self._factors: dict[int, Tensor | None] = {}
-        self._upper = torch.zeros(self.width + 1, self.width + 1, dtype=torch.float64, device=like.device)
-        self._inputs: list[Tensor] = []
-        self._lacks: dict[str, list[Tensor]] = {}
-        self._weight = 1.0
-
-    @cached_property
-    def gram(self) -> Tensor:
-        """Products of inputs (and a one) with themselves, once all are there."""
-        return self._upper.triu() + self._upper.triu(1).mT
-
-    def add(self, inputs: Tensor, lacks: Mapping[str, tuple[Tensor, Tensor]], weight: float) -> None:
-        """One batch: the inputs, and by key of a map what its output lacks, (positions, out), and the output."""
-        if weight != self._weight or sum(map(len, self._inputs)) >= AT_ONCE:
-            self.flush()
-        self._weight = weight
-        self._inputs.append(rows(inputs).to(self.dtype))
-        for key, (lack, output) in lacks.items():
-            self._lacks.setdefault(key, []).append(lack.to(self.dtype))
-            squares = self.squares.setdefault(key, [0.0, 0.0])
-            squares[0] += weight * _square(lack)
-            squares[1] += weight * _square(rows(output) + lack)
-
-    def flush(self) -> None:
-        """Add up the products of what waits."""
-        if not self._inputs:
-            return
-        x, lacks, weight = torch.cat(self._inputs), self._lacks, self._weight
-        self._inputs, self._lacks = [], {}
-        x = torch.cat([x, x.new_ones(len(x), 1)], 1)
-        self.rows += weight * len(x)
-        for i in range(0, self.width + 1, STRIPE):
-            self._upper[i : i + STRIPE, i:].add_(x[:, i : i + STRIPE].mT @ x[:, i:], alpha=weight)
-        for key, parts in lacks.items():
-            part = x.mT @ torch.cat(parts)
-            if key not in self.cross:
-                self.cross[key] = torch.zeros_like(part, dtype=torch.float64)
-            self.cross[key].add_(part, alpha=weight)
-
-    def change(self, key: str, ridge: float, biased: bool, name: str) -> Tensor:
-        """The map's change, (out, in), with a bias (out, in + 1).
-
-        Raises:
-            DataError: the inputs do not determine it.
-        """
-        size = self.width + int(biased)
-        if size not in self._factors:
-            self._factors[size] = ridge_factor(self._upper[:size, :size], self._penalty(ridge)[:size])
-        factor = self._factors[size]
-        if factor is None:
-            raise DataError(
-                f"{self.rows:.0f} positions of the samples do not determine '{name}' ({self.width} inputs)",
-                remedy="give more samples, or a ridge above 0 ('ridge: 0.01')",
-            )
-        return solved_with(factor, self.cross[key][:size])
-
-    def _penalty(self, ridge: float) -> Tensor:
-        """Of each input and of the bias, (in + 1,)."""
-        penalty = torch.full_like(self._upper[0], ridge * float(self._upper.diagonal()[: self.width].mean()))
-        penalty[self.width] = BIAS * self.rows
-        return penalty
-
-    def errors(self, key: str, change: Tensor, ridge: float | None) -> tuple[float, float]:
-        """Root of the squared error over the square of what is wanted: before and after.
-
-        Args:
-            ridge: under which the change is the best one, whose product with the Gram is known; None: under none.
-        """
-        size = change.shape[1]
-        before, whole = self.squares[key]
-        reached = (change.mT * self.cross[key][:size]).sum()
-        if ridge is None:
-            spent = (change @ self.gram[:size, :size] * change).sum()
-        else:
-            spent = reached - (change.square() @ self._penalty(ridge)[:size]).sum()
-        after = max(before - float(2 * reached - spent), 0.0)
-        return (before / whole) ** 0.5 if whole else 0.0, (after / whole) ** 0.5 if whole else 0.0
-
-
-def _square(x: Tensor) -> float:
-    """The sum of squares: of each row in its own precision, in all in float64."""
-    return float(torch.linalg.vector_norm(x, dim=-1).double().square().sum())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -16,38 +15,46 @@ from rotation_merge.cli.options import (
     matcher,
     matching_options,
     ray_option,
-    writes,
 )
+from rotation_merge.cli.paths import MODEL, NEW_ALIGNMENT, NEW_MODEL, SAMPLE_SOURCE, WORD, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
-from rotation_merge.errors import CheckpointError, RotationMergeError
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import WEIGHTS
 
 
 @click.command(epilog="Example: rotation-merge align org/anchor org/donor ./aligned --heads permutation")
-@click.argument("anchor")
-@click.argument("donor")
-@click.argument("out", required=False)
+@click.argument("anchor", type=MODEL)
+@click.argument("donor", type=MODEL)
+@click.argument("out", type=NEW_MODEL, required=False)
 @matching_options
 @match_on_option
-@click.option("--data", help="Samples for --match-on; self, the default: text of which each of the two writes half.")
+@click.option(
+    "--data",
+    type=SAMPLE_SOURCE,
+    help="Samples for --match-on; self, the default: text of which each of the two writes half.",
+)
 @click.option("--samples", type=click.IntRange(min=1), help="How many; 64 if not given.")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
-    "--alignment", "alignment_file", metavar="FILE", help="Also write the transforms, for recipes' 'alignment:'."
+    "--alignment",
+    "alignment_file",
+    type=NEW_ALIGNMENT,
+    metavar="FILE",
+    help="Also write the transforms, for recipes' 'alignment:'.",
 )
 @click.option("--half", is_flag=True, help="Store the maps of --alignment in half precision.")
 @click.option(
     "--widths", is_flag=True, help="Bring a DONOR with fewer neurons, heads or a narrower stream to ANCHOR's sizes."
 )
-@click.option("--shard-size", default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
-@click.option("--dtype", help="Storage of the output; the donor's if not given.")
+@click.option("--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
+@click.option("--dtype", type=WORD, help="Storage of the output; the donor's if not given.")
 @device_option(" to compute on")
 @ray_option
 @click.option("--verify/--no-verify", default=True, help="Compare OUT's outputs with the donor's.")
 @click.option("--html", is_flag=True, help="Also write the report as report.html.")
 @json_option
 @shown
-@writes(folders="out", files="alignment_file")
+@writes
 def command(
     anchor: str,
     donor: str,
@@ -77,27 +84,19 @@ def command(
     what differs by more than rounding is kept as OUT.rejected. Matching that was interrupted after minutes goes on from
     what it had found (OUT.matching.unfinished).
     """
-    from rotation_merge.checkpoints.aligned import (
-        Storage,
-        check_dtype,
-        left_behind,
-        match_pair,
-        parse_size,
-        write_aligned,
-    )
-    from rotation_merge.checkpoints.pair import open_pair, write_alignment
-    from rotation_merge.checkpoints.stamps import mark_of, unchanged
     from rotation_merge.errors import not_written
-    from rotation_merge.matching.ledger import kept_beside
-    from rotation_merge.samples.proof import Proof, prove
-    from rotation_merge.spread.cluster import spread
+    from rotation_merge.files.ledger import kept_beside
+    from rotation_merge.matching.open_pair import open_pair, write_alignment
+    from rotation_merge.matching.written import left_behind, match_pair, write_aligned
+    from rotation_merge.model.stamps import mark_of, unchanged
+    from rotation_merge.model.writing import Storage, check_dtype, parse_size
+    from rotation_merge.run.proof import Proof, prove
+    from rotation_merge.workers.cluster import spread
 
     if widths and not (verify and out is not None):
         raise click.UsageError("--widths needs OUT, whose outputs are compared with the donor's: leave out --no-verify")
     if out is None and alignment_file is None:
         raise click.UsageError("name OUT, or a file for --alignment")
-    if out is not None:
-        check_out(out, anchor, donor)
     if match_on == WEIGHTS and (data or samples):
         raise RotationMergeError("weights are matched without samples", remedy="add --match-on both, or activations")
     if match_on != WEIGHTS and widths:
@@ -159,15 +158,3 @@ def command(
     if alignment_file is not None:
         say(f"Transforms written to {alignment_file}.", "green")
     return 0
-
-
-def check_out(out: str, *inputs: str) -> None:
-    """Refuse to write over an input, or where nothing can be written.
-
-    Raises:
-        CheckpointError: names the path.
-    """
-    if any(os.path.exists(path) and os.path.realpath(path) == os.path.realpath(out) for path in inputs):
-        raise CheckpointError("is one of the inputs", where=out, remedy="choose another directory for the output")
-    if os.path.exists(out) and not os.path.isdir(out):
-        raise CheckpointError("is a file", where=out, remedy="choose a directory for the output")

@@ -11,10 +11,11 @@ from typing import Any
 import click
 
 from rotation_merge import __version__
+from rotation_merge.errors import INTERRUPTED, nearest
 
 COMMANDS = {
     "check": "Check a recipe before it is run: all faults at once, and which preset fits.",
-    "inspect": "Spaces, groups, sizes and expected cost of a model or a recipe.",
+    "inspect": "A model or a recipe: spaces, groups, expected cost; a tensor, a file, a report; what there is.",
     "align": "Write a donor in an anchor's coordinates, as a normal checkpoint.",
     "carry": "Carry a LoRA to a new base, without training.",
     "verify": "Do two models compute the same function?",
@@ -26,23 +27,11 @@ COMMANDS = {
     "fit": "Learn an alignment on data: next to no barrier between independent models.",
     "evaluate": "What models reach on data: loss, accuracy, F1, correlations.",
     "measure": "Run a model over samples and write the statistics that regmean, fisher and kfac average by.",
-    "trace": "One tensor of a merge: its spaces, what moved it, what the delegate is given.",
-    "methods": "Merge methods that can be the delegate, and their parameters.",
-    "architectures": "Supported architectures.",
-    "show": "What a file holds: an alignment, statistics, or a merge's report.",
     "push": "Publish a merge on the hub, with recipe, alignment files, report and sums; a dry run until --yes.",
     "pull": "Download what push published, checked file by file.",
-    "fingerprint": "The fingerprint of a model, or of the models that a file was made for.",
-    "report": "Write a merge's report as one self-contained HTML page.",
     "demo": "Merge the checkpoints that come with the package and print what alignment did.",
 }
 """Commands by name; each lives in a module of the same name, as `command`."""
-
-MODULES = {"show": "show_file"}
-"""Modules of commands that are called otherwise."""
-
-INTERRUPTED = 130
-"""Exit code of a process that Ctrl-C ended."""
 
 JSON = f"{__name__}.json"
 
@@ -57,7 +46,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         try:
-            command = import_module(f"rotation_merge.cli.{MODULES.get(cmd_name, cmd_name)}").command
+            command = import_module(f"rotation_merge.cli.{cmd_name}").command
         except KeyboardInterrupt:  # libraries take seconds to come up, and click would end this with 1
             click.echo("Interrupted.", err=True)
             sys.exit(INTERRUPTED)
@@ -68,6 +57,12 @@ class LazyGroup(click.Group):
             )
             command.params.append(say_more)
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """A command that there is not is answered with the nearest name."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"there is no command '{args[0]}'; {nearest(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[JSON] = "--json" in args

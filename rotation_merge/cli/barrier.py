@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.options import match_on_option, match_options, matching_options, ray_option
+from rotation_merge.cli.options import match_on_option, match_options, matching_options
+from rotation_merge.cli.paths import (
+    ALIGNMENT,
+    MODELS_OR_RECIPE,
+    NAMED_ALIGNMENTS,
+    SAMPLE_SOURCE,
+    Writes,
+    is_barrier,
+    writes,
+    writing,
+)
 from rotation_merge.cli.show import (
     Progress,
     json_option,
@@ -23,16 +33,20 @@ from rotation_merge.cli.show import (
     shown,
     table,
 )
-from rotation_merge.durable import write_text
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.matching.options import WEIGHTS, MatchOptions
-from rotation_merge.report.curves import CENTRE, FILE, Barrier, Curve
+from rotation_merge.files.durable import write_text
+from rotation_merge.files.outputs import MATCHING_UNFINISHED, Output
+from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
-from rotation_merge.samples.data import KINDS
-from rotation_merge.samples.evaluate import PATH
+from rotation_merge.run.curves import CENTRE, FILE, Barrier, Curve
+from rotation_merge.run.data import KINDS
+from rotation_merge.run.evaluate import PATH
 
 if TYPE_CHECKING:
-    from rotation_merge.checking import RecipeDonor
+    from rotation_merge.diagnose import RecipeDonor
+
+NEW_PLOT = Writes(work=(MATCHING_UNFINISHED,))
+SAVED = Writes(within=FILE, work=(MATCHING_UNFINISHED,), wrote=is_barrier, beside=True)
 
 EVERY, ENOUGH = 20.0, 3
 """Seconds between two lines of how far it is, and models from which an estimate is one."""
@@ -53,7 +67,7 @@ class Along(Progress):
         self.models, self._done = 0, 0
         self._began = self._said = time.perf_counter()
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, what: str, done: float, total: float) -> None:
         if not what.startswith(PATH):
             super().__call__(what, done, total)
             return
@@ -73,18 +87,28 @@ class Along(Progress):
     rotation-merge barrier org/anchor org/donor --data images/ --residual rotation --plot path.png;
     rotation-merge barrier org/anchor org/donor --data images/ --compare local,residual --plot paths.png"""
 )
-@click.argument("models", nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR...")
-@click.option("--data", "sources", multiple=True, required=True, help=f"What to measure on, one or more: {KINDS}.")
+@click.argument("models", type=MODELS_OR_RECIPE, nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR...")
+@click.option(
+    "--data",
+    "sources",
+    type=SAMPLE_SOURCE,
+    multiple=True,
+    required=True,
+    help=f"What to measure on, one or more: {KINDS}.",
+)
 @click.option("--points", default=11, show_default=True, type=click.IntRange(3, 101), help="Models on the path.")
 @click.option("--limit", type=click.IntRange(min=1), help="Use at most so many examples.")
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
 @click.option(
     "--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a window of text."
 )
-@click.option("--plot", metavar="FILE", help="Also draw a PNG, SVG or PDF (needs matplotlib).")
-@click.option("--alignment", metavar="FILE", help="Transforms to apply instead of matching; for two models.")
+@click.option("--plot", type=NEW_PLOT, metavar="FILE", help="Also draw a PNG, SVG or PDF (needs matplotlib).")
+@click.option(
+    "--alignment", type=ALIGNMENT, metavar="FILE", help="Transforms to apply instead of matching; for two models."
+)
 @click.option(
     "--compare",
+    type=NAMED_ALIGNMENTS,
     metavar="NAMES",
     help="Curves to draw beside the plain one, with commas between: neurons, rotation, paper, permutation, local, "
     "residual; activations, both (residual, chosen on samples); aligned (as the options or the recipe say); NAME=FILE "
@@ -103,12 +127,12 @@ class Along(Progress):
     help="each: models keep heads of their own, of any size; give --data once for each model, in their order: it is "
     "measured under that model's head. A recipe says so itself.",
 )
-@click.option("--save", metavar="DIR", help=f"Also write {FILE} there, for the report of the merge in DIR.")
+@click.option("--save", type=SAVED, metavar="DIR", help=f"Also write {FILE} there, for the report of the merge in DIR.")
 @matching_options
 @match_on_option
-@ray_option
 @json_option
 @shown
+@writes
 def command(
     models: tuple[str, ...],
     sources: tuple[str, ...],
@@ -124,7 +148,6 @@ def command(
     save: str | None,
     untie: bool,
     match_on: str,
-    ray: str | None,
     as_json: bool,
     **values: Any,
 ) -> int:
@@ -138,17 +161,16 @@ def command(
     chosen on samples (--match-on, activations, both) are so on text that the models write themselves; those of models
     that write none on the first --data.
     """
-    from rotation_merge.checking.donors import what_is_measured
-    from rotation_merge.checking.matchings import matchings
-    from rotation_merge.checking.paths import Paths
-    from rotation_merge.matching.ledger import kept_beside
-    from rotation_merge.spread.cluster import spread
+    from rotation_merge.diagnose.donors import what_is_measured
+    from rotation_merge.diagnose.matchings import matchings
+    from rotation_merge.diagnose.paths import Paths
+    from rotation_merge.files.ledger import kept_beside
 
     options = match_options(values)
     wanted = matchings(compare)
     if plot is not None:
         check_plot(plot)
-    described = options != MatchOptions() or alignment or match_on != WEIGHTS
+    described = options != AlignConfig() or alignment or match_on != WEIGHTS
     if described and "aligned" not in [matching.name for matching in wanted]:
         remedy = "name it in --compare, too, or leave them out"
         raise RecipeError("the options of matching describe the curve 'aligned'", where="--compare", remedy=remedy)
@@ -162,17 +184,17 @@ def command(
     read = [*sources, *(matching.file for matching in wanted if matching.file)]
     how = {"wanted": wanted, "points": points, "anchors": anchors, "reading": reading}
     mark = partial(what_is_measured, models, donors, read, **how)
-    with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger, spread(ray) as over:
-        paths = Paths(models[0], donors, sources, points, reading, progress, over, ledger)
+    with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
+        paths = Paths(models[0], donors, sources, points, reading, progress, ledger)
         progress.models = paths.models(wanted, anchors == "each")
+        pictures = _pictures(plot, sum(len(paths.tasks(place)) for place in paths.places)) if plot else []
+        click.get_current_context().with_resource(writing([Output(picture, "--plot") for picture in pictures]))
         barriers = paths.barriers(wanted, anchors == "each")
     progress.close()
     if save is not None:
         _save(barriers, save)
-    for number, barrier in enumerate(barriers):
-        if plot is not None:
-            stem, ending = os.path.splitext(plot)
-            save_barrier(barrier, plot if number == 0 else f"{stem}-{number + 1}{ending}")
+    for picture, barrier in zip(pictures, barriers, strict=False):
+        save_barrier(barrier, picture)
     if as_json:
         print_json([barrier.to_dict() for barrier in barriers])
         return 0
@@ -184,9 +206,9 @@ def command(
 
 
 def _donors(
-    models: tuple[str, ...], options: MatchOptions, untie: bool, alignment: str | None, match_on: str
+    models: tuple[str, ...], options: AlignConfig, untie: bool, alignment: str | None, match_on: str
 ) -> list[RecipeDonor]:
-    from rotation_merge.checking import RecipeDonor, donors_of
+    from rotation_merge.diagnose import RecipeDonor, donors_of
 
     if alignment is not None and len(models) != 2:
         raise click.UsageError("--alignment is for two models; a recipe names the file under its donor")
@@ -202,13 +224,19 @@ def _donors(
 
 def _with_heads(models: tuple[str, ...], donors: list[RecipeDonor]) -> list[RecipeDonor]:
     """Donors that keep heads of their own."""
-    from rotation_merge.checking.donors import own_heads
-    from rotation_merge.checkpoints.models import open_model
+    from rotation_merge.diagnose.donors import own_heads
+    from rotation_merge.model.checkpoint import open_model
 
     if len(models) == 1:
         raise RotationMergeError("a recipe says whose heads there are", remedy="leave out --heads-of")
     own = own_heads(map(open_model, models))
     return [replace(donor, own=own) for donor in donors]
+
+
+def _pictures(plot: str, count: int) -> list[str]:
+    """A file for each path: PLOT, PLOT-2, PLOT-3."""
+    stem, ending = os.path.splitext(plot)
+    return [plot, *(f"{stem}-{number}{ending}" for number in range(2, count + 1))]
 
 
 def _check_directory(save: str) -> None:

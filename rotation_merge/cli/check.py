@@ -7,15 +7,16 @@ from pathlib import Path
 
 import click
 
+from rotation_merge.cli.paths import MODELS_OR_RECIPE
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError
 
 
 @click.command(epilog="Example: rotation-merge check recipe.yml")
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=MODELS_OR_RECIPE)
 @json_option
 @shown
-def command(recipe: Path, as_json: bool) -> int:
+def command(recipe: str, as_json: bool) -> int:
     """Check RECIPE (a YAML file); of the weights, a few matrices are looked at.
 
     Every fault is reported at once, with line and column and how to mend it: keys, parameters, delegates, models,
@@ -23,15 +24,17 @@ def command(recipe: Path, as_json: bool) -> int:
     they are in the local cache; nothing is downloaded. A recipe without faults is told which preset, near or far, the
     likeness of a few matrices suggests.
     """
-    from rotation_merge.checking import check_text
-    from rotation_merge.checking.suggest import suggestions
+    from rotation_merge.diagnose import check_text
+    from rotation_merge.diagnose.suggest import suggestions
+    from rotation_merge.mergekit_plugin.recipe.ours import read_from
 
-    faults = check_text(read(recipe))
+    with read_from(recipe):
+        faults = check_text(read(Path(recipe)))
     bad = [fault for fault in faults if fault.error]
-    suggested = [] if bad else suggestions(str(recipe))
+    suggested = [] if bad else suggestions(recipe)
     if as_json:
         facts = {"faults": [asdict(fault) for fault in faults], "presets": [asdict(one) for one in suggested]}
-        print_json({"recipe": str(recipe), "ok": not bad, **facts})
+        print_json({"recipe": recipe, "ok": not bad, **facts})
         return 1 if bad else 0
     for fault in faults:
         say(f"{recipe}:{fault}" if fault.error else f"{recipe}:{fault} (a note)", "red" if fault.error else "yellow")

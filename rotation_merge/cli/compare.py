@@ -8,12 +8,13 @@ from typing import Any
 import click
 
 from rotation_merge.cli.options import match_options, matching_options
+from rotation_merge.cli.paths import MODEL
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown, table
 
 
 @click.command(epilog="Example: rotation-merge compare org/anchor org/donor --residual rotation")
-@click.argument("anchor")
-@click.argument("donor")
+@click.argument("anchor", type=MODEL)
+@click.argument("donor", type=MODEL)
 @matching_options
 @click.option(
     "--by", type=click.Choice(["space", "layer"]), default="space", show_default=True, help="Rows of the table."
@@ -26,8 +27,8 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     Are these two models in the same coordinates, and where did they part? Distances are relative to the anchor's norm,
     angles in degrees between the tensors as vectors: 90 means unrelated.
     """
-    from rotation_merge.checkpoints.aligned import match_pair
-    from rotation_merge.checkpoints.pair import open_pair
+    from rotation_merge.matching.open_pair import open_pair
+    from rotation_merge.matching.written import match_pair
     from rotation_merge.report.compare import gaps, parted
 
     options = match_options(values)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 
 import click
 
+from rotation_merge.cli.paths import MODEL, MODELS_OR_RECIPE
 from rotation_merge.cli.show import Progress, json_option, note, print_json, say, shown
 
 
@@ -13,8 +15,8 @@ from rotation_merge.cli.show import Progress, json_option, note, print_json, say
     epilog="""Examples: rotation-merge doctor ./merged; rotation-merge doctor recipe.yml;
     rotation-merge doctor ./merged org/parent-a org/parent-b"""
 )
-@click.argument("patient", metavar="MERGED | RECIPE")
-@click.argument("parents", nargs=-1)
+@click.argument("patient", type=MODELS_OR_RECIPE, metavar="MERGED | RECIPE")
+@click.argument("parents", type=MODEL, nargs=-1)
 @json_option
 @shown
 def command(patient: str, parents: tuple[str, ...], as_json: bool) -> int:
@@ -25,9 +27,12 @@ def command(patient: str, parents: tuple[str, ...], as_json: bool) -> int:
     tokens at other ids, another RoPE base or config, tied heads, NaN, what the dtype cannot hold, models in other
     coordinates or of another lineage, and weights and activations that vanish by layer. Exit code 1: a likely cause.
     """
-    from rotation_merge.checking.doctor import diagnose, open_case
-    from rotation_merge.checking.doctor.cause import LIKELY
+    from rotation_merge.diagnose.doctor import diagnose, open_case
+    from rotation_merge.diagnose.doctor.cause import LIKELY
+    from rotation_merge.model.output import mend_interrupted
 
+    if os.path.isdir(patient) and mend_interrupted(patient):
+        note(f"{patient}: the exchange of its model was interrupted; it holds again what it held before.")
     case = open_case(patient, parents)
     progress = Progress()
     found = diagnose(case, progress)

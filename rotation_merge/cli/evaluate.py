@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
+from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
 from rotation_merge.cli.show import json_option, print_json, shown, table
-from rotation_merge.samples.data import KINDS
+from rotation_merge.run.data import KINDS
 
 TITLES = {
     "accuracy": "accuracy",
@@ -21,8 +22,8 @@ TITLES = {
     epilog="""Examples: rotation-merge evaluate ./merged org/anchor --data held-out.jsonl;
     rotation-merge evaluate ./merged/heads/emotion --data emotion.jsonl --data other-domain.jsonl"""
 )
-@click.argument("models", nargs=-1, required=True)
-@click.option("--data", "sources", multiple=True, required=True, help=f"One or more: {KINDS}.")
+@click.argument("models", type=MODEL, nargs=-1, required=True)
+@click.option("--data", "sources", type=SAMPLE_SOURCE, multiple=True, required=True, help=f"One or more: {KINDS}.")
 @click.option("--limit", type=click.IntRange(min=1), help="Use at most so many examples of each.")
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
 @click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
@@ -44,10 +45,10 @@ def command(
     point: squared error, Pearson's and Spearman's correlation. Language models: loss in nats and accuracy.
     Classes that stand in another order than in the first model are put into its order.
     """
-    from rotation_merge.averaging.record import keep_figures
-    from rotation_merge.samples.data import read_batches
-    from rotation_merge.samples.evaluate import score
-    from rotation_merge.samples.functions import load
+    from rotation_merge.run.data import read_batches
+    from rotation_merge.run.evaluate import score
+    from rotation_merge.run.functions import load
+    from rotation_merge.run.measuring import keep_figures
 
     found = []
     for name in models:

@@ -17,25 +17,33 @@ from rotation_merge.cli.options import (
     match_options,
     matching_options,
     usable_device,
-    writes,
 )
+from rotation_merge.cli.paths import MODELS_OR_RECIPE, NEW_ALIGNMENT, SAMPLE_SOURCE, WORD, writes, writing
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.learning.objective import OBJECTIVES
-from rotation_merge.learning.records import FitOptions
-from rotation_merge.matching.options import WEIGHTS, MatchOptions, VaryingOptions
-from rotation_merge.samples.checked import check_labels
-from rotation_merge.samples.data import KINDS, described, read_batches
-from rotation_merge.samples.functions import load, narrowed, stored_dtype
+from rotation_merge.files.outputs import FILE, Output
+from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge.matching.objective import OBJECTIVES
+from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
+from rotation_merge.run.checked import check_labels
+from rotation_merge.run.data import KINDS, described, read_batches
+from rotation_merge.run.functions import load, narrowed, stored_dtype
 
 
 @click.command(
     epilog="""Examples: rotation-merge fit recipe.yml --data samples.txt --alignment learned.safetensors;
     rotation-merge fit org/anchor org/donor --data images/ --alignment learned.safetensors --residual rotation"""
 )
-@click.argument("models", nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR...")
-@click.option("--data", required=True, help=f"Samples to learn from, a few hundred: {KINDS}.")
-@click.option("--alignment", "out", required=True, metavar="FILE", help="Where to write the learned transforms.")
+@click.argument("models", type=MODELS_OR_RECIPE, nargs=-1, required=True, metavar="RECIPE | ANCHOR DONOR...")
+@click.option("--data", type=SAMPLE_SOURCE, required=True, help=f"Samples to learn from, a few hundred: {KINDS}.")
+@click.option(
+    "--alignment",
+    "out",
+    type=NEW_ALIGNMENT,
+    required=True,
+    metavar="FILE",
+    help="Where to write the learned transforms.",
+)
 @click.option(
     "--objective",
     type=click.Choice(OBJECTIVES),
@@ -61,6 +69,7 @@ from rotation_merge.samples.functions import load, narrowed, stored_dtype
 @device_option("; on a GPU in mixed precision")
 @click.option(
     "--devices",
+    type=WORD,
     metavar="LIST",
     help="Several, as cuda:0,cuda:1: models are spread over them; what is between is computed on the first.",
 )
@@ -69,7 +78,7 @@ from rotation_merge.samples.functions import load, narrowed, stored_dtype
 @match_on_option
 @json_option
 @shown
-@writes(files="out")
+@writes
 def command(
     models: tuple[str, ...],
     data: str,
@@ -91,11 +100,13 @@ def command(
     donor; with several donors, fitted jointly, one file each is written (FILE-1, FILE-2, ...). An interrupted fit goes
     on where it was. Under torchrun, processes share each batch; the first one writes.
     """
-    from rotation_merge.learning.together import joined
+    from rotation_merge.matching.together import joined
 
     names, match, untie = _what(models, values, untie)
-    options = FitOptions(
-        **{k: v for k, v in values.items() if k in FitOptions.__dataclass_fields__},
+    files = [Output(file, "--alignment", FILE) for file in _files(out, len(names) - 1)]
+    click.get_current_context().with_resource(writing(files))
+    options = FitConfig(
+        **{k: v for k, v in values.items() if k in FitConfig.__dataclass_fields__},
         checkpointing=checkpointing,
         state=Path(f"{out}.unfinished"),
     )
@@ -119,8 +130,8 @@ def _places(device: str, devices: str | None) -> list[str]:
 
 def _learn(
     names: list[str],
-    match: MatchOptions,
-    options: FitOptions,
+    match: AlignConfig,
+    options: FitConfig,
     out: str,
     data: str,
     reading: dict[str, Any],
@@ -130,9 +141,9 @@ def _learn(
     first: bool,
 ) -> int:
     """Fit, in the first process of several write and say what was found."""
-    from rotation_merge.averaging.match_on import seen_on
-    from rotation_merge.checkpoints.pair import check_models
-    from rotation_merge.learning.fit import fit
+    from rotation_merge.matching.fit import fit
+    from rotation_merge.matching.match_on import seen_on
+    from rotation_merge.matching.open_pair import check_models
 
     for donor in names[1:]:
         checked = check_models(names[0], donor, match, untie)
@@ -164,14 +175,14 @@ def _learn(
     return 0
 
 
-def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple[list[str], MatchOptions, bool]:
+def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple[list[str], AlignConfig, bool]:
     """Anchor and donors, what to match, and whether to untie: of a recipe, or as the command line says."""
     given = match_options(values)
     if len(models) > 1:
         return list(models), given, untie
     if not os.path.isfile(models[0]):
         raise click.UsageError("give a recipe (a YAML file), or an anchor and its donors")
-    from rotation_merge.checking import donors_of
+    from rotation_merge.diagnose import donors_of
 
     pairs = donors_of(models[0])
     if any(isinstance(d.options, VaryingOptions) or d.options != pairs[0].options for d in pairs):
@@ -194,16 +205,19 @@ def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple
 
 def write(names: list[str], result: Any, out: str, made: dict[str, Any], untie: bool) -> list[str]:
     """One alignment file for each donor, under the checkpoint's names of spaces."""
-    from rotation_merge.checkpoints.pair import open_pair, write_alignment
-    from rotation_merge.learning.engine import renamed
+    from rotation_merge.matching.engine import renamed
+    from rotation_merge.matching.open_pair import open_pair, write_alignment
 
-    files = []
-    stem, ending = os.path.splitext(out)
-    for i, (donor, alignment) in enumerate(zip(names[1:], result.alignments, strict=True), start=1):
-        file = out if len(names) == 2 else f"{stem}-{i}{ending}"
+    files = _files(out, len(names) - 1)
+    for file, donor, alignment in zip(files, names[1:], result.alignments, strict=True):
         pair = open_pair(names[0], donor, result.match, untie)
         transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
         facts = {**made, "learned": result.report.to_dict()}
         write_alignment(pair, replace(alignment, transforms=transforms), file, result.match, facts=facts)
-        files.append(file)
     return files
+
+
+def _files(out: str, donors: int) -> list[str]:
+    """The file of each donor's transforms."""
+    stem, ending = os.path.splitext(out)
+    return [out] if donors == 1 else [f"{stem}-{number}{ending}" for number in range(1, donors + 1)]

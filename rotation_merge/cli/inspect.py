@@ -1,84 +1,142 @@
-"""`rotation-merge inspect`."""
+"""`rotation-merge inspect`: models, recipes, single tensors, files of ours, reports; what there is to choose from."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from rotation_merge.architectures import resolve
-from rotation_merge.checkpoints.glance import glance_all
 from rotation_merge.cli.check import read
 from rotation_merge.cli.options import match_options, matching_options
-from rotation_merge.cli.show import bytes_text, json_option, print_json, say, seconds_text, shown, table
+from rotation_merge.cli.paths import MODELS_OR_RECIPE, PAGE, WORD, Reads, writes
+from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, seconds_text, shown, table
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.matching.member import Member
-from rotation_merge.matching.options import NOTHING, MatchOptions
-from rotation_merge.matching.pair import check_pair
-from rotation_merge.recipe.document import documents
-from rotation_merge.recipe.donor import RecipeDonor
-from rotation_merge.recipe.plainly import plain_donors
+from rotation_merge.matching.options import CHOICES, NOTHING, AlignConfig
+from rotation_merge.mergekit_plugin.recipe.document import documents
+from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
+from rotation_merge.model.member import Member
+from rotation_merge.record import REPORT_FILE
 from rotation_merge.report.estimate import Estimate, carried, estimate
+from rotation_merge.report.files import described, is_ours
+from rotation_merge.report.html import read_report, write_page
+
+ARCHITECTURE, CONFIG = Reads("architecture file"), Reads("config")
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @click.command(
-    epilog="Examples: rotation-merge inspect org/model --residual rotation;  rotation-merge inspect recipe.yml"
+    epilog="""Examples: rotation-merge inspect org/model --residual rotation;
+    rotation-merge inspect recipe.yml --tensor model.layers.0.mlp.up_proj.weight;
+    rotation-merge inspect ./merged --html report.html"""
 )
-@click.argument("model_or_recipe")
+@click.argument("target", type=MODELS_OR_RECIPE, required=False, metavar="[MODEL | RECIPE | FILE]")
+@click.option(
+    "--tensor", type=WORD, metavar="NAME", help="One tensor: its spaces, what moves it, what the delegate is given."
+)
+@click.option("--fingerprint", is_flag=True, help="Of a model's config and weights, or of the models a file is for.")
+@click.option("--report", is_flag=True, help="What the merge in a folder did.")
+@click.option(
+    "--html", type=PAGE, metavar="OUT", help="Write that as one self-contained page, with barrier.json if it is there."
+)
+@click.option("--draft", is_flag=True, help="Draft an architecture file for a model from its names and shapes.")
+@click.option("--methods", is_flag=True, help="Merge methods that can be the delegate, and all recipe parameters.")
+@click.option("--architectures", is_flag=True, help="Supported architectures and their classes.")
+@click.option("--prove", type=ARCHITECTURE, metavar="FILE", help="Try an architecture file on a tiny model.")
+@click.option("--config", type=CONFIG, metavar="FILE", help="With --prove: keys of the tiny model's config, as JSON.")
 @matching_options
 @json_option
 @shown
-def command(model_or_recipe: str, untie: bool, as_json: bool, **values: Any) -> int:
+@writes
+@click.pass_context
+def command(
+    context: click.Context, target: str | None, config: str | None, untie: bool, as_json: bool, **values: Any
+) -> int:
     """Spaces, sizes and groups of a model, what stays unaligned and why, and what aligning costs.
 
     For a model, as a donor aligned under these options; for a recipe, each of its donors under the recipe's. Only
-    configs and headers are read. Time is estimated for this machine, memory beyond Python and its libraries.
+    configs and headers are read. Time is estimated for this machine, memory beyond Python and its libraries. For FILE
+    (an alignment, statistics, or a merge's rotation_merge.json): what it holds.
+
+    With --tensor a recipe is planned, and run as far as the tensor needs it; nothing is written. Of a merged model's
+    folder, its report tells what was done to the tensor, and its recipe is run where the models are still at hand.
+    Fingerprints are what reports, cards and files name models by; they tell weights apart, and are no protection
+    against forgery.
     """
-    options = match_options(values)
-    found = []
-    for donor in _donors(model_or_recipe, options, untie, as_json):
-        found.append((donor, _estimate(donor)))
+    asked = {name: value for name in (*ABOUT, *ALONE, "prove") if (value := values.pop(name))}
+    if "html" in asked:
+        asked.pop("report", None)
+    if len(asked) > 1:
+        first, second, *_ = asked
+        raise RotationMergeError(f"--{first} and --{second} are two questions", remedy="ask one at a time")
+    question, value = next(iter(asked.items()), ("", None))
+    if config is not None and question != "prove":
+        raise RotationMergeError("--config is of --prove", remedy="leave it out, or add --prove FILE")
+    if question in (*ALONE, "prove"):
+        if target is not None:
+            raise RotationMergeError(f"--{question} is about no model", where=target, remedy="leave it out")
+        return _prove(str(value), config, as_json) if question == "prove" else ALONE[question](as_json)
+    if target is None:
+        remedy = "name a model, a recipe or a file, or ask for --methods, --architectures or --prove FILE"
+        raise RotationMergeError("nothing is named to look at", remedy=remedy)
+    of_model = not question and not os.path.isfile(target)
+    names = (*CHOICES, "layers", "untie")
+    options = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if options and not of_model:
+        option = options[0].replace("_", "-")
+        raise RotationMergeError(f"--{option} says how a model would be aligned", where=target, remedy="leave it out")
+    if question:
+        return ABOUT[question](target, value, as_json)
+    if not of_model and is_ours(target):
+        return _show_file(described(target), as_json)
+    return _costs(target, match_options(values), untie, as_json)
+
+
+def _costs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int:
+    """What aligning a model, or each donor of a recipe, costs."""
+    estimates = []
+    for donor in _donors(target, options, untie, as_json):
+        estimates.append((donor, _estimate(donor)))
         if not as_json:
-            _show(*found[-1])
+            _show(*estimates[-1])
     if as_json:
         facts = [
-            {"model": d.name, "origin": d.origin, "alignment": d.file, "options": asdict(d.options)} for d, _ in found
+            {"model": d.name, "origin": d.origin, "alignment": d.file, "options": asdict(d.options)}
+            for d, _ in estimates
         ]
-        print_json([{**fact, **asdict(result)} for fact, (_, result) in zip(facts, found, strict=True)])
+        print_json([{**fact, **asdict(result)} for fact, (_, result) in zip(facts, estimates, strict=True)])
         return 0
-    if len(found) > 1:
-        total = sum(result.seconds for _, result in found)
-        most = max(result.memory for _, result in found)
-        say(f"All {len(found)} donors: {seconds_text(total)}, {bytes_text(most)} of memory")
+    if len(estimates) > 1:
+        total = sum(result.seconds for _, result in estimates)
+        most = max(result.memory for _, result in estimates)
+        say(f"All {len(estimates)} donors: {seconds_text(total)}, {bytes_text(most)} of memory")
     return 0
 
 
-def _donors(given: str, options: MatchOptions, untie: bool, as_json: bool) -> list[RecipeDonor]:
+def _donors(target: str, options: AlignConfig, untie: bool, as_json: bool) -> list[RecipeDonor]:
     """The model as a donor of its own; of a recipe its donors, named as soon as the text is read."""
-    if not os.path.isfile(given):
-        return [RecipeDonor(given, given, options, untie)]
-    text = read(Path(given))
+    if not os.path.isfile(target):
+        return [RecipeDonor(target, target, options, untie)]
+    text = read(Path(target))
     recipe = documents(text)[-1].value
     if not as_json and isinstance(recipe, dict):
         models = recipe.get("models")
         names = [str(m["model"]) for m in models if isinstance(m, dict) and "model" in m] if models is not None else []
-        say(f"Donors of {given}: {', '.join(n for n in names if n != str(recipe.get('base_model')))}")
-    plain = plain_donors(text)
-    if plain is not None:
-        return plain
-    from rotation_merge.checking import donors_of
+        say(f"Donors of {target}: {', '.join(n for n in names if n != str(recipe.get('base_model')))}")
+    from rotation_merge.diagnose import donors_of
 
-    return donors_of(given)
+    return donors_of(target)
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What is seen of a donor without its weights.
+class _Headers:
+    """A donor as its config and the heads of its files show it.
 
     Attributes:
         warnings: what makes a merge questionable.
@@ -88,7 +146,7 @@ class _Look:
 
     warnings: list[str]
     anchor: Member
-    options: MatchOptions
+    options: AlignConfig
 
 
 def _estimate(donor: RecipeDonor) -> Estimate:
@@ -96,49 +154,30 @@ def _estimate(donor: RecipeDonor) -> Estimate:
     if donor.unlike:
         what = f"is carried from {donor.origin}, which may have other shapes than {donor.anchor}: there is no estimate"
         raise RecipeError(what, where=donor.name, remedy="'rotation-merge check' says whether the recipe is fit to run")
-    seen = _glance(donor) or _look(donor)
-    dtype = str(seen.anchor.config.get("dtype") or seen.anchor.config.get("torch_dtype") or "float32")
+    headers = _headers(donor)
+    anchor = headers.anchor
+    dtype = str(anchor.config.get("dtype") or anchor.config.get("torch_dtype") or "float32")
     size = ITEMSIZE.get(dtype.removeprefix("torch."), 4)
-    options, shapes = seen.options if donor.file is None else NOTHING, dict(seen.anchor.shapes)
-    found = estimate(seen.anchor.architecture, shapes, options, size, size)
-    found = replace(found, warnings=seen.warnings)
-    return found if donor.origin is None else carried(found, shapes, size)
+    options, shapes = headers.options if donor.file is None else NOTHING, dict(anchor.shapes)
+    tied = anchor.tied[1] if anchor.tied is not None and not donor.untie else None
+    result = estimate(anchor.architecture, shapes, options, size, size, tied)
+    result = replace(result, warnings=headers.warnings)
+    return result if donor.origin is None else carried(result, shapes, size)
 
 
-def _glance(donor: RecipeDonor) -> _Look | None:
-    """Anchor and donor without mergekit; None where it is needed."""
-    if donor.file is not None or donor.unsupported != "error" or donor.unlike:
-        return None
-    members = glance_all(list(dict.fromkeys((donor.anchor, donor.matched, donor.name))), donor.words)
-    if members is None:
-        return None
-    anchor, matched, name = (members[one] for one in (donor.anchor, donor.matched, donor.name))
-    try:
-        checked = check_pair(anchor, matched, donor.options, untie=donor.untie, excluded=donor.excluded)
-        if name is not matched:
-            check_pair(matched, name, NOTHING, excluded=donor.excluded)
-        if donor.untie:
-            untied = resolve(anchor.config, list(anchor.shapes), donor.anchor, untie=True)
-            anchor = replace(anchor, architecture=untied)
-        options = check_pair(anchor, members[donor.anchor], donor.options, untie=donor.untie).options
-    except RotationMergeError:  # which is explained in full there
-        return None
-    return _Look([*checked.warnings, *checked.notes()], anchor, options)
-
-
-def _look(donor: RecipeDonor) -> _Look:
+def _headers(donor: RecipeDonor) -> _Headers:
     """Anchor and donor as a merge opens them."""
-    from rotation_merge.checkpoints.pair import check_models, open_pair
+    from rotation_merge.matching.open_pair import check_models, open_pair
 
     options, known = donor.options, donor.unsupported
     checked = check_models(
         donor.anchor, donor.matched, options, donor.untie, donor.excluded, donor.words, unsupported=known
     )
     if donor.matched != donor.name:
-        check_models(donor.matched, donor.name, NOTHING, excluded=donor.excluded, unsupported=known)
+        check_models(donor.matched, donor.name, NOTHING, excluded=donor.excluded, unsupported=known, any_base=True)
     pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, unsupported=known)
     warnings = [*checked.warnings, *checked.notes()] if checked is not None else []
-    return _Look(warnings, replace(pair.anchor.member, architecture=pair.architecture), pair.checked.options)
+    return _Headers(warnings, replace(pair.anchor.member, architecture=pair.architecture), pair.checked.options)
 
 
 def _show(donor: RecipeDonor, result: Estimate) -> None:
@@ -163,3 +202,185 @@ def _show(donor: RecipeDonor, result: Estimate) -> None:
         f"{seconds_text(result.seconds)} between others, {bytes_text(result.memory)} of memory, "
         f"{bytes_text(result.disk)} on disk"
     )
+
+
+def _tensor(target: str, tensor: str, as_json: bool) -> int:
+    """One tensor of a merge or a model."""
+    from rotation_merge.diagnose.trace import trace
+
+    traced = trace(target, tensor)
+    if as_json:
+        print_json(asdict(traced))
+        return 0
+    table(tensor, ("axis", "lives in"), [(i, words) for i, words in enumerate(traced.axes)])
+    if not traced.delegate:
+        return 0
+    rows = [
+        (
+            row.donor,
+            row.space,
+            row.group,
+            *(f"{value / (row.anchor_norm or 1.0):.4g}" for value in (row.distance_before, row.distance_after)),
+            ", ".join(f"{part} {value:.2g}" for part, value in row.from_identity.items()),
+        )
+        for row in traced.rows
+    ]
+    if rows:
+        headers = ("donor", "space", "moved by", "distance", "aligned", "map: distance from the identity")
+        table("", headers, rows, numbers=(3, 4))
+    else:
+        say("Nothing moved it.")
+    if traced.given:
+        inputs = [(x.model, _number(x.before), _number(x.after), _words(x.parameters)) for x in traced.given]
+        table("", ("given to the delegate", "distance", "aligned", "parameters"), inputs, numbers=(1, 2))
+    parameters = _words(traced.parameters)
+    say(f"Delegate: {traced.delegate}" + (f" ({parameters})" if parameters else "") + ".")
+    if traced.note:
+        say(traced.note)
+    return 0
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _words(parameters: dict[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in parameters.items())
+
+
+def _show_file(contents: dict[str, Any], as_json: bool) -> int:
+    """What a file of ours holds."""
+    if as_json:
+        print_json(contents)
+        return 0
+    say(f"{contents['is']} ({contents['format']})")
+    rows = [(f"fingerprint of {name}", mark) for name, mark in contents["fingerprints"].items()]
+    rows += [(name, _text(value)) for name, value in contents["holds"].items()]
+    facts = dict(contents["made"])
+    rows += [(name, _origin(origin)) for name, origin in facts.pop("models", {}).items()]
+    rows += [("learned", facts.pop("learned").get("verdict", ""))] if isinstance(facts.get("learned"), dict) else []
+    rows += [(name, _text(value)) for name, value in facts.items()]
+    rows += [("figures", contents["verdict"])] if contents.get("verdict") else []
+    table("", ("", ""), rows)
+    return 0
+
+
+def _origin(facts: dict[str, Any]) -> str:
+    """Where a model came from, in words."""
+    hub = facts.get("hub")
+    words = f"{hub} at {facts.get('revision') or 'no known revision'}" if hub else "not on the hub, as far as is known"
+    return words + (f", licence {facts['license']}" if facts.get("license") else "")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+    return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
+
+
+def _fingerprint(target: str, _: object, as_json: bool) -> int:
+    """The fingerprint of a model, or those of the models that a file was made for."""
+    if os.path.isfile(target):
+        marks = described(target)["fingerprints"]
+    else:
+        from rotation_merge.run.measuring import checkpoint_of
+
+        model = checkpoint_of(target)
+        marks = {str(model.reference): model.fingerprint}
+    if as_json:
+        print_json(marks)
+        return 0
+    for name, mark in marks.items():
+        say(f"{mark}  {name}")
+    return 0
+
+
+def _report(target: str, _: object, as_json: bool) -> int:
+    """What the merge in a folder did."""
+    return _show_file(described(target if os.path.isfile(target) else os.path.join(target, REPORT_FILE)), as_json)
+
+
+def _page(target: str, out: str, as_json: bool) -> int:
+    """The same as a page."""
+    page = write_page(target, out)
+    if as_json:
+        print_json({"page": page, "summary": read_report(os.path.join(target, REPORT_FILE)).to_dict()["summary"]})
+        return 0
+    say(f"Written to {page}", "green")
+    return 0
+
+
+def _draft(target: str, _: object, as_json: bool) -> int:
+    """Print a draft of an architecture file; what is to be checked in it goes to stderr."""
+    from rotation_merge.diagnose.draft import draft_of
+
+    content, doubts = draft_of(target)
+    click.echo(json.dumps(content, indent=2))
+    for doubt in doubts:
+        note(doubt)
+    return 0
+
+
+def _methods(as_json: bool) -> int:
+    """Merge methods that can be the delegate, and what a recipe may say to us."""
+    from rotation_merge.mergekit_plugin.recipe.delegates import delegates, options
+
+    known = delegates()
+    if as_json:
+        print_json({"delegates": [asdict(d) for d in known], "options": [asdict(o) for o in options()]})
+        return 0
+    rows = [(d.name, d.models, d.base, ", ".join(d.required), ", ".join(d.optional)) for d in known]
+    table("Delegates", ("delegate", "models", "base_model", "must be given", "may be given"), rows)
+    say("")
+    rows = [(o.name, o.where, o.values, o.default, o.text) for o in options()]
+    table("rotation_merge's own parameters", ("parameter", "stands", "values", "default", "meaning"), rows)
+    return 0
+
+
+def _architectures(as_json: bool) -> int:
+    """Supported families, their classes, and what limits their groups."""
+    from rotation_merge.architecture import families
+
+    known = families()
+    if as_json:
+        facts = ("title", "classes", "bare", "limits")
+        print_json({name: {fact: getattr(spec, fact) for fact in facts} for name, spec in known.items()})
+        return 0
+    rows = [(name, spec.title, ", ".join(spec.classes)) for name, spec in known.items()]
+    table("", ("family", "models", "classes"), rows)
+    return 0
+
+
+def _prove(path: str, config: str | None, as_json: bool) -> int:
+    """Try an architecture file; 1 where it is wrong."""
+    from rotation_merge.diagnose.proof import hints, prove
+    from rotation_merge.model.headers import read_json
+
+    for name in (path, config):
+        if name is not None and not os.path.isfile(name):
+            raise RotationMergeError("no such file", where=name, remedy="check the path")
+    findings = prove(Path(path), read_json(config) if config is not None else None)
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        words = {True: "as it has to be", False: "WRONG"}
+        rows = [
+            (f.what, "refused" if f.difference is None else f"{f.difference:.1e}", words[f.holds]) for f in findings
+        ]
+        table("", ("trial", "largest difference", ""), rows)
+    for hint in hints(findings):
+        note(f"hint: {hint}")
+    return 0 if all(finding.holds for finding in findings) else 1
+
+
+ABOUT: dict[str, Callable[[str, Any, bool], int]] = {
+    "tensor": _tensor,
+    "fingerprint": _fingerprint,
+    "report": _report,
+    "html": _page,
+    "draft": _draft,
+}
+"""Questions about a model, a recipe, a file or a merged folder."""
+
+ALONE: dict[str, Callable[[bool], int]] = {"methods": _methods, "architectures": _architectures}
+"""Questions about none of these."""

@@ -6,23 +6,32 @@ from pathlib import Path
 
 import click
 
-from rotation_merge.cli.options import device_option, devices, ray_option, writes
+from rotation_merge.cli.options import device_option, usable_device
+from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE, STATISTICS, WORD, writes, writing
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError, nearest
-from rotation_merge.samples.data import KINDS, SAMPLES
-from rotation_merge.samples.written import SOURCES
+from rotation_merge.run.data import KINDS, SAMPLES
+from rotation_merge.run.kinds import STATISTICS as STATISTICS_KINDS
+from rotation_merge.run.written import SOURCES
 
-WORDS = ("gram", "fisher", "moments", "kfac")
+WORDS = STATISTICS_KINDS
 
 
 @click.command(
     epilog="""Examples: rotation-merge measure org/tuned --data self;
     rotation-merge measure ./classifier --data train.jsonl --kinds gram,fisher --samples 500"""
 )
-@click.argument("model")
-@click.option("--data", required=True, help=f"{KINDS}; self: text the model writes; synthetic: images made of noise.")
-@click.option("--kinds", default="gram", show_default=True, help=f"What to measure, of {', '.join(WORDS)}.")
-@click.option("--out", metavar="FILE", help="Where to write; beside the model if not given, else here.")
+@click.argument("model", type=MODEL)
+@click.option(
+    "--data",
+    type=SAMPLE_SOURCE,
+    required=True,
+    help=f"{KINDS}; self: text the model writes; synthetic: images made of noise.",
+)
+@click.option("--kinds", type=WORD, default="gram", show_default=True, help=f"What to measure, of {', '.join(WORDS)}.")
+@click.option(
+    "--out", type=STATISTICS, metavar="FILE", help="Where to write; beside the model if not given, else here."
+)
 @click.option(
     "--samples", type=click.IntRange(min=1), help=f"Use at most so many; of self and synthetic {SAMPLES} if not given."
 )
@@ -43,10 +52,9 @@ WORDS = ("gram", "fisher", "moments", "kfac")
     help="One layer in memory at a time, or the whole model; by layer where it does not fit, if not given.",
 )
 @device_option("")
-@ray_option
 @json_option
 @shown
-@writes(files="out")
+@writes
 def command(
     model: str,
     data: str,
@@ -60,7 +68,6 @@ def command(
     length: int,
     by_layer: bool | None,
     device: str,
-    ray: str | None,
     as_json: bool,
 ) -> int:
     """Write the statistics of MODEL on samples, which the delegates regmean, fisher and kfac average by.
@@ -70,30 +77,29 @@ def command(
     A model that does not fit in memory is run layer by layer from its files, which are read once for gram and moments,
     and again for every batch where gradients are asked for and for every token of '--data self'.
     """
-    from rotation_merge.averaging.layers import in_layers
-    from rotation_merge.averaging.measure import MeasureOptions
-    from rotation_merge.averaging.passes import fits
-    from rotation_merge.averaging.record import checkpoint_of, place_beside, record
-    from rotation_merge.samples.checked import check_labels
-    from rotation_merge.samples.data import read_batches
-    from rotation_merge.samples.functions import load
-    from rotation_merge.spread.cluster import spread
+    from rotation_merge.run.checked import check_labels
+    from rotation_merge.run.data import read_batches
+    from rotation_merge.run.functions import load
+    from rotation_merge.run.layers import in_layers
+    from rotation_merge.run.measure import MeasureOptions
+    from rotation_merge.run.measuring import checkpoint_of, place_beside, record
+    from rotation_merge.run.passes import fits
 
     options = MeasureOptions(_kinds(kinds), rank, labels, seed)
     checkpoint = checkpoint_of(model)
     place = Path(out) if out is not None else place_beside(checkpoint.reference)
-    used, there = devices(device, ray)
-    apart = not fits(checkpoint.shapes, used) if by_layer is None else by_layer
-    loaded, runs = (
-        in_layers(checkpoint, options, data, used, ray is not None) if apart else (load(model).to(used), True)
-    )
+    if out is None:
+        click.get_current_context().with_resource(writing(STATISTICS.outputs(str(place), "--out")))
+    device = usable_device(device)
+    if by_layer is None:
+        by_layer = not fits(checkpoint.shapes, device)
+    loaded, runs = in_layers(checkpoint, options, data, device) if by_layer else (load(model).to(device), True)
     limit = samples or (SAMPLES if data in SOURCES else None)
     found = read_batches(data, model, loaded, limit, batch_size, length, seed)
     if labels == "data":
         check_labels(found.batches, loaded, found.task, data)
     progress = Progress()
-    with spread(ray, there) as over:
-        made = record(checkpoint, loaded if runs else None, found, data, options, place, progress, used, over, apart)
+    made = record(checkpoint, loaded if runs else None, found, data, options, place, progress, device)
     progress.close()
     if as_json:
         print_json({"file": str(place), **made})

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from rotation_merge.cli.paths import WORD
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.options import CHOICES, MATCH_ON, MatchOptions, by_stream
+from rotation_merge.matching.options import CHOICES, MATCH_ON, AlignConfig, by_stream
 
 if TYPE_CHECKING:
-    from rotation_merge.matching.model import Match
-    from rotation_merge.spread.pieces import Over
+    from rotation_merge.matching.match import Match
+    from rotation_merge.workers.pieces import Over
 
 HELP = {
     "attention": "Maps inside attention heads.",
@@ -38,9 +38,9 @@ def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
     function = click.option("--untie", is_flag=True, help="Give a tied head its own tensor (for --residual rotation).")(
         function
     )
-    function = click.option("--layers", default="all", show_default=True, help="Match only these, e.g. 0-5,11.")(
-        function
-    )
+    function = click.option(
+        "--layers", type=WORD, default="all", show_default=True, help="Match only these, e.g. 0-5,11."
+    )(function)
     for name, choices in reversed(CHOICES.items()):
         words = [str(choice).lower() for choice in choices]
         option = click.option(
@@ -70,51 +70,25 @@ def matcher(
 ) -> Match:
     """What --match-on stands for: how the donor's maps to the anchor are found; on weights, who does it."""
     if match_on == "weights":
-        from rotation_merge.matching.model import match_model
+        from rotation_merge.matching.match import match_model
 
         return match_model if over is None else functools.partial(match_model, over=over)
     if over is not None and over.apart:
         raise RotationMergeError("--ray shares matching on weights", remedy="leave out --match-on, or --ray")
-    from rotation_merge.averaging.match_on import OnSamples
+    from rotation_merge.matching.match_on import OnSamples
 
     return OnSamples(match_on, anchor, donor, data, samples, seed, device)
-
-
-def writes(*, files: str = "", folders: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add --force; without it, a command does not write over what is there.
-
-    Args:
-        files: names of the command's arguments that are files it writes.
-        folders: of those that are directories; they may be there, empty.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wrapped(*args: Any, force: bool, **kwargs: Any) -> Any:
-            there = [kwargs[name] for name in files.split() if kwargs[name] and os.path.exists(kwargs[name])]
-            there += [kwargs[name] for name in folders.split() if kwargs[name] and _holds_something(kwargs[name])]
-            for path in [kwargs[name] for name in folders.split() if kwargs[name] and os.path.isfile(kwargs[name])]:
-                raise RotationMergeError("is a file", where=path, remedy="name a directory to write")
-            written = {*files.split(), *folders.split()}
-            read = [os.path.realpath(v) for k, v in kwargs.items() if k not in written and isinstance(v, str)]
-            for path in there:
-                if not force and os.path.realpath(path) not in read:  # the command itself refuses what it reads
-                    raise RotationMergeError("is there already", where=path, remedy="write somewhere else, or --force")
-            return function(*args, **kwargs)
-
-        return click.option("--force", is_flag=True, help="Write over what is there.")(wrapped)
-
-    return decorate
-
-
-def _holds_something(folder: str) -> bool:
-    return os.path.isdir(folder) and bool(os.listdir(folder))
 
 
 def device_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add --device; the command hands its value to `usable_device`."""
     return click.option(
-        "--device", default="cpu", show_default=True, metavar="DEVICE", help=f"auto, cpu, cuda or cuda:N{text}."
+        "--device",
+        type=WORD,
+        default="cpu",
+        show_default=True,
+        metavar="DEVICE",
+        help=f"auto, cpu, cuda or cuda:N{text}.",
     )
 
 
@@ -122,6 +96,7 @@ def ray_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --ray; the command hands its value to `spread.cluster.spread`."""
     return click.option(
         "--ray",
+        type=WORD,
         metavar="ADDRESS",
         help="Share the work among the workers of a Ray cluster: HOST:PORT, auto (that of this machine), or local "
         "(started here). Workers read the models from storage that all see; needs rotation-merge[ray].",
@@ -159,10 +134,10 @@ def usable_device(name: str) -> str:
     return str(found)
 
 
-def match_options(values: dict[str, Any]) -> MatchOptions:
+def match_options(values: dict[str, Any]) -> AlignConfig:
     """The options out of a command's keyword arguments, which they are taken from."""
     chosen: dict[str, Any] = {}
     for name, choices in CHOICES.items():
         word = values.pop(name)
         chosen[name] = next((choice for choice in choices if str(choice).lower() == word), word)
-    return MatchOptions(layers=values.pop("layers"), **chosen)
+    return AlignConfig(layers=values.pop("layers"), **chosen)

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.align import check_out
-from rotation_merge.cli.options import device_option, usable_device, writes
+from rotation_merge.cli.options import device_option, usable_device
+from rotation_merge.cli.paths import MODEL, NEW_MODEL, SAMPLE_SOURCE, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.samples.data import KINDS, read_batches, unpadded
+from rotation_merge.files.outputs import DATA, FOLDER, Input, Output, check_outputs
+from rotation_merge.run.data import KINDS, read_batches, unpadded
 
 if TYPE_CHECKING:
-    from rotation_merge.learning.answers import Answered
-    from rotation_merge.learning.polish import PolishReport
-    from rotation_merge.report.record import MergeReport
+    from rotation_merge.averaging.polish import PolishReport
+    from rotation_merge.matching.teachers import Answered
+    from rotation_merge.record import MergeReport
 
 STATE = "state.pt"
 TOGETHER = 16
@@ -47,11 +48,12 @@ class Lists(click.Command):
     epilog="""Examples: rotation-merge polish ./merged ./polished --teachers org/a org/b;
     rotation-merge polish ./merged ./adapter --teachers org/a --data a.txt --lora 16""",
 )
-@click.argument("merged")
-@click.argument("out")
-@click.option("--teachers", "-t", required=True, multiple=True, metavar="MODEL...", help="The parents.")
+@click.argument("merged", type=MODEL)
+@click.argument("out", type=NEW_MODEL)
+@click.option("--teachers", "-t", type=MODEL, required=True, multiple=True, metavar="MODEL...", help="The parents.")
 @click.option(
     "--data",
+    type=SAMPLE_SOURCE,
     multiple=True,
     metavar="SOURCE...",
     help=f"Samples: one for each teacher in their order, or one for all. {KINDS}; self (if not given): each teacher's "
@@ -69,7 +71,7 @@ class Lists(click.Command):
 @device_option("")
 @json_option
 @shown
-@writes(folders="out")
+@writes
 def command(
     merged: str,
     out: str,
@@ -125,14 +127,15 @@ def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str
     Raises:
         RotationMergeError: models, data or the place are of no use.
     """
-    from rotation_merge.checkpoints.models import parse_reference
-    from rotation_merge.checkpoints.sentence import read_modules
-    from rotation_merge.learning.low_rank import with_lora
-    from rotation_merge.learning.polish import PolishOptions, polish
-    from rotation_merge.samples.functions import load, local_path
-    from rotation_merge.unfinished import Unfinished
+    from rotation_merge.averaging.low_rank import with_lora
+    from rotation_merge.averaging.polish import PolishOptions, polish
+    from rotation_merge.files.unfinished import Unfinished
+    from rotation_merge.model.checkpoint import parse_reference
+    from rotation_merge.model.sentence import read_modules
+    from rotation_merge.run.functions import load, local_path
 
-    check_out(out, merged, *teachers)
+    read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
+    check_outputs([Output(out, "OUT", FOLDER)], read)
     if read_modules(local_path(merged)):
         what = "is a folder of sentence-transformers, whose modules are not trained"
         raise RotationMergeError(what, where=merged, remedy="merge with 'delegate: regmean'")
@@ -168,8 +171,8 @@ def _ask(
     device: str,
 ) -> list[Answered]:
     """Every teacher's answers, those that are there already taken as they are."""
-    from rotation_merge.learning.answers import Answered, write_answers
-    from rotation_merge.samples.functions import load
+    from rotation_merge.matching.teachers import Answered, write_answers
+    from rotation_merge.run.functions import load
 
     _check_words(merged, teachers)
     result = []
@@ -192,8 +195,8 @@ def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
     Raises:
         RotationMergeError: it has another vocabulary.
     """
-    from rotation_merge.checkpoints.models import open_model
-    from rotation_merge.checkpoints.vocabulary import moved_tokens, shared_rows
+    from rotation_merge.model.checkpoint import open_model
+    from rotation_merge.model.vocabulary import moved_tokens, shared_rows
 
     own, *others = (open_model(name, "merge") for name in (merged, *teachers))
     own.check_files()
@@ -206,10 +209,10 @@ def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
 
 def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeReport) -> None:
     """The trained model as a checkpoint in the merge's dtype, or the adapter; whole or not at all."""
-    from rotation_merge.checkpoints.aligned import KEPT, OWN
-    from rotation_merge.checkpoints.output import staged
-    from rotation_merge.report.html import REPORT_FILE
-    from rotation_merge.samples.functions import local_path, stored_dtype
+    from rotation_merge.model.output import staged
+    from rotation_merge.model.writing import KEPT, OWN
+    from rotation_merge.record import REPORT_FILE
+    from rotation_merge.run.functions import local_path, stored_dtype
 
     with staged(out) as staging:
         if adapter:
@@ -235,10 +238,9 @@ def _record(
     merged: str, teachers: tuple[str, ...], sources: list[str], report: PolishReport, ways: Ways, adapter: bool
 ) -> MergeReport:
     """The report on a model that was trained: what from, by whom, on what."""
-    from rotation_merge.checkpoints.models import parse_reference
-    from rotation_merge.checkpoints.origin import origins
-    from rotation_merge.report.record import MergeReport
-    from rotation_merge.report.run import Run
+    from rotation_merge.matching.run import Run
+    from rotation_merge.model.checkpoint import parse_reference
+    from rotation_merge.model.origin import origins
 
     run, what = Run(), f"a LoRA of rank {ways.lora}" if ways.lora else "all weights"
     run.note(
@@ -249,12 +251,12 @@ def _record(
         run.used(f"answers of {teacher}", source, ways.samples)
     parts = origins(dict.fromkeys(parse_reference(name) for name in (merged, *teachers)))
     relation = "adapter" if adapter else "finetune"
-    return MergeReport.of(run, merged, "none", "", models=parts, relation=relation, base=merged)
+    return run.report(merged, "none", "", models=parts, relation=relation, base=merged)
 
 
 def _card(record: MergeReport, out: str, merged: str) -> str:
-    from rotation_merge.report.card import class_of, metadata, section, with_metadata
+    from rotation_merge.model.card import class_of, metadata, notes, section, with_metadata
 
     name = os.path.basename(os.path.abspath(out))
-    body = f"# {name}\n\n" + "".join(f"{note}\n\n" for note in record.notes) + section(record, name, class_of(merged))
+    body = f"# {name}\n\n" + "".join(f"{note}\n\n" for note in notes(record)) + section(record, name, class_of(merged))
     return with_metadata(metadata(record, {"tags": ["distillation"]}), body)

@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import click
 
-from rotation_merge.cli.options import writes
+from rotation_merge.cli.paths import NEW_FOLDER, WORD, writes
 from rotation_merge.cli.show import json_option, note, print_json, say, shown
+
+if TYPE_CHECKING:
+    from rotation_merge.share.remeasure import Measurement
 
 
 @click.command(epilog="Example: rotation-merge pull org/merged@4c1b2a ./merged")
-@click.argument("repo", metavar="ORG/NAME[@REVISION]")
-@click.argument("folder", metavar="DIR")
+@click.argument("repo", type=WORD, metavar="ORG/NAME[@REVISION]")
+@click.argument("folder", type=NEW_FOLDER, metavar="DIR")
+@click.option(
+    "--include", type=WORD, multiple=True, metavar="PATTERN", help="Take files that no merge has, too (as 'plots/*')."
+)
 @click.option("--no-weights", is_flag=True, help="Leave out the merged weights: what is needed to make them again.")
 @json_option
 @shown
-@writes(folders="folder")
-def command(repo: str, folder: str, no_weights: bool, as_json: bool) -> int:
+@writes
+def command(repo: str, folder: str, include: tuple[str, ...], no_weights: bool, as_json: bool) -> int:
     """Download what 'rotation-merge push' published, into DIR, whole or not at all.
 
+    Nothing is taken but what a merge has: weights, config, tokenizer, recipe, alignment files, statistics, report and
+    card. A recipe that names paths outside its folder is refused. With --force DIR keeps its other files.
+
     Every file is compared with the manifest's SHA-256 sums, and so are the alignment files and statistics that the
-    recipe names, which wait in the hub's cache. 'mergekit-yaml DIR/recipe.yml OTHER' makes the merge again, and
-    'rotation-merge verify DIR OTHER' compares the two.
+    recipe names, which wait in the hub's cache. Statistics that are not published have to be measured first; the
+    commands are printed. 'mergekit-yaml DIR/recipe.yml OTHER' makes the merge again, and 'rotation-merge verify DIR
+    OTHER' compares the two.
     """
-    from rotation_merge.checkpoints.hub import check_repository
-    from rotation_merge.sharing.pull import pull
+    from rotation_merge.model.hub import check_repository
+    from rotation_merge.share.pull import pull
 
     name, _, revision = repo.partition("@")
     check_repository(name)
     watch = (lambda _: None) if as_json else (lambda place: note(f"{place} ..."))
-    found = pull(name, revision or None, folder, not no_weights, watch)
+    found = pull(name, revision or None, folder, not no_weights, watch, include)
     if as_json:
-        print_json({"folder": folder, "repository": found.repo, "files": list(found.files), "versions": found.versions})
+        statistics = [{**entry.to_dict(), "command": entry.command} for entry in found.statistics]
+        facts = {"files": list(found.files), "versions": found.versions, "statistics": statistics}
+        print_json({"folder": folder, "repository": found.repo, **facts})
         return 0
     say(f"{len(found.files)} files of {found.repo} checked; written to {folder}.", "green")
-    if "recipe.yml" in found.files:
+    if "recipe.yml" in found.files and found.statistics:
+        _say_measurements(folder, found.statistics)
+    elif "recipe.yml" in found.files:
         again = f"'mergekit-yaml {folder}/recipe.yml OTHER' makes it again"
         say(f"{again}; 'rotation-merge verify {folder} OTHER' compares.")
     return 0
+
+
+def _say_measurements(folder: str, statistics: Sequence[Measurement]) -> None:
+    """What comes before the merge where the recipe reads statistics that are not published."""
+    say(f"Its recipe averages by statistics that are not published. To make it again, measure them first, in {folder}:")
+    for entry in statistics:
+        say(f"  {entry.command}")
+    for data, mark in dict.fromkeys((entry.data, entry.data_hash) for entry in statistics if entry.reads_a_file):
+        say(f"{data} is not published, either: ask who published the merge (hash of its samples: {mark}).")
+    say("Then, there: 'mergekit-yaml recipe.yml OTHER', and 'rotation-merge verify . OTHER' compares.")

@@ -2,57 +2,123 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import click
 
-from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, shown, table
+from rotation_merge.cli.paths import MODEL, WORD
+from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, shown, table, verbose
+from rotation_merge.errors import named
+
+if TYPE_CHECKING:
+    from rotation_merge.share.push import Draft, Item
 
 
 @click.command(
     epilog="""Examples: rotation-merge push ./merged org/merged;
     rotation-merge push ./merged org/merged --as ./my-donor=org/my-donor --yes"""
 )
-@click.argument("out")
-@click.argument("repo", metavar="ORG/NAME")
+@click.argument("out", type=MODEL)
+@click.argument("repo", type=WORD, metavar="ORG/NAME")
 @click.option(
-    "--as", "names", multiple=True, metavar="LOCAL=ORG/NAME@REVISION", help="What a local model is called on the hub."
+    "--as",
+    "names",
+    type=WORD,
+    multiple=True,
+    metavar="LOCAL=ORG/NAME@REVISION",
+    help="What a local model is called on the hub.",
 )
-@click.option("--with-data", is_flag=True, help="Publish samples that the recipe reads, too.")
+@click.option("--with-data", is_flag=True, help="Publish samples and statistics that the recipe reads, too.")
+@click.option(
+    "--include",
+    type=WORD,
+    multiple=True,
+    metavar="PATTERN",
+    help="Publish files that no merge has, too (as 'plots/*').",
+)
 @click.option("--private", is_flag=True, help="A repository that only its owners see.")
-@click.option("--yes", is_flag=True, help="Do it; without it every file and the card are shown, and nothing is sent.")
+@click.option("--yes", is_flag=True, help="Do it; without it a summary is shown (with -v all of it), nothing is sent.")
 @json_option
 @shown
 def command(
-    out: str, repo: str, names: tuple[str, ...], with_data: bool, private: bool, yes: bool, as_json: bool
+    out: str,
+    repo: str,
+    names: tuple[str, ...],
+    with_data: bool,
+    include: tuple[str, ...],
+    private: bool,
+    yes: bool,
+    as_json: bool,
 ) -> int:
     """Publish OUT, which a merge, 'align' or 'carry' wrote, as ORG/NAME.
 
-    Recipe, alignment files, statistics, report and card travel with the weights, with a manifest of SHA-256 sums, so
-    that 'rotation-merge pull' and mergekit-yaml make the merge again. Models become org/name@revision, as they were
-    read out of the hub's cache; a path that means nothing elsewhere is refused until --as says what it is called.
+    Recipe, alignment files, report and card travel with the weights, with a manifest of SHA-256 sums, so that
+    'rotation-merge pull' and mergekit-yaml make the merge again; statistics travel with --with-data, otherwise the
+    manifest says how they are measured again. What is no part of a model or its merge stays
+    here, unless --include names it. Models become org/name@revision, as they were read out of the hub's cache; a path
+    that means nothing elsewhere is refused until --as says what it is called.
     """
-    from rotation_merge.checkpoints.hub import check_repository
-    from rotation_merge.sharing.push import CARD, RECIPE, UNKNOWN, draft, publish
+    from rotation_merge.model.hub import check_repository
+    from rotation_merge.share.push import CARD, RECIPE, UNKNOWN, draft, publish
 
     check_repository(repo)
-    plan = draft(out, repo, names, with_data)
+    plan = draft(out, repo, names, with_data, include)
     if yes:
         commit = publish(plan, private)
         if as_json:
-            print_json({"repository": repo, "revision": commit})
+            print_json({"repository": repo, "revision": commit, "left_out": plan.left})
         else:
             say(f"Published: {repo}@{commit}", "green")
+            _say_left(plan.left)
+            _say_unpublished(plan)
             say(f"'rotation-merge pull {repo}@{commit} DIR' gets it.")
         return 0
     items = [*plan.first(), *plan.items(UNKNOWN)]
     texts = {item.place: item.text for item in items if item.place in (CARD, RECIPE)}
     if as_json:
         files = {item.place: item.size for item in items}
-        print_json({"repository": repo, "files": files, "card": texts[CARD], "recipe": texts.get(RECIPE)})
+        facts = {"files": files, "left_out": plan.left, "card": texts[CARD], "recipe": texts.get(RECIPE)}
+        print_json({"repository": repo, **facts})
         return 0
-    rows = [(item.place, bytes_text(item.size), "written anew" if item.changed else "") for item in items]
-    table(f"{repo} would hold:", ("file", "size", ""), rows, (1,))
-    for place in (CARD, RECIPE):
-        if place in texts:
-            say(f"\n--- {place}\n{texts[place]}")
-    note(f"Nothing was sent: add --yes. ({UNKNOWN}: the commit of the files that the recipe reads.)")
+    if verbose():
+        rows = [(item.place, bytes_text(item.size), "written anew" if item.changed else "") for item in items]
+        table(f"{repo} would hold:", ("file", "size", ""), rows, (1,))
+        for place in (CARD, RECIPE):
+            if place in texts:
+                say(f"\n--- {place}\n{texts[place]}")
+    else:
+        _summarise(plan, items)
+    _say_left(plan.left)
+    _say_unpublished(plan)
+    more = f" ({UNKNOWN}: the commit of the files that the recipe reads.)" if verbose() else " -v shows it all."
+    note(f"Nothing was sent: add --yes.{more}")
     return 0
+
+
+def _summarise(plan: Draft, items: Sequence[Item]) -> None:
+    """How many files, of which kinds, and what the models are called there."""
+    from rotation_merge.share.contents import is_weights
+
+    weights = [item for item in items if is_weights(item.place)]
+    others = [item.place for item in items if item not in weights]
+    size = bytes_text(sum(item.size for item in items))
+    say(f"{plan.repo} would hold {len(items)} files, {size}: {len(weights)} of weights, {named(others)}.")
+    for name, target in plan.names.items():
+        say(f"  {name} is called {target}")
+
+
+def _say_left(left: Sequence[str]) -> None:
+    from rotation_merge.share.contents import is_statistics
+
+    statistics = [place for place in left if is_statistics(place)]
+    if statistics:
+        say(f"Statistics stay here: {named(statistics)}. --with-data publishes them, too.")
+    if others := [place for place in left if place not in statistics]:
+        say(f"Left out, as no merge has such files: {named(others)}. --include PATTERN publishes them, too.")
+
+
+def _say_unpublished(plan: Draft) -> None:
+    if plan.unpublished:
+        named_there = "the manifest says how those that the recipe reads are measured again"
+        say(f"Published without statistics: {named_there}, which comes before the merge. --with-data publishes them.")

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,8 @@ from typing import Any
 
 import click
 
-from rotation_merge.cli.app import INTERRUPTED
-from rotation_merge.errors import RotationMergeError
-from rotation_merge.seam.console import BAD_INPUT, OneLineError, one_line
+from rotation_merge.errors import INTERRUPTED, RotationMergeError, printable
+from rotation_merge.mergekit_plugin.console import BAD_INPUT, OneLineError, one_line
 
 LOG = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ def shown(function: Command) -> Callable[..., None]:
     def wrapped(*args: Any, **kwargs: Any) -> None:
         quieten()
         began = time.perf_counter()
-        if LOG.isEnabledFor(logging.INFO):
-            from rotation_merge.report.record import versions
+        if verbose():
+            from rotation_merge.record import versions
 
             LOG.info("%s", ", ".join(f"{name} {number}" for name, number in versions().items()))
         try:
@@ -82,6 +82,7 @@ def _parts(error: OneLineError) -> dict[str, str | None]:
 def quieten() -> None:
     """Keep the libraries below from printing bars and advice into our output."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "critical")  # heeded when it is imported
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     if "transformers" not in sys.modules:  # it heeds these when, and if, it is imported
@@ -101,6 +102,11 @@ def print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=1, allow_nan=False, default=str))
 
 
+def verbose() -> bool:
+    """Whether -v was given."""
+    return LOG.isEnabledFor(logging.INFO)
+
+
 def on_terminal() -> bool:
     """Whether output goes to a person, and colours are wanted (https://no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -113,7 +119,7 @@ def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], 
         title: line above it; empty for none.
         numbers: columns that are aligned right.
     """
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    title, cells = printable(title), [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
     if on_terminal():
         _rich_table(title, headers, cells, numbers)
         return
@@ -140,12 +146,40 @@ def _rich_table(title: str, headers: Sequence[str], cells: list[list[str]], numb
 
 def say(text: str, style: str | None = None) -> None:
     """A line of prose; coloured on a terminal."""
+    text = printable(text)
     click.echo(click.style(text, fg=style) if style and on_terminal() else text)
 
 
 def note(text: str) -> None:
     """A line beside the output proper."""
-    click.echo(text, err=True)
+    click.echo(printable(text), err=True)
+
+
+class StatusLine:
+    """Lines on stderr, and how far something is: on a terminal in one line that is written over, elsewhere in lines."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.clear()
+        note(text)
+
+    def status(self, text: str) -> None:
+        """How far it is."""
+        if not sys.stderr.isatty():
+            note(text)
+            return
+        width = shutil.get_terminal_size().columns - 1
+        click.echo(f"\r\x1b[K{text[:width]}", nl=False, err=True)
+        self._shown = True
+
+    def clear(self) -> None:
+        """Take away what was shown last of how far it is."""
+        if self._shown:
+            click.echo("\r\x1b[K", nl=False, err=True)
+            self._shown = False
 
 
 class Progress:
@@ -155,14 +189,14 @@ class Progress:
         self._bar: Any = None
         self._what = ""
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, what: str, done: float, total: float) -> None:
         if not sys.stderr.isatty():
             return
         from tqdm import tqdm
 
         if self._bar is None or what != self._what:
             self.close()
-            self._bar, self._what = tqdm(total=total, desc=what, leave=False), what
+            self._bar, self._what = tqdm(total=total, desc=printable(what), leave=False), what
         self._bar.total = total
         self._bar.n = done
         self._bar.refresh()

@@ -5,20 +5,26 @@ from __future__ import annotations
 import click
 import torch
 
+from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
-from rotation_merge.samples.answers import Layered, answering
-from rotation_merge.samples.functions import stored_dtype
-from rotation_merge.samples.inputs import random_batch
-from rotation_merge.samples.proof import ROUNDINGS, coarser, largest_difference, own_rounding
+from rotation_merge.run.answers import Layered, answering
+from rotation_merge.run.functions import stored_dtype
+from rotation_merge.run.inputs import random_batch
+from rotation_merge.run.proof import ROUNDINGS, coarser, largest_difference, own_rounding
 
 
 @click.command(epilog="Example: rotation-merge verify org/donor ./aligned --float64")
-@click.argument("model_a")
-@click.argument("model_b")
+@click.argument("model_a", type=MODEL)
+@click.argument("model_b", type=MODEL)
 @click.option("--batches", default=4, show_default=True, type=click.IntRange(min=1), help="Random batches to try.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the random inputs.")
-@click.option("--data", metavar="DATA", help="Real inputs too: see 'rotation-merge barrier --help'.")
+@click.option(
+    "--data",
+    type=SAMPLE_SOURCE,
+    metavar="DATA",
+    help="Real inputs too: see 'rotation-merge barrier --help'.",
+)
 @click.option("--float64", "double", is_flag=True, help="Compute in double precision.")
 @click.option(
     "--tolerance", type=float, help="Largest relative difference that passes; by the model's own rounding if not given."
@@ -56,8 +62,8 @@ def command(
     generator = torch.Generator().manual_seed(seed)
     inputs = [random_batch(a.model, generator) for _ in range(batches)]
     if data is not None:
-        from rotation_merge.samples.data import read_batches
-        from rotation_merge.samples.written import SELF
+        from rotation_merge.run.data import read_batches
+        from rotation_merge.run.written import SELF
 
         if data == SELF and isinstance(a, Layered):
             what = "is too large to be held whole, as writing text itself would need"

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+
 import torch
 from torch import Tensor
+
+from rotation_merge.errors import DataError
+
+BIAS = 1e-6
+"""The penalty of a bias, over the number of rows."""
+
+STRIPE = 256
+"""Of products of inputs with themselves, those of so many with all that come after them are computed at once."""
+
+AT_ONCE = 2048
+"""Positions whose products are computed at once, at least: several small batches, or one large one."""
 
 
 def ridge_change(gram: Tensor, cross: Tensor, penalty: Tensor) -> Tensor | None:
@@ -39,3 +53,99 @@ def ridge_factor(gram: Tensor, penalty: Tensor) -> Tensor | None:
 def solved_with(factor: Tensor, cross: Tensor) -> Tensor:
     """The change of a map by the factor of what it reads; see `ridge_change`."""
     return torch.cholesky_solve(cross.double(), factor).mT
+
+
+class RidgeSums:
+    """Products of inputs with themselves and with what outputs lack, over all samples; the last input is the bias.
+
+    Args:
+        like: inputs of the maps.
+        dtype: what products of a few batches are computed in; they are added up in float64.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.width, self.rows, self.dtype = like.shape[-1], 0.0, dtype
+        self.cross: dict[str, Tensor] = {}
+        self.squares: dict[str, list[float]] = {}
+        self._factors: dict[int, Tensor | None] = {}
+        self._upper = torch.zeros(self.width + 1, self.width + 1, dtype=torch.float64, device=like.device)
+        self._inputs: list[Tensor] = []
+        self._lacks: dict[str, list[Tensor]] = {}
+        self._weight = 1.0
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """Products of inputs (and a one) with themselves, once all are there."""
+        return self._upper.triu() + self._upper.triu(1).mT
+
+    def add(self, inputs: Tensor, lacks: Mapping[str, tuple[Tensor, Tensor]], weight: float) -> None:
+        """One batch: the inputs, and by key of a map what its output lacks, (positions, out), and the output."""
+        if weight != self._weight or sum(map(len, self._inputs)) >= AT_ONCE:
+            self.flush()
+        self._weight = weight
+        self._inputs.append(inputs.flatten(0, -2).to(self.dtype))
+        for key, (lack, output) in lacks.items():
+            self._lacks.setdefault(key, []).append(lack.to(self.dtype))
+            squares = self.squares.setdefault(key, [0.0, 0.0])
+            squares[0] += weight * _square(lack)
+            squares[1] += weight * _square(output.flatten(0, -2) + lack)
+
+    def flush(self) -> None:
+        """Add up the products of what waits."""
+        if not self._inputs:
+            return
+        x, lacks, weight = torch.cat(self._inputs), self._lacks, self._weight
+        self._inputs, self._lacks = [], {}
+        x = torch.cat([x, x.new_ones(len(x), 1)], 1)
+        self.rows += weight * len(x)
+        for i in range(0, self.width + 1, STRIPE):
+            self._upper[i : i + STRIPE, i:].add_(x[:, i : i + STRIPE].mT @ x[:, i:], alpha=weight)
+        for key, parts in lacks.items():
+            part = x.mT @ torch.cat(parts)
+            if key not in self.cross:
+                self.cross[key] = torch.zeros_like(part, dtype=torch.float64)
+            self.cross[key].add_(part, alpha=weight)
+
+    def change(self, key: str, ridge: float, biased: bool, name: str) -> Tensor:
+        """The map's change, (out, in), with a bias (out, in + 1).
+
+        Raises:
+            DataError: the inputs do not determine it.
+        """
+        size = self.width + int(biased)
+        if size not in self._factors:
+            self._factors[size] = ridge_factor(self._upper[:size, :size], self._penalty(ridge)[:size])
+        factor = self._factors[size]
+        if factor is None:
+            raise DataError(
+                f"{self.rows:.0f} positions of the samples do not determine '{name}' ({self.width} inputs)",
+                remedy="give more samples, or a ridge above 0 ('ridge: 0.01')",
+            )
+        return solved_with(factor, self.cross[key][:size])
+
+    def _penalty(self, ridge: float) -> Tensor:
+        """Of each input and of the bias, (in + 1,)."""
+        penalty = torch.full_like(self._upper[0], ridge * float(self._upper.diagonal()[: self.width].mean()))
+        penalty[self.width] = BIAS * self.rows
+        return penalty
+
+    def errors(self, key: str, change: Tensor, ridge: float | None) -> tuple[float, float]:
+        """Root of the squared error over the square of what is wanted: before and after.
+
+        Args:
+            ridge: under which the change is the best one, whose product with the Gram is known; None: under none.
+        """
+        size = change.shape[1]
+        before, whole = self.squares[key]
+        reached = (change.mT * self.cross[key][:size]).sum()
+        if ridge is None:
+            spent = (change @ self.gram[:size, :size] * change).sum()
+        else:
+            spent = reached - (change.square() @ self._penalty(ridge)[:size]).sum()
+        after = max(before - float(2 * reached - spent), 0.0)
+        return (before / whole) ** 0.5 if whole else 0.0, (after / whole) ** 0.5 if whole else 0.0
+
+
+def _square(x: Tensor) -> float:
+    """The sum of squares: of each row in its own precision, in all in float64."""
+    return float(torch.linalg.vector_norm(x, dim=-1).double().square().sum())

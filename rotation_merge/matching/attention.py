@@ -8,18 +8,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Space
-from rotation_merge.groups import GroupElement
-from rotation_merge.groups.admitted import heads
-from rotation_merge.groups.heads import HeadGroup
+from rotation_merge.architecture.model import Space
 from rotation_merge.matching.normed import AttentionMatch, best_order, match_ordered
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.pairing import Pairing, assembled, pairings_of, shared_gains
 from rotation_merge.matching.products import Order
 from rotation_merge.matching.sides import Side
+from rotation_merge.symmetry import GroupElement
+from rotation_merge.symmetry.admitted import heads
+from rotation_merge.symmetry.heads import HeadGroup
 
 
-def match_attention(space: Space, found: list[Side], options: MatchOptions) -> AttentionMatch:
+def match_attention(space: Space, found: list[Side], options: AlignConfig) -> AttentionMatch:
     """The best order of heads and maps inside them, as far as `options` and the layer allow."""
     group = heads(space, options)
     if not group.orders:

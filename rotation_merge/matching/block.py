@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Block, Space
+from rotation_merge.architecture.model import Block, Space
 from rotation_merge.errors import AlignmentError
-from rotation_merge.groups import HeadTransform, NeuronTransform, SpaceTransform
-from rotation_merge.groups.admitted import asks
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.linalg.scaling import limited
-from rotation_merge.matching.apply import transform_tensor
 from rotation_merge.matching.attention import AttentionMatch, match_attention
-from rotation_merge.matching.biases import settled
 from rotation_merge.matching.convolution import match_convolution
 from rotation_merge.matching.experts import ExpertsMatch, match_experts
 from rotation_merge.matching.ffn import NeuronMatch, match_ffn
 from rotation_merge.matching.latent import match_latent
 from rotation_merge.matching.mixer import match_mixer
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.sides import Tensors, sides
 from rotation_merge.matching.spanning import Leads, held, led, ordered
 from rotation_merge.matching.translation import match_translation
+from rotation_merge.model.apply import transform_tensor
+from rotation_merge.model.biases import settled
+from rotation_merge.symmetry import HeadTransform, NeuronTransform, SpaceTransform
+from rotation_merge.symmetry.admitted import asks
 
 _BLOCK = 1 << 20  # entries widened at a time
 
@@ -106,7 +106,7 @@ def named(anchor: str, donor: str) -> Iterator[None]:
         raise AlignmentError(error.what, where=f"{donor}, {error.where}", remedy=error.remedy) from error
 
 
-def wanted_spaces(block: Block, options: MatchOptions) -> list[Space]:
+def wanted_spaces(block: Block, options: AlignConfig) -> list[Space]:
     """The local spaces of a block that these options ask to match."""
     if not options.matches_layer(block.index):
         return []
@@ -118,7 +118,7 @@ def match_block(
     block: Block,
     anchor: Tensors,
     donor: Tensors,
-    options: MatchOptions,
+    options: AlignConfig,
     streams: Mapping[str, SpaceTransform] | None = None,
     leads: Leads = MappingProxyType({}),
 ) -> BlockMatch:
@@ -176,7 +176,7 @@ class _Matching:
     block: Block
     anchor: Tensors
     donor: Tensors
-    options: MatchOptions
+    options: AlignConfig
     streams: dict[str, SpaceTransform]
     leads: Leads
     local: dict[str, SpaceTransform] = field(default_factory=dict)

@@ -11,21 +11,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, Block, TensorInfo
-from rotation_merge.groups import HeadTransform, SpaceTransform
-from rotation_merge.matching import slices
-from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.biases import settled
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
-from rotation_merge.matching.fold import Folded
 from rotation_merge.matching.measured import Measured, measured
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.sides import Tensors
-from rotation_merge.matching.sources import OnDevice
 from rotation_merge.matching.spanning import whole_spans
-from rotation_merge.matching.state import Kept, TensorSource, read_block, read_tensor
 from rotation_merge.matching.stream import Statistics, compared
-from rotation_merge.spread.threads import BYTES_A_WEIGHT, workers_for
+from rotation_merge.model import slices
+from rotation_merge.model.apply import transform_tensor
+from rotation_merge.model.biases import settled
+from rotation_merge.model.fold import Folded
+from rotation_merge.model.source import Kept, TensorSource, read_block, read_tensor
+from rotation_merge.model.sources import OnDevice
+from rotation_merge.symmetry import HeadTransform, SpaceTransform
+from rotation_merge.workers.threads import BYTES_A_WEIGHT, workers_for
 
 BYTES_FOLDED = 20
 """As `BYTES_A_WEIGHT`, of models that are folded: both are widened. With freed memory in between, pass after pass, a
@@ -34,7 +34,7 @@ layer of 8B shape takes 28 at its peak (`report/estimate.py` counts it): workers
 Transforms = dict[str, SpaceTransform]
 
 
-Match = Callable[[Tensors, Tensors, MatchOptions, Transforms], BlockMatch]
+Match = Callable[[Tensors, Tensors, AlignConfig, Transforms], BlockMatch]
 """`match_block` for one block, with what spans layers."""
 
 
@@ -91,7 +91,7 @@ class Both:
     architecture: Architecture
     anchor: TensorSource
     donor: TensorSource
-    options: MatchOptions
+    options: AlignConfig
     folded: tuple[str, ...] = ()
     kept: bool = False
     device: str | None = None
@@ -177,7 +177,7 @@ class Both:
         matched = {space.name for space in wanted_spaces(block, self.options.at(self.architecture, block))}
         leads: dict[str, HeadTransform] = {}
 
-        def match(first: Tensors, second: Tensors, options: MatchOptions, streams: Transforms) -> BlockMatch:
+        def match(first: Tensors, second: Tensors, options: AlignConfig, streams: Transforms) -> BlockMatch:
             here = self.spans & {space.name for space in block.spaces.values()}
             found = match_block(block, first, second, options, streams, {**dict.fromkeys(here), **step.leads})
             leads.update(self.leads(block, found))

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Space
-from rotation_merge.groups.admitted import convolution
-from rotation_merge.groups.convolution import COUNT, FACTORS, ConvolutionTransform, multiplier
+from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign
 from rotation_merge.linalg.scaling import LARGEST_LOG_SCALE, best_scale
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.sides import Side
+from rotation_merge.symmetry.admitted import convolution
+from rotation_merge.symmetry.convolution import COUNT, FACTORS, ConvolutionTransform, multiplier
 
 _ROUNDS = 100
 _SETTLED = 1e-13  # change of a log factor
@@ -46,7 +46,7 @@ class _Rows:
         return _Rows(self.anchor, self.donor[index.to(self.donor.device)])
 
 
-def match_convolution(space: Space, found: list[Side], options: MatchOptions) -> tuple[ConvolutionTransform, float]:
+def match_convolution(space: Space, found: list[Side], options: AlignConfig) -> tuple[ConvolutionTransform, float]:
     """The order and the factors, and the certified gap: of the order; with factors relative to the anchor's squared
     norm."""
     group = convolution(space, options)

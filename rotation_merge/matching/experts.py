@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Block, Space
-from rotation_merge.groups import ExpertTransform, Monomial, Permutation, Scaling, SpaceTransform
+from rotation_merge.architecture.model import Block, Space
 from rotation_merge.linalg.assignment import assign, assign_small
 from rotation_merge.matching.ffn import NeuronMatch, match_neurons, neurons_of
 from rotation_merge.matching.nearest import least_distance
 from rotation_merge.matching.neurons import Neurons, Pairs
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.sides import Tensors, views
+from rotation_merge.symmetry import ExpertTransform, Monomial, Permutation, Scaling, SpaceTransform
 
 MOST_WORK = 4e11
 """Pairs of experts are matched beyond the first candidates while (pairs x neurons^2 x width) stays below this."""
@@ -55,7 +55,7 @@ def match_experts(
     anchor: Tensors,
     donor: Tensors,
     others: dict[str, SpaceTransform],
-    options: MatchOptions,
+    options: AlignConfig,
 ) -> ExpertsMatch:
     """Order of a layer's experts and of their neurons."""
     router, stacks = _collect(block, space, anchor, donor, others)
@@ -104,7 +104,7 @@ class _Layer:
     """The experts of one layer, and what is known of their pairs."""
 
     space: Space
-    options: MatchOptions
+    options: AlignConfig
     router: Pairs
     stacks: dict[str, Pairs]
     matched: dict[tuple[int, int], NeuronMatch] = field(default_factory=dict)

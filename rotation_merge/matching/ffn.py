@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Space
-from rotation_merge.groups import Monomial, Permutation, Scaling
-from rotation_merge.groups.admitted import neurons as neuron_group
+from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign, assign_factored
 from rotation_merge.matching.nearest import nearest_order
 from rotation_merge.matching.neurons import Neurons, Pairs
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.sides import Side
+from rotation_merge.symmetry import Monomial, Permutation, Scaling
+from rotation_merge.symmetry.admitted import neurons as neuron_group
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class NeuronMatch:
     anchor: float
 
 
-def match_ffn(space: Space, found: list[Side], options: MatchOptions) -> NeuronMatch:
+def match_ffn(space: Space, found: list[Side], options: AlignConfig) -> NeuronMatch:
     """Order and rescaling of one FFN's neurons."""
     by_role = {role: [(s.anchor, s.donor) for s in found if s.role == role] for role in ("in", "gate", "out")}
     return match_neurons(neurons_of(space, by_role, options), options.ffn != "none")
 
 
-def neurons_of(space: Space, by_role: dict[str, Pairs], options: MatchOptions) -> Neurons:
+def neurons_of(space: Space, by_role: dict[str, Pairs], options: AlignConfig) -> Neurons:
     """The sides with what the activation admits."""
     group = neuron_group(space, options)
     signed = group.signed and group.degree > 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from rotation_merge.architectures.model import Architecture
-from rotation_merge.groups import HeadTransform, SpaceTransform
-from rotation_merge.groups.admitted import admitted
-from rotation_merge.matching.options import MatchOptions, by_stream
+from rotation_merge.architecture.model import Architecture
+from rotation_merge.matching.options import AlignConfig, by_stream
 from rotation_merge.matching.spanning import held, led, whole_spans
+from rotation_merge.symmetry import HeadTransform, SpaceTransform
+from rotation_merge.symmetry.admitted import admitted
 
 
 def random_gauge(
-    architecture: Architecture, options: MatchOptions, generator: torch.Generator
+    architecture: Architecture, options: AlignConfig, generator: torch.Generator
 ) -> dict[str, SpaceTransform]:
     """A random transform for every space that `options` would match and that admits it, by space name.
 

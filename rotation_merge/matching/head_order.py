@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.statistics import Grams
 from rotation_merge.linalg.assignment import assign, assign_small
 from rotation_merge.linalg.polar import nuclear_norm
 from rotation_merge.matching.pairing import Pairing
 from rotation_merge.matching.products import Order
+from rotation_merge.symmetry.statistics import Grams
 
 MOST_ENUMERATED = 4096
 """Orders of query heads are enumerated up to this many (pairs of KV groups) x (orders); beyond, they alternate."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from rotation_merge.architectures.model import Space
-from rotation_merge.groups.admitted import latent
-from rotation_merge.groups.latent import LatentTransform
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.architecture.model import Space
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.sides import Side
+from rotation_merge.symmetry.admitted import latent
+from rotation_merge.symmetry.latent import LatentTransform
 
 
-def match_latent(space: Space, found: list[Side], options: MatchOptions) -> LatentTransform:
+def match_latent(space: Space, found: list[Side], options: AlignConfig) -> LatentTransform:
     """The best element: an assignment of coordinates with their signs, or Procrustes where gains are folded."""
     group = latent(space, options)
     if all(torch.equal(side.anchor, side.donor) for side in found):

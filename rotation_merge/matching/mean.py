@@ -12,18 +12,19 @@ from functools import partial
 
 import torch
 
-from rotation_merge.architectures.model import Architecture, Block
-from rotation_merge.groups import TranslationTransform
-from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.biases import Aligned, Settled
+from rotation_merge.architecture.model import Architecture, Block
+from rotation_merge.files.ledger import NOWHERE, Ledger
+from rotation_merge.matching.alignment import Alignment, Transforms
 from rotation_merge.matching.block import SpaceMatch, described, named, squared_distances, wanted_spaces
-from rotation_merge.matching.fold import Folded
-from rotation_merge.matching.ledger import NOWHERE, Ledger
-from rotation_merge.matching.model import Alignment, Progress, Transforms, match_model
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.sources import Mean
-from rotation_merge.matching.state import Kept, TensorSource, read_block
-from rotation_merge.spread.pieces import HERE, Over
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.apply import transform_tensor
+from rotation_merge.model.biases import Aligned, Settled
+from rotation_merge.model.fold import folded_source
+from rotation_merge.model.source import Kept, Progress, TensorSource, read_block
+from rotation_merge.model.sources import Mean
+from rotation_merge.symmetry import TranslationTransform
+from rotation_merge.workers.pieces import HERE, Over
 
 MOST_ROUNDS = 10
 LEAST_GAIN = 1e-2
@@ -34,7 +35,7 @@ def match_to_mean(
     architecture: Architecture,
     sources: Mapping[str, TensorSource],
     base: str,
-    options: MatchOptions,
+    options: AlignConfig,
     progress: Progress | None = None,
     over: Over = HERE,
     ledger: Ledger = NOWHERE,
@@ -60,7 +61,7 @@ def match_to_mean(
     folded = next((a.folded for a in found.values()), ())
     matched = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))}
     seen: dict[str, TensorSource] = {
-        name: Kept(Settled(architecture, Folded(architecture, source, folded) if folded else source, matched))
+        name: Kept(Settled(architecture, folded_source(architecture, source, folded), matched))
         for name, source in sources.items()
     }
     frames: dict[str, Transforms] = {base: {}, **{name: a.transforms for name, a in found.items()}}
@@ -92,7 +93,7 @@ def _towards(
     architecture: Architecture,
     target: TensorSource,
     source: TensorSource,
-    options: MatchOptions,
+    options: AlignConfig,
     current: Transforms,
     progress: Progress | None,
     match: Callable[..., Alignment],

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Axis, Space, TensorInfo
-from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.apply import transform_tensor
+from rotation_merge.architecture.model import Axis, Space, TensorInfo
 from rotation_merge.matching.sides import axis_views
+from rotation_merge.model.apply import transform_tensor
+from rotation_merge.symmetry import SpaceTransform
 
 _ENTRIES = 1 << 22  # of a matrix widened at a time
 

@@ -11,16 +11,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Space
-from rotation_merge.groups.admitted import mixer
-from rotation_merge.groups.mixer import MixerTransform
-from rotation_merge.groups.permutation import Permutation
+from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign_small
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.sides import Side
+from rotation_merge.symmetry.admitted import mixer
+from rotation_merge.symmetry.mixer import MixerTransform
+from rotation_merge.symmetry.permutation import Permutation
 
 
-def match_mixer(space: Space, found: list[Side], options: MatchOptions) -> MixerTransform:
+def match_mixer(space: Space, found: list[Side], options: AlignConfig) -> MixerTransform:
     """The best order of groups, of the heads inside them, and of all channels."""
     group = mixer(space, options)
     if all(torch.equal(side.anchor, side.donor) for side in found):

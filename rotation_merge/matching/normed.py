@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Space
-from rotation_merge.groups import HeadTransform
-from rotation_merge.groups.heads import HeadGroup
-from rotation_merge.groups.ordered import OrderedExchange, OrderedSigns, orders_of, with_orders
+from rotation_merge.architecture.model import Space
 from rotation_merge.linalg.assignment import assign_small
 from rotation_merge.matching.head_order import head_order
 from rotation_merge.matching.pairing import Pairing, pairings_of, shared_gains
 from rotation_merge.matching.products import Order
 from rotation_merge.matching.sides import Side
 from rotation_merge.matching.spectral import spectral_order
+from rotation_merge.symmetry import HeadTransform
+from rotation_merge.symmetry.heads import HeadGroup
+from rotation_merge.symmetry.ordered import OrderedExchange, OrderedSigns, orders_of, with_orders
 
 MOST_TURNS = 8
 

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rotation_merge.errors import RecipeError, nearest, short
-from rotation_merge.groups.admitted import Wanted
-from rotation_merge.groups.stream import STREAM_GROUPS
+from rotation_merge.symmetry.admitted import Wanted
+from rotation_merge.symmetry.stream import STREAM_GROUPS
 
 if TYPE_CHECKING:
-    from rotation_merge.architectures.model import Architecture, Block
+    from rotation_merge.architecture.model import Architecture, Block
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": ("rotation", "none", "permutation", "invertible"),
@@ -28,7 +28,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 WEIGHTS, ACTIVATIONS, BOTH = MATCH_ON = ("weights", "activations", "both")
 """What elements are chosen by; both: weights and activations together, the streams started from activations."""
 
-STREAM_MAPS = ("auto", "shared", "own")
 """Of a change that weights carry. auto: a layer has a map of its own where weights (or samples) say so; shared: none
 has; own: every one."""
 
@@ -43,7 +42,7 @@ def by_stream(text: object) -> dict[str, str] | None:
 
 
 @dataclass(frozen=True)
-class MatchOptions(Wanted):
+class AlignConfig(Wanted):
     """Which groups matching may use (`Wanted`), and where.
 
     Attributes:
@@ -67,7 +66,7 @@ class MatchOptions(Wanted):
         self.layer_ranges()
 
     @classmethod
-    def from_values(cls, values: dict[str, Any]) -> MatchOptions:
+    def from_values(cls, values: dict[str, Any]) -> AlignConfig:
         """Build from a mapping; unknown names are errors."""
         known = [field.name for field in fields(cls)]
         for name in values:
@@ -114,27 +113,27 @@ class MatchOptions(Wanted):
                 remedy = f"the model has layers {known[0]} to {known[-1]}" if known else "the model has no layers"
                 raise RecipeError(f"parameter 'layers' names '{words}', which no layer is", remedy=remedy)
 
-    def at(self, architecture: Architecture, block: Block) -> MatchOptions:
+    def at(self, architecture: Architecture, block: Block) -> AlignConfig:
         """The options of one block."""
         return self
 
-    def settled(self, architecture: Architecture) -> MatchOptions:
+    def settled(self, architecture: Architecture) -> AlignConfig:
         """The same for a model, looked up for its blocks already, so that they can be pickled."""
         return self
 
-    def with_residual(self, residual: str) -> MatchOptions:
+    def with_residual(self, residual: str) -> AlignConfig:
         """The same with another residual group (or groups by stream)."""
         return replace(self, residual=residual)
 
 
-NOTHING = MatchOptions(attention="none", heads="none", ffn="none", rescale=False)
+NOTHING = AlignConfig(attention="none", heads="none", ffn="none", rescale=False)
 """Match no space at all."""
 
 
-class VaryingOptions(MatchOptions):
+class VaryingOptions(AlignConfig):
     """Options that differ from block to block; its own fields are those of the whole model."""
 
-    def __init__(self, whole: MatchOptions, of: Callable[[str, float], MatchOptions]) -> None:
+    def __init__(self, whole: AlignConfig, of: Callable[[str, float], AlignConfig]) -> None:
         """
         Args:
             of: options by a block's module path and its place among the layers, from 0 to 1.
@@ -142,17 +141,17 @@ class VaryingOptions(MatchOptions):
         super().__init__(**asdict(whole))
         object.__setattr__(self, "_of", of)
 
-    def with_residual(self, residual: str) -> MatchOptions:
-        whole = MatchOptions(**{**asdict(self), "residual": residual})
+    def with_residual(self, residual: str) -> AlignConfig:
+        whole = AlignConfig(**{**asdict(self), "residual": residual})
         return VaryingOptions(whole, self._of)  # type: ignore[attr-defined]
 
-    def at(self, architecture: Architecture, block: Block) -> MatchOptions:
+    def at(self, architecture: Architecture, block: Block) -> AlignConfig:
         last = len(architecture.layers(block.module)) - 1
         place = 0.0 if block.index is None else block.index / last if last else 1.0
-        found: MatchOptions = self._of(block.name, place)  # type: ignore[attr-defined]
+        found: AlignConfig = self._of(block.name, place)  # type: ignore[attr-defined]
         return found
 
-    def settled(self, architecture: Architecture) -> MatchOptions:
+    def settled(self, architecture: Architecture) -> AlignConfig:
         blocks = {block.name: self.at(architecture, block) for block in architecture.blocks}
         return VaryingOptions(self, ByBlock(blocks))
 
@@ -161,7 +160,7 @@ class VaryingOptions(MatchOptions):
 class ByBlock:
     """Options by a block's module path."""
 
-    found: Mapping[str, MatchOptions]
+    found: Mapping[str, AlignConfig]
 
-    def __call__(self, name: str, place: float) -> MatchOptions:
+    def __call__(self, name: str, place: float) -> AlignConfig:
         return self.found[name]

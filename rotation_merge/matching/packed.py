@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rotation_merge.groups import TRANSFORMS, SpaceTransform
+from rotation_merge.files.ledger import Entry, Ledger
 from rotation_merge.matching.block import BlockMatch, SpaceMatch
-from rotation_merge.matching.ledger import Entry, Ledger
+from rotation_merge.symmetry import TRANSFORMS, SpaceTransform
 
 
 def packed(transforms: Mapping[str, SpaceTransform]) -> tuple[dict[str, Tensor], dict[str, str]]:

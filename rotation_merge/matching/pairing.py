@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Space
-from rotation_merge.groups import DirectSum, GroupElement
-from rotation_merge.groups.group import Group
-from rotation_merge.groups.heads import QUERY_ROLES, SHARED_GAINS, HeadGroup
-from rotation_merge.groups.monomial import GatedOrder
-from rotation_merge.groups.planar import pair_dims
-from rotation_merge.groups.signs import Fixed
-from rotation_merge.groups.statistics import Grams
+from rotation_merge.architecture.model import Space
 from rotation_merge.matching.products import Half, Order
 from rotation_merge.matching.sides import Side
+from rotation_merge.symmetry import DirectSum, GroupElement
+from rotation_merge.symmetry.group import Group
+from rotation_merge.symmetry.heads import QUERY_ROLES, SHARED_GAINS, HeadGroup
+from rotation_merge.symmetry.monomial import GatedOrder
+from rotation_merge.symmetry.planar import pair_dims
+from rotation_merge.symmetry.signs import Fixed
+from rotation_merge.symmetry.statistics import Grams
 
 _ENTRIES = 1 << 19  # of statistics that are looked at together
 

@@ -17,17 +17,17 @@ from typing import Any
 
 from torch import Tensor
 
-from rotation_merge.groups import HeadTransform
+from rotation_merge.files.ledger import Entry
 from rotation_merge.matching.both import Ends, Pass, Seen, Transforms
-from rotation_merge.matching.ledger import Entry
 from rotation_merge.matching.packed import packed, unpacked
 from rotation_merge.matching.stream import FLOOR, Statistics
 from rotation_merge.matching.walk import Walk
+from rotation_merge.symmetry import HeadTransform
 
 MOST_PASSES = 24
 LEAST_GAIN = 2e-3
 """Passes over the model stop when the objective is not expected to fall by more than this fraction in the next. Passes
-beyond bring the models a little nearer and the merge nothing (benchmarks/residual.md)."""
+beyond bring the models a little nearer and the merge nothing."""
 RELATED = 1.0
 """Objective below which models count as related: in coordinates of their own they would be at 1.6 to 2."""
 LEAST_PROMISE = 0.1

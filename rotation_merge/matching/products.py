@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rotation_merge.groups.planar import pair_dims
+from rotation_merge.symmetry.planar import pair_dims
 
 _BLOCK = 1 << 20
 """Entries of a tensor that are widened at a time for products of all heads with all."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rotation_merge.architectures.model import Architecture
-from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.biases import settled
+from rotation_merge.architecture.model import Architecture
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.block import SpaceMatch, described, squared_distances
-from rotation_merge.matching.fold import Folded
-from rotation_merge.matching.model import Alignment
-from rotation_merge.matching.state import TensorSource, read_block
+from rotation_merge.model.biases import settled
+from rotation_merge.model.fold import Folded
+from rotation_merge.model.source import TensorSource, read_block
+from rotation_merge.symmetry import SpaceTransform
 
 
 def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSource, alignment: Alignment) -> Alignment:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rotation_merge.architectures.model import Axis, Block, Part, Space, TensorInfo
-from rotation_merge.groups import SpaceTransform
-from rotation_merge.matching.apply import placed, split_axis, transform_tensor
+from rotation_merge.architecture.model import Axis, Block, Part, Space, TensorInfo
+from rotation_merge.model.apply import placed, split_axis, transform_tensor
+from rotation_merge.symmetry import SpaceTransform
 
 Tensors = Mapping[str, Tensor]
 """Tensors of a block by key (`TensorInfo.key`); stacked ones stacked."""

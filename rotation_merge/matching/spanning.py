@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from rotation_merge.architectures.model import Architecture, Block, Space
-from rotation_merge.groups import HeadTransform, SpaceTransform
-from rotation_merge.groups.admitted import asks
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.architecture.model import Architecture, Block, Space
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.symmetry import HeadTransform, SpaceTransform
+from rotation_merge.symmetry.admitted import asks
 
 Leads = Mapping[str, HeadTransform | None]
 """By the name of a span: the element of its first layer, None where that is not known yet."""
@@ -29,7 +29,7 @@ def spanned(architecture: Architecture) -> Iterator[tuple[Block, Space]]:
                 yield block, space
 
 
-def whole_spans(architecture: Architecture, options: MatchOptions) -> frozenset[str]:
+def whole_spans(architecture: Architecture, options: AlignConfig) -> frozenset[str]:
     """The spans whose layers these options ask to match, all in the same way."""
     asked: dict[str, list[object]] = {}
     for block, space in spanned(architecture):

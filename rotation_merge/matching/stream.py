@@ -7,7 +7,7 @@ for rotations; with LayerNorm, Procrustes in the complement of the all-ones vect
 What is minimised is sum_k n_k log(|A_k - R B_k|^2 / |A_k|^2 + FLOOR), n_k the number of entries: the likelihood of a
 donor whose tensors each carry noise of their own, unknown strength. It is invariant under rescaling of single tensors,
 so that no large matrix drowns the rest. The weights w_k = n_k / (|A_k - R B_k|^2 + FLOOR |A_k|^2) of one pass bound it
-from above (the logarithm is concave), hence it never rises; benchmarks/residual.md compares it with other weightings.
+from above (the logarithm is concave), hence it never rises.
 
 The rows of a head that gives logits over a vocabulary count as they deviate from their mean: softmax does not see what
 all logits share, and in trained models that one direction holds most of such a head's norm.
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, Block, TensorInfo
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RecipeError, nearest
-from rotation_merge.groups import SpaceTransform, StreamTransform
 from rotation_merge.matching.measured import Measured, Product, measured
 from rotation_merge.matching.options import by_stream
 from rotation_merge.matching.sides import Tensors
+from rotation_merge.symmetry import SpaceTransform, StreamTransform
 
 FLOOR = 1e-2
 """Relative squared distance below which a tensor's agreement no longer raises its weight."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rotation_merge.architectures.model import Block, Space
-from rotation_merge.groups import SpaceTransform, TranslationTransform
-from rotation_merge.groups.admitted import translation
-from rotation_merge.matching.apply import transform_tensor
-from rotation_merge.matching.options import MatchOptions
+from rotation_merge.architecture.model import Block, Space
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.sides import Tensors
+from rotation_merge.model.apply import transform_tensor
+from rotation_merge.symmetry import SpaceTransform, TranslationTransform
+from rotation_merge.symmetry.admitted import translation
 
 
 def match_translation(
@@ -18,7 +18,7 @@ def match_translation(
     anchor: Tensors,
     donor: Tensors,
     others: Mapping[str, SpaceTransform],
-    options: MatchOptions,
+    options: AlignConfig,
 ) -> TranslationTransform:
     """The nearest one, whatever order the rows are in: an order does not change their mean."""
     group = translation(space, options)

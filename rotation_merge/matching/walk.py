@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from rotation_merge.architectures.model import Architecture, Block
-from rotation_merge.groups import HeadTransform
+from rotation_merge.architecture.model import Architecture, Block
+from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.both import Both, Final, FinalMatch, Found, Led, Step, Transforms
-from rotation_merge.matching.ledger import NOWHERE, Ledger
 from rotation_merge.matching.packed import entry_of, match_of
-from rotation_merge.spread.pieces import Over
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many steps are done, and how many there are."""
+from rotation_merge.model.source import Progress
+from rotation_merge.symmetry import HeadTransform
+from rotation_merge.workers.pieces import Over
 
 SAMPLE = 4
 """Layers that starts are compared on in deep models."""

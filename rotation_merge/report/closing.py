@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rotation_merge.report.record import MergeReport
+from rotation_merge.record import MergeReport
 
 DONORS, NOTES = 5, 3
 """At most so many of either are shown; the report has them all."""
@@ -14,9 +14,9 @@ def closing(report: MergeReport, out: str) -> list[str]:
     lines = [f"rotation_merge: aligned to {report.anchor}, averaged by {report.delegate}, {report.seconds:.0f} s"]
     lines += [f"  {donor}: {report.verdict(donor)}" for donor in donors[:DONORS]]
     if not donors:
-        lines.append("  nothing was matched")
+        lines.append(f"  {report.unmoved()}")
     if len(donors) > DONORS:
         lines.append(f"  and {len(donors) - DONORS} more donors")
     lines += [f"  {note}" for note in report.notes[:NOTES]]
-    lines.append(f"  report: {out}/rotation_merge.json; 'rotation-merge report {out}' shows it as a page")
+    lines.append(f"  report: {out}/rotation_merge.json; 'rotation-merge inspect {out} --report' shows it")
     return lines

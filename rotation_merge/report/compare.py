@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotation_merge.architectures.model import Architecture, Block, TensorInfo
-from rotation_merge.matching.biases import Aligned
-from rotation_merge.matching.fold import Folded
-from rotation_merge.matching.model import Alignment
-from rotation_merge.matching.state import TensorSource, read_block
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.model.biases import Aligned
+from rotation_merge.model.fold import Folded
+from rotation_merge.model.source import TensorSource, read_block
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
 
-from rotation_merge.architectures.model import Architecture, Block, Space, TensorInfo
-from rotation_merge.groups.admitted import admitted, heads
-from rotation_merge.groups.space import Work
+from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.both import BYTES_FOLDED
-from rotation_merge.matching.options import MatchOptions
-from rotation_merge.matching.slices import LONG
-from rotation_merge.matching.state import KEPT
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.stream import residual_groups
 from rotation_merge.matching.walk import PARTS, SAMPLE
-from rotation_merge.spread.threads import BYTES_A_WEIGHT, KEPT_FREED, workers_for
+from rotation_merge.model.slices import LONG
+from rotation_merge.model.source import KEPT
+from rotation_merge.symmetry.admitted import admitted, heads
+from rotation_merge.symmetry.space import Work
+from rotation_merge.workers.threads import BYTES_A_WEIGHT, KEPT_FREED, workers_for
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -79,13 +80,19 @@ class Estimate:
 
 
 def estimate(
-    architecture: Architecture, shapes: Shapes, options: MatchOptions, itemsize: int, out_itemsize: int
+    architecture: Architecture,
+    shapes: Shapes,
+    options: AlignConfig,
+    itemsize: int,
+    out_itemsize: int,
+    tied: str | None = None,
 ) -> Estimate:
     """Estimate one donor's alignment.
 
     Args:
         shapes: by tensor name, from the files' headers.
         itemsize, out_itemsize: bytes of a stored weight, and of one written.
+        tied: the stream whose embedding is also the output; it takes rotations only with `untie`.
     """
     sizes = {name: _count(shape) for name, shape in shapes.items()}
     moved = _moved(architecture, options)
@@ -106,7 +113,7 @@ def estimate(
         lines=_lines(architecture, options),
         matched=matched,
         parameters=total,
-        unaligned=_unaligned(architecture, shapes, options, moved),
+        unaligned=_unaligned(architecture, shapes, options, moved, tied),
         seconds=seconds(near=False),
         near_seconds=seconds(near=True),
         memory=_memory(architecture, sizes, options, itemsize, out_itemsize),
@@ -135,18 +142,18 @@ def _count(shape: tuple[int, ...]) -> int:
     return total
 
 
-def _matched_names(architecture: Architecture, options: MatchOptions) -> set[str]:
+def _matched_names(architecture: Architecture, options: AlignConfig) -> set[str]:
     blocks = architecture.blocks
     names = {space.name for block in blocks for space in wanted_spaces(block, options.at(architecture, block))}
     return names | set(residual_groups(architecture, options.residual))
 
 
-def _moved(architecture: Architecture, options: MatchOptions) -> list[TensorInfo]:
+def _moved(architecture: Architecture, options: AlignConfig) -> list[TensorInfo]:
     names = _matched_names(architecture, options)
     return [info for info in architecture.tensors() if any(space.name in names for space in info.spaces())]
 
 
-def _lines(architecture: Architecture, options: MatchOptions) -> list[SpaceLine]:
+def _lines(architecture: Architecture, options: AlignConfig) -> list[SpaceLine]:
     found: dict[tuple[str, str, str, str], list[Block]] = {}
     for block in architecture.blocks:
         own = options.at(architecture, block)
@@ -192,13 +199,27 @@ def _sizes(space: Space) -> str:
     return str(s["size"])
 
 
-def _unaligned(architecture: Architecture, shapes: Shapes, options: MatchOptions, moved: list[TensorInfo]) -> list[str]:
+def _would_match(groups: Sequence[str], tied: bool) -> str:
+    """What would match a stream that keeps its coordinates, as `check_pair` admits it."""
+    largest = groups[-1] if groups else "none"
+    if largest == "none":
+        return ": its outputs stand in it"
+    if not (tied and largest == "rotation"):
+        return f"; 'residual: {largest}' would match it"
+    return (
+        f"; 'residual: {groups[-2]}' would match it, 'residual: rotation' only with 'untie: true', "
+        "as the embedding is also the output"
+    )
+
+
+def _unaligned(
+    architecture: Architecture, shapes: Shapes, options: AlignConfig, moved: list[TensorInfo], tied: str | None
+) -> list[str]:
     reasons = []
     moving = residual_groups(architecture, options.residual)
     for name, groups in architecture.stream_groups.items():
         if name not in moving:
-            largest = groups[-1] if groups else "none"
-            more = f"; 'residual: {largest}' would match it" if largest != "none" else ": its outputs stand in it"
+            more = _would_match(groups, name == tied)
             reasons.append(f"stream '{name}' keeps its coordinates (residual: {options.residual}){more}")
     reasons += list(architecture.limits)
     spaces = [space for block in architecture.blocks for space in block.spaces.values()]
@@ -245,7 +266,7 @@ class Rounds:
     solved: float = 0.0
 
     @classmethod
-    def of(cls, architecture: Architecture, options: MatchOptions, near: bool) -> Rounds:
+    def of(cls, architecture: Architecture, options: AlignConfig, near: bool) -> Rounds:
         """As `matching/passes.py` goes about it: starts on a sample of layers, passes part by part, and a last look at
         everything. What stands outside of layers is looked at once, turned for the last look and for the result."""
         if options.residual == "none":
@@ -260,7 +281,7 @@ class Rounds:
 
 
 def _work(
-    architecture: Architecture, shapes: Shapes, options: MatchOptions, near: bool, rounds: Rounds
+    architecture: Architecture, shapes: Shapes, options: AlignConfig, near: bool, rounds: Rounds
 ) -> tuple[float, float]:
     """Floating-point operations of all products, and entries of all assignments."""
     groups = residual_groups(architecture, options.residual)
@@ -279,7 +300,7 @@ def _work(
     return flops, assigned
 
 
-def _works(architecture: Architecture, block: Block, options: MatchOptions, near: bool = False) -> dict[str, Work]:
+def _works(architecture: Architecture, block: Block, options: AlignConfig, near: bool = False) -> dict[str, Work]:
     """What each local space of a block costs that is matched, by name."""
     own = options.at(architecture, block)
     found = {space.name: admitted(space, own).work() for space in wanted_spaces(block, own)}
@@ -292,7 +313,7 @@ def _shape(info: TensorInfo, shapes: Shapes) -> tuple[int, ...]:
 
 
 def _memory(
-    architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int, out_itemsize: int
+    architecture: Architecture, sizes: dict[str, int], options: AlignConfig, itemsize: int, out_itemsize: int
 ) -> int:
     """What is in memory at the most; with a residual stream all is matched before anything is written."""
     if options.residual != "none":
@@ -301,7 +322,7 @@ def _memory(
     return _local_memory(architecture, sizes, options, itemsize) + min(sum(sizes.values()) * out_itemsize, SHARD)
 
 
-def _local_memory(architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int) -> int:
+def _local_memory(architecture: Architecture, sizes: dict[str, int], options: AlignConfig, itemsize: int) -> int:
     """Both models' tensors of the largest block, float32 copies of its largest tensors, and the similarity matrices."""
     peak = 0
     for block in architecture.blocks:
@@ -311,7 +332,7 @@ def _local_memory(architecture: Architecture, sizes: dict[str, int], options: Ma
     return peak
 
 
-def _residual_memory(architecture: Architecture, sizes: dict[str, int], options: MatchOptions, itemsize: int) -> int:
+def _residual_memory(architecture: Architecture, sizes: dict[str, int], options: AlignConfig, itemsize: int) -> int:
     """For every worker both models' tensors of a layer as they are stored and widened, the largest space once more as
     the stream's map turns it, and its similarities; products of the stream of each part, embedding, head and map, and
     for every worker of two layers; what is kept of models that are read again; and what is freed and stays with the

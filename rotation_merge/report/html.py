@@ -7,15 +7,15 @@ import os
 from html import escape
 from pathlib import Path
 
-from rotation_merge.durable import write_text
 from rotation_merge.errors import RotationMergeError
+from rotation_merge.files.durable import write_text
+from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report import sections
-from rotation_merge.report.curves import FILE as BARRIER_FILE
-from rotation_merge.report.curves import Barrier, read_barriers
-from rotation_merge.report.record import MergeReport
+from rotation_merge.run.curves import FILE as BARRIER_FILE
+from rotation_merge.run.curves import Barrier, read_barriers
 
-REPORT_FILE = "rotation_merge.json"
 PAGE_FILE = "report.html"
+GENERATOR = '<meta name="generator" content="rotation_merge">'
 
 
 def page(report: MergeReport, barriers: list[Barrier] | None = None, name: str = "") -> str:
@@ -30,10 +30,20 @@ def page(report: MergeReport, barriers: list[Barrier] | None = None, name: str =
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{GENERATOR}"
         f"<title>{escape(title)}</title>\n<style>\n{style}</style></head>\n<body><main>\n"
         + "\n".join(part for part in body if part)
         + "\n</main></body></html>\n"
     )
+
+
+def is_page(path: str) -> bool:
+    """Whether a file is a page that we wrote."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return GENERATOR in file.read(1000)
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def write_page(directory: str, out: str | None = None) -> str:
@@ -75,6 +85,6 @@ def read_report(path: str) -> MergeReport:
     except NotADirectoryError as error:
         remedy = "name the directory of a model that rotation_merge wrote"
         raise RotationMergeError("is a file", where=os.path.dirname(path), remedy=remedy) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise RotationMergeError(f"is no report ({what})", where=path, remedy="merge again") from error

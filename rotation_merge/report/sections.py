@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from rotation_merge.model.naming import shortened
+from rotation_merge.record import MergeReport, SpaceRow, Verdict
 from rotation_merge.report import svg
-from rotation_merge.report.curves import Barrier
-from rotation_merge.report.record import MergeReport, SpaceRow
+from rotation_merge.run.curves import Barrier
 
 KINDS = {
     "attention": ("attention", "s0"),
@@ -47,10 +48,29 @@ def header(report: MergeReport, title: str) -> str:
     for name in report.donors():
         prefix = f"<code>{escape(name)}</code>: " if len(report.donors()) > 1 else ""
         lines.append(f'<p class="lead">{prefix}{escape(sentence(report.verdict(name)))}</p>')
+    if report.relation == "merge" and not report.donors():
+        lines.append(f'<p class="lead">{escape(sentence(report.unmoved()))}</p>')
     lines += [f"<p>{escape(note)}</p>" for note in report.notes]
-    if not report.donors():
-        lines.append('<p class="lead">Nothing was matched.</p>')
-    return "\n".join(lines)
+    return "\n".join([*lines, search(report.search)])
+
+
+def search(verdict: Verdict | None) -> str:
+    """Why it was this merge, where a search chose it."""
+    if verdict is None:
+        return ""
+    names = shortened([parent.name for parent in verdict.parents])
+    rows = "".join(_row("td", row) for row in verdict.rows(names))
+    return (
+        f"<h2>How it was chosen</h2><p>{escape(' '.join(verdict.sentences()))}</p>"
+        f'<div class="scroll"><table>{_row("th", verdict.headers)}{rows}</table></div>'
+        f'<p class="soft">On {escape(verdict.samples)}; less is better. {escape(" ".join(verdict.attempts()))}</p>'
+    )
+
+
+def _row(tag: str, texts: Sequence[str]) -> str:
+    """A row of a table, numbers behind its first cell."""
+    cells = (f"<{tag}{' class=n' if i else ''}>{escape(text)}</{tag}>" for i, text in enumerate(texts))
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def donor(report: MergeReport, name: str) -> str:

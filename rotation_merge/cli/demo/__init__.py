@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from rotation_merge.cli.paths import NEW_FOLDER, outputs_of, writing
+
 STAGES = {
     "twin": "a ViT and the same ViT in other coordinates",
     "vits": "two ViTs trained from different seeds",
@@ -19,11 +21,9 @@ STAGES = {
 
 @click.command(epilog="Example: rotation-merge demo --only twin")
 @click.option("--only", type=click.Choice(list(STAGES)), multiple=True, help="Run only this stage (may be repeated).")
-@click.option(
-    "--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep the merged models and recipes there."
-)
+@click.option("--keep", type=NEW_FOLDER, metavar="DIR", help="Keep the merged models and recipes there.")
 @click.option("--json", "as_json", is_flag=True, help="Print machine-readable JSON.")
-def command(only: tuple[str, ...], keep: Path | None, as_json: bool) -> None:
+def command(only: tuple[str, ...], keep: str | None, as_json: bool) -> None:
     """Merge the tiny checkpoints that come with the package and print what alignment did.
 
     Two ViTs on scikit-learn's digits and Llamas on bytes of text, each merged half and half by mergekit: as they are,
@@ -35,19 +35,19 @@ def command(only: tuple[str, ...], keep: Path | None, as_json: bool) -> None:
     shown(_run)(only=only or tuple(STAGES), keep=keep, as_json=as_json)
 
 
-def _run(only: tuple[str, ...], keep: Path | None, as_json: bool) -> int:
+def _run(only: tuple[str, ...], keep: str | None, as_json: bool) -> int:
     from dataclasses import asdict
 
     import torch
 
     from rotation_merge.cli.demo import stages
     from rotation_merge.cli.show import note, print_json, say, table
-    from rotation_merge.scratch import Scratch
+    from rotation_merge.files.scratch import Scratch
 
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
     began = time.perf_counter()
-    with Scratch() as scratch:
-        place = keep or Path(scratch)
+    with writing(outputs_of(click.get_current_context())), Scratch() as scratch:
+        place = Path(keep or scratch)
         place.mkdir(parents=True, exist_ok=True)
         results = []
         for name in only:

@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
-from rotation_merge.checkpoints.carried import Settings, carry_all
+from rotation_merge.carrying.by_weights import Settings, carry_all
 from rotation_merge.cli.demo.twin import make_twin
 from rotation_merge.errors import RotationMergeError
-from rotation_merge.matching.options import NOTHING, MatchOptions
-from rotation_merge.report.html import REPORT_FILE, read_report, write_page
-from rotation_merge.samples import demo as data
-from rotation_merge.samples.data import Data
-from rotation_merge.samples.evaluate import evaluate
-from rotation_merge.samples.functions import load
-from rotation_merge.seam.merging import merge_recipe
+from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.record import REPORT_FILE
+from rotation_merge.report.html import read_report, write_page
+from rotation_merge.run import demo as data
+from rotation_merge.run.data import Data
+from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import load
 
 LOCAL = {"heads": "permutation"}
 WHOLE = {"heads": "permutation", "residual": "rotation"}
@@ -75,12 +76,12 @@ def vits(place: Path) -> Result:
 def _learned(a: Path, b: Path, file: Path) -> str:
     """An alignment learned on the training images and their labels."""
     from rotation_merge.cli.fit import write
-    from rotation_merge.learning.fit import fit
-    from rotation_merge.learning.records import FitOptions
+    from rotation_merge.matching.fit import fit
+    from rotation_merge.matching.fit_records import FitConfig
 
     pixels, labels, _, _ = data.digits()
     batches = [{"pixel_values": x, "labels": y} for x, y in zip(pixels.split(64), labels.split(64), strict=True)]
-    learned = fit(load(str(a)), load(str(b)), batches, options=FitOptions(steps=LEARNING_STEPS))
+    learned = fit(load(str(a)), load(str(b)), batches, options=FitConfig(steps=LEARNING_STEPS))
     return write([str(a), str(b)], learned, str(file), {}, untie=False)[0]
 
 
@@ -120,8 +121,8 @@ def adapter(place: Path) -> Result:
     result = Result(f"LoRA for English carried to Llama 1 (x {ADAPTER_SCALE})", "loss (nats)", [_english(base)], {})
     groups = {
         "plain": NOTHING,
-        "local": MatchOptions(heads="permutation"),
-        "whole": MatchOptions(heads="permutation", residual="rotation"),
+        "local": AlignConfig(heads="permutation"),
+        "whole": AlignConfig(heads="permutation", residual="rotation"),
     }
     for name, options in groups.items():
         out = place / "adapter" / name

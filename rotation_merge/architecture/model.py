@@ -1,0 +1,338 @@
+"""An architecture file made concrete for one model: spaces with sizes, tensors with labelled axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from rotation_merge.symmetry.convolution import FACTORS
+from rotation_merge.symmetry.stream import STREAM_GROUPS, StreamGroup
+
+
+@dataclass(frozen=True)
+class Space:
+    """A coordinate system.
+
+    Attributes:
+        name: unique in the model: `residual`, or `model.layers.3.attn`.
+        kind: stream, attention, ffn, experts, latent, mixer, convolution or translation; fixed: what keeps its place.
+        sizes: what the kind needs: size; groups, per_group, head_dim, value_dim; count; shared, own.
+        rotary: number of leading query/key dimensions that rotary embedding turns (0: none).
+        interleaved: whether RoPE pairs are neighbours.
+        rotary_parts: how many equal parts of a head rotary embedding turns, each by itself.
+        norm: norm between query/key projection and product, as in the architecture file.
+        values: what values and outputs admit, as in the architecture file.
+        free_order: whether heads may change places.
+        free_groups: whether KV groups may, too.
+        span: of layers that meet the keys and values of one of them: the name of the space in that one.
+        visible_bias: whether softmax sees a key's bias although there is no rotary.
+        gated: whether the neurons' activations are multiplied by a second, linear map.
+        degree: a neuron scaled by c on its way in is scaled by 1 / c^degree on its way out; 0: it cannot be scaled.
+        head: of a translation: that of a head's rows, which changes logits.
+        rooted: of a stream: whether embeddings are multiplied by the root of its size.
+    """
+
+    name: str
+    kind: str
+    sizes: dict[str, int]
+    rotary: int = 0
+    interleaved: bool = False
+    rotary_parts: int = 1
+    norm: str | None = None
+    values: str = "free"
+    free_order: bool = True
+    free_groups: bool = True
+    span: str | None = None
+    visible_bias: bool = False
+    gated: bool = False
+    degree: int = 0
+    head: bool = False
+    rooted: bool = False
+
+    def factors(self, role: str) -> tuple[int, ...]:
+        """Dimensions an axis of this role splits into."""
+        return tuple(self.sizes[size] for size in _FACTORS.get(self.kind, {}).get(role, ("size",)))
+
+
+_HEADS = ("groups", "per_group")
+
+_FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
+    "attention": {
+        "q": (*_HEADS, "head_dim"),
+        "q_gain": (*_HEADS, "head_dim"),
+        "k": ("groups", "head_dim"),
+        "k_gain": ("groups", "head_dim"),
+        "q_norm": ("head_dim",),
+        "k_norm": ("head_dim",),
+        "v": ("groups", "value_dim"),
+        "o": (*_HEADS, "value_dim"),
+        "gate": (*_HEADS, "value_dim"),
+        "head": _HEADS,
+        "kv_head": ("groups",),
+    },
+    "experts": {"index": ("count",)},
+    "mixer": {"group": ("groups",), "head": _HEADS, "shared": ("groups", "shared"), "own": (*_HEADS, "own")},
+}
+"""Sizes that an axis of each role is the product of, where it is not the space's one size."""
+
+ROLES = {
+    "fixed": ("fixed",),
+    "stream": ("write", "read", "gain", "shift"),
+    "ffn": ("in", "gate", "out"),
+    "experts": ("index", "in", "gate", "out"),
+    "attention": tuple(_FACTORS["attention"]),
+    "latent": ("write", "read", "gain", "shift"),
+    "mixer": tuple(_FACTORS["mixer"]),
+    "convolution": tuple(FACTORS),
+    "translation": (),
+}
+"""Roles an axis may play, by the kind of its space."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One role of a space on an axis; a space of kind `fixed` is a number of coordinates that nothing moves."""
+
+    space: Space
+    role: str
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        return self.space.factors(self.role)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.factors)
+
+
+Piece = tuple[Part, ...]
+"""Parts multiplied with one another, outermost first: `attn.head * rope.q` has an entry for each pair of both."""
+
+
+def factors_of(piece: Piece) -> tuple[int, ...]:
+    """The dimensions that a piece of an axis splits into."""
+    return tuple(factor for part in piece for factor in part.factors)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of a tensor, made of pieces (none: outside every space).
+
+    Attributes:
+        pieces: one after the other.
+        depth: number of leading factors that the pieces share: they follow one another for each entry of these (0:
+            whole pieces do; 1: they alternate for each KV group, or for each neuron).
+        label: as the architecture file has it.
+    """
+
+    pieces: tuple[Piece, ...] = ()
+    depth: int = 0
+    label: str = "fixed"
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of all pieces that live in a space."""
+        return tuple(part for piece in self.pieces for part in piece if part.space.kind != "fixed")
+
+    @cached_property
+    def size(self) -> int | None:
+        """Length the dimension must have; None where the architecture does not say."""
+        return sum(math.prod(factors_of(piece)) for piece in self.pieces) if self.pieces else None
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the checkpoint.
+
+    Attributes:
+        key: its name in the architecture file, the same in every model of the family.
+        names: its name in the checkpoint; several where one is stored for each entry of the first axis.
+        axes: outermost first.
+        tied: names it may be stored under instead.
+        unless: name of a tensor that holds the same weights in another form.
+        common: the translations of its rows, which only a softmax sees; None where there are none.
+        offset: what is stored falls short of what it stands for by so much (gains stored as 1 + weight).
+    """
+
+    key: str
+    names: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    optional: bool = False
+    stacked: bool = False
+    tied: tuple[str, ...] = ()
+    unless: str | None = None
+    offset: float = 0.0
+    common: Space | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def spaces(self) -> Iterator[Space]:
+        for axis in self.axes:
+            for part in axis.parts:
+                yield part.space
+        if self.common is not None:
+            yield self.common
+
+    def roles(self) -> list[tuple[str, str]]:
+        """The spaces by name, each with the role that an axis plays there."""
+        found = [(part.space.name, part.role) for axis in self.axes for part in axis.parts]
+        return found if self.common is None else [*found, (self.common.name, "")]
+
+    @property
+    def vocabulary_axis(self) -> int | None:
+        return next((d for d, axis in enumerate(self.axes) if axis.label == "vocabulary"), None)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of a stream: keys of its gain and shift, and of the tensors that read it (None: cannot be folded)."""
+
+    stream: str
+    gain: str
+    shift: str | None
+    reads: tuple[str, ...]
+    layer: bool
+    offset: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A layer scale: key of the gain and of the tensors (weight, bias) that it multiplies."""
+
+    stream: str
+    gain: str
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tensors that share local spaces: one layer, or what stands before or after the layers.
+
+    Attributes:
+        name: module path, which recipe filters see: `model.layers.3`.
+        index: layer number, None before and after the layers.
+        dropped: name beginnings of weights that stand there and are not read, as in the architecture file.
+        known: what has been found out about it and is asked for again and again, by who found it.
+    """
+
+    name: str
+    module: str
+    index: int | None
+    place: str
+    tensors: tuple[TensorInfo, ...]
+    spaces: dict[str, Space] = field(default_factory=dict)
+    norms: tuple[Norm, ...] = ()
+    scales: tuple[Scale, ...] = ()
+    dropped: tuple[str, ...] = ()
+    known: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    @cached_property
+    def _by_key(self) -> dict[str, TensorInfo]:
+        return {info.key: info for info in reversed(self.tensors)}
+
+    def tensor(self, key: str) -> TensorInfo | None:
+        return self._by_key.get(key)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model of a family.
+
+    Attributes:
+        family: name of the architecture file.
+        streams: residual streams by name.
+        stream_groups: the groups each stream admits, smallest first.
+        handed_out: by stream that admits none: the output of the model's forward that it is.
+        blocks: in the order of the forward pass.
+        layers_key: config key of each module's number of layers.
+        base, spelling: how the checkpoint names its tensors (see `ArchitectureSpec`).
+    """
+
+    family: str
+    streams: dict[str, Space]
+    stream_groups: dict[str, tuple[str, ...]]
+    blocks: tuple[Block, ...]
+    layers_key: dict[str, str]
+    handed_out: Mapping[str, str] = field(default_factory=dict)
+    limits: tuple[str, ...] = ()
+    base: str = ""
+    spelling: tuple[tuple[str, str], ...] = ()
+
+    def spaces(self) -> dict[str, Space]:
+        """Every space by name, the streams first."""
+        return {**self.streams, **{s.name: s for block in self.blocks for s in block.spaces.values()}}
+
+    def layer_normed(self, stream: str) -> bool:
+        """Whether a norm of the stream takes off its mean, so that rotations have to fix the all-ones vector."""
+        return any(norm.layer for block in self.blocks for norm in block.norms if norm.stream == stream)
+
+    def stream_group(self, stream: str, kind: str) -> StreamGroup:
+        """The group of a residual stream that is called `kind` in recipes."""
+        return StreamGroup(kind, self.streams[stream].sizes["size"], self.layer_normed(stream))
+
+    def admitting(self, kind: str) -> list[str]:
+        """The streams that admit a residual group."""
+        return [name for name, groups in self.stream_groups.items() if kind in groups]
+
+    def folds(self, groups: Mapping[str, str]) -> tuple[str, ...]:
+        """Streams and latents whose gains are folded where streams are moved by these groups."""
+        streams = [name for name, group in groups.items() if group == "rotation"]
+        if not streams:
+            return ()
+        local = (space.name for block in self.blocks for space in block.spaces.values() if space.kind == "latent")
+        return (*streams, *local)
+
+    @property
+    def residual_groups(self) -> list[str]:
+        """The residual groups that every stream admits, smallest first: `none` at least."""
+        whole = len(self.streams) or 1
+        return [kind for kind in STREAM_GROUPS if kind == "none" or len(self.admitting(kind)) == whole]
+
+    def names(self, info: TensorInfo, index: int | None) -> tuple[str, ...]:
+        """What a tensor is called in layer `index` of a checkpoint that names its tensors as this one does."""
+        key = info.key if index is None else info.key.replace("{i}", str(index))
+        name = spell(key, self.base, self.spelling)
+        return tuple(name.replace("{e}", str(e)) for e in range(len(info.names))) if info.stacked else (name,)
+
+    def tensors(self) -> Iterator[TensorInfo]:
+        for block in self.blocks:
+            yield from block.tensors
+
+    def layers(self, module: str) -> list[Block]:
+        return [b for b in self.blocks if b.module == module and b.index is not None]
+
+    def without(self, names: Collection[str]) -> Architecture:
+        """The same of which some tensors are not known."""
+        if not names:
+            return self
+        kept = [tuple(info for info in block.tensors if info.name not in names) for block in self.blocks]
+        blocks = zip(self.blocks, kept, strict=True)
+        return replace(self, blocks=tuple(b if len(k) == len(b.tensors) else replace(b, tensors=k) for b, k in blocks))
+
+    def named(self) -> dict[str, TensorInfo]:
+        """Every checkpoint name and the tensor it belongs to."""
+        return {name: tensor for tensor in self.tensors() for name in tensor.names}
+
+    def places(self) -> dict[str, tuple[Block, TensorInfo, int]]:
+        """Every checkpoint name's block and tensor, and which piece of the tensor it is."""
+        return {
+            n: (block, info, i) for block in self.blocks for info in block.tensors for i, n in enumerate(info.names)
+        }
+
+
+def spell(name: str, base: str, spelling: Iterable[tuple[str, str]]) -> str:
+    """A name of an architecture file as a checkpoint spells it."""
+    name = name.replace("{base}", base)
+    for ours, theirs in spelling:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def stem_of(key: str) -> str:
+    """What a map's weight and bias are called in common."""
+    return key.removesuffix(".weight").removesuffix(".bias")

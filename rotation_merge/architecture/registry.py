@@ -1,0 +1,389 @@
+"""The architectures there are, and the one that fits a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rotation_merge.architecture.build import lay_out, spelled, variables
+from rotation_merge.architecture.expression import evaluate
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.architecture.schema import ArchitectureSpec, explain
+from rotation_merge.architecture.sentence import KEY as SENTENCE
+from rotation_merge.architecture.sentence import with_modules
+from rotation_merge.errors import ArchitectureError, CheckpointError, nearest
+
+DATA = Path(__file__).parent / "data"
+
+FOLDERS = "ROTATION_MERGE_ARCHITECTURES"
+"""Environment variable that names folders with architecture files of one's own."""
+
+OWN = ("family", "title", "models", "extends", "classes", "bare", "model_types", "limits")
+"""Entries that a file does not take over from the family it extends."""
+
+_extra: dict[str, ArchitectureSpec] = {}
+
+
+def load_file(path: Path) -> ArchitectureSpec:
+    """Read and check one architecture file.
+
+    Raises:
+        ArchitectureError: names the file, the entry and what it should be.
+    """
+    try:
+        return ArchitectureSpec.model_validate(_read(path))
+    except ValidationError as error:
+        entry, what, remedy = explain(error)
+        raise ArchitectureError(f"entry '{entry}': {what}", where=str(path), remedy=remedy) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's object, laid over that of the family it extends."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ArchitectureError(
+            f"cannot be read ({error})", where=str(path), remedy="it must be one JSON object"
+        ) from error
+    if not isinstance(content, dict):
+        raise ArchitectureError("is not one JSON object", where=str(path), remedy="see docs/add-architecture.md")
+    if (parent := content.get("extends")) is not None:
+        inherited = {key: value for key, value in _parent(path, "extends", parent).items() if key not in OWN}
+        content = _overlay(inherited, content)
+    modules = content.get("modules")
+    if isinstance(modules, dict):
+        content = {**content, "modules": {name: _module(path, name, module) for name, module in modules.items()}}
+    return content
+
+
+def _parent(path: Path, entry: str, family: Any) -> dict[str, Any]:
+    """The file's object of a family that another file's entry names."""
+    source = DATA / f"{family}.json"
+    if not source.is_file():
+        remedy = nearest(str(family), [file.stem for file in DATA.glob("*.json")])
+        raise ArchitectureError(f"entry '{entry}': there is no family '{family}'", where=str(path), remedy=remedy)
+    return _read(source)
+
+
+def _module(path: Path, name: str, module: Any) -> Any:
+    """A module laid over that of another family, `FAMILY.MODULE`, whose variables come with it."""
+    if not isinstance(module, dict) or "extends" not in module:
+        return module
+    entry = f"modules.{name}.extends"
+    family, _, part = str(module["extends"]).partition(".")
+    parent = _parent(path, entry, family)
+    if part not in parent["modules"]:
+        remedy = nearest(part, parent["modules"])
+        raise ArchitectureError(f"entry '{entry}': {family} has no module '{part}'", where=str(path), remedy=remedy)
+    below = _overlay({"variables": parent.get("variables", {})}, parent["modules"][part])
+    return _overlay(below, {key: value for key, value in module.items() if key != "extends"})
+
+
+def _overlay(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects merged entry by entry; null removes an entry, anything else replaces it."""
+    result = dict(below)
+    for key, value in above.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = _overlay(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+@cache
+def shipped() -> dict[str, ArchitectureSpec]:
+    """The families that come with the package, by name."""
+    return {spec.family: spec for spec in map(load_file, sorted(DATA.glob("*.json")))}
+
+
+def families() -> dict[str, ArchitectureSpec]:
+    """Every known family: the shipped ones, those in the folders that FOLDERS names, and those registered since."""
+    return {**shipped(), **_found(os.environ.get(FOLDERS, "")), **_extra}
+
+
+@cache
+def _found(folders: str) -> dict[str, ArchitectureSpec]:
+    paths = [path for folder in folders.split(os.pathsep) if folder for path in sorted(Path(folder).glob("*.json"))]
+    return {spec.family: spec for spec in map(load_file, paths)}
+
+
+_MOST_LAID = 4
+_laid: dict[tuple[int, str], tuple[ArchitectureSpec, Architecture]] = {}
+"""By the identity of a file (which is kept, so that it stays its own) and the config: what `lay_out` made of them."""
+
+
+def register(path: Path) -> ArchitectureSpec:
+    """Add a family from a file outside the package, for this process."""
+    spec = load_file(path)
+    _extra[spec.family] = spec
+    return spec
+
+
+def find(config: Mapping[str, Any]) -> ArchitectureSpec | None:
+    """The family of a model with this config, or None; with the dense modules of a sentence-transformers folder."""
+    spec = _family(config)
+    return with_modules(spec, config) if spec is not None and config.get(SENTENCE) else spec
+
+
+def _family(config: Mapping[str, Any]) -> ArchitectureSpec | None:
+    classes = set(config.get("architectures") or [])
+    model_type = config.get("model_type")
+    known = [spec for spec in families().values() if _about(spec, config)]
+    fits = [spec for spec in known if classes & set(spec.classes)]
+    if fits:
+        return next((spec for spec in fits if model_type in spec.model_types), fits[0])
+    if classes:
+        return None
+    return next((spec for spec in known if model_type in spec.model_types), None)
+
+
+def _about(spec: ArchitectureSpec, config: Mapping[str, Any]) -> bool:
+    """Whether the file is about a model of this config, by its `when`."""
+    return spec.when is None or bool(evaluate(spec.when, variables(spec, config)))
+
+
+def resolve(
+    config: Mapping[str, Any], names: Collection[str], model: str, keep_unknown: bool = False, untie: bool = False
+) -> Architecture:
+    """The architecture of one checkpoint.
+
+    Args:
+        config: its config.json as a dictionary.
+        names: the tensors it holds.
+        model: what to call it in errors.
+        keep_unknown: take tensors that the architecture does not know along unaligned instead of refusing them.
+        untie: give heads that are tied to an embedding a tensor of their own.
+
+    Raises:
+        ArchitectureError: the architecture is not supported.
+        CheckpointError: tensors are missing, or are there that the architecture does not know.
+    """
+    spec = find(config)
+    if spec is None:
+        classes = ", ".join(config.get("architectures") or []) or f"model_type {config.get('model_type')}"
+        raise ArchitectureError(
+            f"architecture {classes} is not supported",
+            where=model,
+            remedy="see 'rotation-merge inspect --architectures', add a data file (docs/add-architecture.md), "
+            "or set 'unsupported: merge' under parameters to merge it without alignment",
+        )
+    if settings := stores_codes(config):
+        kind = settings.get("quant_method") if isinstance(settings, Mapping) else None
+        raise CheckpointError(
+            f"its weights are quantised ({kind or 'quantization_config'}); they are codes, and have no axes to turn",
+            where=model,
+            remedy="name the model in full precision, or write one: "
+            "model = AutoModelForCausalLM.from_pretrained(PATH).dequantize(); model.save_pretrained(OUT)",
+        )
+    present = set(names)
+    untie = untie and bool(evaluate(spec.tied_when, variables(spec, config)))
+    try:
+        layout = _laid_out(spec, config, len(present))
+    except CheckpointError as error:
+        raise CheckpointError(error.what, where=model, remedy=error.remedy) from error
+    present = present.difference(_dropped(spec, config, layout, present))
+    architecture, missing, unknown = _best_spelling(spec, layout, present, untie)
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors of a {spec.family} model are missing, the first is '{missing[0]}'",
+            where=model,
+            remedy="the checkpoint is incomplete, or its config.json belongs to another model",
+        )
+    if unknown and not keep_unknown:
+        raise CheckpointError(
+            f"{len(unknown)} tensors are not part of the {spec.family} architecture, the first is '{unknown[0]}'",
+            where=model,
+            remedy="set 'unsupported: merge' under parameters to merge them without alignment",
+        )
+    if unknown:
+        module = next(iter(architecture.layers_key), "default")
+        extra = tuple(TensorInfo(name, (name,), ()) for name in unknown)
+        architecture = replace(
+            architecture, blocks=(*architecture.blocks, Block("unknown", module, None, "after", extra))
+        )
+    return architecture
+
+
+def stores_codes(config: Mapping[str, Any]) -> Any:
+    """What a config says of weights that are stored as codes; of what transformers reads from a GGUF file it gives back
+    floating weights, whatever codes they were."""
+    settings = config.get("quantization_config")
+    return None if isinstance(settings, Mapping) and settings.get("quant_method") == "gguf" else settings
+
+
+def _laid_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | None = None) -> Architecture:
+    """`lay_out`, once for all models of one config: those of a merge, and what they are with a head of their own."""
+    told = {key: value for key, value in config.items() if key != "_name_or_path"}
+    key = id(spec), json.dumps(told, sort_keys=True, default=repr)
+    if key not in _laid:
+        if len(_laid) >= _MOST_LAID:
+            _laid.clear()
+        _laid[key] = spec, lay_out(spec, config, tensors)
+    return _laid[key][1]
+
+
+def _best_spelling(
+    spec: ArchitectureSpec, laid: Architecture, present: set[str], untie: bool
+) -> tuple[Architecture, list[str], list[str]]:
+    """The model under the names that fit a checkpoint, what is missing then, and what is unknown: the first names
+    under which nothing is either, else those with the least missing, then the least unknown."""
+    found = []
+    for base, spelling in itertools.product(spec.bases, spec.spellings):
+        candidate = _present_only(spelled(laid, base, spelling), present, untie)
+        found.append((candidate, _missing(candidate, present), unknown_names(candidate, spec, present)))
+        if not any(found[-1][1:]):
+            break
+    return min(found, key=lambda entry: (len(entry[1]), len(entry[2])))
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A tensor that a model of some config may have: where it belongs, and how the names around it are spelled."""
+
+    module: str
+    place: str
+    index: int | None
+    info: TensorInfo
+    base: str
+    spelling: tuple[tuple[str, str], ...]
+
+    def in_block(self, block: Block) -> bool:
+        return (block.module, block.place, block.index) == (self.module, self.place, self.index)
+
+
+def every_name(config: Mapping[str, Any]) -> dict[str, Spot]:
+    """All names that tensors of a model with this config may go by: every spelling, every optional and tied tensor."""
+    spec = find(config)
+    if spec is None:
+        return {}
+    found: dict[str, Spot] = {}
+    laid = _laid_out(spec, config)
+    for base, spelling in itertools.product(spec.bases, spec.spellings):
+        for block in spelled(laid, base, spelling).blocks:
+            for info in block.tensors:
+                spot = Spot(block.module, block.place, block.index, info, base, tuple(spelling))
+                for name in info.names:
+                    found.setdefault(name, spot)
+    return found
+
+
+def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[str, str]:
+    """The names that tensors of a checkpoint may have elsewhere (in its class, in older files), and those they have."""
+    here = {(b.module, b.place, b.index, info.key): info.names for b in architecture.blocks for info in b.tensors}
+    found: dict[str, str] = {}
+    for name, spot in every_name(config).items():
+        names = here.get((spot.module, spot.place, spot.index, spot.info.key), ())
+        found.update((n, own) for n, own in zip(spot.info.names, names, strict=False) if n == name)
+    return found
+
+
+def unread(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Tensors that hold weights which a model of this config does not read: layers that predict tokens further ahead
+    (MTP)."""
+    spec = find(config)
+    return [] if spec is None else sorted(_dropped(spec, config, _laid_out(spec, config), names))
+
+
+def _dropped(
+    spec: ArchitectureSpec, config: Mapping[str, Any], layout: Architecture, names: Collection[str]
+) -> set[str]:
+    """Tensors that hold weights which the model does not read."""
+    inside = [begin.replace("{base}", base) for b in layout.blocks for begin in b.dropped for base in spec.bases]
+    begins = (*(begin.format(**config) for begin in spec.dropped), *inside)
+    return {name for name in names if name.startswith(begins)} if begins else set()
+
+
+def tied_head(
+    config: Mapping[str, Any], names: Collection[str], model: str, known: Architecture | None = None
+) -> tuple[str, str] | None:
+    """A head that shares an embedding's tensor once the model is loaded, and the stream it reads; None where none does.
+
+    The config decides where it says so, whatever is stored beside it; else a head that is not stored is tied.
+
+    Args:
+        known: the architecture as it was resolved for these names, which may spare resolving it again.
+    """
+    if find(config) is None:
+        return None
+    text = config.get("text_config")
+    nested = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
+    says = bool(config.get("tie_word_embeddings", nested))
+    if not says and known is not None and any(info.tied and info.name in names for info in known.tensors()):
+        return None
+    for info in resolve(config, names, model, keep_unknown=True, untie=True).tensors():
+        reads = [part.space.name for axis in info.axes for part in axis.parts if part.role == "read"]
+        if info.tied and reads and (says or info.name not in names):
+            return info.name, reads[0]
+    return None
+
+
+def _missing(architecture: Architecture, present: set[str]) -> list[str]:
+    needed = (t for t in architecture.tensors() if not t.optional and not present.intersection(t.tied))
+    return [name for tensor in needed for name in tensor.names if name not in present]
+
+
+def unknown_names(architecture: Architecture, spec: ArchitectureSpec, present: Collection[str]) -> list[str]:
+    """Tensors of the checkpoint that the architecture neither knows nor ignores."""
+    known = architecture.named()
+    return sorted(n for n in present if n not in known and not any(n.endswith(end) for end in spec.ignored))
+
+
+def _present_only(architecture: Architecture, present: set[str], untie: bool) -> Architecture:
+    """The architecture without the optional tensors that the checkpoint lacks, or has in another form."""
+
+    def there(tensor: TensorInfo) -> bool:
+        names = (*tensor.names, *tensor.tied) if untie else tensor.names
+        return bool(present.intersection(names)) or not (tensor.optional or tensor.unless in present)
+
+    blocks = []
+    for block in architecture.blocks:
+        kept = tuple(filter(there, block.tensors))
+        used = {space.name for tensor in kept for space in tensor.spaces()}
+        spaces = {local: space for local, space in block.spaces.items() if space.name in used}
+        blocks.append(replace(block, tensors=kept, spaces=spaces))
+    return replace(architecture, blocks=tuple(block for block in blocks if block.tensors))
+
+
+_LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")
+
+
+def unaligned(names: Collection[str], config: Mapping[str, Any] | None = None) -> Architecture:
+    """An architecture without spaces, for plain merging of a checkpoint whose architecture is not known.
+
+    Tensors whose names share a layer number (`model.layers.3.`) form a block; each other tensor is one of its own.
+    The config key of the number of layers is the one that names layers and holds that number.
+    """
+    found = {name: _LAYER.match(name) for name in names}
+    stacks = dict.fromkeys(match["stack"] for match in found.values() if match)
+    module = {stack: "default" if len(stacks) == 1 else stack for stack in stacks}
+    blocks: dict[str, Block] = {}
+    for name, match in found.items():
+        place = f"{match['stack']}.{match['index']}" if match else name
+        block = blocks.get(place) or Block(
+            place,
+            module[match["stack"]] if match else "default",
+            int(match["index"]) if match else None,
+            "layer" if match else "before",
+            (),
+        )
+        blocks[place] = replace(block, tensors=(*block.tensors, TensorInfo(name, (name,), ())))
+    ordered = sorted(blocks.values(), key=lambda b: (b.module, -1 if b.index is None else b.index, b.name))
+    keys = {name: _layers_key(config, ordered, name) for name in module.values()}
+    return Architecture("unknown", {}, {}, tuple(ordered), keys or {"default": "num_hidden_layers"})
+
+
+def _layers_key(config: Mapping[str, Any] | None, blocks: Collection[Block], module: str) -> str:
+    count = 1 + max(block.index for block in blocks if block.module == module and block.index is not None)
+    fits = [key for key, value in (config or {}).items() if "layer" in key and type(value) is int and value == count]
+    return fits[0] if fits and "num_hidden_layers" not in fits else "num_hidden_layers"

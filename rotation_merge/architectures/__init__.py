@@ -1,6 +1,0 @@
-"""Architectures as data: one JSON file a family says which axis of which tensor lives in which space."""
-
-from rotation_merge.architectures.model import Architecture, Axis, Block, Part, Space, TensorInfo
-from rotation_merge.architectures.registry import families, find, register, resolve
-
-__all__ = ["Architecture", "Axis", "Block", "Part", "Space", "TensorInfo", "families", "find", "register", "resolve"]

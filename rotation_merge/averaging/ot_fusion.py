@@ -1,0 +1,232 @@
+r"""Optimal transport between the coordinates of two models: soft or hard plans, one for each space.
+
+A plan T has uniform marginals 1/n; the donor's coordinates become ``aligned = P donor`` with ``P = n T^T``, rows
+summing to one. A hard plan is a permutation. A soft one averages coordinates: no symmetry, and the donor that it moves
+no longer computes what it did.
+
+Source: Imfeld, Graldi, Giordano, Hofmann, Anagnostidis and Singh 2024, section 4: costs from weights (unit rows, after
+what they read has been aligned) or from standardised activations, over their largest entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
+from torch import Tensor
+
+from rotation_merge.architecture.model import Axis, Block, Space, TensorInfo
+from rotation_merge.averaging.methods import WEIGHT, OwnMethod
+from rotation_merge.errors import RecipeError, StatisticsError
+from rotation_merge.matching.activations import wanted_roles
+from rotation_merge.model.apply import placed, split_axis, transform_tensor
+from rotation_merge.symmetry import SpaceTransform
+from rotation_merge.symmetry.base import act_by_matrices
+
+REGULARISATION = {"weights": 0.06, "activations": 0.08}
+"""Of Sinkhorn's algorithm, at costs of at most one."""
+
+
+class OtFusion(OwnMethod):
+    """OT fusion: donors moved by transport plans, then the mean."""
+
+    spec = MergeMethodSpec(
+        name="ot_fusion",
+        pretty_name="OT fusion",
+        reference_url="https://arxiv.org/abs/2310.05719",
+        parameters=(
+            WEIGHT,
+            ParameterSpec("plan", str, ParameterScope.SHARED, "soft", "soft (Sinkhorn) or hard (a permutation)"),
+            ParameterSpec(
+                "stream", str, ParameterScope.SHARED, "transport", "transport, or identity: leave it as it is"
+            ),
+            ParameterSpec("regularisation", float | None, ParameterScope.SHARED, None, "of soft plans"),
+        ),
+        contract=InputContract(base=BasePolicy.REQUIRED),
+    )
+
+    def check(self, parameters: Mapping[str, Any]) -> None:
+        """Refuse values that mean nothing.
+
+        Raises:
+            RecipeError: names the parameter.
+        """
+        for name, words in (("plan", ("soft", "hard")), ("stream", ("transport", "identity"))):
+            if parameters[name] not in words:
+                raise RecipeError(
+                    f"parameter '{name}' is {parameters[name]!r}",
+                    where="parameters",
+                    remedy=f"it must be one of: {', '.join(words)}",
+                )
+        given = parameters["regularisation"]
+        if given is not None and not given > 0:
+            raise RecipeError(f"parameter 'regularisation' is {given}", where="parameters", remedy="it must be above 0")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan of one space: ``aligned = matrix @ donor`` along every axis of the roles it knows.
+
+    Attributes:
+        matrices: by role; (1, n, n) for the whole axis, or (G, d, d) for each KV group (or expert) by itself.
+    """
+
+    matrices: Mapping[str, Tensor]
+
+    def moves(self, role: str) -> bool:
+        return role in self.matrices
+
+    def act(self, x: Tensor, role: str, dim: int, dual: bool = False) -> Tensor:
+        """Move the axis of a role, whose dimensions begin at `dim`."""
+        matrix = self.matrices.get(role)
+        if matrix is None:
+            return x
+        size, (count, width) = x.shape[dim], matrix.shape[:2]
+        if count == 1:
+            whole = 1
+            while size < width:
+                size, whole = size * x.shape[dim + whole], whole + 1
+            flat = x.flatten(dim, dim + whole - 1)
+            moved = act_by_matrices(matrix, flat.unsqueeze(0), 0, dim + 1).squeeze(0)
+            return moved.unflatten(dim, x.shape[dim : dim + whole]) if whole > 1 else moved
+        if role in ("in", "gate", "out"):  # experts, counted by dimension 0
+            return act_by_matrices(matrix, x, 0, dim)
+        return act_by_matrices(matrix, x, dim, dim + (2 if role in ("q", "o") else 1))
+
+
+Plans = dict[str, Plan]
+
+
+def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, Plan], piece: int | None) -> Tensor:
+    """A donor's tensor after its spaces' plans.
+
+    Args:
+        piece: which of several experts this tensor is; None of a whole tensor.
+    """
+    if piece is None:
+        return transform_tensor(tensor, info, cast(Mapping[str, SpaceTransform], plans))
+    own = {
+        name: Plan({r: m if len(m) == 1 else m[piece : piece + 1].expand(1, -1, -1) for r, m in plan.matrices.items()})
+        for name, plan in plans.items()
+        if any(space.name == name for space in info.spaces())
+    }
+    single = TensorInfo(info.key, info.names[:1], info.axes[1:])
+    return transform_tensor(tensor, single, cast(Mapping[str, SpaceTransform], own))
+
+
+def plan(donor: Tensor, anchor: Tensor, hard: bool, regularisation: float) -> Tensor:
+    """P of a transport plan between two sets of points.
+
+    Args:
+        donor, anchor: features of each coordinate, (n, features).
+
+    Returns:
+        (n, n), float64: ``aligned = P @ donor``.
+
+    Raises:
+        StatisticsError: POT is not installed.
+    """
+    try:
+        import ot
+    except ImportError as error:
+        raise StatisticsError("delegate ot_fusion needs POT", remedy="pip install POT") from error
+    a, b = donor.double(), anchor.double()
+    cost = torch.cdist(a, b)
+    largest = float(cost.max())
+    if largest == 0.0:
+        return torch.eye(len(a), dtype=torch.float64, device=a.device)
+    scaled: Any = (cost / largest).cpu().numpy()
+    mass = torch.full((len(a),), 1.0 / len(a), dtype=torch.float64).numpy()
+    if hard:
+        found = ot.emd(mass, mass, scaled, numItermax=2_000_000)
+    else:
+        options = {"method": "sinkhorn_stabilized", "numItermax": 2000, "warn": False}
+        found = ot.sinkhorn(mass, mass, scaled, regularisation, **options)
+    moved = torch.as_tensor(found).T
+    return (moved / moved.sum(1, keepdim=True)).to(a.device)
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Rows of length one."""
+    return rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+
+
+SOURCES = {"neurons": ("in", "gate", "first", "second", "third"), "values": ("v",), "queries and keys": ("q", "k")}
+"""Roles whose rows say how coordinates correspond, for each plan."""
+
+
+def rows_of(block: Block, tensors: Mapping[str, Tensor], space: Space, roles: tuple[str, ...]) -> list[Tensor]:
+    """Unit rows of the weights that give a space's coordinates: (groups, size, features) each.
+
+    Of heads, groups are KV groups; of experts, experts; of neurons there is one.
+    """
+    found = []
+    for info in block.tensors:
+        counted = bool(info.axes) and any(part.role == "index" for part in info.axes[0].parts)
+        if info.key not in tensors or len(info.axes) < 2 + counted:  # biases
+            continue
+        for dim, axis in enumerate(info.axes):
+            found += [_grouped(p, space) for p in _parts(tensors[info.key].float(), dim, axis, space, roles)]
+    return [unit(rows) for rows in found]
+
+
+def _parts(x: Tensor, dim: int, axis: Axis, space: Space, roles: tuple[str, ...]) -> list[Tensor]:
+    """The pieces of an axis that play one of the roles, as (*factors, features) (experts: (experts, n, features))."""
+    found = []
+    if any(part.space.name == space.name and part.role in roles for part in axis.parts):
+        for piece, view in zip(axis.pieces, split_axis(x, dim, axis), strict=True):
+            for part, start in placed(piece, dim):
+                if part.space.name == space.name and part.role in roles:
+                    count = len(part.factors)
+                    front = ([0] if space.kind == "experts" else []) + list(range(start, start + count))
+                    rest = [d for d in range(view.ndim) if d not in front]
+                    moved = view.permute(*front, *rest)
+                    found.append(moved.flatten(len(front)))
+    return found
+
+
+def _grouped(rows: Tensor, space: Space) -> Tensor:
+    """(groups, size, features): the query heads of a group become features of their keys."""
+    if space.kind in ("ffn", "convolution"):
+        return rows[None]
+    if space.kind == "attention" and rows.ndim == 4:
+        return rows.permute(0, 2, 1, 3).flatten(2)
+    return rows
+
+
+def block_plans(
+    block: Block, donor: Mapping[str, Any], anchor: Mapping[str, Any], hard: bool, regularisation: float
+) -> Plans:
+    """The plans of a block's local spaces.
+
+    Args:
+        donor, anchor: by space and plan (`neurons`, `values`, `queries and keys`): points (groups, size, features).
+    """
+    found: Plans = {}
+    for space in block.spaces.values():
+        matrices: dict[str, Tensor] = {}
+        for what, roles in wanted_roles(space).items():
+            a, b = donor.get(f"{space.name}:{what}"), anchor.get(f"{space.name}:{what}")
+            if a is None or b is None:
+                continue
+            if space.kind == "attention" and space.sizes["per_group"] == 1:
+                a, b = a.flatten(0, 1)[None], b.flatten(0, 1)[None]
+            made = torch.stack([plan(x, y, hard, regularisation) for x, y in zip(a, b, strict=True)])
+            matrices.update(dict.fromkeys(roles, made))
+        if matrices:
+            found[space.name] = Plan(matrices)
+    return found
+
+
+def weight_points(block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Points of every plan of a block, from weights."""
+    found = {}
+    for space in block.spaces.values():
+        for what in wanted_roles(space):
+            rows = rows_of(block, tensors, space, SOURCES[what])
+            if rows:
+                found[f"{space.name}:{what}"] = torch.cat(rows, -1)
+    return found

@@ -1,0 +1,274 @@
+"""Polish: a few steps of distillation on a merge, each sample answered by its own teacher.
+
+What no closed form reaches: the answers are on disk before training begins (`learning.answers`), a held-out part of the
+samples chooses the learning rate and the step, and says when nothing was gained. Distillation after Hinton, Vinyals and
+Dean (2015).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotation_merge.averaging.low_rank import begin_along
+from rotation_merge.errors import CheckpointError, DataError
+from rotation_merge.matching.objective import unlabelled
+from rotation_merge.matching.resume import State
+from rotation_merge.matching.teachers import Answered, divergence
+from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.run.functions import check_answers, fused_attention
+
+RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
+"""Learning rates that are tried: for all weights, for a LoRA that holds something, for one that begins along the
+gradient."""
+
+AHEAD = 8
+"""Batches of each teacher that say where a LoRA begins."""
+
+TRIAL = 0.1
+"""Share of the steps after which a learning rate is chosen."""
+
+WARM = 2
+"""Steps of warming up at least, of which torch's schedule cannot have one."""
+
+LOOKS = 10
+"""How often the held-out samples are looked at."""
+
+LEAST_GAIN = 1e-3
+"""A held-out divergence lower by less than this share is no gain."""
+
+Watch = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class PolishOptions:
+    """How to polish.
+
+    Attributes:
+        steps: of the optimiser; each sees one batch of every teacher.
+        lora: rank of the LoRA that is trained; 0: all weights.
+        new: the LoRA holds nothing yet and begins along the gradient (`low_rank.begin_along`).
+        rates: learning rates that are tried; empty: the usual ones.
+        held_out: share of the samples that is kept for choosing.
+        last: how many batches of each teacher, the last ones, are kept instead; empty: that share of them, drawn.
+        seed: of everything random.
+        state: file for the state of an unfinished run; found there, the run goes on from it.
+    """
+
+    steps: int = 50
+    lora: int = 0
+    new: bool = False
+    rates: tuple[float, ...] = ()
+    held_out: float = 0.15
+    last: tuple[int, ...] = ()
+    seed: int = 0
+    state: Path | None = None
+
+    @property
+    def usual(self) -> tuple[float, ...]:
+        """The learning rates that are tried."""
+        return self.rates or RATES["weights" if not self.lora else "new lora" if self.new else "lora"]
+
+
+@dataclass
+class PolishReport:
+    """What polishing did.
+
+    Attributes:
+        before, after: divergence from the teachers on held-out samples (nats), at the start and of what was kept.
+        rate: the learning rate that was chosen.
+        trials: what each learning rate reached in a tenth of the steps.
+        history: (step, seconds, held-out divergence).
+    """
+
+    before: float
+    after: float
+    rate: float = 0.0
+    best_step: int = 0
+    seconds: float = 0.0
+    trials: dict[str, float] = field(default_factory=dict)
+    history: list[tuple[int, float, float]] = field(default_factory=list)
+
+    @property
+    def gained(self) -> bool:
+        return self.after < self.before * (1 - LEAST_GAIN)
+
+    def verdict(self) -> str:
+        """One honest sentence."""
+        if not self.gained:
+            return f"nothing was gained: {self.before:.4g} nats from the teachers on held-out samples before and after"
+        return (
+            f"{self.before:.4g} nats from the teachers on held-out samples before, {self.after:.4g} after "
+            f"(step {self.best_step}, learning rate {self.rate:g})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "gained": self.gained, "verdict": self.verdict()}
+
+
+def polish(
+    model: nn.Module, answered: Sequence[Answered], options: PolishOptions, watch: Watch | None = None
+) -> PolishReport:
+    """Train a model towards the answers, in place; it ends as the best state on held-out samples.
+
+    Args:
+        model: in evaluation mode, its trainable parameters those that require gradients.
+        answered: each teacher's samples and answers.
+        watch: told about every step: what, how many are done, of how many.
+
+    Raises:
+        DataError: too few samples to hold some out.
+    """
+    device = next(model.parameters()).device
+    with fused_attention(model, unlabelled(answered[0].read(0, device)[0])):
+        return _Polish(model, answered, options, watch or (lambda *_: None)).run()
+
+
+class _Polish:
+    def __init__(self, model: nn.Module, answered: Sequence[Answered], options: PolishOptions, watch: Watch) -> None:
+        torch.manual_seed(options.seed)
+        self.model, self.answered, self.options, self.watch = model, answered, options, watch
+        self.device = next(model.parameters()).device
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        draw = torch.Generator().manual_seed(options.seed)
+        self.held: list[list[int]] = []
+        self.training: list[list[int]] = []
+        for number, one in enumerate(answered):
+            if one.count < 2:
+                remedy = "give more of them ('--samples')"
+                raise DataError(f"{one.count} batches of samples cannot be parted", where=str(one.path), remedy=remedy)
+            order = torch.randperm(one.count, generator=draw).tolist()
+            kept = max(1, round(one.count * options.held_out))
+            if options.last:
+                order, kept = list(reversed(range(one.count))), options.last[number]
+            self.held.append(order[:kept])
+            self.training.append(order[kept:])
+
+    def run(self) -> PolishReport:
+        began = time.perf_counter()
+        before = self.score()
+        check_answers(self.model, [torch.tensor(before)])
+        report = PolishReport(before, before, history=[(0, 0.0, before)])
+        if self.options.new:
+            begin_along(self.model, self.ahead)
+        start, rates = self.kept(), self.options.usual
+        resumed = self.options.state is not None and self.options.state.exists()
+        if not resumed:
+            for rate in rates if len(rates) > 1 else ():
+                self.restore(start)
+                report.trials[f"{rate:g}"] = self.trial(rate)
+            self.restore(start)
+            report.rate = min(rates, key=lambda r: report.trials.get(f"{r:g}", 0.0))
+            _check_number(report.trials.get(f"{report.rate:g}", 0.0))
+        best = self.train(report, began, start)
+        self.restore(best)
+        report.seconds = time.perf_counter() - began
+        return report
+
+    def trial(self, rate: float) -> float:
+        """The held-out divergence after a tenth of the steps; infinite where it is no number."""
+        steps = max(1, round(self.options.steps * TRIAL))
+        optimiser = self.optimiser(rate)
+        batches = self.draws(torch.Generator().manual_seed(self.options.seed + 1))
+        for step in range(steps):
+            self.step(optimiser, next(batches))
+            self.watch(f"learning rate {rate:g}", step + 1, steps)
+        found = self.score()
+        return found if math.isfinite(found) else math.inf
+
+    def train(self, report: PolishReport, began: float, start: dict[str, Tensor]) -> dict[str, Tensor]:
+        steps = self.options.steps
+        optimiser = self.optimiser(report.rate or 1.0)
+        total = max(steps, 1 + WARM)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimiser, report.rate or 1.0, total_steps=total, pct_start=max(0.1, WARM / total), cycle_momentum=False
+        )
+        generator = torch.Generator().manual_seed(self.options.seed + 1)
+        state = State(self.options.state, self.model, optimiser, schedule, generator, self.mark(start))
+        first, best = state.restore(report)
+        best = best if first else start
+        every = max(1, steps // LOOKS)
+        batches = self.draws(generator)
+        for step in range(first, steps):
+            _check_number(self.step(optimiser, next(batches)))
+            schedule.step()
+            if (step + 1) % every == 0 or step + 1 == steps:
+                value = self.score()
+                report.history.append((step + 1, time.perf_counter() - began, value))
+                if value < report.after:
+                    report.after, report.best_step, best = value, step + 1, self.kept()
+                state.save(step + 1, best, report)
+            self.watch("polishing", step + 1, steps)
+        state.remove()
+        return best
+
+    def mark(self, start: dict[str, Tensor]) -> str:
+        """The fingerprint of what this is: weights, answers and every option that has an effect."""
+        found = Fingerprint()
+        for name, tensor in start.items():
+            found.add(name, tensor)
+        chosen = {name: value for name, value in asdict(self.options).items() if name != "state"}
+        return found.hexdigest({"answers": [one.mark for one in self.answered], **chosen})
+
+    def optimiser(self, rate: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def draws(self, generator: torch.Generator) -> Iterator[list[int]]:
+        """For every step a batch of each teacher."""
+        while True:
+            yield [t[int(torch.randint(len(t), (), generator=generator))] for t in self.training]
+
+    def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[int]) -> float:
+        """One step; gives the divergence before it."""
+        optimiser.zero_grad()
+        total = sum(self.gradient(one, number) for one, number in zip(self.answered, numbers, strict=True))
+        nn.utils.clip_grad_norm_(self.trained, 1.0)
+        optimiser.step()
+        return total
+
+    def gradient(self, one: Answered, number: int) -> float:
+        """Adds that of a batch; gives its part of the divergence."""
+        batch, wanted = one.read(number, self.device)
+        loss = divergence(self.model(**unlabelled(batch)), wanted) / len(self.answered)
+        loss.backward()
+        return float(loss.detach())
+
+    def ahead(self) -> None:
+        """Adds the gradients of some of the samples that are trained on."""
+        for one, numbers in zip(self.answered, self.training, strict=True):
+            for number in numbers[:AHEAD]:
+                self.gradient(one, number)
+
+    @torch.no_grad()
+    def score(self) -> float:
+        """Divergence on held-out samples, the mean over teachers."""
+        each = []
+        for one, numbers in zip(self.answered, self.held, strict=True):
+            values = []
+            for number in numbers:
+                batch, wanted = one.read(number, self.device)
+                values.append(float(divergence(self.model(**unlabelled(batch)), wanted)))
+            each.append(sum(values) / len(values))
+        return sum(each) / len(each)
+
+    def kept(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def restore(self, values: dict[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name in values:
+                parameter.copy_(values[name])
+
+
+def _check_number(loss: float) -> None:
+    if not math.isfinite(loss):
+        what, remedy = "training gives NaN", "give a lower '--learning-rate', or look at the model's weights"
+        raise CheckpointError(what, remedy=remedy)

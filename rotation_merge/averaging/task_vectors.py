@@ -1,0 +1,272 @@
+r"""Averages of task vectors: what fine-tunes of one base changed in each linear map, merged without data.
+
+Directions: a change D_t is W_t - W_0 of one map, shape (outputs, inputs), in the base's coordinates; all work is done
+in float64. Under ``D -> L D R^T`` with orthogonal L and R every rule here gives ``L f(D) R^T``: an alignment may
+come before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
+from torch import Tensor
+
+from rotation_merge.averaging.methods import OwnMethod
+from rotation_merge.errors import RecipeError
+
+RATIO = 2.0
+"""Changes of one map whose lengths differ by more than this factor are brought to their geometric mean."""
+
+STEPS = 30
+"""Of conjugate gradients, where both sides of a map are weighed."""
+
+ZERO = 1e-9
+"""Singular values below this share of the largest have no direction."""
+
+PRIOR = 0.7
+"""What the sum of the changes is multiplied by for the prior of `both` sides."""
+
+_SHARED = ParameterScope.SHARED
+COMMON = (
+    ParameterSpec("weight", float, ParameterScope.INPUT, 1.0, "importance of each model"),
+    ParameterSpec("lambda", float, _SHARED, 1.0, "what the merged change is multiplied by"),
+    ParameterSpec("others", str, _SHARED, "mean", "norms, biases, embeddings: mean or sum of their changes"),
+    ParameterSpec("lengths", str, _SHARED, "auto", "auto: even out lengths that differ by more than two; keep"),
+)
+
+CONTRACT = InputContract(base=BasePolicy.REQUIRED, min_non_base=1)
+
+
+class TaskVectorMethod(OwnMethod):
+    """A delegate that merges the changes of each linear map, and adds the result to the base's map."""
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"others": ("mean", "sum"), "lengths": ("auto", "keep")}
+    """Values that parameters in words may have."""
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    """Ranges of parameters that are numbers."""
+
+    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
+        """The merged change of one map, before `lambda`.
+
+        Args:
+            changes: of the models, (outputs, inputs) each, float64; not all zero.
+            weights: importances, positive.
+        """
+        raise NotImplementedError
+
+    def check(self, parameters: Mapping[str, Any]) -> None:
+        for name, words in self.choices.items():
+            if parameters[name] not in words:
+                remedy = f"it must be one of: {', '.join(words)}"
+                raise RecipeError(f"parameter '{name}' is {parameters[name]!r}", where="parameters", remedy=remedy)
+        for name, (low, high) in {"lambda": (-math.inf, math.inf), **self.bounds}.items():
+            value = parameters[name]
+            if value is not None and (not low <= value <= high or not math.isfinite(value)):
+                limits = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+                remedy = "it must be a number" if math.isinf(low) else f"it must be {limits}"
+                raise RecipeError(f"parameter '{name}' is {value}", where="parameters", remedy=remedy)
+
+
+class Wudi(TaskVectorMethod):
+    r"""RegMean with the Grams that the changes imply, in closed form.
+
+    ``D = (sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1`` with ``G_t = D_t^T D_t`` and M the mean of the changes; l
+    is `ridge` times the mean of the diagonal of the sum. `sides: both` also weighs what the map gives, by
+    ``L_t = D_t D_t^T``: ``sum_t L_t D G_t = sum_t L_t D_t G_t``, by conjugate gradients.
+
+    Source: Cheng and others 2025 (WUDI-Merging, arXiv 2503.08099, equation 9, there by gradient descent); the trace
+    instead of the norm: ACE-Merging (arXiv 2603.02945); neither: ACTMat (arXiv 2604.01329).
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **TaskVectorMethod.choices,
+        "gram_norm": ("norm", "trace", "none"),
+        "sides": ("one", "both"),
+    }
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"ridge": (0.0, math.inf)}
+    spec = MergeMethodSpec(
+        name="wudi",
+        pretty_name="WUDI (closed form)",
+        reference_url="https://arxiv.org/abs/2503.08099",
+        parameters=(
+            *COMMON,
+            ParameterSpec(
+                "ridge", float, _SHARED, 0.1, "towards the mean of the changes, relative to the mean diagonal"
+            ),
+            ParameterSpec("gram_norm", str, _SHARED, "norm", "what Grams are divided by: norm, trace or none"),
+            ParameterSpec("sides", str, _SHARED, "one", "one: inputs; both: outputs, too"),
+        ),
+        contract=CONTRACT,
+    )
+
+    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
+        if parameters["sides"] == "both":
+            return both_sides(changes, weights, parameters["ridge"])
+        shares = [weight * _over_norm(d, parameters["gram_norm"]) for weight, d in zip(weights, changes, strict=True)]
+        return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"])
+
+
+def _over_norm(change: Tensor, kind: str) -> float:
+    """One over what a change's Gram is divided by; none of a change that is zero."""
+    if kind == "none":
+        return 1.0
+    squared = float(change.square().sum())  # the trace of the Gram, and the squared norm of the change
+    if squared == 0.0:
+        return 0.0
+    return 1.0 / squared if kind == "norm" else change.shape[1] / squared
+
+
+def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
+    """``(sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1``; see `Wudi`.
+
+    Args:
+        shares: a_t.
+        prior: M.
+        ridge: l over the mean of the diagonal of the sum.
+    """
+    total = torch.zeros(prior.shape[1], prior.shape[1], dtype=prior.dtype, device=prior.device)
+    right = torch.zeros_like(prior)
+    for change, share in zip(changes, shares, strict=True):
+        total.addmm_(change.mT, change, alpha=share)
+        right.addmm_((change - prior) @ change.mT, change, alpha=share)
+    penalty = ridge * float(total.diagonal().mean())
+    if penalty == 0.0:
+        return prior + torch.linalg.lstsq(total, right.mT, driver="gelsd").solution.mT
+    total.diagonal().add_(penalty)
+    return prior + torch.cholesky_solve(right.mT, torch.linalg.cholesky(total)).mT
+
+
+def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float) -> Tensor:
+    """``sum_t L_t D G_t = sum_t L_t D_t G_t`` with a ridge towards `PRIOR` times the sum, by conjugate gradients.
+
+    Each factor is divided by its trace and multiplied by its size; L_t is never formed.
+    """
+    rows, columns = changes[0].shape
+    counting = [(d, w / float(d.square().sum()) ** 2) for d, w in zip(changes, weights, strict=True) if bool(d.any())]
+    start = PRIOR * torch.stack(list(changes)).sum(0)
+    penalty = ridge * sum(weights)
+
+    def weighed(x: Tensor, change: Tensor, share: float) -> Tensor:
+        inner = change.mT @ x @ (change.mT @ change)
+        return (share * rows * columns) * (change @ inner)
+
+    def apply(x: Tensor) -> Tensor:
+        return sum((weighed(x, d, share) for d, share in counting), penalty * x)
+
+    merged = start.clone()
+    residual = sum((weighed(d, d, share) for d, share in counting), penalty * start) - apply(start)
+    direction, size = residual.clone(), float(residual.square().sum())
+    least = 1e-24 * max(size, 1e-300)
+    for _ in range(STEPS):
+        if size <= least:
+            break
+        image = apply(direction)
+        step = size / float((direction * image).sum())
+        merged.add_(direction, alpha=step)
+        residual.sub_(image, alpha=step)
+        before, size = size, float(residual.square().sum())
+        direction = residual + (size / before) * direction
+    return merged
+
+
+class Tsv(TaskVectorMethod):
+    """TSV-M: the largest singular triples of each change, directions made orthogonal to those of the others.
+
+    Of each of T changes at most size / T triples are kept (fewer of a change of lower rank, such as a LoRA's), those of
+    all stand side by side, and both sides are replaced by their polar factors.
+
+    Source: Gargiulo and others 2025 (Task Singular Vectors, arXiv 2412.00081), algorithm 1.
+    """
+
+    spec = MergeMethodSpec(
+        name="tsv",
+        pretty_name="TSV-M",
+        reference_url="https://arxiv.org/abs/2412.00081",
+        parameters=COMMON,
+        contract=CONTRACT,
+    )
+
+    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
+        counting = [(d, weight) for d, weight in zip(changes, weights, strict=True) if bool(d.any())]
+        kept = max(1, min(changes[0].shape) // len(counting))
+        lefts, values, rights = [], [], []
+        for change, weight in counting:
+            u, s, v = torch.linalg.svd(change, full_matrices=False)
+            own = min(kept, int((s > ZERO * s[0]).sum()))
+            lefts.append(u[:, :own])
+            values.append(weight * s[:own])
+            rights.append(v[:own])
+        return (_polar(torch.cat(lefts, 1)) * torch.cat(values)) @ _polar(torch.cat(rights, 0))
+
+
+class Iso(TaskVectorMethod):
+    """Iso-C: the sum of the changes with all its singular values replaced by their mean.
+
+    With `share` below 1 (Iso-CTS) only that share of the directions is the sum's; the rest are the largest of what each
+    change has beside them.
+
+    Source: Marczak and others 2025 (No Task Left Behind, arXiv 2502.04959), algorithms 1 and 2.
+    """
+
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"share": (0.0, 1.0)}
+    spec = MergeMethodSpec(
+        name="iso",
+        pretty_name="Iso-C",
+        reference_url="https://arxiv.org/abs/2502.04959",
+        parameters=(
+            *COMMON,
+            ParameterSpec("share", float, _SHARED, 1.0, "of directions that are the sum's; 0.8 is Iso-CTS"),
+        ),
+        contract=CONTRACT,
+    )
+
+    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
+        weighed = [weight * d for d, weight in zip(changes, weights, strict=True)]
+        total = torch.stack(weighed).sum(0)
+        u, s, v = torch.linalg.svd(total, full_matrices=False)
+        count = len(s)
+        each = int((1 - parameters["share"]) * count) // len(changes)
+        if each == 0:
+            return s.mean() * u @ v
+        common = count - each * len(changes)
+        lefts, values, rights = [u[:, :common]], [s[:common]], [v[:common]]
+        for change in weighed:
+            left, value, right = torch.linalg.svd(
+                change - u[:, :common] @ (u[:, :common].mT @ change), full_matrices=False
+            )
+            lefts.append(left[:, :each])
+            values.append(value[:each])
+            rights.append(right[:each])
+        mean = torch.cat(values).mean()
+        return mean * _polar(torch.cat(lefts, 1)) @ _polar(torch.cat(rights, 0))
+
+
+def _polar(matrix: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal rows or columns."""
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ v
+
+
+def mean_of(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted mean."""
+    total = sum(weights)
+    return sum((weight / total * d for d, weight in zip(changes, weights, strict=True)), torch.zeros_like(changes[0]))
+
+
+def evened(changes: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+    """Changes brought to the geometric mean of their lengths where those differ by more than `RATIO`, and the ratio of
+    the longest to the shortest. Changes that are zero stay, and do not count."""
+    lengths = [float(d.norm()) for d in changes]
+    counting = [length for length in lengths if length > 0.0]
+    ratio = max(counting) / min(counting) if counting else 1.0
+    if ratio <= RATIO:
+        return list(changes), ratio
+    mean = math.exp(sum(map(math.log, counting)) / len(counting))
+    return [d * (mean / length) if length else d for d, length in zip(changes, lengths, strict=True)], ratio
+
+
+TASK_VECTORS: tuple[TaskVectorMethod, ...] = (Wudi(), Tsv(), Iso())

@@ -1,0 +1,1 @@
+"""Carrying what fine-tuning changed to another base."""

@@ -1,0 +1,318 @@
+"""An adapter carried from the base it was trained on to another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.architecture.registry import Spot
+from rotation_merge.carrying.carrier import Carrier, Change, Changes
+from rotation_merge.carrying.tuned import Scale, scale_at
+from rotation_merge.errors import AlignmentError, CheckpointError
+from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.factors import LowRank, dense, factor_infos, output_axis, stacks
+from rotation_merge.model.labels import Rows, in_order
+from rotation_merge.model.lora import WHOLE, WRONG_BASE, Entry, Written, parse
+from rotation_merge.model.lora_form import taken_apart
+from rotation_merge.model.source import TensorSource, check_shape, read_tensor
+from rotation_merge.model.sources import Respelled
+
+SMALLER = f"use 'residual: permutation', or {WHOLE}"
+
+
+@dataclass
+class Carried:
+    """An adapter of the new base.
+
+    Attributes:
+        norms: squared norm of every change, and of the old base's tensor before it, by tensor.
+        constants: modules that got a bias, because a norm of the old base shifts what they read.
+    """
+
+    adapter: Written
+    norms: dict[str, tuple[float, float]] = field(default_factory=dict)
+    constants: list[str] = field(default_factory=list)
+
+    def saw(self, info: TensorInfo, change: Change, old: Tensor | None) -> None:
+        so_far = self.norms.get(info.name, (0.0, 0.0))[0]
+        before = 0.0 if old is None else float(old.double().square().sum())
+        self.norms[info.name] = so_far + float(dense(change, info).square().sum()), before
+
+
+def carry_adapter(
+    adapter: Adapter,
+    carrier: Carrier,
+    config: Mapping[str, Any],
+    new_name: str,
+    scale: Scale = 1.0,
+    rows: Rows | None = None,
+) -> Carried:
+    """The adapter that changes the new base as `adapter` changes the old one.
+
+    Where the new base is the old one in other coordinates, it computes with the carried adapter what the old one
+    computes with its own.
+
+    Args:
+        carrier: of the old base to the new one.
+        config: the old base's.
+        new_name: the new base, for adapter_config.json.
+        scale: what every change is multiplied by.
+        rows: what puts the old base's classes into the new one's order (see `model/labels.py`).
+
+    Raises:
+        CheckpointError: the adapter does not belong to the old base, or what it changes is not there in the new one.
+        AlignmentError: a form of change that these maps cannot carry; names it and the remedy.
+    """
+    parsed = parse(adapter, config)
+    result = Carried(Written({**adapter.config, "base_model_name_or_path": new_name, "revision": None}, {}))
+    spots = [*(entry.spot for entry in parsed.entries), *parsed.saved.values()]
+    stored, carrier = carrier.architecture, _with_all(carrier, spots)
+    for block in carrier.architecture.blocks:
+        entries = [entry for entry in parsed.entries if entry.spot.in_block(block)]
+        saved = {key: spot.info.key for key, spot in parsed.saved.items() if spot.in_block(block)}
+        if entries or saved:
+            _BlockOfAdapter(adapter, carrier, block, result, scale_at(scale, block.name), rows or {}).carry(
+                entries, saved
+            )
+    if result.constants:
+        _give_biases(adapter, parsed.entries, result)
+    result.adapter = taken_apart(result.adapter, parsed, stored, adapter.path)
+    return result
+
+
+def _with_all(carrier: Carrier, spots: Iterable[Spot]) -> Carrier:
+    """A carrier that also knows what an adapter brings along, or names in another form than the bases' files have."""
+    stored, wanted = carrier.architecture, _extended(carrier.architecture, spots)
+    old, new = (Respelled(source, stored, wanted) for source in (carrier.old, carrier.new))
+    return replace(carrier, architecture=wanted, old=old, new=new)
+
+
+def _extended(architecture: Architecture, spots: Iterable[Spot]) -> Architecture:
+    """The architecture with what an adapter brings along or spells otherwise: a new head, experts in one tensor."""
+    blocks = list(architecture.blocks)
+    for spot in spots:
+        place = next((i for i, block in enumerate(blocks) if spot.in_block(block)), None)
+        if place is None:
+            blocks.append(Block(spot.place, spot.module, spot.index, spot.place, (spot.info,)))
+        elif blocks[place].tensor(spot.info.key) is None:
+            blocks[place] = replace(blocks[place], tensors=(*blocks[place].tensors, spot.info))
+    return replace(architecture, blocks=tuple(blocks))
+
+
+@dataclass
+class _BlockOfAdapter:
+    """One block's part of an adapter."""
+
+    adapter: Adapter
+    carrier: Carrier
+    block: Block
+    result: Carried
+    scale: float = 1.0
+    rows: Rows = field(default_factory=dict)
+
+    def carry(self, entries: list[Entry], saved: Mapping[str, str]) -> None:
+        """
+        Args:
+            saved: keys of the block's tensors that the adapter holds whole, by their names in it.
+        """
+        groups: dict[str, list[Entry]] = {}
+        for entry in entries:
+            groups.setdefault(entry.spot.info.key, []).append(entry)
+        low: Changes = {key: self._change(group) for key, group in groups.items()}
+        moved = self.carrier.block(self.block, low)
+        whole = self.carrier.block(self.block, {key: self._saved_change(name, key) for name, key in saved.items()})
+        for key, group in groups.items():
+            self._there(key)
+            self._write(group, low[key], moved[key])
+            constant = self._dense(_bias_of(key), moved[_bias_of(key)]) if _bias_of(key) in moved else None
+            if group[0].change.magnitude is not None:
+                self._write_magnitude(group[0], low[key], moved[key], constant)
+            elif constant is not None and _bias_of(key) in saved.values():
+                whole[_bias_of(key)] = self._dense(_bias_of(key), whole[_bias_of(key)]) + constant.reshape(-1)
+            elif constant is not None:
+                self._write_constant(group[0], constant)
+        for name, key in saved.items():
+            self._there(key)
+            self._write_saved(name, key, whole.pop(key))
+        if whole:
+            raise self._refused(f"what a norm's shift leaves over in '{next(iter(whole))}' has no place", SMALLER)
+
+    def _info(self, key: str) -> TensorInfo:
+        found = self.block.tensor(key)
+        assert found is not None
+        return found
+
+    def _dense(self, key: str, change: Change) -> Tensor:
+        return dense(change, self._info(key))
+
+    def _refused(self, what: str, remedy: str) -> AlignmentError:
+        return AlignmentError(f"{what} ({self.block.name})", where=self.adapter.path, remedy=remedy)
+
+    def _there(self, key: str) -> None:
+        """Refuse what the old base has and the new one has not."""
+        info = self._info(key)
+        if _holds(self.carrier.old, info) and not _holds(self.carrier.new, info):
+            what = f"changes '{info.name}', which the new base has not"
+            raise CheckpointError(what, where=self.adapter.path, remedy=WHOLE)
+
+    # --- factors
+
+    def _change(self, entries: list[Entry]) -> LowRank:
+        """The change of one tensor; of experts that are stored apart, of all of them."""
+        first, info = entries[0], self._info(entries[0].spot.info.key)
+        a, b = self._factors(first, info)
+        if first.expert is not None:
+            whole = [x.new_zeros(len(info.names), *x.shape) for x in (a, b)]
+            for entry in entries:
+                factors = self._factors(entry, info)
+                if factors[0].shape != a.shape or entry.scale != first.scale:
+                    what = f"the experts' ranks or scales differ beside '{entry.module}'"
+                    raise CheckpointError(what, where=self.adapter.path, remedy=WHOLE)
+                for stack, factor in zip(whole, factors, strict=True):
+                    stack[entry.expert] = factor
+            a, b = whole
+        elif stacks(info):  # as peft's ParamWrapper lays them out
+            count = info.axes[0].size or 1
+            a, b = a.reshape(count, -1, a.shape[-1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1)
+        self._check(info, a, b)
+        return LowRank(a, b, first.scale)
+
+    def _factors(self, entry: Entry, info: TensorInfo) -> tuple[Tensor, Tensor]:
+        """Both factors in float64; a bias (`lora_bias`) is one more column of b, to which a gives nothing."""
+        a, b = (self.adapter.tensor(key).double() for key in (entry.a, entry.b))
+        if entry.bias is not None:
+            bias = self.adapter.tensor(entry.bias).double()
+            a = torch.cat([a, a.new_zeros(1, *a.shape[1:])])
+            b = torch.cat([b, bias.reshape(-1, *[1] * (b.ndim - 1))], 1)
+        return a, in_order(self.scale * b, self._order(info))
+
+    def _order(self, info: TensorInfo) -> tuple[int, tuple[int, ...]] | None:
+        """What puts what is given out by a tensor, the first dimension, into the new base's order of classes."""
+        return (0, self.rows[info.name][1]) if info.name in self.rows else None
+
+    def _check(self, info: TensorInfo, *factors: Tensor) -> None:
+        """The factors have the sizes of the base's tensor."""
+        for part, factor in zip(factor_infos(info), factors, strict=True):
+            lengths = [axis.size for axis in part.axes]
+            if part.vocabulary_axis is not None and (whole := read_tensor(info, self.carrier.old)) is not None:
+                lengths[part.vocabulary_axis] = whole.shape[info.vocabulary_axis or 0]
+            if len(lengths) != factor.ndim or any(
+                n is not None and n != m for n, m in zip(lengths, factor.shape, strict=True)
+            ):
+                words = " x ".join("any" if n is None else str(n) for n in lengths)
+                raise CheckpointError(
+                    f"a factor of '{info.name}' is {list(factor.shape)}, its base says {words}",
+                    where=self.adapter.path,
+                    remedy=WRONG_BASE,
+                )
+
+    def _write(self, entries: list[Entry], before: Change, moved: Change) -> None:
+        """Put a carried change back under the adapter's names."""
+        assert isinstance(moved, LowRank)
+        first, info = entries[0], self._info(entries[0].spot.info.key)
+        self.result.saw(info, before, read_tensor(info, self.carrier.old))
+        a, b = moved.a, moved.b
+        if first.bias is not None:
+            self._put(first.bias, b[:, -1].reshape(-1))
+            a, b = a[:-1], b[:, :-1]
+        if first.expert is None and stacks(info):
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        for entry in entries:
+            self._put(entry.a, a if entry.expert is None else a[entry.expert])
+            self._put(entry.b, b if entry.expert is None else b[entry.expert])
+
+    def _put(self, key: str, tensor: Tensor) -> None:
+        self.result.adapter.tensors[key] = tensor.to(self.adapter.tensor(key).dtype).contiguous()
+
+    def _write_constant(self, entry: Entry, constant: Tensor) -> None:
+        """What is left over of a norm's shift, in peft's `lora_bias` (which is multiplied by the scale)."""
+        if stacks(self._info(entry.spot.info.key)) or entry.change.embedding:
+            raise self._refused(f"what a norm's shift leaves over in '{entry.module}' has no place", SMALLER)
+        tensors = self.result.adapter.tensors
+        held, added = tensors.get(entry.bias_key), constant / entry.scale
+        added = added if held is None else held.double() + added
+        tensors[entry.bias_key] = added.to(tensors[entry.b].dtype)
+        self.result.constants.append(entry.module)
+
+    def _write_magnitude(self, entry: Entry, before: Change, moved: Change, constant: Tensor | None) -> None:
+        """DoRA: each output keeps what its magnitude is to the length of its row, the product added.
+
+        Source: DoRA, arXiv 2402.09353, eq. 5: the weight is ``m V / |V|``, row by row, with ``V = W + s B A``.
+        """
+        info = self._info(entry.spot.info.key)
+        dim, axis = output_axis(info)
+        maps, centred = self.carrier.alignment.transforms, self.carrier.fold.centred
+        turned = any(p.space.name in maps and maps[p.space.name].mixes(p.role) for p in axis.parts)
+        turned = turned or any(p.space.name in centred and p.role == "write" for p in axis.parts)
+        if turned or constant is not None or self.scale != 1 or len(info.axes) != 2 or entry.change.embedding:
+            why = "its outputs are turned" if turned else "it has a form without magnitudes of its own"
+            why = "a norm's shift leaves a constant over" if constant is not None else why
+            why = "its change is no sum that could be scaled" if self.scale != 1 else why
+            raise self._refused(f"the DoRA of '{entry.module}' cannot be carried exactly: {why}", WHOLE)
+        stored = in_order(self.adapter.tensor(str(entry.change.magnitude)), self._order(info))
+        lengths = []
+        for source, change in ((self.carrier.old, before), (self.carrier.new, moved)):
+            weight = read_tensor(info, source)
+            assert weight is not None
+            lengths.append((weight.double() + dense(change, info)).norm(dim=1 - dim))
+        ratio = stored.double().flatten() / lengths[0]
+        width = info.axes[1 - dim].size or 0
+        columns = LowRank(ratio.new_zeros(2, width), torch.stack([ratio, torch.ones_like(ratio)], 1))
+        placed = self.carrier.block(self.block, {info.key: columns})[info.key]
+        assert isinstance(placed, LowRank)
+        ratio, one = placed.b.unbind(1)  # both permuted and rescaled; zero at tokens that only the new base has
+        ratio = torch.where(one == 0, torch.ones_like(one), ratio / one)
+        self._put(str(entry.change.magnitude), (ratio * lengths[1]).reshape(-1, *stored.shape[1:]))
+
+    # --- whole tensors
+
+    def _saved_change(self, name: str, key: str) -> Tensor:
+        """What training did to a tensor that the adapter holds whole: all of it, where the base has no such tensor."""
+        tensor, info = self.adapter.tensor(name).double(), self._info(key)
+        if info.stacked:
+            raise self._refused(f"'{info.key}' is held whole, expert by expert", WHOLE)
+        tensor = in_order(tensor, self.rows.get(info.name))
+        check_shape(info, tuple(tensor.shape), self.adapter.path)
+        old = read_tensor(info, self.carrier.old)
+        if old is not None and old.shape != tensor.shape:
+            raise CheckpointError(
+                f"'{info.name}' is {list(tensor.shape)}, in its base {list(old.shape)}: tokens were added",
+                where=self.adapter.path,
+                remedy="carry the adapter without them, and train new tokens on the new base",
+            )
+        return tensor if old is None else self.scale * (tensor - old.double())
+
+    def _write_saved(self, name: str, key: str, change: Change) -> None:
+        info = self._info(key)
+        moved = dense(change, info)
+        self.result.saw(info, self._saved_change(name, key), read_tensor(info, self.carrier.old))
+        new = read_tensor(info, self.carrier.new)
+        self._put(name, moved if new is None else new.double() + moved)
+
+
+def _holds(source: TensorSource, info: TensorInfo) -> bool:
+    return any(name in source for name in (*info.names, *info.tied))
+
+
+def _bias_of(key: str) -> str:
+    return key.removesuffix("weight") + "bias"
+
+
+def _give_biases(adapter: Adapter, entries: Iterable[Entry], result: Carried) -> None:
+    """peft gives every module a bias or none (`lora_bias`): those without get one of zeros."""
+    tensors = result.adapter.tensors
+    for entry in entries:
+        if entry.change.embedding or (stacks(entry.spot.info) and entry.expert is None):
+            raise AlignmentError(
+                f"norms' shifts leave constants over, for which '{entry.module}' and its like have no place",
+                where=adapter.path,
+                remedy=SMALLER,
+            )
+        if entry.bias_key not in tensors:
+            tensors[entry.bias_key] = tensors[entry.b].new_zeros(tensors[entry.b].shape[0])
+    result.adapter.config.update(lora_bias=True, init_lora_weights=True)

@@ -1,0 +1,253 @@
+"""Two bases, an old and a new one: how they lie to each other, what is carried from one to the other and written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+import torch
+import yaml
+from mergekit.common import dtype_from_name
+from mergekit.options import MergeOptions
+
+from rotation_merge.architecture import Architecture, find, resolve
+from rotation_merge.architecture.sizes import of_sizes
+from rotation_merge.carrying.carrier import Carrier, Rows
+from rotation_merge.carrying.frame import WIDTHS, Frame, frame_of
+from rotation_merge.carrying.unlike import AUTO, Unlike
+from rotation_merge.errors import CheckpointError
+from rotation_merge.files.ledger import NOWHERE, Ledger
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.check_pair import check_pair
+from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.open_pair import Pair, WithTied, open_pair, read_file
+from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.run import GivenFile, Run
+from rotation_merge.model.checkpoint import Model, Models, parse_reference
+from rotation_merge.model.depth import in_order, marks, probes
+from rotation_merge.model.depth import likeness as alikeness
+from rotation_merge.model.fold import folded_source
+from rotation_merge.model.labels import label_rows
+from rotation_merge.model.member import Member
+from rotation_merge.model.source import Progress, TensorSource
+from rotation_merge.model.sources import Respelled, other_form
+from rotation_merge.model.sources import Rows as SharedRows
+from rotation_merge.model.vocabulary import check_tuned_ids, shared_rows
+from rotation_merge.record import MergeReport
+
+ROUNDS = 4
+"""Layers are compared so often at most, each time under the alignment of those found before."""
+
+
+@dataclass(frozen=True)
+class Bases:
+    """The base that something was trained on, and the one it is to be carried to.
+
+    Attributes:
+        frame: what the two meet in, where their shapes differ.
+        alike: whether layers are to meet by similarity, which is not known before the two are aligned (`settled`).
+    """
+
+    pair: Pair
+    frame: Frame | None = None
+    alike: bool = False
+
+    @property
+    def old(self) -> Model:
+        return self.pair.donor
+
+    @property
+    def new(self) -> Model:
+        return self.pair.anchor
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.pair.architecture
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """Rows of the tokens that both have, the new base's first; None where the vocabularies are one."""
+        rows = shared_rows([self.new, self.old])
+        return None if rows is None else (rows[0], rows[1])
+
+    @property
+    def sources(self) -> tuple[TensorSource, TensorSource]:
+        """New and old, under the new base's tensor names; where shapes differ, the old one in those of the frame."""
+        new, old = self.pair.sources
+        return new, self._named(old, self.old)
+
+    def _named(self, source: TensorSource, model: Model) -> TensorSource:
+        """The tensors of the old base, or of what was trained on it, under the new base's names."""
+        if self.frame is not None:
+            return self.frame.of_old(source, self._untied(model))
+        named = Respelled(source, model.architecture, self.architecture)
+        if not named.made and all(name == own for name, own in named.names.items()):
+            return source
+        return WithTied(named, self.architecture)
+
+    def tuned(self, path: str) -> TensorSource:
+        """A fine-tune of the old base.
+
+        Raises:
+            RotationMergeError: it is missing, damaged, or no fine-tune of that base.
+        """
+        pair = open_pair(str(self.old.reference), path, NOTHING, True, self.pair.device, any_base=True)
+        check_tuned_ids(pair.anchor, pair.donor)
+        pair.donor.rows = label_rows(self.new.member, pair.donor.member)
+        return self._named(pair.sources[1], pair.donor)
+
+    def _untied(self, model: Model) -> Architecture:
+        """A model's architecture, its head by itself where the new base's is."""
+        untie = any(info.tied for info in self.architecture.tensors())
+        return resolve(model.config, model.names, str(model.reference), untie=True) if untie else model.architecture
+
+    def match(
+        self,
+        options: AlignConfig,
+        progress: Progress | None = None,
+        match: Match = match_model,
+        ledger: Ledger = NOWHERE,
+    ) -> tuple[Alignment, MergeReport]:
+        """What brings the old base to the new one, and the report on it."""
+        new, old = self.sources
+        architecture = self.architecture
+        if self.frame is not None and match is not match_model:
+            what = "its shape is not that of the new base, so what the two do is not compared, only their weights"
+            raise CheckpointError(what, where=str(self.old.reference), remedy="match on weights, and carry by these")
+        if self.frame is not None:
+            new, architecture = self.frame.of_new(new), self.frame.common
+        options = check_pair(self.pair.checked.anchor, self.pair.checked.donor, options, untie=True).options
+        if self.rows is not None:
+            new, old = (
+                SharedRows(architecture, source, rows) for source, rows in zip((new, old), self.rows, strict=True)
+            )
+        run = Run()
+        alignment = match(architecture, new, old, options, progress, ledger=ledger)
+        run.aligned(str(self.old.reference), alignment)
+        if self.rows is not None:
+            run.note(f"The bases share {len(self.rows[0])} tokens: embeddings and heads were matched on these.")
+        for line in self.frame.notes(self.names) if self.frame else ():
+            run.note(line)
+        return alignment, self.pair.report(
+            run, yaml.safe_dump(asdict(options), sort_keys=False), str(self.new.reference)
+        )
+
+    def settled(self, options: AlignConfig, progress: Progress | None = None) -> Bases:
+        """The two with layers that meet by similarity, where that was asked for: found under an alignment of layers at
+        like heights, then of the layers found, until they stay."""
+        if not self.alike or self.frame is None:
+            return self
+        best, total, tried, current = self, -math.inf, set[str](), self
+        for _ in range(ROUNDS):
+            layers, likeness = alike(current, current.match(options, progress)[0])
+            assert current.frame is not None
+            frame = frame_of(self.frame.new, self.frame.old, layers, current.frame.tied, current.names)
+            current = replace(self, frame=replace(frame, likeness=likeness), alike=False)
+            if sum(likeness.values()) > total:
+                best, total = current, sum(likeness.values())
+            if str(layers) in tried:
+                break
+            tried.add(str(layers))
+        return best
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the new base and of the old one."""
+        return str(self.new.reference), str(self.old.reference)
+
+    def given(self, path: str) -> tuple[Alignment, MergeReport]:
+        """The alignment in a file, made for these two.
+
+        Raises:
+            RotationMergeError: it cannot be read, or was made for other weights; or the bases are of unlike shapes.
+        """
+        if self.frame is not None:
+            what, remedy = f"has another shape than {self.new.reference}", "leave out the alignment file"
+            raise CheckpointError(f"{what}, which no file of maps knows", where=str(self.old.reference), remedy=remedy)
+        run = Run()
+        run.note(f"The bases were aligned by the file {path}; nothing was matched.")
+        file, name = read_file(self.pair, path, untie=True), str(self.old.reference)
+        run.moved_by(name, GivenFile(path, name, file.made))
+        return file.alignment, self.pair.report(run, base=str(self.new.reference))
+
+    def carrier(self, alignment: Alignment, dtype: str | None = None) -> Carrier:
+        """What carries changes of the old base to the new one.
+
+        Args:
+            dtype: that a carried model is stored in, if another than the new base's.
+        """
+        new, old = self.sources
+        return Carrier(self.architecture, old, new, alignment, self.rows, dtype_from_name(dtype), self.frame)
+
+
+def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True, unlike: Unlike | None = None) -> Bases:
+    """Two bases of one architecture; their vocabularies may differ, and the form that their files have: experts apart
+    or in one tensor.
+
+    Args:
+        unlike: how unlike shapes are brought together; None: they have to be the same.
+
+    Raises:
+        RotationMergeError: one is missing, damaged, quantised or not supported, or they do not fit together.
+    """
+    if unlike is not None and unlike.asked:
+        return _framed(new, old, device, untie, unlike)
+    pair = open_pair(new, old, NOTHING, untie, device, words=False)
+    donor = _in_form_of(pair.architecture, pair.checked.donor)
+    return Bases(replace(pair, checked=replace(pair.checked, donor=donor)))
+
+
+def _framed(new: str, old: str, device: str, untie: bool, unlike: Unlike) -> Bases:
+    """Two bases whose shapes may differ."""
+    models = Models(MergeOptions(), "error", untie)
+    a, d = (models[parse_reference(name)] for name in (new, old))
+    for model in (a, d):
+        model.check_files()
+    if a.architecture.family != d.architecture.family:
+        what = f"is of another architecture than {new}"
+        raise CheckpointError(what, where=old, remedy="carry between models of one family")
+    tied, stream = next((model.tied for model in (a, d) if model.tied), ("", ""))
+    if untie and stream and a.architecture.layer_normed(stream):
+        tied = ""
+    frame = frame_of(a.architecture, d.architecture, unlike.met(a, d), tied or None, (new, old))
+    if not unlike.widths and (grows := frame.grow_new.grows or frame.grow_old.grows):
+        raise CheckpointError(f"is not of the sizes of {new} ({grows})", where=old, remedy=WIDTHS)
+    spec = find(d.config)
+    config = d.config if spec is None else {**d.config, **of_sizes(spec, d.config, a.config)}
+    donor = _in_form_of(frame.common, replace(d.member, architecture=frame.met, config=config))
+    anchor = replace(a.member, architecture=frame.common)
+    checked = check_pair(anchor, donor, NOTHING, untie=untie)
+    return Bases(Pair(a, d, a.architecture, checked, device), frame, unlike.layers == AUTO)
+
+
+def alike(bases: Bases, alignment: Alignment) -> tuple[dict[str, list[tuple[int, int]]], dict[str, float]]:
+    """Which layers are most alike under an alignment (new, old), by module, and the mean of their likeness."""
+    frame = bases.frame
+    assert frame is not None
+    given = probes({name: space.sizes["size"] for name, space in frame.common.streams.items()})
+    new, old = bases.pair.sources
+    layers, likeness = {}, {}
+    for module in frame.layers:
+        seen = []
+        for architecture, source, maps in ((frame.new, new, None), (frame.old, old, alignment.transforms)):
+            source = folded_source(architecture, source, alignment.folded)
+            seen.append([marks(block, source, given, maps) for block in architecture.layers(module)])
+        table = torch.tensor([[alikeness(a, b) for b in seen[1]] for a in seen[0]], dtype=torch.float64)
+        layers[module] = in_order(table.reshape(len(seen[0]), len(seen[1])))
+        likeness[module] = float(table[tuple(zip(*layers[module], strict=True))].mean()) if layers[module] else 0.0
+    return layers, likeness
+
+
+def _in_form_of(wanted: Architecture, member: Member) -> Member:
+    """A model as it would be if its file had its weights in the form that another one's has."""
+    place = {(block.module, block.place, block.index): block for block in wanted.blocks}
+    blocks = []
+    for own in member.architecture.blocks:
+        theirs = place.get((own.module, own.place, own.index))
+        if theirs is not None and (gained := other_form(own, theirs)):
+            spent = other_form(theirs, own)
+            kept = (info for info in own.tensors if info.key not in spent)
+            own = replace(own, tensors=(*kept, *(info for info in theirs.tensors if info.key in gained)))
+        blocks.append(own)
+    return replace(member, architecture=replace(member.architecture, blocks=tuple(blocks)))

@@ -1,0 +1,274 @@
+r"""Two bases of unlike shapes side by side: both are read in the larger of their sizes, layer by layer as they meet.
+
+Each is widened (`widen`), its function unchanged, to sizes that hold either; there the two are aligned as any pair. A
+change that was moved to the new base's coordinates is then cut down to its own sizes: rows of an orthogonal map of the
+larger stream are a semi-orthogonal map between the two, heads and neurons that meet zeros are left over. What is cut
+off has no place in the new base.
+
+Source: rectangular maps as in GLMC (arXiv 2506.22712), for changes as in Theseus (arXiv 2602.12952).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, Axis, Block, Space, TensorInfo
+from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.check_pair import Layers, meeting
+from rotation_merge.model.source import TensorSource, read_tensor
+from rotation_merge.model.sources import Respelled
+from rotation_merge.model.widen import Widened, Widening
+
+WIDTHS = "use '--widths' ('widths: true' in a recipe) to carry between bases of unlike sizes"
+DEPTH = "say which layers meet by '--layers-map' ('layers_map' in a recipe): OLD:NEW,... or auto"
+
+
+class Framed(Widened):
+    """A model of the old base's shapes under the names and in the sizes of a frame.
+
+    Attributes:
+        own: its tensors under their own names.
+        met: those names that have a partner in the new base.
+    """
+
+    def __init__(self, own: TensorSource, named: Respelled, widening: Widening) -> None:
+        super().__init__(named, widening)
+        self.own = own
+        self.met = {
+            *named.names.values(),
+            *(n for made, _ in named.made.values() for c in made.cuts for n in c.info.names),
+        }
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where two bases meet.
+
+    Attributes:
+        new, old: their architectures.
+        layers: by module, which layer of the new base meets which of the old one.
+        common: the new base's blocks that meet one of the old base's, in sizes that hold both.
+        grow_new, grow_old: what brings either to these sizes, under the new base's names.
+        tied: a head that shares an embedding's tensor in either.
+        likeness: where layers met by similarity: by module, the mean of their likeness.
+    """
+
+    new: Architecture
+    old: Architecture
+    layers: Layers
+    common: Architecture
+    grow_new: Widening
+    grow_old: Widening
+    tied: str | None = None
+    likeness: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def _blocks(self) -> dict[str, Block]:
+        return {block.name: block for block in self.common.blocks}
+
+    def block(self, block: Block) -> Block | None:
+        """The common block of one of the new base's; None where no block of the old base meets it."""
+        return self._blocks.get(block.name)
+
+    @cached_property
+    def met(self) -> Architecture:
+        """The old base's blocks that meet one, called as there, in the common sizes."""
+        return _with_spaces(_met(self.new, self.old, self.layers), self.common.spaces())
+
+    @property
+    def folded(self) -> tuple[str, ...]:
+        """Streams whose layer scales had to be folded in one of the two before it could be widened."""
+        return tuple(dict.fromkeys((*self.grow_new.folded, *self.grow_old.folded)))
+
+    def of_new(self, source: TensorSource) -> TensorSource:
+        """The new base in the common sizes."""
+        return Widened(source, self.grow_new)
+
+    def of_old(self, source: TensorSource, architecture: Architecture) -> Framed:
+        """The old base, or what was trained on it, in the common sizes, under the new base's names.
+
+        Args:
+            architecture: by which its tensors are named.
+        """
+        own = _met(self.new, architecture, self.layers)
+        return Framed(source, Respelled(source, own, self.grow_old.own), self.grow_old)
+
+    def of(self, block: Block, info: TensorInfo) -> TensorInfo:
+        """A tensor of the new base in the common sizes."""
+        found = self._blocks[block.name].tensor(info.key)
+        assert found is not None
+        return found
+
+    def cut(self, block: Block, info: TensorInfo, moved: Tensor) -> Tensor:
+        """What of a moved change has a place in the new base: its own entries, still at the common scale."""
+        return self.grow_new.cut(block, info, moved)
+
+    def scaled(self, block: Block, info: TensorInfo, cut: Tensor, folded: Sequence[str]) -> Tensor:
+        """A change that was cut, at the new base's own scale.
+
+        Args:
+            folded: the streams whose gains are folded in the new base.
+        """
+        return cut / self.grow_new.factor(block, info, folded)
+
+    @property
+    def alone(self) -> tuple[Block, ...]:
+        """The old base's layers that meet none of the new base's."""
+        met = {(module, old) for module, pairs in self.layers.items() for _, old in pairs}
+        return tuple(b for b in self.old.blocks if b.index is not None and (b.module, b.index) not in met)
+
+    def without_place(self, old: Framed, tuned: Framed) -> dict[str, float]:
+        """By name of the old base's blocks: the squared norm of what fine-tuning changed in tensors without partner."""
+        found: dict[str, float] = {}
+        for block in self.old.blocks:
+            for info in (info for info in block.tensors if not old.met & {*info.names, *info.tied}):
+                before, after = (read_tensor(info, source.own) for source in (old, tuned))
+                if before is not None and after is not None and before.is_floating_point():
+                    change = float((after.double() - before.double()).square().sum())
+                    found[block.name] = found.get(block.name, 0.0) + change
+        return found
+
+    def notes(self, names: tuple[str, str]) -> list[str]:
+        """What the reader of a report should know.
+
+        Args:
+            names: of the new base and of the old one.
+        """
+        new, old = names
+        lines = []
+        if self.grow_new.grows:
+            lines.append(
+                f"`{old}` is larger than `{new}` ({self.grow_new.grows}): both were aligned with zeros around their "
+                "weights, and what of the change fell on these was left out."
+            )
+        if self.grow_old.grows:
+            lines.append(
+                f"`{old}` is smaller than `{new}` ({self.grow_old.grows}): zeros were put around its weights, its "
+                "function unchanged."
+            )
+        for module, pairs in self.layers.items():
+            even = [a for a, _ in pairs] == [b for _, b in pairs] and len(pairs) == len(self.new.layers(module))
+            if even and not self.alone and module not in self.likeness:
+                continue
+            where = "" if len(self.layers) == 1 else f" of the {module}"
+            met = ", ".join(f"{theirs}:{own}" for own, theirs in pairs)
+            how = f", by similarity (mean cosine {self.likeness[module]:.2f})" if module in self.likeness else ""
+            lines.append(f"Layers{where} of `{old}` that meet layers of `{new}`{how}, old:new: {met}.")
+        return lines
+
+
+def frame_of(new: Architecture, old: Architecture, layers: Layers, tied: str | None, names: tuple[str, str]) -> Frame:
+    """The frame in which two bases of one family meet.
+
+    Args:
+        layers: by module, which layer of the new base meets which of the old one.
+        tied: a head that shares an embedding's tensor in either, under the new base's names; None: none, or it is
+            given one of its own.
+        names: of the new base and of the old one.
+
+    Raises:
+        CheckpointError: sizes differ that decide a function.
+    """
+    met = {block.name for block, _ in meeting(new, old, layers)}
+    ours = replace(new, blocks=tuple(block for block in new.blocks if block.name in met))
+    its = _met(new, old, layers).spaces()
+    small = {name: its.get(name, space) for name, space in ours.spaces().items()}
+    for name, space in ours.spaces().items():
+        if small[name].kind != space.kind or small[name].sizes.keys() != space.sizes.keys():
+            what = f"'{name}' is a space of kind {small[name].kind}, against {space.kind} in {names[0]}"
+            raise CheckpointError(what, where=names[1], remedy="carry between bases of one kind")
+
+    def sized(choose: Callable[[int, int], int]) -> Architecture:
+        return _with_spaces(
+            ours,
+            {
+                name: replace(space, sizes={key: choose(n, small[name].sizes[key]) for key, n in space.sizes.items()})
+                for name, space in ours.spaces().items()
+            },
+        )
+
+    common, theirs = sized(max), sized(lambda _, n: n)
+    grow_new = Widening(ours, common, tied, *names)
+    grow_old = Widening(theirs, common, tied, names[1], names[0])
+    return Frame(new, old, layers, common, grow_new, grow_old, tied)
+
+
+def _met(new: Architecture, old: Architecture, layers: Layers) -> Architecture:
+    """The blocks of the old base that meet one of the new base's, their places and spaces called as there."""
+    blocks = []
+    for own, other in meeting(new, old, layers):
+        called = {
+            space.name: replace(space, name=own.spaces[local].name)
+            for local, space in other.spaces.items()
+            if local in own.spaces
+        }
+        blocks.append(replace(_block_with(other, called), name=own.name, index=own.index))
+    return replace(old, blocks=tuple(blocks))
+
+
+def _with_spaces(architecture: Architecture, spaces: Mapping[str, Space]) -> Architecture:
+    """The architecture with some spaces, by name, replaced."""
+    return replace(
+        architecture,
+        streams={name: spaces.get(name, space) for name, space in architecture.streams.items()},
+        blocks=tuple(_block_with(block, spaces) for block in architecture.blocks),
+    )
+
+
+def _block_with(block: Block, spaces: Mapping[str, Space]) -> Block:
+    def axis(own: Axis) -> Axis:
+        pieces = (
+            tuple(replace(part, space=spaces.get(part.space.name, part.space)) for part in piece)
+            for piece in own.pieces
+        )
+        return replace(own, pieces=tuple(pieces))
+
+    def tensor(info: TensorInfo) -> TensorInfo:
+        common = info.common if info.common is None else spaces.get(info.common.name, info.common)
+        return replace(info, axes=tuple(map(axis, info.axes)), common=common)
+
+    return replace(
+        block,
+        tensors=tuple(map(tensor, block.tensors)),
+        spaces={local: spaces.get(space.name, space) for local, space in block.spaces.items()},
+    )
+
+
+@dataclass
+class Places:
+    """What of a change has a place in the new base, as squared norms.
+
+    Attributes:
+        found: by block and tensor of the new base: what has a place, and all that was to be moved there.
+        lost: by name of the old base's blocks: what was changed there in tensors without partner.
+    """
+
+    found: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    lost: dict[str, float] = field(default_factory=dict)
+
+    def share(self) -> float:
+        """Of the whole change; one where nothing changed."""
+        whole = sum(norm for _, norm in self.found.values()) + sum(self.lost.values())
+        return sum(placed for placed, _ in self.found.values()) / whole if whole else 1.0
+
+    def words(self) -> list[str]:
+        """What the reader of a report should know, block by block."""
+        if not self.found:
+            return []
+        blocks: dict[str, list[float]] = {}
+        for (block, _), norms in self.found.items():
+            sums = blocks.setdefault(block, [0.0, 0.0])
+            for i, norm in enumerate(norms):
+                sums[i] += norm
+        each = [f"{name} {placed / whole:.0%}" for name, (placed, whole) in blocks.items() if whole]
+        line = f"Of the squared norm of the change {self.share():.1%} has a place in the new base"
+        lines = [f"{line}: {', '.join(each)}." if each else f"{line}."]
+        if any(self.lost.values()):
+            whole = sum(norm for _, norm in self.found.values()) + sum(self.lost.values())
+            gone = ", ".join(f"{name} {norm / whole:.1%} of it" for name, norm in self.lost.items())
+            lines.append(f"What of the old base has no partner, and its change no place: {gone}.")
+        return lines

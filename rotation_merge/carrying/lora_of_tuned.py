@@ -1,0 +1,194 @@
+"""What fine-tuning changed in a whole model, carried to another base and written as a LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.architecture.registry import every_name
+from rotation_merge.carrying.carrier import Carrier, Change, is_bias, weight_key
+from rotation_merge.errors import CheckpointError, short
+from rotation_merge.model.factors import LowRank, dense, stacks, transposed
+from rotation_merge.model.lora import Written
+from rotation_merge.model.source import read_tensor
+
+PREFIX = "base_model.model."
+
+Kept = dict[str, tuple[float, float]]
+"""By tensor: the squared norm of its change, and what is left of it at that rank."""
+
+
+class Changes(Protocol):
+    """Whatever gives a new base's changes block by block, matrices by factors, and what each keeps of its change."""
+
+    @property
+    def carrier(self) -> Carrier: ...
+
+    def factors(self, block: Block, rank: int) -> tuple[dict[str, Change], Kept]: ...
+
+
+class Base(Protocol):
+    """A model that an adapter is for; `reference` is what adapter_config.json calls it."""
+
+    @property
+    def reference(self) -> object: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    @property
+    def tied_head(self) -> str | None: ...
+
+
+def left_out(base: Base) -> list[str]:
+    """What no adapter of this base can say, in words."""
+    head = base.tied_head
+    return [f"The embedding stays the new base's: `{head}` is tied to it, and an adapter changes one only."] * bool(
+        head
+    )
+
+
+def lora_of_tuned(tuned: Changes, rank: int, base: Base) -> tuple[Written, Kept]:
+    """The carried change of a fine-tune as an adapter of the new base.
+
+    Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms of streams that are not turned into
+    `modules_to_save`. Beside a `lora_bias`, which peft has not for embeddings, these are left as they are; so is what
+    has no module of its own in the model's class (experts in one tensor, position tables), and an embedding that is
+    the head as well: peft would change one of the two.
+
+    Args:
+        rank: of every factor, at most.
+        base: the new base.
+
+    Returns:
+        The adapter, and what of each tensor's change it keeps.
+    """
+    modules = _modules(base.config, str(base.reference))
+    writing = _Writing(base.tied_head is not None)
+    kept: Kept = {}
+    for block in tuned.carrier.architecture.blocks:
+        changes, parts = tuned.factors(block, rank)
+        kept.update({f"{block.name}: {key}": pair for key, pair in parts.items()})
+        for key, change in changes.items():
+            info = block.tensor(key)
+            place = modules.get((block.module, block.place, block.index, key))
+            if info is None or not writing.take(block, info, change, changes, place, tuned):
+                kept[f"{block.name}: {key}"] = parts[key][0], 0.0
+    kept |= {key: (kept[key][0], 0.0) for key in writing.without_embeddings()}
+    return Written(writing.config(rank, base.config, str(base.reference)), writing.tensors), kept
+
+
+@dataclass
+class _Writing:
+    """An adapter in the making."""
+
+    tied: bool
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    targets: dict[str, int] = field(default_factory=dict)
+    saved: set[str] = field(default_factory=set)
+    embeddings: dict[str, str] = field(default_factory=dict)
+    biases: bool = False
+    stored_otherwise: bool = False
+
+    def take(
+        self,
+        block: Block,
+        info: TensorInfo,
+        change: LowRank | Tensor,
+        beside: Mapping[str, LowRank | Tensor],
+        place: str | None,
+        tuned: Changes,
+    ) -> bool:
+        """Put one change in; False where an adapter has no place for it."""
+        words = self.tied and info.vocabulary_axis is not None
+        if place is None or stacks(info) or words:
+            return False
+        module, _, leaf = place.rpartition(".")
+        if isinstance(change, LowRank):
+            if leaf != "weight":
+                return False
+            self._factors(block, info, change, module)
+        elif is_bias(info.key) and isinstance(beside.get(weight_key(info.key)), LowRank):
+            self.tensors[f"{PREFIX}{module}.lora_B.bias"] = change.float()
+            self.biases = True
+        elif len(info.axes) == 1 and not is_bias(info.key):
+            stem = info.key.removesuffix("weight")
+            for other in block.tensors:
+                stored = read_tensor(other, tuned.carrier.new) if other.key.startswith(stem) else None
+                if stored is not None:
+                    added = beside.get(other.key, torch.zeros_like(stored))
+                    name = f"{PREFIX}{module}.{other.key.removeprefix(stem)}"
+                    self.tensors[name] = (stored.double() + dense(added, other)).to(stored.dtype)
+            self.saved.add(module)
+        else:
+            return is_bias(info.key) and any(key.startswith(f"{PREFIX}{module}.") for key in self.tensors)
+        return True
+
+    def _factors(self, block: Block, info: TensorInfo, change: LowRank, module: str) -> None:
+        embeds = transposed(info) and info.axes[0].label in ("vocabulary", "positions", "types")
+        a, b = ("embedding_A", "embedding_B") if embeds else ("A.weight", "B.weight")
+        self.tensors[f"{PREFIX}{module}.lora_{a}"] = change.a.float()
+        self.tensors[f"{PREFIX}{module}.lora_{b}"] = change.b.float()
+        self.targets[module] = change.a.shape[0]
+        if embeds:
+            self.embeddings[module] = f"{block.name}: {info.key}"
+        else:
+            self.stored_otherwise |= transposed(info)
+
+    def without_embeddings(self) -> list[str]:
+        """Leave embeddings out where peft would refuse them, and give every other module a bias; what was left out."""
+        if not self.biases:
+            return []
+        for module in self.embeddings:
+            del self.targets[module]
+            for factor in ("A", "B"):
+                del self.tensors[f"{PREFIX}{module}.lora_embedding_{factor}"]
+        for module in self.targets:
+            b = self.tensors[f"{PREFIX}{module}.lora_B.weight"]
+            self.tensors.setdefault(f"{PREFIX}{module}.lora_B.bias", b.new_zeros(b.shape[0]))
+        return list(self.embeddings.values())
+
+    def config(self, rank: int, base: Mapping[str, Any], name: str) -> dict[str, Any]:
+        own = {module: found for module, found in self.targets.items() if found != rank}
+        classes = base.get("architectures") or [""]
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM" if classes[0].endswith("CausalLM") else None,
+            "base_model_name_or_path": name,
+            "r": rank,
+            "lora_alpha": rank,
+            "rank_pattern": own,
+            "alpha_pattern": own,
+            "target_modules": sorted(self.targets),
+            "modules_to_save": sorted(self.saved) or None,
+            "lora_bias": self.biases,
+            "fan_in_fan_out": self.stored_otherwise,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "inference_mode": True,
+        }
+
+
+def _modules(config: Mapping[str, Any], name: str) -> dict[tuple[str, str, int | None, str], str]:
+    """Parameters as the model's class names them, by block and key of the architecture."""
+    import transformers
+
+    try:
+        found = getattr(transformers, (config.get("architectures") or [""])[0])
+        with torch.device("meta"):
+            model = found(found.config_class.from_dict(dict(config)))
+    except Exception as error:  # models and configs raise errors of many classes
+        raise CheckpointError(
+            f"its class cannot be built ({short(error)})", where=name, remedy="carry the whole model, without --lora"
+        ) from error
+    spots = every_name(config)
+    return {
+        (spot.module, spot.place, spot.index, spot.info.key): parameter
+        for parameter, _ in model.named_parameters(remove_duplicate=False)
+        if (spot := spots.get(parameter)) is not None
+    }

@@ -1,0 +1,199 @@
+"""What fine-tuning changed in a whole model, carried to another base: as whole tensors, or cut down to low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, weight_key
+from rotation_merge.carrying.frame import Framed, Places
+from rotation_merge.errors import AlignmentError
+from rotation_merge.model import slices
+from rotation_merge.model.factors import LowRank, dense, stacks, transposed
+from rotation_merge.model.fold import folded_source
+from rotation_merge.model.source import TensorSource, read_tensor, unstack
+
+Scale = float | Mapping[str, float]
+"""What a change is multiplied by: everywhere, or by name of a block (one, where it is not named)."""
+
+
+def scale_at(scale: Scale, block: str) -> float:
+    """The scale in one block."""
+    return scale.get(block, 1.0) if isinstance(scale, Mapping) else scale
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A fine-tune of a carrier's old base.
+
+    Attributes:
+        source: its tensors, under the names of the carrier's architecture.
+        scale: what its change is multiplied by.
+        dtype: of the results; None: the new base's for storage.
+        places: what of the change has a place in a new base of other shapes, as far as it has been moved.
+    """
+
+    carrier: Carrier
+    source: TensorSource
+    scale: Scale = 1.0
+    dtype: torch.dtype | None = None
+    places: Places = field(default_factory=Places)
+
+    def tensors(self) -> Iterator[tuple[TensorInfo, dict[str, Tensor], float, float]]:
+        """The new base with the carried change, tensor by tensor, in the new base's storage dtype.
+
+        Yields:
+            The tensor, its pieces by name, and the squared norms of its change and of the old base's tensor.
+        """
+        carrier = self.carrier
+        for block in carrier.architecture.blocks:
+            for info in block.tensors:
+                if (stored := read_tensor(info, carrier.new)) is None:
+                    continue
+                if not stored.is_floating_point():
+                    yield info, unstack(info, stored), 0.0, 0.0
+                    continue
+                found, change, before = self._carried(block, info, stored)
+                yield info, unstack(info, found.to(self.dtype or stored.dtype).contiguous()), change, before
+
+    def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
+        """One tensor of the new base with the carried change, rounded once; None where the new base lacks it.
+
+        Args:
+            dtype: that it is rounded to; None: what the new base stores it in.
+        """
+        stored = read_tensor(info, self.carrier.new)
+        if stored is None or not stored.is_floating_point():
+            return stored
+        return replace(self, dtype=dtype)._carried(block, info, stored)[0].to(dtype or stored.dtype).contiguous()
+
+    def _carried(self, block: Block, info: TensorInfo, stored: Tensor) -> tuple[Tensor, float, float]:
+        """A tensor of the new base with the carried change, a long vocabulary that all three share slice by slice, and
+        the squared norms."""
+        own, norms = (self.carrier.old, self.carrier.new, self.source), list[tuple[float, float]]()
+        same = info.vocabulary_axis is not None and self.carrier.frame is None and self.carrier.rows is None
+        views = slices.views(block, own if same else [])
+
+        def made(part: slice | None) -> Tensor:
+            seen = self if part is None else self._of(*views(part))
+            found, *both = seen._with_change(block, info)
+            norms.append((both[0], both[1]))
+            return found
+
+        known = [tensor for source in own if same and (tensor := read_tensor(info, source)) is not None]
+        result = slices.in_slices(info, known, self.dtype or stored.dtype, made) if known else made(None)
+        change, before = map(sum, zip(*norms, strict=True))
+        return result, change, before
+
+    def _of(self, old: TensorSource, new: TensorSource, source: TensorSource) -> Tuned:
+        """The same of other sources."""
+        return replace(self, carrier=replace(self.carrier, old=old, new=new), source=source)
+
+    def _with_change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float, float]:
+        """See `tensors`; not yet rounded."""
+        carrier = self.carrier
+        base = read_tensor(info, self._folded(carrier.new, carrier.architecture))
+        assert base is not None
+        if carrier.met(block) is None:
+            return base, 0.0, 0.0
+        change, before = self._change(block, info)
+        moved = carrier.respelled(block, info, carrier.moved(block, info, change, self.places))
+        return base + scale_at(self.scale, block.name) * moved, float(change.square().sum()), before
+
+    def factors(self, block: Block, rank: int | None) -> tuple[Changes, dict[str, tuple[float, float]]]:
+        """A block's change for the new base as it is stored, that of every matrix cut down to low rank (None: not).
+
+        What norms of folded streams changed goes into the maps that read them.
+
+        Returns:
+            The changes by key, those of biases and of other norms whole; and by key the squared norm of each, and what
+            of it is kept.
+        """
+        result: Changes = {}
+        kept: dict[str, tuple[float, float]] = {}
+        if self.carrier.met(block) is None:
+            return result, kept
+        for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
+            if read_tensor(info, self.carrier.new) is None:
+                continue
+            change, _ = self._change(block, info)
+            weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None
+            beside = dense(result[weight.key], weight) if weight is not None and weight.key in result else None
+            moved = self.carrier.stored(block, info, change.double(), beside, self.places)
+            whole = scale_at(self.scale, block.name) * moved
+            if not bool(whole.any()):
+                continue
+            result[info.key] = cut = (
+                of_low_rank(whole, info, rank, trimmed=True) if rank is not None and len(info.axes) > 1 else whole
+            )
+            norm = float(whole.square().sum())
+            kept[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
+        return result, kept
+
+    def share(self) -> list[str]:
+        """What of the change has a place in the new base, in words, once it has been moved; none of equal shapes."""
+        frame, old = self.carrier.frame, self.carrier.old
+        if frame is not None and isinstance(old, Framed) and isinstance(self.source, Framed):
+            self.places.lost.update(frame.without_place(old, self.source))
+        return self.places.words()
+
+    def _folded(self, source: TensorSource, architecture: Architecture) -> TensorSource:
+        streams = self.carrier.folded
+        return folded_source(architecture, source, streams, self.carrier.dtype)
+
+    def _change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float]:
+        """What fine-tuning changed in a tensor of the folded model, and the squared norm of it before."""
+        frame = self.carrier.frame
+        architecture = self.carrier.architecture if frame is None else frame.common
+        info = info if frame is None else frame.of(block, info)
+        old, tuned = (read_tensor(info, self._folded(s, architecture)) for s in (self.carrier.old, self.source))
+        if old is None or tuned is None or old.shape != tuned.shape:
+            why = "the fine-tune's has another shape" if old is not None and tuned is not None else "a model lacks it"
+            raise AlignmentError(
+                f"'{info.name}' cannot be carried: {why}",
+                where=block.name,
+                remedy="name the base that it was tuned from, of the same class, by --from",
+            )
+        old = old.to(torch.promote_types(old.dtype, torch.float32))
+        change = tuned.to(old.dtype) - old
+        if not bool(torch.isfinite(change).all()):
+            what = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"
+            raise AlignmentError(what, where=block.name, remedy="repair or replace the checkpoint")
+        return change if frame is None else frame.grow_old.trimmed(info.name, change), float(old.square().sum())
+
+
+NOTHING_LEFT = 1e-4
+"""Of a change's largest singular value: what is below was made by rounding, and is 1e-8 of its squared norm."""
+
+
+def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = False) -> Change:
+    """The nearest change of this rank (Eckart and Young), its factors equally large; of tables of positions and tokens
+    that no layer of its own holds (1, n, width), which no adapter has a place for, the whole.
+
+    Args:
+        trimmed: of the rank that the change has, where that is less.
+    """
+    if transposed(info) and change.ndim > 2 and not stacks(info):
+        return change
+    matrix = change.mT if transposed(info) else change
+    shape = matrix.shape
+    if matrix.ndim > 2 and not stacks(info):
+        matrix = matrix.flatten(1)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    if trimmed:
+        rank = min(rank, int((s > NOTHING_LEFT * s.max()).reshape(-1, s.shape[-1]).any(0).sum()))
+    root = s[..., :rank].sqrt()
+    a, b = root[..., :, None] * v[..., :rank, :], u[..., :rank] * root[..., None, :]
+    if matrix.shape != shape:
+        a, b = a.reshape(-1, *shape[1:]), b.reshape(*b.shape, *[1] * (len(shape) - 2))
+    return LowRank(a, b)
+
+
+def share(kept: Mapping[str, tuple[float, float]]) -> float:
+    """What of all changes is kept: squared norm after cutting over squared norm before."""
+    whole = sum(norm for norm, _ in kept.values())
+    return sum(rest for _, rest in kept.values()) / whole if whole else 1.0

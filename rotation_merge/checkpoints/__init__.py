@@ -1,1 +1,0 @@
-"""Checkpoints on disk: headers, adapters, models, vocabularies, output folders, pairs of models."""

@@ -1,0 +1,209 @@
+"""What options and arguments name: things that are read, things that are written, or words; and --force.
+
+Every option that takes text has one of these types, so that what a command reads and writes is known before it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import click
+
+from rotation_merge.files.outputs import (
+    DATA,
+    FILE,
+    FOLDER,
+    MATCHING_UNFINISHED,
+    UNFINISHED,
+    WORK,
+    Input,
+    Output,
+    check_outputs,
+    check_replaced,
+    check_writable,
+    outputs_locked,
+)
+
+FORCE = "write somewhere else, or --force"
+
+Wrote = Callable[[str], bool]
+
+
+class Word(click.types.StringParamType):
+    """Text that names no file."""
+
+
+class Reads(click.types.StringParamType):
+    """Text that names something that is read.
+
+    Args:
+        kind: what it is, in a word.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def inputs(self, values: Sequence[str]) -> list[Input]:
+        """What one parameter names."""
+        return [Input(value, self.kind) for value in values]
+
+
+class ReadsModelsOrRecipe(Reads):
+    """Models, or one recipe with all that it reads."""
+
+    def inputs(self, values: Sequence[str]) -> list[Input]:
+        if len(values) != 1 or not os.path.isfile(values[0]):
+            return super().inputs(values)
+        from rotation_merge.mergekit_plugin.planning.files import inputs_in
+
+        return [Input(values[0], "recipe"), *inputs_in(values[0])]
+
+
+class ReadsNamedFiles(Reads):
+    """NAME or NAME=FILE, with commas between."""
+
+    def inputs(self, values: Sequence[str]) -> list[Input]:
+        parts = [part.partition("=")[2].strip() for value in values for part in value.split(",")]
+        return [Input(part, self.kind) for part in parts if part]
+
+
+class Writes(click.types.StringParamType):
+    """Text that names something that is written.
+
+    Args:
+        kind: FILE or FOLDER.
+        work: what is added to its name for what else is written on the way.
+        within: the name of the file that is written in the folder that is named.
+        wrote: says of a file that is there whether this option wrote it.
+        beside: whether it may lie in a folder that is read.
+    """
+
+    def __init__(
+        self,
+        kind: str = FILE,
+        work: Sequence[str] = (),
+        within: str = "",
+        wrote: Wrote = lambda _: False,
+        beside: bool = False,
+    ) -> None:
+        self.kind, self.work, self.within, self.wrote, self.beside = kind, work, within, wrote, beside
+
+    def outputs(self, value: str, option: str) -> list[Output]:
+        """What one parameter names."""
+        path = os.path.join(value, self.within) if self.within else value.rstrip(os.sep) or os.sep
+        written = Output(path, option, self.kind, self.wrote, self.beside)
+        return [written, *(Output(f"{path}{ending}", option, WORK, beside=self.beside) for ending in self.work)]
+
+
+class ReadsModelsAndWrites(click.types.StringParamType):
+    """Models, and behind them the folder to write."""
+
+    def __init__(self, writes: Writes) -> None:
+        self.writes = writes
+
+    def inputs(self, values: Sequence[str]) -> list[Input]:
+        return MODEL.inputs(values[:-1])
+
+    def outputs(self, value: Sequence[str], option: str) -> list[Output]:
+        return self.writes.outputs(value[-1], option)
+
+
+WORD, MODEL, ALIGNMENT, SAMPLE_SOURCE = Word(), Reads("model"), Reads("alignment"), Reads(DATA)
+MODELS_OR_RECIPE, NAMED_ALIGNMENTS = ReadsModelsOrRecipe("model"), ReadsNamedFiles("alignment")
+
+
+def inputs_of(context: click.Context) -> list[Input]:
+    """Everything that a command was told to read."""
+    inputs = []
+    for parameter, value in _values(context):
+        if hasattr(parameter.type, "inputs"):
+            inputs += parameter.type.inputs((value,) if isinstance(value, str) else value)
+    return inputs
+
+
+def outputs_of(context: click.Context) -> list[Output]:
+    """Everything that a command was told to write."""
+    outputs = []
+    for parameter, value in _values(context):
+        if hasattr(parameter.type, "outputs"):
+            outputs += parameter.type.outputs(value, parameter.human_readable_name)
+    return outputs
+
+
+def _values(context: click.Context) -> Iterator[tuple[click.Parameter, Any]]:
+    """The parameters of a command that were used, with their values."""
+    for parameter in context.command.params:
+        if value := context.params.get(parameter.name or ""):
+            yield parameter, value
+
+
+def writes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --force; without it, a command does not write over what is there, and with it not over what it reads."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, force: bool, **kwargs: Any) -> Any:
+        with writing(outputs_of(click.get_current_context())):
+            return function(*args, **kwargs)
+
+    return click.option("--force", is_flag=True, help="Write over what is there, never over an input.")(wrapped)
+
+
+@contextmanager
+def writing(outputs: Sequence[Output], force: bool = False) -> Iterator[None]:
+    """Hold outputs of the command that runs, once nothing speaks against writing them.
+
+    Args:
+        force: whether what is there may be replaced, beside where --force says so.
+
+    Raises:
+        RotationMergeError: one is an input, is there already, or is being written by another run.
+    """
+    context = click.get_current_context()
+    check_outputs(outputs, inputs_of(context))
+    check_replaced(outputs, force or bool(context.params.get("force")), FORCE)
+    check_writable(outputs)
+    with ExitStack() as stack:
+        if not int(os.environ.get("RANK", "0")):  # of several processes of torchrun the first writes
+            stack.enter_context(outputs_locked(outputs))
+        yield
+
+
+def is_statistics(path: str) -> bool:
+    """Whether a file holds statistics that `measure` wrote."""
+    from rotation_merge.errors import RotationMergeError
+    from rotation_merge.report.files import described
+
+    try:
+        return described(path)["is"] == "Statistics"
+    except RotationMergeError:
+        return False
+
+
+def is_barrier(path: str) -> bool:
+    """Whether a file is what `barrier --save` wrote."""
+    from rotation_merge.errors import RotationMergeError
+    from rotation_merge.run.curves import read_barriers
+
+    try:
+        return bool(read_barriers(path))
+    except RotationMergeError:
+        return False
+
+
+def is_page(path: str) -> bool:
+    """Whether a file is the page of a report."""
+    from rotation_merge.report import html
+
+    return html.is_page(path)
+
+
+NEW_FOLDER = Writes(FOLDER)
+STATISTICS = Writes(FILE, work=(UNFINISHED,), wrote=is_statistics, beside=True)
+PAGE = Writes(FILE, wrote=is_page, beside=True)
+NEW_ALIGNMENT = Writes(FILE, work=(UNFINISHED, MATCHING_UNFINISHED))
+NEW_MODEL = Writes(FOLDER, work=(UNFINISHED, MATCHING_UNFINISHED))
+MODELS_AND_OUT = ReadsModelsAndWrites(Writes(FOLDER, work=(UNFINISHED, MATCHING_UNFINISHED, "-samples")))

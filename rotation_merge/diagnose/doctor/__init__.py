@@ -1,0 +1,35 @@
+"""Why is a merge bad? Causes of gibberish in a recipe or a merged model, each with its remedy, the likeliest first."""
+
+from __future__ import annotations
+
+from rotation_merge.diagnose.doctor.activations import of_activations
+from rotation_merge.diagnose.doctor.case import Case, open_case
+from rotation_merge.diagnose.doctor.cause import Cause
+from rotation_merge.diagnose.doctor.pairs import of_pairs
+from rotation_merge.diagnose.doctor.span import SPOILS, of_span
+from rotation_merge.diagnose.doctor.weights import of_weights
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.model.source import Progress
+
+__all__ = ["Case", "Cause", "diagnose", "open_case"]
+
+
+def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
+    """Every cause that is found, the likeliest first.
+
+    Raises:
+        RotationMergeError: what is to be looked at cannot be read.
+    """
+    if case.patient is not None:
+        try:
+            case.patient.architecture  # noqa: B018  (names, shapes and config are read and checked)
+        except RotationMergeError as error:
+            return [Cause("damaged", 0.97, error.what, error.where or case.name, error.remedy or "merge again")]
+    found = list(of_pairs(case, progress))
+    if "do not fit" not in [cause.name for cause in found]:
+        found += of_span(case, progress)
+    explained = any(cause.name in SPOILS for cause in found)
+    found += of_weights(case, progress, norms=not explained)
+    if not explained:
+        found += of_activations(case, [cause.name for cause in found])
+    return sorted(dict.fromkeys(found), key=lambda cause: -cause.likelihood)

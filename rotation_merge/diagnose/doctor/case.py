@@ -1,0 +1,167 @@
+"""What is looked at: a recipe of any merge method, or a merged model with what it was made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mergekit.config import MergeConfiguration
+from pydantic import ValidationError
+
+from rotation_merge.diagnose.donors import RecipeDonor, donors_of
+from rotation_merge.errors import CheckpointError, RecipeError, RotationMergeError
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.open_pair import Pair
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.written import match_pair
+from rotation_merge.mergekit_plugin.recipe.document import documents
+from rotation_merge.mergekit_plugin.recipe.names import METHOD
+from rotation_merge.mergekit_plugin.recipe.settings import MULTI_KEYS, explain
+from rotation_merge.model.checkpoint import Model, open_model, parse_reference
+from rotation_merge.model.hub import is_absent, is_hub_name
+from rotation_merge.model.source import Progress
+from rotation_merge.record import REPORT_FILE, MergeReport
+from rotation_merge.report.html import read_report
+
+RECIPES = ("mergekit_config.yml", "recipe.yml")
+"""What recipes are called beside a merged model."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A merge that was made, or is to be made.
+
+    Attributes:
+        name: the folder or file that was given.
+        merged: the folder of the merged model; None for a recipe.
+        parents: models that are here, the base (or the first) at the front.
+        absent: models that are not.
+        recipe: as YAML has it; empty where none is known.
+        donors: of a recipe of ours, by name: how each is aligned.
+        matched: what has been matched already (see `match`).
+    """
+
+    name: str
+    merged: str | None
+    parents: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    donors: Mapping[str, RecipeDonor] = field(default_factory=dict)
+    matched: dict[tuple[str, AlignConfig], tuple[Pair, Alignment, MergeReport]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def match(self, pair: Pair, progress: Progress | None) -> tuple[Pair, Alignment, MergeReport]:
+        """What brings a parent to the first one under a pair's options; matched once."""
+        key = (str(pair.donor.reference), pair.checked.options)
+        if key not in self.matched:
+            self.matched[key] = (pair, *match_pair(pair, progress))
+        return self.matched[key]
+
+    @cached_property
+    def patient(self) -> Model | None:
+        """The merged model, opened."""
+        return None if self.merged is None else open_model(self.merged, "merge")
+
+    @cached_property
+    def models(self) -> dict[str, Model]:
+        """The parents, opened."""
+        return {name: open_model(name, "merge") for name in self.parents}
+
+    @property
+    def method(self) -> str:
+        return str(self.recipe.get("merge_method", ""))
+
+    @property
+    def tokenizer(self) -> bool:
+        """Whether the recipe brings vocabularies together."""
+        return bool(self.recipe.get("tokenizer") or self.recipe.get("tokenizer_source"))
+
+    @property
+    def dtype(self) -> str:
+        """What the merge is stored in: what its own weights are, or what the recipe asks for."""
+        if self.patient is not None:
+            kinds = {str(dtype) for dtype in self.patient.dtypes.values()}
+            return "float16" if "torch.float16" in kinds else next(iter(kinds), "").removeprefix("torch.")
+        return str(self.recipe.get("out_dtype") or self.recipe.get("dtype") or "")
+
+
+def open_case(name: str, parents: Sequence[str] = ()) -> Case:
+    """What is known of a recipe or of a merged model.
+
+    Args:
+        parents: models that it was merged from, where no recipe tells.
+
+    Raises:
+        RotationMergeError: it is neither.
+    """
+    if os.path.isfile(name):
+        return _of_recipe(name, None, parents)
+    if not os.path.isdir(name) and parse_reference(name).lora is None:
+        raise CheckpointError("no such file or directory", where=name, remedy="give a recipe or a merged model")
+    open_model(name).check_files()
+    path = next((os.path.join(name, file) for file in RECIPES if os.path.isfile(os.path.join(name, file))), None)
+    if path is not None:
+        return _of_recipe(path, name, parents)
+    given = [read_report(os.path.join(name, REPORT_FILE)).anchor] if _reported(name) else []
+    return _here(name, name, [*parents, *given], {}, {})
+
+
+def _reported(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, REPORT_FILE))
+
+
+def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = [document.value for document in documents(file.read())]
+    except UnicodeDecodeError as error:
+        raise RecipeError("is no text", where=path, remedy="give a recipe or a merged model's directory") from error
+    value = found[-1]
+    if not isinstance(value, dict) or "merge_method" not in value:
+        raise RecipeError("names no merge_method", where=path, remedy="give a recipe that mergekit-yaml runs")
+    try:
+        config = MergeConfiguration.model_validate({k: v for k, v in value.items() if k not in MULTI_KEYS})
+    except ValidationError as error:
+        what, remedy = explain(error.errors()[0])
+        raise RecipeError(what, where=path, remedy=remedy) from error
+    except (RuntimeError, ValueError) as error:
+        raise RecipeError(str(error), where=path, remedy="see mergekit's documentation") from error
+    base = [config.base_model] if config.base_model is not None else []
+    text = str(value)  # mergekit names them in no order
+    named = sorted(config.referenced_models(), key=lambda model: text.find(model.model.path))
+    names = [str(model) for model in dict.fromkeys([*base, *named])]
+    donors = {}
+    if value["merge_method"] == METHOD and config.models and not _any_absent(names):
+        try:
+            donors = {donor.name: donor for donor in donors_of(path)}
+        except RotationMergeError:
+            if merged is None:
+                raise
+    return _here(merged or path, merged, [*parents, *names], value, donors)
+
+
+def _any_absent(names: Sequence[str]) -> bool:
+    return any(_absent(name) for name in names)
+
+
+def _absent(name: str) -> bool:
+    reference = parse_reference(name)
+    path = reference.model.path
+    return is_absent(reference) or not (os.path.isdir(path) or is_hub_name(path))
+
+
+def _here(
+    name: str,
+    merged: str | None,
+    names: Sequence[str],
+    recipe: Mapping[str, Any],
+    donors: Mapping[str, RecipeDonor],
+) -> Case:
+    unique = tuple(dict.fromkeys(names))
+    absent = tuple(model for model in unique if _absent(model))
+    parents = tuple(model for model in unique if model not in absent)
+    return Case(name, merged, parents, absent, recipe, donors)

@@ -1,0 +1,161 @@
+"""Causes that lie between two parents: sizes, vocabularies, configs, tied heads, other coordinates, other lineage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rotation_merge.architecture.fields import differences
+from rotation_merge.diagnose.doctor.case import Case
+from rotation_merge.diagnose.doctor.cause import Cause
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.open_pair import check_models, open_pair
+from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.mergekit_plugin.recipe.names import METHOD
+from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.nearness import RELATED, likeness
+from rotation_merge.model.source import Progress
+from rotation_merge.model.vocabulary import moved_tokens
+from rotation_merge.record import RELATED as NEAR
+from rotation_merge.report.estimate import estimate
+
+LONGEST = 120.0
+"""Seconds that matching two models may take, as estimated, to tell coordinates from lineage."""
+
+POSITIONS = "the merge places tokens as the anchor does"
+"""What `architecture/fields.json` says of entries that place tokens."""
+
+ONE = 0.1
+"""Share of the distance that may be left where two models are one in two coordinate systems."""
+
+STILL_FAR = 0.4
+"""Relative distance that is left between aligned models of one lineage at most."""
+
+LEARN = "learn an alignment on samples ('rotation-merge fit', or 'merge --data')"
+APART = f"they come from different trainings: {LEARN}, or do not average the two"
+
+EVERYTHING = AlignConfig(heads="permutation", residual="largest")
+
+
+def of_pairs(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
+    """What stands between the first parent and each other one."""
+    if case.method == "passthrough" and case.recipe.get("slices"):
+        yield Cause(
+            *("stacked layers", 0.6, "layers of models are stacked, not averaged"),
+            case.name,
+            "a stacked model needs training before it is of use; average models of one size instead",
+        )
+    for name in case.parents[1:]:
+        if name in case.donors and case.donors[name].unlike:  # which 'check' looks at
+            continue
+        anchor, donor = case.models[case.parents[0]], case.models[name]
+        if (misfit := _misfit(case, name)) is not None:
+            yield misfit
+            continue
+        yield from _vocabulary(case, anchor, donor)
+        yield from _config(anchor, donor)
+        yield from _tied(anchor, donor)
+        yield from _coordinates(case, anchor, donor, progress)
+
+
+def _misfit(case: Case, name: str) -> Cause | None:
+    """The two cannot be averaged at all."""
+    known = case.donors.get(name)
+    try:
+        if known is not None:
+            check_models(known.anchor, known.matched, known.options, known.untie, known.excluded)
+        check_models(case.parents[0], name, NOTHING, excluded=known.excluded if known is not None else lambda _: False)
+    except RotationMergeError as error:
+        return Cause("do not fit", 0.98, error.what, error.where or name, error.remedy or "merge models that fit")
+    return None
+
+
+def _vocabulary(case: Case, anchor: Model, donor: Model) -> Iterator[Cause]:
+    if case.tokenizer:
+        return
+    remedy = "add 'tokenizer: {source: base}' to the recipe"
+    moved, whole = moved_tokens(anchor, donor)
+    if moved:
+        yield Cause(
+            "tokenizer order",
+            min(0.95, 0.6 + 0.35 * moved / whole),
+            f"{moved} of {whole} tokens stand at other ids than in {anchor.reference}: rows of different words were "
+            "averaged",
+            str(donor.reference),
+            remedy,
+        )
+    end = [model.config.get("eos_token_id") for model in (anchor, donor)]
+    if None not in end and end[0] != end[1]:
+        yield Cause(
+            *("end of text", 0.3, f"eos_token_id is {end[1]}, in {anchor.reference} {end[0]}: text may not end"),
+            str(donor.reference),
+            "set eos_token_id in the merge's generation_config.json to both",
+        )
+
+
+def _config(anchor: Model, donor: Model) -> Iterator[Cause]:
+    for found in differences(anchor.config, donor.config):
+        if found.name.endswith("eos_token_id"):
+            continue  # see `_vocabulary`
+        if found.name.endswith("max_position_embeddings"):
+            name, likelihood = "context length", 0.3
+            remedy = "use the base of the shorter context, or test the merge on long inputs"
+        elif found.field.why == POSITIONS:
+            name, likelihood = "RoPE base", 0.7
+            remedy = "merge models of one RoPE base and scaling, or copy attention from the base (exclude: self_attn)"
+        else:
+            name, likelihood = "config", 0.4
+            remedy = "merge models that agree in it, or take the one with more weight as the base"
+        yield Cause(name, likelihood, f"{found}: {found.field.why}", str(donor.reference), remedy)
+
+
+def _tied(anchor: Model, donor: Model) -> Iterator[Cause]:
+    heads = [model.tied_head for model in (anchor, donor)]
+    if (heads[0] is None) == (heads[1] is None):
+        return
+    tied, own = (anchor, donor) if heads[0] else (donor, anchor)
+    yield Cause(
+        *("tied head", 0.8, f"its head is its embeddings' tensor, {own.reference} has a head of its own"),
+        str(tied.reference),
+        "set 'untie: true' in a rotation_merge recipe, or make the head a tensor of its own first",
+    )
+
+
+def _coordinates(case: Case, anchor: Model, donor: Model, progress: Progress | None) -> Iterator[Cause]:
+    """Whether the two share their coordinates; where not, whether an alignment brings them together."""
+    name, known = str(donor.reference), case.donors.get(str(donor.reference))
+    cosine = likeness(anchor, donor)
+    if cosine >= RELATED or (known is not None and (known.file or known.origin)):
+        return
+    words = f"its matrices and those of {anchor.reference} have a mean cosine of {cosine:.2f} (fine-tunes: above 0.9)"
+    tried = [known.options] if known is not None and known.options != NOTHING else []
+    for options in (*tried, EVERYTHING):
+        try:
+            pair = open_pair(str(anchor.reference), name, options, known.untie if known is not None else False)
+            cost = estimate(pair.architecture, pair.anchor.shapes, pair.checked.options, 4, 4).seconds
+            if cost > LONGEST:
+                words += f"; whether alignment helps was not tried, it would take {cost:.0f} s"
+                break
+            *_, report = case.match(pair, progress)
+        except RotationMergeError as error:
+            words += f"; it cannot be aligned ({error})"
+            break
+        before, after = report.relative_distances(name)
+        moved = f"from {before:.2f} to {after:.2f}"
+        if after > NEAR * before:
+            words += f"; alignment (residual: {pair.checked.options.residual}) brings the distance {moved}"
+            continue
+        if options not in tried:
+            remedy = f"merge_method: {METHOD} with 'preset: far' brings the distance {moved}"
+            yield Cause(
+                "other coordinates", 0.92 if after <= ONE * before else 0.88, words, name, remedy + _more(after)
+            )
+        elif after > STILL_FAR:
+            words += f"; aligned, the distance falls {moved} only"
+            yield Cause("lineage", 0.4, words, name, APART)
+        return
+    yield Cause("lineage", 0.85, words, name, APART)
+
+
+def _more(after: float) -> str:
+    """What to do where something is left after alignment."""
+    return f"; if that is not enough, {LEARN}" if after > ONE else ""

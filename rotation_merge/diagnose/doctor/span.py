@@ -1,0 +1,216 @@
+"""Tensors of a merge beside the span of its parents': permuted, scaled as a whole, or unlike all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Block, Space, TensorInfo
+from rotation_merge.diagnose.doctor.case import Case
+from rotation_merge.diagnose.doctor.cause import Cause
+from rotation_merge.diagnose.doctor.layouts import HEADS, Layout, layouts_in, move_nothing
+from rotation_merge.diagnose.doctor.parents import Parent, Parents, parents_of
+from rotation_merge.errors import RotationMergeError, named
+from rotation_merge.mergekit_plugin.recipe.names import METHOD
+from rotation_merge.model.source import Progress, TensorSource, read_tensor
+
+SMALL, LARGE = 0.8, 1.25
+"""Share of the parents that a merge holds, from which on it is scaled."""
+LOST, KEPT = 0.5, 0.9
+"""Cosine of a tensor to the span of its parents': below the first it is unlike them, above the second it is theirs."""
+MOST = 0.2
+"""Share of the tensors that may be unlike the parents' before that says nothing of single ones any more."""
+
+SOLVED = ("refit", "ot_fusion", "regmean", "kfac", "fisher")
+"""Delegates whose tensors need not lie near the span of the parents'."""
+
+SPOILS = ("RoPE layout", "order of heads", "order of neurons", "scale", "unlike its parents")
+"""Causes of this kind; each explains by itself what weights and activations look like."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One tensor of a merge beside its parents'.
+
+    Attributes:
+        cosine: to the span of theirs. share: of their mean that it holds. ratio: of its norm to the mean of theirs.
+    """
+
+    name: str
+    layer: str
+    cosine: float
+    share: float
+    ratio: float
+
+    @property
+    def scaled(self) -> bool:
+        """Whether it is theirs times a number."""
+        smaller, larger = max(self.share, self.ratio) < SMALL, min(self.share, self.ratio) > LARGE
+        return self.cosine > KEPT and (smaller or larger)
+
+
+@dataclass
+class Comparison:
+    """All tensors of a merge beside its parents'.
+
+    Attributes:
+        layouts: of those that stand in another order than what they work with.
+        ordered: names of all that stand in another order, with what they work with or without.
+    """
+
+    tensors: list[Beside] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    ordered: set[str] = field(default_factory=set)
+
+
+def of_span(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
+    """What is wrong with single tensors of a merge, seen beside its parents'; of a recipe, with parents' beside the
+    first one's.
+
+    Raises:
+        RotationMergeError: a model cannot be read.
+    """
+    yield from _of_parents(case, progress)
+    if case.patient is None or not case.parents:
+        return
+    parents = parents_of(case, progress)
+    seen = compare(case.patient.architecture.blocks, case.patient, parents, progress)
+    yield from _permuted(case.name, seen)
+    if parents.complete and not _scales_itself(case):
+        yield from _scaled(case.name, seen)
+        if _delegate(case) not in SOLVED:
+            yield from _unlike(seen)
+
+
+def _of_parents(case: Case, progress: Progress | None) -> Iterator[Cause]:
+    """Parents that lie in another layout than the first one."""
+    if case.method == METHOD or case.recipe.get("slices") or case.recipe.get("modules"):
+        return
+    for name in case.parents[1:]:
+        anchor, donor = case.models[case.parents[0]], case.models[name]
+        first = Parents([Parent(anchor.architecture, anchor)])
+        try:
+            yield from _permuted(name, compare(donor.architecture.blocks, donor, first, progress))
+        except RotationMergeError:  # which `of_pairs` says
+            continue
+
+
+def _delegate(case: Case) -> str:
+    parameters = case.recipe.get("parameters") or {}
+    return str(parameters.get("delegate", "linear")) if case.method == METHOD else case.method
+
+
+def _scales_itself(case: Case) -> bool:
+    """Whether a recipe stacks layers and scales them as it says."""
+    return _delegate(case) == "passthrough" and "scale" in str(case.recipe)
+
+
+def compare(
+    blocks: tuple[Block, ...], merged: TensorSource, parents: Parents, progress: Progress | None = None
+) -> Comparison:
+    """Every matrix of the layers beside those of the parents."""
+    result = Comparison()
+    layers = [block for block in blocks if block.index is not None]
+    for number, block in enumerate(layers):
+        if progress is not None:
+            progress("comparing", number, len(layers))
+        orders: dict[str, tuple[Space, dict[tuple[str, str], Layout | None]]] = {}
+        for info in block.tensors:
+            pair = _pair(block, info, merged, parents)
+            if pair is None:
+                continue
+            tensor, theirs = pair
+            result.tensors.append(_beside(info.name, block.name, tensor, theirs))
+            for space, role, layout in layouts_in(info, tensor, torch.stack(theirs).mean(0)):
+                orders.setdefault(space.name, (space, {}))[1][role, info.name] = layout
+        for space, found in orders.values():
+            permuted = [layout for layout in found.values() if layout is not None]
+            result.ordered |= {layout.tensor for layout in permuted}
+            result.layouts += [] if move_nothing(space, found) else permuted
+    return result
+
+
+def _pair(block: Block, info: TensorInfo, merged: TensorSource, parents: Parents) -> tuple[Tensor, list[Tensor]] | None:
+    """A matrix of the merge and those of the parents, in float32; None where there is none, or nothing to compare."""
+    tensor = read_tensor(info, merged) if len(info.axes) > 1 else None
+    if tensor is None or not tensor.is_floating_point() or not bool(tensor.any()):
+        return None
+    theirs = [own.float() for own in parents.tensors(block, info, tuple(tensor.shape))]
+    theirs = [own for own in theirs if bool(own.any())]
+    return (tensor.float(), theirs) if theirs and bool(torch.isfinite(tensor).all()) else None
+
+
+def _beside(name: str, layer: str, merged: Tensor, parents: list[Tensor]) -> Beside:
+    own = torch.stack([parent.flatten() for parent in parents])
+    flat = merged.flatten()
+    gram, inner = (own @ own.T).double(), (own @ flat).double()
+    weights = torch.linalg.lstsq(gram, inner[:, None], driver="gelsd").solution[:, 0]
+    norm = float(flat.norm())
+    within = max(0.0, float(weights @ inner)) ** 0.5
+    count = len(parents)
+    share = float(inner.sum() / count) / max(float(gram.sum()) / count**2, 1e-300)
+    ratio = norm / max(float(gram.diagonal().sqrt().mean()), 1e-300)
+    return Beside(name, layer, min(1.0, within / norm), share, ratio)
+
+
+WORDS = {
+    "rope": ("RoPE layout", "in the other RoPE layout (pairs side by side, or halves)"),
+    "heads": ("order of heads", "in another order of heads"),
+    "neurons": ("order of neurons", "in another order of neurons"),
+}
+CONVERTED = (
+    "convert that model to the layout of the others (its conversion script permutes queries and keys), merge again"
+)
+ORDERED = "what stands beside them kept its order: take these tensors from a parent, or merge again"
+
+
+def _permuted(name: str, seen: Comparison) -> Iterator[Cause]:
+    """Tensors that are the parents' in another order, which those that they work with are not."""
+    for kind, (title, words) in WORDS.items():
+        found = [layout for layout in seen.layouts if layout.kind == kind]
+        if not found:
+            continue
+        worst = max(found, key=lambda layout: layout.after - layout.before)
+        parts = named(dict.fromkeys(HEADS.get(layout.role, "neurons") for layout in found))
+        spaces = len({layout.space for layout in found})
+        what = (
+            f"{parts} of {spaces} layer{'s' if spaces > 1 else ''} are the parents' {words}: '{worst.tensor}' has a "
+            f"cosine of {worst.before:.2f} to theirs as it stands, {worst.after:.2f} put in order"
+        )
+        yield Cause(title, 0.98, what, worst.tensor if spaces == 1 else name, CONVERTED if kind == "rope" else ORDERED)
+
+
+def _scaled(name: str, seen: Comparison) -> Iterator[Cause]:
+    """Tensors that are the parents' times a number."""
+    found = [beside for beside in seen.tensors if beside.scaled]
+    if not found:
+        return
+    share = median(beside.share for beside in found)
+    remedy = "divide them by it, or merge again with weights that add up to 1"
+    if len(found) > (1 - MOST) * len(seen.tensors):
+        what = f"all weights are {share:.2f} times what the parents give ({len(found)} matrices looked at)"
+        yield Cause("scale", 0.98, what, name, remedy)
+    elif len(found) < MOST * len(seen.tensors) or len(found) == 1:
+        worst = min(found, key=lambda beside: min(beside.share, 1 / beside.share))
+        what = f"{_some(found)} {share:.2f} times what the parents give, all others once"
+        yield Cause("scale", 0.9, what, worst.name, remedy)
+
+
+def _unlike(seen: Comparison) -> Iterator[Cause]:
+    """Single tensors that have nothing of the parents'."""
+    looked_at = [beside for beside in seen.tensors if beside.name not in seen.ordered]
+    found = [beside for beside in looked_at if beside.cosine < LOST]
+    if not found or sum(beside.cosine > KEPT for beside in looked_at) < (1 - MOST) * len(looked_at):
+        return
+    worst = min(found, key=lambda beside: beside.cosine)
+    what = f"{_some(found)} unlike the parents' (cosine to their span {worst.cosine:.2f}, all others above {KEPT})"
+    yield Cause("unlike its parents", 0.9, what, worst.name, "take them from a parent, or merge again")
+
+
+def _some(found: list[Beside]) -> str:
+    names = named(f"'{beside.name}'" for beside in found)
+    return f"{names} {'is' if len(found) == 1 else 'are'}"

@@ -1,0 +1,142 @@
+"""Causes that lie in the weights: NaN, what a dtype cannot hold, a head that is thrown away, layers that shrank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rotation_merge.architecture.registry import find
+from rotation_merge.diagnose.doctor.case import Case
+from rotation_merge.diagnose.doctor.cause import Cause
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.source import Progress
+
+HALF = torch.finfo(torch.float16).max
+SHRUNK, GROWN = 0.8, 1.25
+"""A layer's weights over the parents' mean norm, from which on they count as shrunk (two unrelated models: 0.71), and
+as grown."""
+OF_A_LAYER = 4
+"""Matrices of a layer whose norms are compared."""
+
+
+def of_weights(case: Case, progress: Progress | None = None, norms: bool = True) -> Iterator[Cause]:
+    """Look at every tensor of the merge (of a recipe: of the parents), then at norms by layer.
+
+    Args:
+        norms: whether those are still to be explained.
+    """
+    looked = {case.name: case.patient} if case.patient is not None else case.models
+    for name, model in looked.items():
+        yield from _values(case, name, model, progress)
+    if case.patient is not None:
+        yield from _own_head(case.patient)
+    yield from _sum(case)
+    if norms:
+        yield from _norms(case)
+
+
+def _values(case: Case, name: str, model: Model, progress: Progress | None) -> Iterator[Cause]:
+    """NaN, infinity, and numbers that float16 does not hold."""
+    for number, tensor_name in enumerate(model.names):
+        if progress is not None:
+            progress("reading", number, len(model.names))
+        tensor = model[tensor_name]
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        low, high = torch.aminmax(tensor.float())
+        largest = max(abs(float(low)), abs(float(high)))
+        if low.isnan() or high.isnan():
+            remedy = "a parent holds it, or weights add up to 0: 'rotation-merge doctor RECIPE' looks at the parents"
+            yield Cause("NaN", 1.0, f"tensor '{tensor_name}' holds NaN", name, remedy)
+            return
+        if largest == float("inf") or (case.dtype == "float16" and largest > HALF):
+            what = f"tensor '{tensor_name}' reaches {largest:.3g}, float16 ends at {HALF:.0f}"
+            yield Cause("dtype overflow", 1.0, what, name, "merge with 'dtype: bfloat16', or float32")
+            return
+
+
+def _own_head(patient: Model) -> Iterator[Cause]:
+    """A head that lies in the files, differs from the embeddings, and that the config does not read."""
+    if find(patient.config) is None:
+        return
+    head = patient.tied_head
+    if head is None or head not in patient.names:
+        return
+    info = next((info for info in patient.architecture.tensors() if info.name in _embeddings(patient, head)), None)
+    if info is not None and not torch.equal(patient[info.name], patient[head]):
+        yield Cause(
+            *("tied head", 0.95, f"'{head}' is stored and differs from '{info.name}', but the config ties them"),
+            str(patient.reference),
+            "set 'tie_word_embeddings': false in its config.json, or merge with 'untie: true'",
+        )
+
+
+def _embeddings(patient: Model, head: str) -> set[str]:
+    """Names of the tensors of the head's shape that are rows of words."""
+    known = patient.architecture.tensors()
+    shape = patient.shapes[head]
+    return {i.name for i in known if i.vocabulary_axis == 0 and i.name != head and patient.shapes.get(i.name) == shape}
+
+
+def _sum(case: Case) -> Iterator[Cause]:
+    """Weights that do not add up to 1 and are not brought to."""
+    parameters = case.recipe.get("parameters") or {}
+    if parameters.get("normalize", True) is not False:
+        return
+    given = [(model.get("parameters") or {}).get("weight") for model in case.recipe.get("models") or []]
+    weights = [float(weight) for weight in given if isinstance(weight, int | float)]
+    if len(weights) == len(given) and weights and abs(sum(weights) - 1) > 0.05 and case.method != "task_arithmetic":
+        remedy = "make them add up to 1, or leave out 'normalize: false'"
+        yield Cause("scale", 0.75, f"the weights add up to {sum(weights):.3g}", case.name, remedy)
+
+
+def _norms(case: Case) -> Iterator[Cause]:
+    """Layers whose matrices are shorter than the parents' (what averaging unlike ones does), or longer."""
+    if (len(case.parents) < 2 and case.patient is None) or not case.parents or not _comparable(case):
+        return
+    found: dict[str, float] = {}
+    for layer, names in _by_layer(case.models[case.parents[0]]).items():
+        ratios = [ratio for name in names[:OF_A_LAYER] if (ratio := _ratio(case, name)) is not None]
+        if ratios:
+            found[layer] = sum(ratios) / len(ratios)
+    if not found:
+        return
+    least, most = min(found, key=lambda n: found[n]), max(found, key=lambda n: found[n])
+    if found[least] < SHRUNK:
+        count = sum(ratio < SHRUNK for ratio in found.values())
+        what = f"weights of {count} of {len(found)} layers shrink to {found[least]:.2f} of the parents' or more"
+        remedy = "align the models first ('preset: far'), or repair the scales ('delegate: refit')"
+        yield Cause("vanished variance", 0.65, what, least, remedy)
+    elif found[most] > GROWN:
+        what = f"weights grow to {found[most]:.2f} of the parents'"
+        yield Cause("scale", 0.7, what, most, "lower the weights of the models, or the method's 'lambda'")
+
+
+def _comparable(case: Case) -> bool:
+    """Whether norms of the same tensors mean the same: nothing was folded, and of a recipe, nothing is moved."""
+    if case.patient is not None:
+        return all(donor.options.residual == "none" for donor in case.donors.values())
+    return case.method == "linear"
+
+
+def _by_layer(model: Model) -> dict[str, list[str]]:
+    layers: dict[str, list[str]] = {}
+    for block in model.architecture.blocks:
+        names = [name for info in block.tensors for name in info.names if len(model.shapes.get(name, ())) == 2]
+        if block.index is not None and names:
+            layers[block.name] = names
+    return layers
+
+
+def _ratio(case: Case, name: str) -> float | None:
+    """Norm of the merged tensor (of a recipe: of the parents' mean) over the mean of the parents' norms."""
+    try:
+        tensors = [model[name].double() for model in case.models.values() if name in model]
+        merged = torch.stack(tensors).mean(0) if case.patient is None else case.patient[name].double()
+    except (RotationMergeError, RuntimeError, KeyError):
+        return None
+    norm = sum(float(tensor.norm()) for tensor in tensors) / max(len(tensors), 1)
+    ratio = float(merged.norm()) / norm if norm > 0 else 1.0
+    return ratio if ratio == ratio else None

@@ -1,0 +1,132 @@
+"""The donors of a recipe, one by one, for commands that look at anchor and donor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import yaml
+from mergekit.config import ConfigReader, MergeConfiguration
+from mergekit.options import MergeOptions
+
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.options import WEIGHTS, AlignConfig
+from rotation_merge.mergekit_plugin.planning.presets import settle_presets
+from rotation_merge.mergekit_plugin.recipe.document import Document, documents
+from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor, says_unlike
+from rotation_merge.mergekit_plugin.recipe.names import METHOD, OF_MODEL, OPTIONS, RELATIONS
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.model.checkpoint import Model, Models, parse_reference
+from rotation_merge.model.heads import head_names
+from rotation_merge.model.stamps import mark_of
+
+KEPT = ("exclude", "unsupported", "untie")
+"""Options of the whole merge that say something about each donor."""
+
+
+def donors_of(path: str) -> list[RecipeDonor]:
+    """The donors of a recipe for one merge.
+
+    Raises:
+        RecipeError: the recipe is at fault, or names none.
+    """
+    recipe = Recipe.of(last_recipe(path, "give two models instead"))
+    config = recipe.config
+    result = []
+    models = Models(MergeOptions(), recipe.unsupported)
+    settle_presets(recipe, models, [m.model for m in config.models or []])
+    own = own_heads(models[m.model] for m in config.models or []) if recipe.value("heads_of") == "each" else ()
+
+    def excluded(tensor: str) -> bool:
+        return tensor in own or recipe.excluded(tensor)
+
+    for donor in config.models or []:
+        if donor.model == recipe.base:
+            continue
+        values = {**(config.parameters or {}), **(donor.parameters or {})}
+        reader = ConfigReader(config=config.model_copy(update={"parameters": values}), t=0)
+        origin, file = (recipe.of_model(name, reader, donor.model) for name in ("finetuned_from", "alignment"))
+        options = recipe.varying(reader, donor.model)
+        words = not (config.tokenizer or config.tokenizer_source)
+        names = str(recipe.base), str(donor.model)
+        unlike = says_unlike(donor.parameters)
+        found = RecipeDonor(*names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported, unlike)
+        how, data, count = (recipe.of_model(name, reader, donor.model) for name in ("match_on", "data", "samples"))
+        result.append(replace(found, match_on=how or WEIGHTS, data=data or "", samples=count, own=own))
+    if not result:
+        raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
+    return result
+
+
+def own_heads(models: Iterable[Model]) -> tuple[str, ...]:
+    """Names of the heads' tensors that each of several models keeps of its own."""
+    return tuple(sorted({name for model in models for name in head_names(model.architecture)}))
+
+
+def carried_recipe(
+    path: str,
+    donor: RecipeDonor,
+    scale: float,
+    matched: AlignConfig | None = None,
+    seen: Mapping[str, Any] | None = None,
+) -> str:
+    """A recipe for the anchor plus a multiple of one donor's task vector, carried over as the recipe at `path` says.
+
+    Args:
+        matched: what to match in the place of what the recipe says, files of transforms included.
+        seen: in that case: 'match_on' and its samples.
+    """
+    recipe = Recipe.of(last_recipe(path, "give two models instead"))
+    config = recipe.config
+    settle_presets(recipe, Models(MergeOptions(), recipe.unsupported), [m.model for m in config.models or []])
+    own = next(m.parameters or {} for m in config.models or [] if str(m.model) == donor.name)
+    preset = next((RELATIONS[found] for model, found in recipe.relations.items() if str(model) == donor.name), {})
+    values = {**preset, **(config.parameters or {}), **own}
+    options = {name: values[name] for name in OPTIONS if name in values} if matched is None else asdict(matched)
+    finding = () if matched is None else ("alignment", "match_on")
+    values = {**{name: value for name, value in values.items() if name not in finding}, **(seen or {})}
+    chosen = [name for name in OF_MODEL if name in values]
+    document = MergeConfiguration.model_validate(
+        {
+            "merge_method": METHOD,
+            "base_model": donor.anchor,
+            "models": [
+                {"model": donor.anchor, "parameters": {"weight": 1 - scale}},
+                {"model": donor.name, "parameters": {"weight": scale, **{name: values[name] for name in chosen}}},
+            ],
+            "parameters": {"delegate": "linear", **options, **{n: values[n] for n in KEPT if n in values}},
+            "dtype": "float32",
+        }
+    )
+    return yaml.safe_dump(document.model_dump(mode="json", exclude_none=True), sort_keys=False)
+
+
+def last_recipe(path: str, remedy: str) -> Document:
+    """The last document of a recipe file, which is ours.
+
+    Raises:
+        RecipeError: it is not; `remedy` says what to give instead.
+    """
+    with open(path, encoding="utf-8") as file:
+        document = documents(file.read())[-1]
+    if not isinstance(document.value, dict) or document.value.get("merge_method") != METHOD:
+        raise RecipeError(f"its merge_method is not {METHOD}", where=path, remedy=remedy)
+    return document
+
+
+def what_is_measured(
+    models: Sequence[str], donors: Sequence[RecipeDonor], sources: Sequence[str], **options: Any
+) -> str:
+    """What marks the barriers of some donors: files of models, and all that are read beside them, and options.
+
+    Args:
+        models: as they are given: a recipe, or an anchor and its donors.
+        sources: of data.
+    """
+    opened = Models(MergeOptions())
+    names = [name for one in donors for name in (one.anchor, one.name, one.origin) if name is not None]
+    files = [*models, *sources, *(file for one in donors for file in (one.file, one.data) if file)]
+    facts = [(one.name, one.options, one.untie, one.file, one.match_on, one.own) for one in donors if len(models) > 1]
+    found = [opened[parse_reference(name)] for name in dict.fromkeys(names)]
+    return mark_of(found, files, donors=facts, sources=[*sources], **options)

@@ -1,0 +1,217 @@
+"""Ways of matching side by side: their names, and the models that each of them makes of an anchor and its donors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe
+from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.files.ledger import NOWHERE, Ledger
+from rotation_merge.files.scratch import Scratch
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.match_on import OnSamples
+from rotation_merge.matching.open_pair import Pair, open_pair, read_alignment
+from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, AlignConfig
+from rotation_merge.matching.written import empty_report, match_pair, write_aligned
+from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.model.writing import Storage
+from rotation_merge.report.plots import MOST_CURVES
+from rotation_merge.run.functions import load
+from rotation_merge.run.written import SELF, writes_text
+
+Tick = Callable[[str, float, float], None]
+
+
+@dataclass(frozen=True)
+class Matching:
+    """One way to bring donors to their anchor.
+
+    Attributes:
+        options: what to match; None: what each donor's own options or file say.
+        file: of transforms that are applied instead.
+        match_on: what maps are chosen by.
+    """
+
+    name: str
+    options: AlignConfig | None = None
+    file: str | None = None
+    match_on: str = WEIGHTS
+
+    def of(self, donor: RecipeDonor) -> RecipeDonor:
+        """The donor, to be matched in this way."""
+        if self.file is None and self.options is None:
+            return donor
+        return replace(donor, options=self.options or NOTHING, file=self.file, match_on=self.match_on)
+
+
+PLAIN, ALIGNED = Matching("plain", NOTHING), Matching("aligned")
+"""Nothing is matched; what the recipe or the command asks for."""
+
+WHOLE = AlignConfig(heads="permutation", residual="largest")
+
+NAMED = {
+    "neurons": AlignConfig(attention="none", rescale=False),
+    "rotation": AlignConfig(ffn="none", rescale=False),
+    "paper": AlignConfig(rescale="sequential"),
+    "permutation": AlignConfig(attention="permutation", heads="permutation", rescale=False, residual="permutation"),
+    "local": AlignConfig(heads="permutation"),
+    "residual": WHOLE,
+    ACTIVATIONS: WHOLE,
+    BOTH: WHOLE,
+}
+"""Matchings by name: the order of FFN neurons alone; rotations alone, of heads in their order; both, and scales after
+them (the ICML 2025 paper's); permutations of neurons, heads, their dimensions and the stream (Git Re-Basin's); all
+local groups; these and the largest group of the stream; the same by what the models do on samples, alone or with
+weights."""
+
+
+def matchings(text: str | None) -> list[Matching]:
+    """What `--compare` asks for, the plain path first; without it plain and aligned.
+
+    Args:
+        text: names of `NAMED`, `aligned` and NAME=FILE, with commas between.
+
+    Raises:
+        RecipeError: a name is not known, or comes twice; too many.
+    """
+    found = [PLAIN]
+    for word in (text or "aligned").split(","):
+        name, given, file = (part.strip() for part in word.partition("="))
+        if name == PLAIN.name and not given:
+            continue
+        if given and (not file or not name):
+            raise RecipeError(f"'{word.strip()}' names no file", where="--compare", remedy="write learned=FILE")
+        if not given and name != ALIGNED.name and name not in NAMED:
+            known = nearest(name, [PLAIN.name, ALIGNED.name, *NAMED])
+            raise RecipeError(f"there is no matching '{name}'", where="--compare", remedy=f"{known}; a file: name=FILE")
+        if any(name == other.name for other in found):
+            raise RecipeError(f"'{name}' comes twice", where="--compare", remedy="give each curve a name of its own")
+        chosen = ALIGNED if name == ALIGNED.name else _named(name)
+        found.append(Matching(name, file=file) if given else chosen)
+    if len(found) > MOST_CURVES:
+        remedy = f"a picture holds {MOST_CURVES} curves, the plain one among them"
+        raise RecipeError(f"{len(found)} matchings", where="--compare", remedy=remedy)
+    return found
+
+
+def _named(name: str) -> Matching:
+    return Matching(name, NAMED.get(name), match_on=name if name in MATCH_ON else WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Loaded models as a matching leaves them.
+
+    Attributes:
+        anchors: for each donor the anchor that it fits: as it was, or with norms folded as the donor's are.
+    """
+
+    anchors: list[Any]
+    donors: list[Any]
+
+    def one_gauge(self) -> bool:
+        """Whether all donors fit one anchor, and so one another."""
+        first = dict(self.anchors[0].named_parameters())
+        for other in self.anchors[1:]:
+            own = dict(other.named_parameters())
+            if own.keys() != first.keys() or not all(torch.allclose(own[name], first[name]) for name in own):
+                return False
+        return True
+
+
+@contextmanager
+def moved(
+    given: str,
+    anchor: Any,
+    donors: Sequence[RecipeDonor],
+    matching: Matching,
+    tick: Tick | None,
+    source: str = SELF,
+    ledger: Ledger = NOWHERE,
+) -> Iterator[Moved]:
+    """The models that a matching makes; files that they are read from are there as long as they are.
+
+    Args:
+        given: the recipe, where donors come from one.
+        anchor: loaded, as it is.
+        source: samples to match on where none are named and the models write no text.
+        ledger: where what matching finds is kept, and looked for.
+    """
+    source = SELF if writes_text(anchor) else source
+    donors = [donor if donor.data else replace(donor, data=source) for donor in donors]
+    with Scratch() as scratch:
+        ends = []
+        for number, donor in enumerate(map(matching.of, donors)):
+            folder = os.path.join(scratch, str(number))
+            if donor.origin is not None:
+                ends.append(_carried(given, donor, matching, folder))
+            elif matching is PLAIN:
+                ends.append((anchor, load(donor.name, like=None if donor.own else donor.anchor)))
+            else:
+                ends.append(_aligned(opened(donor), donor, anchor, folder, tick, ledger.under(str(number))))
+        yield Moved([still for still, _ in ends], [end for _, end in ends])
+
+
+def opened(donor: RecipeDonor) -> Pair:
+    """Anchor and donor, checked to fit together under the donor's options, or under its file.
+
+    Raises:
+        RotationMergeError: they do not.
+    """
+    options = donor.options if donor.file is None else NOTHING
+    kept = donor.own.__contains__ if donor.own else None
+    carried = donor.origin is not None  # its adapter may be of that base
+    return open_pair(
+        donor.anchor,
+        donor.name,
+        options,
+        donor.untie,
+        unsupported=donor.unsupported,
+        excluded=kept,
+        any_base=carried,
+    )
+
+
+def _aligned(
+    pair: Pair, donor: RecipeDonor, anchor: Any, folder: str, tick: Tick | None, ledger: Ledger
+) -> tuple[Any, Any]:
+    """Both models, the donor aligned by its file, or by matching where it has none."""
+    if donor.file is None:
+        bodies = replace(pair, architecture=pair.architecture.without(donor.own))
+        alignment, report = match_pair(bodies, tick, _finder(donor), ledger)
+    else:
+        alignment, report = read_alignment(pair, donor.file, donor.untie), empty_report(pair)
+    storage = Storage(dtype="float32", untie=donor.untie)
+    write_aligned(pair, alignment, report, os.path.join(folder, "donor"), storage)
+    if alignment.folded:
+        still = os.path.join(folder, "anchor")
+        itself = replace(pair, donor=pair.anchor)
+        write_aligned(itself, Alignment({}, alignment.folded), report, still, storage)
+        anchor = load(still)
+    return anchor, load(os.path.join(folder, "donor"))
+
+
+def _finder(donor: RecipeDonor) -> Match:
+    """What finds a donor's maps: of weights, or on samples."""
+    if donor.match_on == WEIGHTS:
+        return match_model
+    return OnSamples(donor.match_on, donor.anchor, donor.name, donor.data, donor.samples)
+
+
+def _carried(recipe: str, donor: RecipeDonor, matching: Matching, folder: str) -> tuple[Any, Any]:
+    """The anchor, and the anchor with the donor's task vector added: carried over, or as it is."""
+    ends, seen = [], None
+    if matching.match_on != WEIGHTS:
+        seen = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
+    for scale in (0.0, 1.0):
+        out = os.path.join(folder, f"{scale:.0f}")
+        merge_recipe(carried_recipe(recipe, donor, scale, matching.options, seen), out)
+        ends.append(load(out))
+    return ends[0], ends[1]

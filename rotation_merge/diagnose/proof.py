@@ -1,0 +1,313 @@
+"""Proof of an architecture file: what it declares is a symmetry of the real transformers model, and mistakes show.
+
+A tiny model with everything random computes in float64 throughout; random elements of every declared group must leave
+its outputs alone, and the file got wrong on purpose must not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file as load_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rotation_merge.architecture import Architecture, registry, resolve
+from rotation_merge.architecture.schema import ArchitectureSpec
+from rotation_merge.architecture.table import config_of
+from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError
+from rotation_merge.files.scratch import Scratch
+from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.run.inputs import random_batch
+
+TOLERANCE = 1e-9
+"""Largest difference of float64 outputs that rounding explains."""
+
+SHOWS = 1e-6
+"""Difference from which a mistake counts as found."""
+
+LOCAL = {
+    "heads, neurons and experts": AlignConfig(heads="permutation"),
+    "invertible maps": AlignConfig(attention="invertible", rescale=False),
+}
+
+
+ALONE = {
+    "attention alone": AlignConfig(ffn="none"),
+    "order of heads alone": AlignConfig(attention="none", heads="permutation", ffn="none", rescale=False),
+    "neurons and experts alone": AlignConfig(attention="none"),
+}
+"""What is tried one by one where the whole fails."""
+
+_USUAL = {"vocab_size": 50, "pad_token_id": 0, "tie_word_embeddings": False, "num_experts_per_tok": 1}
+
+_SILENT = ("architectures", "model_type")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One trial.
+
+    Attributes:
+        what: group, or mistake.
+        difference: of the outputs; None where the mistake was refused before.
+        holds: whether it came out as it has to.
+    """
+
+    what: str
+    difference: float | None
+    holds: bool
+
+
+def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
+    """Try an architecture file on a tiny model.
+
+    Args:
+        config: of the tiny model; by default of usual small sizes and the file's `example`.
+
+    Raises:
+        RotationMergeError: the file is at fault, or no model can be made.
+    """
+    spec = registry.register(path)
+    with Scratch() as folder:
+        model = _Tiny(spec, {**config_of(spec), **_USUAL, **(config or {})}, Path(folder))
+        architecture = model.architecture()
+        found = [model.tried(what, architecture, options) for what, options in LOCAL.items()]
+        for group in architecture.residual_groups[1:]:
+            found.append(model.tried(f"residual: {group}", architecture, AlignConfig(residual=group)))
+        if not all(trial.holds for trial in found):
+            found += [model.tried(what, architecture, options) for what, options in ALONE.items()]
+        wrong = {what: change for what, change in MISTAKES.items() if matters(change, architecture)}
+        return found + [model.mistaken(spec, change, what) for what, change in wrong.items()]
+
+
+def hints(found: Sequence[Finding]) -> list[str]:
+    """What to look at in a file that is wrong, by which trials fail."""
+    holds = {finding.what: finding.holds for finding in found}
+    attention, neurons = holds.get("attention alone", True), holds.get("neurons and experts alone", True)
+    streams = [held for what, held in holds.items() if what.startswith("residual: ")]
+    said = []
+    if not attention and not holds.get("wrong rotary layout", True):
+        said.append("with the other rotary layout outputs stay as they are: change 'layout'")
+    elif not attention:
+        said.append("attention: look at 'norm' of queries and keys, at 'dims' of rotary embedding, at sinks and gates")
+    if not holds.get("order of heads alone", True):
+        said.append("heads: label what has an entry for each head ('head', 'kv_head'), or write \"order\": \"fixed\"")
+    if not neurons:
+        said.append("neurons: look at the order of gate and up, at 'gated', 'activation' and \"scale\": \"fixed\"")
+    if attention and neurons and not holds.get("residual: rotation", True) and all(streams[:-1]):
+        said.append(
+            "rotations: a norm's output goes back into the stream, or is read by more than stands in its 'reads'"
+        )
+    elif attention and neurons and not all(streams):
+        said.append("streams: a tensor that reads or writes one is taken to keep its coordinates ('fixed')")
+    return said
+
+
+class _Tiny:
+    """A tiny model on disk, its outputs, and those of its twins."""
+
+    def __init__(self, spec: ArchitectureSpec, config: Mapping[str, Any], folder: Path) -> None:
+        self.spec, self.folder = spec, folder
+        name = next((name for name in spec.classes if hasattr(transformers, name)), None)
+        if name is None:
+            raise ArchitectureError(
+                f"transformers {transformers.__version__} has no class '{spec.classes[0]}'",
+                where=spec.family,
+                remedy="upgrade transformers, or correct 'classes'",
+            )
+        self.cls = getattr(transformers, name)
+        settings = {key: value for key, value in config.items() if key not in _SILENT}
+        try:
+            torch.manual_seed(0)
+            model = self.cls(self.cls.config_class(**settings)).double().eval()
+        except Exception as error:  # configs of transformers raise errors of many classes
+            raise self._unfit(name, error) from error
+        _randomise(model)
+        model.save_pretrained(folder)
+        self.config = transformers.AutoConfig.from_pretrained(folder).to_dict()
+        self.state = load_tensors(folder / "model.safetensors")
+        given = random_batch(model, torch.Generator().manual_seed(1))
+        self.given = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+        try:
+            self.expected = self.outputs(self.state)
+        except RuntimeError as error:  # sizes that its config class accepts and its forward does not
+            raise self._unfit(name, error) from error
+
+    def _unfit(self, name: str, error: Exception) -> ArchitectureError:
+        return ArchitectureError(
+            f"no small {name} can be made ({' '.join(str(error).split())[:200]})",
+            where=self.spec.family,
+            remedy="give the sizes it needs under 'example', or as --config FILE",
+        )
+
+    def architecture(self) -> Architecture:
+        return resolve(self.config, list(self.state), self.spec.family, untie=False)
+
+    def outputs(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the model computes with these tensors."""
+        save_file(dict(state), self.folder / "model.safetensors", metadata={"format": "pt"})
+        model = self.cls.from_pretrained(self.folder, dtype=torch.float64, attn_implementation="eager").eval()
+        model.config._experts_implementation = "eager"
+        with torch.no_grad(), exactly():
+            found = model(**self.given)
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def differs(self, architecture: Architecture, options: AlignConfig) -> float:
+        """Largest difference that a random element of the groups makes; infinite where nothing moved."""
+        folded = architecture.folds(dict.fromkeys(architecture.streams, options.residual))
+        gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
+        after = dict(aligned_tensors(architecture, self.state, Alignment(gauge, folded)))
+        if all(torch.equal(after[name], self.state[name]) for name in after):
+            return torch.inf
+        found = self.outputs(self.state | after)
+        return max(float((found[n] - self.expected[n]).abs().nan_to_num(torch.inf).max()) for n in self.expected)
+
+    def tried(self, what: str, architecture: Architecture, options: AlignConfig) -> Finding:
+        difference = self.differs(architecture, options)
+        return Finding(what, difference, difference <= TOLERANCE)
+
+    def mistaken(self, spec: ArchitectureSpec, change: Callable[[Any], Any], what: str) -> Finding:
+        """The file got wrong: refused, or other outputs."""
+        registry._extra[spec.family] = ArchitectureSpec.model_validate(changed(spec.model_dump(), change))
+        try:
+            difference = self.differs(self.architecture(), LOCAL["heads, neurons and experts"])
+        except (RotationMergeError, CheckpointError):
+            return Finding(what, None, True)
+        finally:
+            registry._extra[spec.family] = spec
+        return Finding(what, difference, difference > SHOWS)
+
+
+def _randomise(model: torch.nn.Module) -> None:
+    """Weights, biases and gains of norms as training would leave them: none at its initial value."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = parameter.ndim == 1 and not name.endswith("bias")
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.5) + float(gain))
+    if callable(tie := getattr(model, "tie_weights", None)):
+        tie()
+
+
+def wrong_heads(entry: Any) -> Any:
+    """Half as many heads, twice as wide."""
+    if entry.get("kind") != "attention":
+        return entry
+    halves = {key: f"({entry[key]}) // 2" for key in ("heads", "kv_heads") if entry[key] is not None}
+    return {**entry, **halves, "head_dim": f"({entry['head_dim']}) * 2"}
+
+
+def wrong_rotary(entry: Any) -> Any:
+    """The other layout of RoPE pairs."""
+    if "layout" not in entry:
+        return entry
+    layout = entry["layout"]
+    other = {"half": "interleaved", "interleaved": "half"}
+    return {**entry, "layout": other.get(layout, f"'half' if ({layout}) == 'interleaved' else 'interleaved'")}
+
+
+def wrong_split(entry: Any) -> Any:
+    """The parts of fused tensors the other way round."""
+    return {key: value[::-1] if key in ("split", "interleave") and value else value for key, value in entry.items()}
+
+
+def wrong_halves(entry: Any) -> Any:
+    """Rotary embedding on whole heads that turns halves apart."""
+    return {**entry, "parts": 1} if "layout" in entry else entry
+
+
+def wrong_span(entry: Any) -> Any:
+    """Keys and values that several layers meet as if each had its own."""
+    return {**entry, "span": None} if entry.get("kind") == "attention" else entry
+
+
+MISTAKES = {
+    "wrong heads": wrong_heads,
+    "wrong rotary layout": wrong_rotary,
+    "rotary halves as one": wrong_halves,
+    "wrong split": wrong_split,
+    "layers apart that share keys": wrong_span,
+}
+"""What a file may get wrong, by what a proof calls it."""
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A file's content with a mistake in every entry that it concerns."""
+    if isinstance(value, dict):
+        return change({key: changed(item, change) for key, item in value.items()})
+    return [changed(item, change) for item in value] if isinstance(value, list) else value
+
+
+def matters(change: Callable[[Any], Any], architecture: Architecture) -> bool:
+    """Whether this mistake can show: in some models there is nothing to get wrong."""
+    spaces = [s for block in architecture.blocks for s in block.spaces.values() if s.kind == "attention"]
+    if change is wrong_heads:
+        return bool(spaces)
+    if change is wrong_rotary:
+        return any(s.rotary > 2 and s.norm not in ("layer_head", "affine_head", "shared") for s in spaces)
+    if change is wrong_halves:
+        return any(s.rotary_parts > 1 for s in spaces)
+    if change is wrong_span:
+        return any(s.span is not None for s in spaces)
+    fused = [[*map(_acts, axis.parts)] for info in architecture.tensors() for axis in info.axes if len(axis.pieces) > 1]
+    return any(parts != parts[::-1] for parts in fused)
+
+
+def _acts(part: Any) -> tuple[str, str]:
+    """What moves a part: both halves of gated neurons move alike where neither is rescaled; so do, to whoever exchanges
+    them, both maps that a convolution reads."""
+    alike = part.role in ("in", "gate") and part.space.degree == 0
+    return part.space.name, {"second": "first"}.get(part.role, "in" if alike else part.role)
+
+
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+    """Keep float64 where transformers computes norms, softmax and routers in float32 on purpose."""
+    functional, tensor = torch.nn.functional.softmax, torch.Tensor
+    kept = {name: getattr(tensor, name) for name in ("to", "float", "type", "softmax", "__matmul__")}
+
+    def whole(self: Tensor, *args: Any, **kwargs: Any) -> bool:
+        return self.dtype == torch.float64 and (torch.float32 in args or kwargs.get("dtype") == torch.float32)
+
+    def cast(name: str) -> Any:
+        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return self if whole(self, *args, **kwargs) else kept[name](self, *args, **kwargs)
+
+        return method
+
+    def softmax(plain: Any) -> Any:
+        def method(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if x.dtype == torch.float64:
+                kwargs.pop("dtype", None)
+            return plain(x, *args, **kwargs)
+
+        return method
+
+    def product(self: Tensor, other: Tensor) -> Tensor:  # of what was counted, in float32, and what stayed
+        kind = torch.promote_types(self.dtype, other.dtype)
+        return kept["__matmul__"](kept["to"](self, kind), kept["to"](other, kind))
+
+    changed = {
+        "__matmul__": product,
+        "to": cast("to"),
+        "type": cast("type"),
+        "float": lambda self: self if self.dtype == torch.float64 else kept["float"](self),
+        "softmax": softmax(kept["softmax"]),
+    }
+    for name, method in changed.items():
+        setattr(tensor, name, method)
+    torch.nn.functional.softmax = softmax(functional)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(tensor, name, method)
+        torch.nn.functional.softmax = functional

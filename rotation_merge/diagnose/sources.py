@@ -1,0 +1,268 @@
+"""Checks of a document's models: present, whole, of one architecture and size, fit for what is asked of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mergekit.common import ModelReference
+from mergekit.options import MergeOptions
+from pydantic import ValidationError
+
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.files.outputs import check_outputs, check_replaced
+from rotation_merge.matching.alignment import load_alignment
+from rotation_merge.matching.check_pair import check_forward
+from rotation_merge.matching.open_pair import check_together
+from rotation_merge.matching.stream import residual_groups
+from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
+from rotation_merge.mergekit_plugin.recipe.document import Document, Path
+from rotation_merge.mergekit_plugin.recipe.donor import says_unlike
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, FILE
+from rotation_merge.mergekit_plugin.recipe.places import at, items, scopes
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe.settings import explain
+from rotation_merge.model.checkpoint import Model, Models
+from rotation_merge.model.heads import head_names
+from rotation_merge.model.hub import HubFile, is_absent
+from rotation_merge.model.labels import label_rows
+from rotation_merge.model.vocabulary import check_token_ids
+
+HUB_NOTE = "not in the local cache: its files are not checked"
+
+
+def check_sources(document: Document, recipe: Recipe | None, made_earlier: set[str], options: MergeOptions) -> None:
+    """Collect the faults of all models that a document names.
+
+    Args:
+        recipe: what was read from it; None where it has faults already.
+        made_earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
+    """
+    session = None if recipe is None else Session.of(recipe, options, watched=False)
+    models = session.models if session is not None else Models(options)
+    opened: dict[str, tuple[Path, Model]] = {}
+    absent = False
+    for path, name in references(document.value):
+        if name in made_earlier or name in opened:
+            absent = absent or name in made_earlier
+            continue
+        model = _open(document, path, name, models)
+        if model is None:
+            absent = True
+        else:
+            opened[name] = (path, model)
+    base = opened.get(str(document.value.get("base_model")))
+    for path, name in files(document.value):
+        kept = HubFile.of(name)
+        if kept is not None and (held := kept.cached(options.transformers_cache)) is not None:
+            if base is not None and path[-1] == "alignment":
+                _read(document, path, held, base[1])
+        elif kept is not None:
+            absent = True
+            remedy = "the merge downloads it; check again afterwards"
+            document.fault(path, f"{name}: {HUB_NOTE.replace('its files are', 'it is')}", remedy, error=False)
+        elif not os.path.exists(name):
+            made = "write it with 'rotation-merge align --alignment FILE'"
+            document.fault(path, f"{name}: no such file", made if path[-1] == "alignment" else "check the path")
+        elif base is not None and path[-1] == "alignment":
+            _read(document, path, name, base[1])
+    if base is not None:
+        _compare(document, recipe, base[1], opened, models)
+    if recipe is not None:
+        _written(document, recipe, options)
+    if session is not None and not absent and document.first is None:
+        _plan(document, session, options)
+
+
+def _written(document: Document, recipe: Recipe, options: MergeOptions) -> None:
+    """What the recipe writes is nothing that it reads, nor anything else that is there."""
+    inputs = recipe_inputs(recipe.config)
+    for output in recipe_outputs(recipe.config, None):
+        try:
+            check_outputs([output], inputs, options.transformers_cache)
+            check_replaced([output])
+        except RotationMergeError as error:
+            document.raised(tuple(output.option.split(".")), error)
+    try:
+        check_pulled(recipe.config)
+    except RecipeError as error:
+        document.fault(tuple(str(error.where).split(".")), error.what, error.remedy or "")
+
+
+def _read(document: Document, path: Path, name: str, anchor: Model) -> None:
+    """An alignment file fits the anchor's architecture; which weights it was made for, only weights tell."""
+    try:
+        load_alignment(name, anchor.architecture)
+    except RotationMergeError as error:
+        document.raised(path, error)
+
+
+def references(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Where models are named, and their names; the base first."""
+    if isinstance(value.get("base_model"), str):
+        yield ("base_model",), value["base_model"]
+    for path, _ in scopes(value):
+        if path[-1] == "parameters" and len(path) > 1:
+            entry: Any = value
+            for step in path[:-1]:
+                entry = entry[step]
+            if isinstance(entry, Mapping) and isinstance(entry.get("model"), str):
+                yield (*path[:-1], "model"), entry["model"]
+            settings = entry.get("parameters") if isinstance(entry, Mapping) else None
+            origin = settings.get("finetuned_from") if isinstance(settings, Mapping) else None
+            if isinstance(origin, str) and origin != "none":
+                yield (*path, "finetuned_from"), origin
+
+
+def files(value: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Where files to read are named, and their names."""
+    for path, _ in scopes(value):
+        for name, setting in items(at(value, path)):
+            key = BY_NAME.get(name)
+            words = () if key is None or FILE not in key.values else (*key.values, "none")
+            if words and isinstance(setting, str) and setting not in words and not setting.startswith("demo:"):
+                yield (*path, name), setting
+
+
+def _open(document: Document, path: Path, name: str, models: Models) -> Model | None:
+    """The model, its files and architecture checked; None where that is impossible or failed."""
+    try:
+        reference = ModelReference.parse(name)
+    except (RuntimeError, ValueError) as error:
+        document.fault(path, str(error), "write a directory, or org/name")
+        return None
+    if is_absent(reference):
+        document.fault(path, f"{name}: {HUB_NOTE}", "download it, or check again after the first merge", error=False)
+        return None
+    model = models[reference]
+    try:
+        model.check_files()
+        model.architecture  # noqa: B018  (config, names and headers are read and checked)
+    except RotationMergeError as error:
+        document.raised(path, error)
+        return None
+    except Exception as error:  # whatever a damaged checkpoint makes the readers raise
+        document.fault(path, f"{name}: cannot be read ({error})", "download it again")
+        return None
+    return model
+
+
+def _compare(
+    document: Document, recipe: Recipe | None, anchor: Model, opened: dict[str, tuple[Path, Model]], models: Models
+) -> None:
+    resizes = document.value.get("tokenizer") or document.value.get("tokenizer_source")
+    for path, model in opened.values():
+        if model is anchor or _unlike(document, path):  # the latter are looked at when the merge is planned
+            continue
+        each = recipe is not None and recipe.value("heads_of") == "each"
+        try:
+            check_together(models, anchor.reference, [model.reference])
+            if not _carried(document, path):
+                check_forward(anchor.member, models[model.reference].member)
+            if recipe is not None and not each:
+                label_rows(anchor.member, model.member, recipe.excluded)
+        except RotationMergeError as error:
+            document.raised(path, error)
+            continue
+        heads = head_names(anchor.architecture) if each else set()
+        for info in (info for info in anchor.architecture.tensors() if info.name not in heads):
+            _shapes(document, path, info, anchor, model, bool(resizes) or _carried(document, path), recipe)
+        averaged = any(
+            info.vocabulary_axis is not None and info.name not in heads and not (recipe and recipe.excluded(info.name))
+            for info in anchor.architecture.tensors()
+        )
+        if path[0] == "models" and averaged and not resizes and not _carried(document, path):
+            _token_ids(document, path, anchor, model)
+    _residual(document, anchor)
+
+
+def _token_ids(document: Document, path: Path, anchor: Model, model: Model) -> None:
+    """Tokens stand at the anchor's ids; of slices, which may leave a model's vocabulary out, the plan says it."""
+    try:
+        check_token_ids(anchor, model)
+    except RotationMergeError as error:
+        document.raised(path, error)
+
+
+def _carried(document: Document, path: Path) -> bool:
+    """Whether what stands here is carried into the anchor's vocabulary: a fine-tune, or what it was tuned from."""
+    return path[-1] == "finetuned_from" or bool(at(document.value, (*path[:-1], "parameters", "finetuned_from")))
+
+
+def _unlike(document: Document, path: Path) -> bool:
+    """Whether what stands here is a fine-tune, or its base, that may have other shapes than the anchor."""
+    at_model = path[:-1] if path[-1] == "finetuned_from" else (*path[:-1], "parameters")
+    settings = at(document.value, at_model)
+    return says_unlike(settings) and "finetuned_from" in settings
+
+
+def _shapes(
+    document: Document, path: Path, info: TensorInfo, anchor: Model, model: Model, resizes: bool, recipe: Recipe | None
+) -> None:
+    ours, theirs = anchor.shapes.get(info.name), model.shapes.get(info.name)
+    if ours is None or theirs is None or ours == theirs or (recipe is not None and recipe.excluded(info.name)):
+        return
+    what = f"{model.reference}: tensor '{info.name}' is {list(theirs)}, in {anchor.reference} {list(ours)}"
+    if info.vocabulary_axis is not None:
+        if resizes or recipe is None:
+            return
+        remedy = "add 'tokenizer: {source: base}' so that mergekit brings the vocabularies together"
+    else:
+        remedy = "only tensors of equal shape can be merged; 'exclude' copies one from base_model"
+    document.fault(path, what, remedy)
+
+
+def _residual(document: Document, anchor: Model) -> None:
+    for path, _ in scopes(document.value):
+        settings = at(document.value, path)
+        asked = settings.get("residual") if isinstance(settings, Mapping) else None
+        if not isinstance(asked, str):
+            continue
+        try:
+            residual_groups(anchor.architecture, asked, str(anchor.reference))
+        except RotationMergeError as error:
+            document.raised((*path, "residual"), error)
+
+
+def _plan(document: Document, session: Session, options: MergeOptions) -> None:
+    """Plan the whole merge, as mergekit will before it reads a weight."""
+    from mergekit.merge import _model_out_config
+
+    from rotation_merge.mergekit_plugin.definitions import architecture_info
+    from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
+
+    try:
+        config = SessionConfiguration.of(session)
+        info = architecture_info(config, options)
+        planner = RotationMergePlanner(config, info, options, _model_out_config(config, info))
+        planner.plan_to_disk(out_path="unused")
+        _warn(document, planner)
+    except RotationMergeError as error:
+        if document.first is None:  # else it is that fault
+            document.raised(_place(document, error), error)
+    except ValidationError as error:
+        document.fault((), *explain(error.errors()[0]))
+    except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
+        document.fault((), " ".join(str(error).split()), "mend the recipe")
+
+
+def _warn(document: Document, planner: Any) -> None:
+    """What makes a merge of the donors questionable."""
+    said = set[str]()
+    for model, donor in planner.donors.found.items():
+        path = next((path for path, name in references(document.value) if name == str(model)), ())
+        for note in (*donor.checked.warnings, *donor.checked.notes()) if donor.checked else ():
+            if note not in said:
+                said.add(note)
+                document.fault(path, note, error=False)
+
+
+def _place(document: Document, error: RotationMergeError) -> Path:
+    """The entry that an error of the planner speaks of, as far as its words tell."""
+    for path, name in references(document.value):
+        if error.where and name in error.where:
+            return path
+    return ("parameters",)

@@ -1,0 +1,1 @@
+"""Files that survive: durable, temporary, resumable; where interrupted work is kept."""

@@ -1,0 +1,97 @@
+"""Files that are there whole or not at all, also after the power fails: on disk before they take another's place."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from rotation_merge.files.locks import new_locked_file, remove_if_unlocked
+
+PARTIAL = ".partial"
+"""Ending of a file, or folder, that is not whole yet."""
+
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.partial")
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A name to write a file under; when the block ends well, it is on disk and has taken the place of `path`.
+
+    When the block does not end well, what stood there stands there still. The name is this run's own; what a killed
+    process left beside the same file is removed.
+    """
+    target = os.path.abspath(os.fspath(path))
+    remove_abandoned(target)
+    temporary = temporary_name(target)
+    handle = new_locked_file(temporary)
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            os.remove(temporary)
+        raise
+    finally:
+        if handle is not None:
+            os.close(handle)
+    sync(os.path.dirname(target))
+
+
+def temporary_name(target: str) -> str:
+    """A name beside a file or folder that nobody else writes under, until it is whole."""
+    folder, name = os.path.split(target)
+    return os.path.join(folder, f".{name[:200]}.{secrets.token_hex(4)}{PARTIAL}")
+
+
+def name_when_whole(path: str) -> str:
+    """The name of what is written under a temporary one; other names stay."""
+    folder, name = os.path.split(path)
+    found = _TEMPORARY.fullmatch(name)
+    return path if found is None else os.path.join(folder, found[1])
+
+
+def remove_abandoned(target: str) -> None:
+    """Remove files under temporary names of `target` that nobody writes any more."""
+    for path in under_temporary_names(target):
+        if os.path.isfile(path) and not os.path.islink(path):
+            remove_if_unlocked(path)
+
+
+def under_temporary_names(target: str) -> list[str]:
+    """What stands beside a file or folder under its temporary names."""
+    folder, name = os.path.split(target)
+    try:
+        entries = os.listdir(folder)
+    except OSError:
+        return []
+    found = [entry for entry in entries if (match := _TEMPORARY.fullmatch(entry)) and match[1] == name[:200]]
+    return [os.path.join(folder, entry) for entry in sorted(found)]
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def sync(path: str) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    with suppress(PermissionError):  # a file that its writer made unreadable, a folder on Windows
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sync_tree(folder: str) -> None:
+    """`sync` for everything in a folder, the innermost first, and the folder itself."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            if os.path.isfile(path := os.path.join(place, name)):
+                sync(path)
+        sync(place)

@@ -1,0 +1,631 @@
+"""The alignment: what brings one model to another, as a value that can be applied, inverted, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rotation_merge.architecture import resolve
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.architecture.registry import tied_head
+from rotation_merge.errors import AlignmentError, RotationMergeError, not_written, short
+from rotation_merge.files.durable import replacing
+from rotation_merge.linalg.finite import all_finite
+from rotation_merge.matching.block import SpaceMatch
+from rotation_merge.matching.both import Transforms
+from rotation_merge.matching.packed import packed, unpacked
+from rotation_merge.matching.spanning import torn
+from rotation_merge.model import slices
+from rotation_merge.model.biases import Aligned, holders
+from rotation_merge.model.fingerprint import checksum
+from rotation_merge.model.fold import folded_source
+from rotation_merge.model.labels import Rows as LabelRows
+from rotation_merge.model.member import Member
+from rotation_merge.model.opened import ModelLike, OpenedModel, open_like, stored_dtype
+from rotation_merge.model.source import TensorSource, check_shapes, read_tensor, unstack
+from rotation_merge.model.sources import Renamed
+from rotation_merge.model.view import View
+from rotation_merge.record import MergeReport
+from rotation_merge.symmetry import SpaceTransform, StreamTransform
+from rotation_merge.symmetry.admitted import WIDEST, admitted
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which model an alignment was made for.
+
+    Attributes:
+        name: as it was called.
+        fingerprint: of config and weights.
+        tensors: by name, dtype, shape and checksum of each.
+    """
+
+    name: str
+    fingerprint: str
+    tensors: Mapping[str, str] = field(repr=False)
+
+    @staticmethod
+    def of(opened: OpenedModel) -> Identity:
+        """A model's identity; every tensor of it is read once."""
+        return Identity(opened.name, opened.mark.hexdigest(opened.config), opened.mark.sums())
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What an alignment keeps of its models, so that it can be applied to one of them alone.
+
+    Attributes:
+        config: the anchor's.
+        shapes: of the anchor's tensors, by name.
+        untie: whether heads that share an embedding's tensor are given one of their own.
+        anchor, donor: which models they are.
+        biases: of the anchor by name, folded where the alignment folds: those that softmax cannot see, which a moved
+            donor is given (`model/biases.py`).
+        rows: what puts the donor's classes into the anchor's order (`model/labels.py`).
+        widths: whether a smaller donor is brought to the anchor's sizes first.
+    """
+
+    config: Mapping[str, Any] = field(repr=False)
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
+    untie: bool
+    anchor: Identity
+    donor: Identity
+    biases: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    rows: LabelRows = field(default_factory=dict, repr=False)
+    widths: bool = False
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return resolve(dict(self.config), list(self.shapes), self.anchor.name, keep_unknown=True, untie=self.untie)
+
+    @cached_property
+    def member(self) -> Member:
+        """The anchor as `check_pair` sees it."""
+        tied = tied_head(dict(self.config), list(self.shapes), self.anchor.name)
+        return Member(self.anchor.name, self.config, self.architecture, self.shapes, tied)
+
+    @staticmethod
+    def of(
+        anchor: OpenedModel, donor: OpenedModel, folded: Sequence[str], rows: LabelRows, widths: bool = False
+    ) -> Basis:
+        """The basis of an alignment of one model to another; both are read once, for their checksums.
+
+        Args:
+            folded: the streams that the alignment folds.
+            widths: whether the donor was brought to the anchor's sizes.
+        """
+        biases = anchor_biases(anchor.architecture, anchor.source, folded)
+        identities = Identity.of(anchor), Identity.of(donor)
+        return Basis(anchor.config, anchor.shapes, anchor.untie, *identities, biases, rows, widths)
+
+
+def anchor_biases(architecture: Architecture, anchor: TensorSource, folded: Sequence[str]) -> dict[str, Tensor]:
+    """The anchor's biases that softmax cannot see, by name, folded where the streams are."""
+    source = folded_source(architecture, anchor, folded)
+    biases: dict[str, Tensor] = {}
+    for block in architecture.blocks:
+        for key in holders(block, [info.key for info in block.tensors]):
+            info = block.tensor(key)
+            bias = None if info is None else read_tensor(info, source)
+            if info is not None and bias is not None:
+                biases.update({name: piece.clone() for name, piece in unstack(info, bias).items()})
+    return biases
+
+
+class Verified:
+    """A source whose tensors are compared with the checksums of those that an alignment was made for.
+
+    Args:
+        names: what the alignment calls tensors that have other names here.
+    """
+
+    def __init__(self, source: TensorSource, identity: Identity, name: str, names: Mapping[str, str]) -> None:
+        self.source, self.identity, self.name, self.names = source, identity, name, names
+        self._seen: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        tensor = self.source[name]
+        known = self.identity.tensors.get(self.names.get(name, name))
+        if known is not None and name not in self._seen and checksum(tensor) != known:
+            raise AlignmentError(
+                f"tensor '{name}' is not that of {self.identity.name}, which the alignment was made for",
+                where=self.name,
+                remedy="give that model, or apply(..., strict=False) to move a fine-tune of it by the same maps",
+            )
+        self._seen.add(name)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What brings one donor to one anchor.
+
+    Attributes:
+        transforms: by space name.
+        folded: streams whose norm gains were folded into the readers first (anchor and donor alike), which a
+            rotation of the stream needs.
+        records: what matching did to each space, block by block.
+        summary: iterations, objective and the like, for the report.
+        notes: what the user should know.
+        samples: where it was matched on samples: what they are called, and how many.
+        report: what was done, where `rotation_merge.align` made it.
+        basis: of the two models what applying it needs; None where only a merge that has both at hand uses it.
+    """
+
+    transforms: Transforms
+    folded: tuple[str, ...] = ()
+    records: list[tuple[Block, list[SpaceMatch]]] = field(default_factory=list)
+    summary: dict[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    samples: tuple[str, int] | None = None
+    basis: Basis | None = field(default=None, compare=False)
+    report: MergeReport | None = field(default=None, repr=False, compare=False)
+
+    def moves_streams(self, architecture: Architecture) -> bool:
+        """Whether what reads a stream and is not moved itself (layers that predict tokens further ahead) would be wrong
+        behind it."""
+        streams = (self.transforms[name] for name in architecture.streams if name in self.transforms)
+        return bool(self.folded) or any(not stream.is_identity() for stream in streams)
+
+    def apply(self, donor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> View:
+        """The donor in the anchor's coordinates: it computes what the donor computes.
+
+        Args:
+            donor: the model that the alignment was made for, in any form (`ModelLike`); not modified.
+            dtype: of the result; None: as the donor's.
+            strict: refuse tensors that are not those the alignment was made for, when they are read. False: also a
+                fine-tune of the donor is moved, by the same maps.
+
+        Returns:
+            A lazy view; its classes stand in the anchor's order, where the models' configs name the same ones.
+
+        Raises:
+            AlignmentError: the donor is another model, or the alignment has no basis.
+            CheckpointError: it cannot be read, or its sizes differ.
+        """
+        basis = self._known()
+        opened = self._opened(donor, basis.donor, strict)
+        renamed = Renamed(basis.biases, basis.architecture, opened.architecture)
+        rows = {name: basis.rows[known] for name, known in renamed.names.items() if known in basis.rows}
+        opened = opened.with_classes(rows)
+        biases = renamed if basis.biases else None
+        return self._view(opened, Mover(opened.architecture, opened.source, self, biases), dtype)
+
+    def apply_anchor(self, anchor: ModelLike, dtype: torch.dtype | None = None, strict: bool = True) -> View:
+        """The anchor as it is averaged with the moved donor: its norms folded where the alignment needs that, else as
+        it is. Arguments and errors as of `apply`."""
+        opened = self._opened(anchor, self._known().anchor, strict)
+        return self._view(opened, Mover(opened.architecture, opened.source, replace(self, transforms={})), dtype)
+
+    def _view(self, opened: OpenedModel, mover: Mover, dtype: torch.dtype | None) -> View:
+        whole = opened.whole or opened
+        left_out = whole.unread if self.moves_streams(opened.architecture) else ()
+        notes = [not_written(left_out)] if left_out else []
+        if opened.whole is None:
+            return View(opened, mover.tensor, dtype, left_out, notes)
+        places = opened.architecture.places()
+        there = {own: places[name][:2] for name, own in opened.own_names.items() if name in places}
+
+        def of_half(block: Block, info: TensorInfo, rounded: torch.dtype | None) -> Tensor | None:
+            return mover.tensor(*there[info.names[0]], rounded) if info.names[0] in there else None
+
+        return View(whole, of_half, dtype, left_out, notes)
+
+    def inverse(self) -> Alignment:
+        """What brings the moved donor back to where it was, its function unchanged.
+
+        Folded gains stay folded and the anchor's biases stay the anchor's: `what_stays` names them. The result is for
+        what `apply` gave, so its basis knows no fingerprint of a donor.
+        """
+        basis = self._known()
+        turned = {name: transform.inverse() for name, transform in self.transforms.items()}
+        orders = {
+            name: (dim, tuple(sorted(range(len(order)), key=order.__getitem__)))
+            for name, (dim, order) in basis.rows.items()
+        }
+        unknown = Identity(basis.donor.name, "", {})
+        back = replace(basis, donor=unknown, anchor=unknown, biases={}, rows=orders)
+        return Alignment(turned, self.folded, notes=tuple(self.what_stays()), basis=back)
+
+    def what_stays(self) -> list[str]:
+        """What `inverse` does not bring back, one line each; empty where bytes but for rounding come back."""
+        lines = [f"The norms' gains of '{name}' stay folded into the maps that read them." for name in self.folded]
+        if self.basis is not None and self.basis.biases:
+            lines.append("Biases that softmax cannot see stay the anchor's.")
+        return lines
+
+    def save(self, path: Path | str, made: Mapping[str, Any] | None = None, half: bool = False) -> None:
+        """Write the alignment to one safetensors file.
+
+        Args:
+            made: anything worth keeping with it (models, options, versions, figures), as JSON.
+            half: store the maps in float16: what is orthogonal is rebuilt orthogonal when it is read. In float64, the
+                default, they come back bit for bit.
+
+        Raises:
+            AlignmentError: the alignment has no basis.
+        """
+        save_alignment(path, self, made, torch.float16 if half else torch.float64)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Alignment:
+        """Read an alignment; no model is needed. Nothing in the file is believed: every transform is proven one of its
+        space's group.
+
+        Raises:
+            AlignmentError: it cannot be read, is no alignment, or would change functions.
+        """
+        return load_alignment(path).alignment
+
+    def _known(self) -> Basis:
+        if self.basis is None:
+            remedy = "make it with rotation_merge.align, or load it from its file"
+            raise AlignmentError("the alignment does not know its models", remedy=remedy)
+        return self.basis
+
+    def _opened(self, model: ModelLike, identity: Identity, strict: bool) -> OpenedModel:
+        """A model that is to be moved, checked to be of the alignment's architecture; strict: of these very weights."""
+        basis = self._known()
+        opened = open_like(model, identity.name, untie=basis.untie)
+        if basis.widths:
+            opened, _ = opened.widened(basis.member)
+        opened = opened.within(basis.member) or opened
+        family = basis.architecture.family
+        if opened.architecture.family != family:
+            raise AlignmentError(
+                f"the alignment was made for {family} models, '{opened.name}' is {opened.architecture.family}",
+                where=opened.name,
+                remedy=f"give {identity.name}, which it was made for",
+            )
+        spaces, own = basis.architecture.spaces(), opened.architecture.spaces()
+        for name in self.transforms:
+            if name not in own or own[name].sizes != spaces[name].sizes:
+                sizes = f"{own[name].sizes}" if name in own else "absent"
+                raise AlignmentError(
+                    f"space '{name}' is {sizes}, in the alignment {spaces[name].sizes}",
+                    where=opened.name,
+                    remedy=f"give {identity.name}, which it was made for",
+                )
+        check_shapes(opened.architecture, opened.shapes, opened.name)
+        if not (strict and identity.tensors):
+            return opened
+        names = Renamed({}, basis.architecture, opened.architecture).names
+        return replace(opened, source=Verified(opened.source, identity, opened.name, names))
+
+
+class Mover:
+    """Moves a model's tensors one by one: folds, transforms, gives the anchor's biases, and rounds once.
+
+    Args:
+        architecture: by whose names the source's tensors are known.
+        biases: gives the anchor's biases that softmax cannot see, folded where the alignment folds; None: the model
+            keeps its own.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        source: TensorSource,
+        alignment: Alignment,
+        biases: TensorSource | None = None,
+    ) -> None:
+        self.architecture, self.source, self.alignment, self.biases = architecture, source, alignment, biases
+        self._whole: dict[torch.dtype | None, Aligned] = {}
+
+    def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
+        """A tensor in the anchor's coordinates, a long vocabulary slice by slice; None where the source lacks it.
+
+        Args:
+            dtype: that it is rounded to, which folding has to survive, too; None: what it is stored in.
+        """
+        stored = read_tensor(info, self.source)
+        if stored is None:
+            return None
+        rounded = stored_dtype(stored, dtype)
+        views = slices.views(block, [self.source] if info.vocabulary_axis is not None else [])
+
+        def moved(part: slice | None) -> Tensor:
+            aligned = self._aligned(dtype) if part is None else self._of(views(part)[0], None, dtype)
+            tensor = aligned.tensor(block, info)
+            assert tensor is not None
+            return tensor
+
+        return slices.in_slices(info, [stored], rounded, moved).to(rounded).contiguous()
+
+    def _aligned(self, dtype: torch.dtype | None) -> Aligned:
+        """The whole source, made once for each dtype: it knows the places of all tensors."""
+        if dtype not in self._whole:
+            self._whole[dtype] = self._of(self.source, self.biases, dtype)
+        return self._whole[dtype]
+
+    def _of(self, source: TensorSource, biases: TensorSource | None, dtype: torch.dtype | None) -> Aligned:
+        folded = folded_source(self.architecture, source, self.alignment.folded, dtype)
+        return Aligned(self.architecture, folded, self.alignment.transforms, biases)
+
+
+def aligned_tensors(
+    architecture: Architecture,
+    source: TensorSource,
+    alignment: Alignment,
+    anchor: TensorSource | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """A donor's tensors in the anchor's coordinates, one after the other; see `Mover`.
+
+    For the anchor itself, folded where the alignment needs it, give ``Alignment({}, alignment.folded)``.
+
+    Args:
+        anchor: as it is stored: whose biases the donor is given where softmax cannot see them; None: it keeps its own.
+    """
+    biases = None if anchor is None else folded_source(architecture, anchor, alignment.folded)
+    mover = Mover(architecture, source, alignment, biases)
+    for block in architecture.blocks:
+        for info in block.tensors:
+            tensor = mover.tensor(block, info, dtype)
+            if tensor is not None:
+                yield from unstack(info, tensor).items()
+
+
+def aligned_source(
+    architecture: Architecture,
+    source: TensorSource,
+    alignment: Alignment,
+    anchor: TensorSource | None = None,
+    dtype: torch.dtype | None = None,
+) -> Aligned:
+    """A donor in the anchor's coordinates, folded where the alignment needs it; see `aligned_tensors`."""
+    source = folded_source(architecture, source, alignment.folded, dtype)
+    anchor = None if anchor is None else folded_source(architecture, anchor, alignment.folded)
+    return Aligned(architecture, source, alignment.transforms, anchor)
+
+
+FORMAT = "rotation_merge.alignment.4"
+BIAS = "bias of the anchor|"
+"""What the names of the anchor's biases begin with in a file."""
+
+
+@dataclass(frozen=True)
+class AlignmentFile:
+    """What a file holds: the alignment, what it keeps of its models, and how it was made."""
+
+    alignment: Alignment
+    basis: Basis
+    made: dict[str, Any]
+
+
+def save_alignment(
+    path: Path | str, alignment: Alignment, made: Mapping[str, Any] | None = None, dtype: torch.dtype = torch.float64
+) -> None:
+    """Write an alignment; see `Alignment.save`.
+
+    Args:
+        dtype: storage of the maps.
+    """
+    basis = alignment._known()
+    tensors, kinds = packed(alignment.transforms)
+    for key, tensor in tensors.items():
+        small = tensor.to(dtype) if tensor.is_floating_point() and tensor.ndim == 3 else tensor
+        tensors[key] = small.cpu().contiguous().clone()
+    tensors |= {f"{BIAS}{name}": bias.cpu().contiguous().clone() for name, bias in basis.biases.items()}
+    meta = {
+        "format": FORMAT,
+        "family": basis.architecture.family,
+        "anchor": basis.anchor.fingerprint,
+        "donor": basis.donor.fingerprint,
+        "folded": json.dumps(alignment.folded),
+        "kinds": json.dumps(kinds),
+        "still": json.dumps(sorted(_asked(basis.architecture) - alignment.transforms.keys())),
+        "made": json.dumps(dict(made or {}), default=str),
+        "basis": json.dumps(
+            {
+                "config": dict(basis.config),
+                "shapes": {name: list(shape) for name, shape in basis.shapes.items()},
+                "untie": basis.untie,
+                "rows": basis.rows,
+                "widths": basis.widths,
+                "models": [basis.anchor.name, basis.donor.name],
+                "tensors": [dict(basis.anchor.tensors), dict(basis.donor.tensors)],
+            },
+            default=str,
+        ),
+    }
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata=meta)
+
+
+def load_alignment(path: Path | str, architecture: Architecture | None = None) -> AlignmentFile:
+    """Read an alignment. Nothing in it is believed: every transform is proven one of its space's group.
+
+    Args:
+        architecture: of the anchor that it is wanted for; None: that of the anchor that it was made for.
+
+    Raises:
+        AlignmentError: it cannot be read, is no alignment, is for another architecture, or would change functions.
+    """
+    where = str(path)
+    try:
+        with safe_open(where, framework="pt") as file:
+            meta = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise AlignmentError(
+            f"cannot be read ({error})", where=where, remedy="write it with 'rotation-merge align'"
+        ) from error
+    if str(meta.get("format")).startswith(FORMAT[:-1]) and meta["format"] != FORMAT:
+        raise AlignmentError(
+            "was written by another version of rotation_merge",
+            where=where,
+            remedy="write it anew with 'rotation-merge align'",
+        )
+    if meta.get("format") != FORMAT:
+        raise AlignmentError("is not an alignment file", where=where, remedy="write it with 'rotation-merge align'")
+    try:
+        header = _header(meta)
+        basis = _basis(meta, {k.removeprefix(BIAS): x for k, x in tensors.items() if k.startswith(BIAS)})
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(BIAS)}
+        if architecture is None:  # nothing but the file says what its models are
+            architecture = basis.architecture
+            _check_basis(basis)
+        if header.family != architecture.family:
+            raise AlignmentError(
+                f"was made for {header.family} models, not for {architecture.family}",
+                where=where,
+                remedy="use another file",
+            )
+        transforms = _transforms(tensors, header, architecture)
+        _check_spaces(transforms, header, architecture)
+    except RotationMergeError as error:
+        if error.where == where:
+            raise
+        raise AlignmentError(error.what, where=where, remedy="write it anew with 'rotation-merge align'") from error
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise AlignmentError(
+            f"is damaged ({short(error)})", where=where, remedy="write it anew with 'rotation-merge align'"
+        ) from error
+    return AlignmentFile(Alignment(transforms, header.folded, basis=basis), basis, header.made)
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What the metadata say, their types checked."""
+
+    family: str
+    folded: tuple[str, ...]
+    kinds: dict[str, str]
+    still: tuple[str, ...]
+    made: dict[str, Any]
+
+
+def _header(meta: Mapping[str, str]) -> _Header:
+    values: dict[str, Any] = {"family": meta["family"]}
+    for name, kind in (("folded", list), ("kinds", dict), ("still", list), ("made", dict)):
+        value = json.loads(meta[name])
+        if not isinstance(value, kind) or (kind is list and not all(isinstance(word, str) for word in value)):
+            raise ValueError(f"entry '{name}' of its header is {short(value)}")
+        values[name] = tuple(value) if kind is list else value
+    return _Header(**values)
+
+
+def _basis(meta: Mapping[str, str], biases: Mapping[str, Tensor]) -> Basis:
+    """What the file says of its models, its types checked."""
+    values = json.loads(meta["basis"])
+    shapes = {str(name): tuple(map(int, shape)) for name, shape in dict(values["shapes"]).items()}
+    rows = {}
+    for name, (dim, order) in dict(values["rows"]).items():
+        rows[str(name)] = int(dim), tuple(map(int, order))
+    anchor, donor = (
+        Identity(str(name), meta[side], {str(key): str(sums) for key, sums in tensors.items()})
+        for side, name, tensors in zip(("anchor", "donor"), values["models"], values["tensors"], strict=True)
+    )
+    untie, widths = bool(values["untie"]), bool(values["widths"])
+    return Basis(dict(values["config"]), shapes, untie, anchor, donor, dict(biases), rows, widths)
+
+
+def _check_basis(basis: Basis) -> None:
+    """Classes change places and none is lost; the biases are those that the anchor has, and numbers."""
+    for name, (_, order) in basis.rows.items():
+        if sorted(order) != list(range(len(order))):
+            raise AlignmentError(f"would change what the models compute: '{name}' loses classes")
+    blocks = basis.architecture.blocks
+    infos = [block.tensor(key) for block in blocks for key in holders(block, [info.key for info in block.tensors])]
+    known = {name for info in infos if info is not None for name in info.names if name in basis.shapes}
+    if odd := sorted(known ^ basis.biases.keys()):
+        raise AlignmentError(f"does not fit: the anchor's bias '{odd[0]}' is not in both of its header and its tensors")
+    for name, bias in basis.biases.items():
+        if tuple(bias.shape) != basis.shapes[name] or not all_finite([bias]):
+            raise AlignmentError(f"would change what the models compute: the anchor's bias '{name}' is damaged")
+
+
+def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Architecture) -> Transforms:
+    found = unpacked(tensors, header.kinds)
+    small = (key for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64)
+    rounded = {key.partition("|")[0] for key in small}
+    for space, transform in found.items():
+        if space in rounded and isinstance(transform, StreamTransform) and space in architecture.streams:
+            found[space] = architecture.stream_group(space, "rotation").restored(transform)
+    return found
+
+
+def _check_spaces(transforms: Transforms, header: _Header, architecture: Architecture) -> None:
+    """Every space of the architecture is there or declared still, and no other; each transform is of its group; what
+    is folded is what rotations need."""
+    known, given = architecture.spaces(), (*transforms, *header.still)
+    if odd := [name for name in given if name not in known]:
+        raise AlignmentError(f"does not fit: the models have no space '{odd[0]}'")
+    if absent := sorted(_asked(architecture) - set(given)):
+        raise AlignmentError(f"says nothing of space '{absent[0]}'")
+    if len(given) != len(set(given)):
+        raise AlignmentError("names a space twice")
+    for name, transform in transforms.items():
+        space = known[name]
+        stream = space.kind == "stream"
+        refused = (
+            _refused_stream(transform, name, architecture) if stream else admitted(space, WIDEST).refuses(transform)
+        )
+        if refused is not None:
+            raise AlignmentError(f"would change what the models compute: space '{name}': {refused}")
+    if apart := torn(architecture, transforms):
+        raise AlignmentError(
+            f"would change what the models compute: space '{apart}' moves apart from its keys and values"
+        )
+    turned = {name for name, transform in transforms.items() if _mixes(transform)}
+    spare = {name for name in set(header.folded) - turned if name not in known or known[name].kind != "latent"}
+    if spare or not turned <= set(header.folded):
+        words = [", ".join(sorted(names)) or "none" for names in (header.folded, turned)]
+        raise AlignmentError(f"would change what the models compute: gains are folded of {words[0]}, turned {words[1]}")
+
+
+def needed_folds(transforms: Transforms, architecture: Architecture, folded: Sequence[str]) -> tuple[str, ...]:
+    """Those of the folded spaces whose gains these transforms need folded, or may have folded."""
+    known = architecture.spaces()
+    return tuple(
+        name for name in folded if name in transforms and (_mixes(transforms[name]) or known[name].kind == "latent")
+    )
+
+
+def _asked(architecture: Architecture) -> set[str]:
+    """The spaces that a file says something of, be it that they stand still: all but those that only a recipe opens."""
+    return {name for name, space in architecture.spaces().items() if not space.head}
+
+
+def _mixes(transform: SpaceTransform) -> bool:
+    """Whether gains of a stream do not follow, so that they have to be folded."""
+    return isinstance(transform, StreamTransform) and not transform.moves_gains
+
+
+def _refused_stream(transform: SpaceTransform, name: str, architecture: Architecture) -> str | None:
+    """What keeps a transform from being of one of the groups that a stream admits; of several, the largest's words."""
+    refused: str | None = "it has to keep its coordinates"
+    for kind in architecture.stream_groups[name]:
+        refused = architecture.stream_group(name, kind).refuses(transform)
+        if refused is None:
+            return None
+    return refused
+
+
+def check_fingerprints(file: AlignmentFile, path: str, anchor: str, donor: str, names: tuple[str, str]) -> None:
+    """Refuse an alignment made for other weights.
+
+    Raises:
+        AlignmentError: names the model that differs.
+    """
+    identities = file.basis.anchor, file.basis.donor
+    for identity, fingerprint, model in zip(identities, (anchor, donor), names, strict=True):
+        if identity.fingerprint != fingerprint:
+            raise AlignmentError(
+                f"was made for other weights than those of {model}",
+                where=path,
+                remedy="write a new one with 'rotation-merge align', or use the models it was made for",
+            )

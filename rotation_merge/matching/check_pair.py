@@ -1,0 +1,377 @@
+"""The only way into matching: `check_pair` says whether a donor's function survives what is to be done to it.
+
+It sees configs, architectures and shapes, no weights, and is the same for the Python API, for every command and for
+recipes. What would change a function without a word is refused; what only makes a merge questionable is a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rotation_merge.architecture.fields import differences
+from rotation_merge.architecture.model import Architecture, Block, Norm, Space, TensorInfo
+from rotation_merge.architecture.registry import shipped
+from rotation_merge.errors import ArchitectureError, CheckpointError, RecipeError, short
+from rotation_merge.matching.block import wanted_spaces
+from rotation_merge.matching.options import AlignConfig, by_stream
+from rotation_merge.matching.stream import residual_groups
+from rotation_merge.model.fold import Fold
+from rotation_merge.model.labels import Rows, label_rows, rows_note
+from rotation_merge.model.member import Member
+from rotation_merge.symmetry import SpaceTransform, StreamTransform
+
+UNLIKE = (
+    "only models of equal sizes and symmetries can be averaged; 'rotation-merge align --widths' widens, and what a "
+    "fine-tune changed is carried by 'rotation-merge carry --widths' ('finetuned_from' with 'widths: true')"
+)
+
+Layers = Mapping[str, Sequence[tuple[int, int]]]
+"""By module, which layer of the anchor meets which layer of the donor."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A pair that may be matched.
+
+    Attributes:
+        streams: the residual group of each stream that is moved.
+        folded: the streams among them whose norm gains are folded into their readers first.
+        warnings: what makes a merge of the two questionable, one line each.
+        unaligned: tensors that stay as they are, because nothing is known of them.
+        rows: what puts the donor's classes into the anchor's order; whoever reads the donor has to apply it.
+    """
+
+    anchor: Member
+    donor: Member
+    options: AlignConfig
+    streams: dict[str, str]
+    folded: tuple[str, ...]
+    warnings: tuple[str, ...]
+    unaligned: tuple[str, ...]
+    rows: Rows = field(default_factory=dict)
+
+    def notes(self) -> list[str]:
+        """What the reader of a report should know beside the warnings."""
+        found = [note for member in (self.anchor, self.donor) for note in member.notes]
+        found += rows_note(self.anchor.name, self.donor.name, self.rows)
+        if self.unaligned:
+            names = ", ".join(self.unaligned[:6]) + (", ..." if len(self.unaligned) > 6 else "")
+            unknown = f"{len(self.unaligned)} tensors ({names})"
+            found.append(f"Not aligned, as the architecture does not know them: {unknown}.")
+        return found
+
+
+def check_pair(
+    anchor: Member,
+    donor: Member,
+    options: AlignConfig,
+    *,
+    untie: bool = False,
+    layers: Layers | None = None,
+    excluded: Callable[[str], bool] = lambda _: False,
+) -> Checked:
+    """Whether the donor can be moved to the anchor under these options, its function unchanged.
+
+    Args:
+        untie: heads that share an embedding's tensor are given one of their own.
+        layers: which layers meet, where a recipe's slices say so; None: each meets the one at its own place.
+        excluded: says of a tensor that it is copied from the anchor.
+
+    Raises:
+        RotationMergeError: it cannot; says what stands against it, with both models' values.
+    """
+    if anchor.architecture.family != donor.architecture.family:
+        raise ArchitectureError(
+            f"architecture is {donor.architecture.family}, that of {anchor.name} is {anchor.architecture.family}",
+            where=donor.name,
+            remedy="only models of one architecture can be aligned",
+        )
+    _check_sizes(anchor, donor)
+    rows = label_rows(anchor, donor, excluded)
+    options.check_layers(anchor.architecture)
+    streams = _streams(anchor, donor, options.residual, untie)
+    if streams or layers is None:
+        _check_depth(anchor, donor)
+    blocks = meeting(anchor.architecture, donor.architecture, None if streams else layers)
+    for mine, theirs in blocks:
+        _check_block(mine, theirs, anchor, donor)
+    folded = anchor.architecture.folds(streams)
+    for member in (anchor, donor):
+        _check_tied(member, folded, untie)
+        if options.shift_head:
+            _check_head(member, untie)
+    moving = _Moving(anchor, donor, options, streams, Fold(anchor.architecture, folded), excluded)
+    for mine, theirs in blocks:
+        moving.check(mine, theirs)
+    return Checked(
+        anchor,
+        donor,
+        options.with_residual(_words(streams, anchor)) if options.residual != "none" else options,
+        streams,
+        folded,
+        tuple(_config_warnings(anchor, donor)),
+        tuple(dict.fromkeys(_unaligned(anchor, donor, streams, excluded))),
+        rows,
+    )
+
+
+def _streams(anchor: Member, donor: Member, asked: str, untie: bool) -> dict[str, str]:
+    """The residual group of each stream that is to move; both models admit it.
+
+    `largest` stops short of rotations where a head is tied to an embedding, which folding cannot serve.
+    """
+    found = residual_groups(anchor.architecture, asked, anchor.name)
+    theirs = residual_groups(donor.architecture, asked, donor.name)
+    wanted = by_stream(asked) or dict.fromkeys(found, asked)
+    for name, group in found.items():
+        if wanted.get(name) == "largest":
+            admitted = anchor.architecture.stream_groups[name]
+            admitted = tuple(g for g in admitted if g in donor.architecture.stream_groups[name])
+            tied = not untie and any(member.tied and member.tied[1] == name for member in (anchor, donor))
+            found[name] = [g for g in admitted if not (tied and g == "rotation")][-1]
+        elif theirs.get(name) != group:
+            raise RecipeError(f"'residual: {asked}': there is no stream '{name}'", where=donor.name)
+    return {name: group for name, group in found.items() if group != "none"}
+
+
+def residual_of(transforms: Mapping[str, SpaceTransform], folded: Collection[str]) -> str:
+    """What an alignment does to the streams, as the option `residual` says it."""
+    streams = [name for name, transform in transforms.items() if transform.space_kind == StreamTransform.space_kind]
+    asked = {name: "rotation" if name in folded else "permutation" for name in streams}
+    return ",".join(f"{name}={group}" for name, group in asked.items()) or "none"
+
+
+def _words(streams: Mapping[str, str], member: Member) -> str:
+    """Groups by stream as one option."""
+    groups = set(streams.values())
+    if len(groups) == 1 and set(streams) == set(member.architecture.streams):
+        return groups.pop()
+    return ",".join(f"{name}={group}" for name, group in streams.items()) or "none"
+
+
+def _check_depth(anchor: Member, donor: Member) -> None:
+    for module in anchor.architecture.layers_key:
+        ours, theirs = (len(m.architecture.layers(module)) for m in (anchor, donor))
+        if ours != theirs:
+            raise CheckpointError(
+                f"has {theirs} layers, {anchor.name} has {ours}",
+                where=donor.name,
+                remedy="pick layers of either with 'slices' in a recipe, without 'residual'; or carry what a fine-tune "
+                "changed, by 'rotation-merge carry --layers-map' ('finetuned_from' with 'layers_map')",
+            )
+
+
+def meeting(anchor: Architecture, donor: Architecture, layers: Layers | None) -> list[tuple[Block, Block]]:
+    """The blocks that are matched with each other."""
+    theirs = {(b.module, b.place, b.index, b.name if b.index is None else ""): b for b in donor.blocks}
+    found = []
+    for block in anchor.blocks:
+        if block.index is None or layers is None:
+            places = [block.index]
+        else:
+            places = [other for own, other in layers.get(block.module, ()) if own == block.index]
+        for place in places:
+            same = theirs.get((block.module, block.place, place, block.name if block.index is None else ""))
+            if same is not None:
+                found.append((block, same))
+    return found
+
+
+_WORDS = {
+    "groups": "KV heads",
+    "per_group": "query heads for each KV head",
+    "head_dim": "dimensions of a head",
+    "rotary": "rotary dimensions",
+    "interleaved": "neighbours as rotary pairs",
+    "rotary_parts": "parts that rotary embedding turns apart",
+    "norm": "norm of queries and keys",
+    "degree": "degree of the activation",
+    "free_order": "heads that may change places",
+    "free_groups": "KV heads that may change places",
+    "span": "keys and values of",
+}
+
+
+def _facts(space: Space) -> dict[str, Any]:
+    """What decides a space's group, by the words for it."""
+    kept = {f.name: getattr(space, f.name) for f in fields(space) if f.name not in ("name", "sizes")}
+    return {_WORDS.get(name, name): value for name, value in {**space.sizes, **kept}.items()}
+
+
+def _check_block(mine: Block, theirs: Block, anchor: Member, donor: Member) -> None:
+    """Sizes, rotary dimensions, norms and degrees agree: they decide the groups."""
+    for local, space in theirs.spaces.items():
+        own = mine.spaces.get(local)
+        if own is None:
+            continue
+        _refuse_differing(space.name, _facts(own), _facts(space), anchor, donor)
+    for norm in theirs.norms:
+        other = next((n for n in mine.norms if n.gain == norm.gain), None)
+        if other is not None:
+            _refuse_differing(f"{theirs.name}, norm {norm.gain}", _norm_facts(other), _norm_facts(norm), anchor, donor)
+
+
+def _norm_facts(norm: Norm) -> dict[str, Any]:
+    return {"kind": "layer" if norm.layer else "rms", "offset of the gain": norm.offset, "readers": norm.reads}
+
+
+def _check_sizes(anchor: Member, donor: Member) -> None:
+    """Streams, and the first local space of each name, have the same sizes, whatever layers meet."""
+    ours, theirs = _first_spaces(anchor.architecture), _first_spaces(donor.architecture)
+    for name in theirs:
+        if name in ours:
+            mine, its = ({_WORDS.get(n, n): v for n, v in s[name].sizes.items()} for s in (ours, theirs))
+            _refuse_differing(theirs[name].name, mine, its, anchor, donor)
+
+
+def _first_spaces(architecture: Architecture) -> dict[str, Space]:
+    found = dict(architecture.streams)
+    for block in architecture.blocks:
+        for local, space in block.spaces.items():
+            found.setdefault(f"{block.module}.{local}", space)
+    return found
+
+
+def _refuse_differing(
+    what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], anchor: Member, donor: Member
+) -> None:
+    differing = [name for name in theirs if theirs[name] != ours.get(name)]
+    if differing:
+        words = ", ".join(f"{name} {theirs[name]}, against {ours.get(name)}" for name in differing)
+        raise CheckpointError(
+            f"'{what}' has {words} in {anchor.name}",
+            where=donor.name,
+            remedy=UNLIKE,
+        )
+
+
+def _check_tied(member: Member, folded: Sequence[str], untie: bool) -> None:
+    head, stream = member.tied or ("", "")
+    if stream in folded and not untie:
+        smaller = [group for group in member.architecture.stream_groups[stream] if group != "rotation"]
+        raise RecipeError(
+            f"'residual: rotation' needs a head of its own, '{head}' is tied to the embedding",
+            where=member.name,
+            remedy=f"set 'untie: true' (the output then stores its head), or use 'residual: {smaller[-1]}'",
+        )
+
+
+def _check_head(member: Member, untie: bool) -> None:
+    """A head whose rows are to be shifted is there, and no embedding is moved with it."""
+    if member.tied is not None and not untie:
+        what, remedy = f"needs a head of its own, '{member.tied[0]}' is tied to the embedding", "set 'untie: true'"
+    elif any(info.common is not None and info.common.head for info in member.architecture.tensors()):
+        return
+    else:
+        what, remedy = "needs a head whose logits only a softmax sees, which this model has not", "leave it out"
+    raise RecipeError(f"'shift_head: true' {what}", where=member.name, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """What moves under the options: streams by name, local spaces by the anchor's names and the donor's."""
+
+    anchor: Member
+    donor: Member
+    options: AlignConfig
+    streams: Mapping[str, str]
+    fold: Fold
+    excluded: Callable[[str], bool]
+
+    def check(self, mine: Block, theirs: Block) -> None:
+        """What one of the two lacks may neither stay behind when its space moves, nor be needed by folding.
+
+        Raises:
+            CheckpointError: names the tensor.
+        """
+        wanted = {space.name for space in wanted_spaces(mine, self.options.at(self.anchor.architecture, mine))}
+        local = [key for key, space in mine.spaces.items() if space.name in wanted]
+        for holder, block, other, lacking in (
+            (self.donor, theirs, mine, self.anchor),
+            (self.anchor, mine, theirs, self.donor),
+        ):
+            names = {block.spaces[key].name for key in local if key in block.spaces} | set(self.streams)
+            known = {info.key for info in other.tensors}
+            for info in block.tensors:
+                if info.key in known or self.excluded(info.name) or self._spare(info, holder, lacking):
+                    continue
+                moves = {space.name for space in info.spaces()} & names
+                if holder is self.anchor:
+                    moves -= set(self.streams)
+                    moves |= set(self.fold.streams) if self.fold.touches(block, info) else set()
+                if moves:
+                    self._refuse(info, holder, lacking, sorted(moves)[0])
+
+    @staticmethod
+    def _spare(info: TensorInfo, holder: Member, lacking: Member) -> bool:
+        """Whether a head is a second copy of the embedding that both models tie it to."""
+        return all(member.tied is not None and member.tied[0] == info.name for member in (holder, lacking))
+
+    def _refuse(self, info: TensorInfo, holder: Member, lacking: Member, space: str) -> None:
+        remedy = "set 'untie: true'" if info.tied else "align models with the same biases and heads"
+        raise CheckpointError(
+            f"tensor '{info.name}' is missing, {holder.name} has it: '{space}' would move without it",
+            where=lacking.name,
+            remedy=f"{remedy}, or name the tensor under 'exclude' of a recipe",
+        )
+
+
+def _unaligned(
+    anchor: Member, donor: Member, streams: Mapping[str, str], excluded: Callable[[str], bool]
+) -> Iterator[str]:
+    """Tensors that the architecture does not know, and that therefore stay as they are.
+
+    Raises:
+        CheckpointError: one has an axis of the size of a stream that moves.
+    """
+    for member in (anchor, donor):
+        sizes = {member.architecture.streams[name].sizes["size"]: name for name in streams}
+        strange = [b for b in member.architecture.blocks if "unknown" in (b.name, member.architecture.family)]
+        unknown = [i.name for block in strange for i in block.tensors if not excluded(i.name)]
+        for name in unknown:
+            for size in member.shapes.get(name, ()):
+                if size in sizes:
+                    raise CheckpointError(
+                        f"tensor '{name}' is not known to the {member.architecture.family} architecture; it would stay "
+                        f"while '{sizes[size]}' moves",
+                        where=member.name,
+                        remedy="use 'residual: none', or name it under 'exclude' to copy it from base_model",
+                    )
+        yield from unknown
+
+
+def check_forward(anchor: Member, donor: Member) -> None:
+    """Refuse to average models of different kinds of which one computes otherwise than the other by the same weights:
+    what the merge's weights would be for, its class does not do.
+
+    Raises:
+        CheckpointError: names what differs, with both values.
+    """
+    if anchor.architecture.family not in shipped():
+        return
+    found = [d for d in differences(anchor.config, donor.config) if d.kinds and d.field.forward]
+    if found:
+        words = "; ".join(f"{short(difference)} in {anchor.name} ({difference.field.why})" for difference in found[:3])
+        more = f", and {len(found) - 3} entries more" if len(found) > 3 else ""
+        remedy = "merge models that compute alike; where they do, let both configs say so"
+        raise CheckpointError(f"{words}{more}", where=donor.name, remedy=remedy)
+
+
+def _config_warnings(anchor: Member, donor: Member) -> list[str]:
+    """One line for each entry in which the configs differ and that makes a merge questionable.
+
+    Raises:
+        CheckpointError: an entry differs that decides a symmetry.
+    """
+    found = []
+    for difference in differences(anchor.config, donor.config, anchor.architecture.family not in shipped()):
+        if difference.field.verdict == "refused":
+            raise CheckpointError(
+                f"{short(difference)} in {anchor.name}: {difference.field.why}",
+                where=donor.name,
+                remedy="only models that agree in it can be aligned",
+            )
+        found.append(f"{donor.name}: {short(difference)} in {anchor.name}; {difference.field.why}.")
+    return found

@@ -1,0 +1,175 @@
+"""Models between anchor and donors, with the donors' coordinates inside the graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import stateless
+
+from rotation_merge.architecture import Architecture
+from rotation_merge.architecture.registry import tied_head
+from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.alignment import Transforms
+from rotation_merge.matching.mixing import Mixed, Mixing, Parents
+from rotation_merge.model.fold import Fold
+from rotation_merge.model.member import Member
+from rotation_merge.model.source import TensorSource, unstack
+from rotation_merge.run.functions import architecture_of
+from rotation_merge.symmetry import SpaceTransform
+
+Batch = Mapping[str, Tensor]
+
+
+def lookalike(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules, with the very same tensors in them."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """A copy under gradient checkpointing, which transformers only does while training: the layers that can are said to
+    be training, and nothing in the copy drops anything, so that it computes what the model computes."""
+    found = lookalike(model).eval()
+    cast(Any, found).gradient_checkpointing_enable()
+    for module in found.modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return found
+
+
+def untie_heads(model: nn.Module, architecture: Architecture) -> None:
+    """Give every head that shares an embedding's tensor a copy of its own, in place."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for info in architecture.tensors():
+        if info.tied and info.name in parameters and any(parameters[info.name] is parameters.get(t) for t in info.tied):
+            owner, _, leaf = info.name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(parameters[info.name].detach().clone()))
+    cast(Any, model).config.tie_word_embeddings = False
+
+
+def member_of(model: nn.Module, name: str = "", untie: bool = True) -> Member:
+    """A loaded model as `check_pair` sees it."""
+    name = name or type(model).__name__
+    config = {**cast(Any, model).config.to_dict(), "architectures": [type(model).__name__]}
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    return Member(name, config, architecture_of(model, untie), shapes, tied_head(config, list(shapes), name))
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A source whose tensors are taken to a device when they are asked for."""
+
+    source: TensorSource
+    device: torch.device
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.source[name].to(self.device)
+
+
+LARGEST_HELD = 1 << 28
+"""Bytes of a mixed model that is made as a whole, with all that its gradients need; of larger ones nothing stays."""
+
+
+@dataclass
+class Path:
+    """All models ``w_0 anchor + sum_i w_i moved donor_i``.
+
+    Attributes:
+        model: an instance of the class, whose own weights are not used.
+        parents: the tensors of anchor and donors.
+        names: of the model's parameters.
+    """
+
+    model: nn.Module
+    architecture: Architecture
+    parents: Parents
+    names: frozenset[str]
+
+    @classmethod
+    def between(
+        cls,
+        model: nn.Module,
+        architecture: Architecture,
+        anchor: TensorSource,
+        donors: Sequence[TensorSource],
+        folded: Sequence[str],
+        device: torch.device,
+        held: bool | None = None,
+    ) -> Path:
+        """All models between these, folding what `folded` asks for.
+
+        Args:
+            held: whether mixed models are made as a whole; by default those of `LARGEST_HELD` bytes at most.
+        """
+        parameters = dict(model.named_parameters())
+        if held is None:
+            held = sum(4 * parameter.numel() for parameter in parameters.values()) <= LARGEST_HELD
+        parents = Parents([anchor, *donors], Fold(architecture, folded), device, held)
+        return cls(model, architecture, parents, frozenset(parameters))
+
+    def weights(self, transforms: Sequence[Mapping[str, SpaceTransform]], coefficients: Tensor) -> dict[str, Tensor]:
+        """Tensors of one model on the path, or what stands for them where they are not held.
+
+        Args:
+            transforms: one mapping a donor.
+            coefficients: (1 + donors,), the anchor's first; their sum is one.
+        """
+        mixing = Mixing(self.parents, transforms, coefficients)
+        result: dict[str, Tensor] = {}
+        for block in self.architecture.blocks:
+            for info in block.tensors:
+                stored = self.parents.sources[0]
+                if info.name not in self.names or info.name not in stored:
+                    continue
+                if self.parents.held:
+                    result.update(unstack(info, mixing.mixed(block, info)))
+                    continue
+                for piece, name in enumerate(info.names):
+                    result[name] = Mixed.standing_for(mixing, block, info, piece, stored[name])
+        return result
+
+    def holding(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """The model with these weights for as long as gradients flow back: layers under gradient checkpointing are run
+        again then."""
+        return stateless._reparametrize_module(self.model, dict(weights), tie_weights=True)
+
+    def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Any:
+        """The model's outputs with these weights."""
+        mixing = next((weight.mixing for weight in weights.values() if isinstance(weight, Mixed)), None)
+        with nullcontext() if mixing is None else mixing.sparing():
+            return functional_call(self.model, dict(weights), args=(), kwargs=dict(batch))
+
+
+def same_names(anchor: nn.Module, donor: nn.Module) -> None:
+    """Refuse a donor of another class or with other tensors.
+
+    Raises:
+        CheckpointError: names the first tensor that only one of the two has.
+    """
+    odd = sorted(set(anchor.state_dict()) ^ set(donor.state_dict()))
+    if odd:
+        raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="fit models of one class")
+
+
+def renamed(transforms: Mapping[str, SpaceTransform], own: Architecture, wanted: Architecture) -> Transforms:
+    """Transforms under the space names of another spelling of the same model (a checkpoint's instead of a module's)."""
+    names = {name: name for name in own.streams}
+    ours = {(b.module, b.place, b.index): b for b in own.blocks}
+    for block in wanted.blocks:
+        same = ours.get((block.module, block.place, block.index))
+        if same is not None:
+            names.update({s.name: block.spaces[k].name for k, s in same.spaces.items() if k in block.spaces})
+    return {names[name]: transform for name, transform in transforms.items()}

@@ -1,0 +1,397 @@
+"""Learned matching: from weight matching on, the group elements follow the loss of models between the parents.
+
+Generalized Linear Mode Connectivity for Transformers (Theus and others, 2025) learns permutations and a residual map in
+this way; here every space of any supported architecture is learned, inside its group, and the output is an alignment
+(`matching/alignment.py`) that recipes apply.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.alignment import Alignment, Basis, Transforms
+from rotation_merge.matching.check_pair import check_pair
+from rotation_merge.matching.engine import (
+    Batch,
+    Brought,
+    Path,
+    checkpointed,
+    lookalike,
+    member_of,
+    same_names,
+    untie_heads,
+)
+from rotation_merge.matching.fit_records import LOOKS, FitConfig, FitReport
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.objective import (
+    Teachers,
+    attention_mask,
+    choose,
+    distillation,
+    labels_loss,
+    mix,
+    unlabelled,
+    weighed,
+)
+from rotation_merge.matching.options import WEIGHTS, AlignConfig
+from rotation_merge.matching.parameters import LearnedTransforms, identities
+from rotation_merge.matching.resume import State, fit_mark
+from rotation_merge.matching.together import Together
+from rotation_merge.model.opened import open_like
+from rotation_merge.run.functions import architecture_of, take_rows
+
+LOG = logging.getLogger(__name__)
+
+CONCENTRATION = 8.0
+"""Of the Dirichlet distribution that coefficients of three or more models are drawn from."""
+
+LEAST_GAIN = 1e-6
+"""A held-out loss lower by less than this (nats) is no better."""
+
+Seen = Callable[[str, nn.Module, nn.Module, Sequence[Batch]], Match]
+"""Makes what matches anchor and donor on samples: on activations, or both."""
+
+WIDE = (torch.float32, torch.float64)
+
+Watch = Callable[[int, int, dict[str, float]], None]
+"""Told about every step: steps done, steps in all, and the figures known now."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """One alignment for each donor, the names of spaces as in `architecture`; the report; what was matched."""
+
+    architecture: Any
+    alignments: list[Alignment]
+    report: FitReport
+    match: AlignConfig
+
+
+WIDEST = AlignConfig(heads="permutation", residual="largest")
+"""The largest groups a model admits."""
+
+
+def fit(
+    anchor: nn.Module,
+    donors: nn.Module | Sequence[nn.Module],
+    batches: Sequence[Batch],
+    match: AlignConfig | None = None,
+    options: FitConfig | None = None,
+    watch: Watch | None = None,
+    seen: Seen | None = None,
+) -> FitResult:
+    """Learn the transforms that make the models between an anchor and its donors behave well.
+
+    Args:
+        anchor: a transformers model; put into evaluation mode, its weights are not modified. What is between the models
+            is computed on its device.
+        donors: one or more of the same class and sizes; likewise, on any devices. More than one are learned jointly.
+        batches: inputs by the names the model's forward takes, with `labels` where there are any.
+        match: groups to use and to start from; by default every local group and the largest residual one.
+        options: how to learn.
+        watch: told about every step.
+        seen: makes what matches on samples, where `options.match_on` says so.
+
+    Returns:
+        Alignments that are never worse on the held-out batches than where the fit started.
+
+    Raises:
+        RotationMergeError: models that do not fit together, groups that are not admitted, data without use.
+    """
+    options = options or FitConfig()
+    parents = [anchor, *([donors] if isinstance(donors, nn.Module) else donors)]
+    for donor in parents[1:]:
+        same_names(anchor, donor)
+    if len(batches) < 2:
+        raise RecipeError("at least two batches are needed", remedy="give more data, or smaller batches")
+    devices = {p.device for parent in parents for p in parent.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):  # the caller's random numbers stay the caller's
+        torch.manual_seed(options.seed)
+        return _Fit(parents, list(batches), match or WIDEST, options, watch or (lambda *_: None), seen).run()
+
+
+class _Fit:
+    """One fit in progress."""
+
+    def __init__(
+        self,
+        parents: list[nn.Module],
+        batches: list[Batch],
+        match: AlignConfig,
+        options: FitConfig,
+        watch: Watch,
+        seen: Seen | None,
+    ) -> None:
+        if seen is None and options.match_on != WEIGHTS:
+            what = f"a start matched on {options.match_on} needs what matches so"
+            raise RecipeError(what, remedy="start on weights, or use 'rotation-merge fit'")
+        self.options, self.match, self.watch, self.seen = options, match, watch, seen
+        self.device = next(parents[0].parameters()).device
+        self.given = parents
+        self.parents = [parent.eval() for parent in parents]
+        self.architecture = architecture_of(self.parents[0], untie=True)
+        members = [member_of(parent) for parent in self.parents]
+        pairs = [check_pair(members[0], donor, match, untie=True) for donor in members[1:]]
+        self.match, self.folded = pairs[-1].options, pairs[-1].folded
+        self.rows = [checked.rows for checked in pairs]
+        for number, checked in enumerate(pairs, start=1):
+            if checked.rows:
+                self.parents[number] = copy.deepcopy(self.parents[number])
+                take_rows(self.parents[number], checked.rows)
+        if self.folded and any(info.tied for info in self.architecture.tensors()):
+            self.parents = [lookalike(parent) for parent in self.parents]
+            for parent in self.parents:
+                untie_heads(parent, self.architecture)
+        states = [dict(p.state_dict()) for p in self.parents]
+        model = self.parents[0]
+        if options.checkpointing and getattr(model, "supports_gradient_checkpointing", False):
+            model = checkpointed(model)
+        self.path = Path.between(model, self.architecture, states[0], states[1:], self.folded, self.device)
+        self.states = states
+        held = max(1, round(len(batches) * options.held_out))
+        shuffled = torch.randperm(len(batches), generator=torch.Generator().manual_seed(options.seed)).tolist()
+        self.batches = [{k: v.to(self.device) for k, v in b.items()} for b in batches]
+        self.held_out, self.training = shuffled[:held], shuffled[held:]
+        self.objective = choose(options.objective, self.batches[0])
+        self.together = Together()
+        self.teachers = Teachers([self._speaker(number) for number in range(len(self.parents))], self.device)
+        self.generator = torch.Generator().manual_seed(options.seed + 1)
+
+    # --- losses ------------------------------------------------------------------------------------------------
+
+    def loss(
+        self, weights: dict[str, Tensor], batch: Batch, taught: list[Tensor] | None, coefficients: Tensor
+    ) -> Tensor:
+        """Loss of one model on one batch: by its labels, or against what its parents taught.
+
+        Of several processes each has the share that its rows have in the loss of all: their sum is the loss.
+        """
+        mass = torch.zeros((), device=self.device)
+        value = mass
+        if next(iter(batch.values())).shape[0]:
+            with self._precision():
+                outputs = self.path.outputs(weights, batch)
+                if taught is None:
+                    value = labels_loss(outputs)
+                else:
+                    value = distillation(outputs, taught, coefficients, attention_mask(batch))
+            if self.together.count == 1:
+                return value
+            mass = weighed(self.parents[0], outputs, batch, taught, coefficients).to(mass)
+        total = self.together.total(mass)
+        return value * mass / total if float(mass) else mass
+
+    def lesson(self, index: int) -> tuple[Batch, list[Tensor] | None]:
+        """A batch as it is, and the parents' answers unless its labels count."""
+        batch = self.together.part(self.batches[index])
+        return (batch, None) if self.objective == "labels" else (unlabelled(batch), self.teachers(index, batch))
+
+    def _speaker(self, number: int) -> Callable[..., Any]:
+        """A parent that answers in float32 at least."""
+        parent = self.parents[number]
+        if all(p.dtype in WIDE for p in parent.parameters()):
+            place = next(parent.parameters()).device
+            return lambda **batch: parent(**{name: x.to(place) for name, x in batch.items()})
+        share = torch.zeros(len(self.parents), device=self.device)
+        share[number] = 1.0
+        alone: list[Transforms] = [{} for _ in self.parents[1:]]
+        return lambda **batch: self.path.outputs(self.path.weights(alone, share), batch)
+
+    def next_lesson(self) -> tuple[Batch, list[Tensor] | None]:
+        """A batch drawn from the training samples, or a mix of two with the parents' answers.
+
+        To be asked for before the path's model holds other weights: it is one of the parents.
+        """
+        index = self._pick()
+        batch = unlabelled(self.batches[index])
+        mixable = all(x.is_floating_point() for x in batch.values())
+        if not mixable or float(torch.rand((), generator=self.generator)) >= self.options.mixing:
+            return self.lesson(index)
+        mixed = mix(batch, unlabelled(self.batches[self._pick()]), self.generator)
+        mixed = self.together.part(mixed)
+        return mixed, self.teachers.answer(mixed)
+
+    def _pick(self) -> int:
+        return self.training[int(torch.randint(len(self.training), (), generator=self.generator))]
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.options.half and self.device.type == "cuda"
+        )
+
+    @torch.no_grad()
+    def score(self, transforms: list[Transforms]) -> tuple[float, float]:
+        """Held-out loss inside the path (mean), and the barrier: highest loss above the straight line."""
+        losses = {}
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+            coefficients = self._along(share)
+            weights = self.path.weights(transforms, coefficients)
+            values = [self.loss(weights, *self.lesson(index), coefficients) for index in self.held_out]
+            losses[share] = sum(map(float, map(self.together.total, values))) / len(values)
+        inner = [losses[s] for s in (0.25, 0.5, 0.75)]
+        line = [losses[0.0] + s * (losses[1.0] - losses[0.0]) for s in (0.25, 0.5, 0.75)]
+        barrier = max(value - straight for value, straight in zip(inner, line, strict=True))
+        if len(self.parents) > 2:
+            return losses[0.5], barrier
+        return sum(inner) / len(inner), barrier
+
+    def _along(self, share: float) -> Tensor:
+        """Coefficients at a point of the path from the anchor (0) over the uniform mean to the donors (1)."""
+        count = len(self.parents)
+        if count == 2:
+            return torch.tensor([1 - share, share], device=self.device)
+        even = torch.full((count,), 1.0 / count, device=self.device)
+        ends = torch.zeros(count, device=self.device)
+        if share <= 0.5:
+            ends[0] = 1.0
+            return ends + 2 * share * (even - ends)
+        ends[1:] = 1.0 / (count - 1)
+        return even + (2 * share - 1) * (ends - even)
+
+    def draw(self) -> Tensor:
+        """Coefficients of one step: of two models, dense around the middle and thin towards the ends."""
+        if self.options.coefficients is not None:
+            return torch.tensor(self.options.coefficients, device=self.device)
+        if len(self.parents) == 2:
+            first, second = torch.rand(2, generator=self.generator).tolist()
+            share = 0.5 + 0.9 * (first - 0.5) * second
+            return torch.tensor([1 - share, share], device=self.device)
+        shape = torch.full((len(self.parents),), CONCENTRATION)
+        gamma = torch._standard_gamma(shape, generator=self.generator)
+        return (gamma / gamma.sum()).to(self.device)
+
+    # --- the fit -----------------------------------------------------------------------------------------------
+
+    def starts(self) -> dict[str, list[Transforms]]:
+        """Where the fit may begin: all donors as they are, or as weight matching moves them."""
+        found: dict[str, list[Transforms]] = {}
+        if self.options.start != "matched":
+            some = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
+            found["identity"] = [identities(some) for _ in self.states[1:]]
+        if self.options.start != "identity":
+            anchor, *moved = (Brought(state, self.device) for state in self.states)
+            found["matched"] = [
+                self._matcher(donor)(self.architecture, anchor, state, self.match, None).transforms
+                for donor, state in zip(self.parents[1:], moved, strict=True)
+            ]
+        return found
+
+    def _matcher(self, donor: nn.Module) -> Match:
+        """What matches a donor: on weights, or on the samples that are learned from as well."""
+        if self.seen is None or self.options.match_on == WEIGHTS:
+            return match_model
+        samples = [self.batches[i] for i in self.training]
+        return self.seen(self.options.match_on, self._whole(self.parents[0]), self._whole(donor), samples)
+
+    def _whole(self, model: nn.Module) -> nn.Module:
+        """A model in float32 at least where the samples are, to be run: a copy, if it is not."""
+        if all(p.dtype in WIDE and p.device == self.device for p in model.parameters()):
+            return model
+        found = copy.deepcopy(model).to(self.device)
+        for parameter in found.parameters():
+            if parameter.dtype not in WIDE:
+                parameter.data = parameter.data.float()
+        return found
+
+    def run(self) -> FitResult:
+        began = time.perf_counter()
+        starts = self.together.agreed(self.starts)
+        scores = {name: self.score(transforms) for name, transforms in starts.items()}
+        plain = scores.get("identity") or self.score([{} for _ in self.parents[1:]])
+        name = min(scores, key=lambda n: scores[n][0])
+        learned = nn.ModuleList(
+            LearnedTransforms(self.architecture, t, bool(self.match.rescale), self.options.permutations)
+            for t in starts[name]
+        ).to(self.device)
+        report = FitReport(name, self.objective, *(scores[name][0],) * 2, *(scores[name][1],) * 2, plain[0], 0, 0.0)
+        best = self._optimise(learned, report, began)
+        learned.load_state_dict(best)
+        report.seconds = time.perf_counter() - began
+        alignments = [
+            Alignment(cast(LearnedTransforms, module).hardened(), self.folded, summary={"learned": report.to_dict()})
+            for module in learned
+        ]
+        known = [replace(alignment, basis=self._basis(number)) for number, alignment in enumerate(alignments, start=1)]
+        return FitResult(self.architecture, known, report, self.match)
+
+    def _basis(self, number: int) -> Basis:
+        """What the alignment of one donor keeps of it and the anchor, as they were given."""
+        untie = bool(self.folded) and any(info.tied for info in self.architecture.tensors())
+        anchor, donor = (
+            open_like(model, name, untie=untie)
+            for model, name in ((self.given[0], "anchor"), (self.given[number], f"donor {number}"))
+        )
+        return Basis.of(anchor, donor, self.folded, self.rows[number - 1])
+
+    def _optimise(self, learned: nn.ModuleList, report: FitReport, began: float) -> dict[str, Tensor]:
+        if next(learned.parameters(), None) is None:
+            raise RecipeError(
+                "the groups chosen have nothing to learn (signs and permutations only)",
+                remedy="allow 'attention: rotation', 'rescale' or 'residual: rotation', or learn permutations",
+            )
+        optimiser = torch.optim.Adam(learned.parameters(), lr=self.options.learning_rate, betas=(0.9, 0.95))
+        steps = self.options.steps
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
+        mark = fit_mark(self.parents, self.batches, self.match, self.options) if self.options.state else ""
+        state = State(self.options.state, learned, optimiser, schedule, self.generator, mark, self.together)
+        first, best = state.restore(report)
+        every = max(1, steps // LOOKS)
+        report.history = report.history or [(0, 0.0, report.before, report.barrier_before)]
+        for step in range(first, steps):
+            if step - report.best_step >= self.options.patience * every:
+                break
+            loss = self._step(learned, optimiser)
+            schedule.step()
+            seconds = self.together.agreed(lambda: time.perf_counter() - began)
+            late = self.options.minutes and seconds > 60 * self.options.minutes
+            if (step + 1) % every == 0 or step + 1 == steps or late:
+                best = self._judge(learned, report, best, step + 1, seconds)
+                state.save(step + 1, best, report)
+            figures = {
+                "loss": float(self.together.total(loss)),
+                "held out": report.after,
+                "barrier": report.barrier_after,
+            }
+            self.watch(step + 1, steps, figures)
+            if late:
+                break
+        state.remove()
+        return best
+
+    def _step(self, learned: nn.ModuleList, optimiser: torch.optim.Optimizer) -> Tensor:
+        """One step; the loss before it. Nothing else is left: a graph that outlives its step lies scattered where the
+        next one's activations have to go."""
+        optimiser.zero_grad()
+        coefficients, lesson = self.draw(), self.next_lesson()
+        weights = self.path.weights([module() for module in learned], coefficients)
+        with self.path.holding(weights):
+            loss = self.loss(weights, *lesson, coefficients)
+            if loss.requires_grad:
+                loss.backward()
+        self.together.gradients(learned.parameters())
+        nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
+        optimiser.step()
+        return loss.detach()
+
+    def _judge(
+        self, learned: nn.ModuleList, report: FitReport, best: dict[str, Tensor], step: int, seconds: float
+    ) -> dict[str, Tensor]:
+        """Keep the state if it is the best on the held-out samples so far."""
+        with torch.no_grad():
+            value, barrier = self.score([module() for module in learned])
+        report.history.append((step, seconds, value, barrier))
+        LOG.info("step %d: held-out loss %.4f (so far %.4f), barrier %.4f", step, value, report.after, barrier)
+        if value > report.after - LEAST_GAIN:
+            return best
+        report.after, report.barrier_after, report.best_step = value, barrier, step
+        return {name: tensor.detach().clone() for name, tensor in learned.state_dict().items()}

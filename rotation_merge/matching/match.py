@@ -1,0 +1,73 @@
+"""Matching whole models, block by block, on lazily read tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from rotation_merge.architecture.model import Architecture
+from rotation_merge.files.ledger import NOWHERE, Ledger
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.both import Both, Transforms
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.passes import match_streams
+from rotation_merge.matching.stream import residual_groups
+from rotation_merge.matching.walk import Walk
+from rotation_merge.model.source import Progress, TensorSource
+from rotation_merge.workers.pieces import HERE, Over
+
+
+class Match(Protocol):
+    """Finds what brings the second of two sources to the first: `match_model`, or what takes its place."""
+
+    def __call__(
+        self,
+        architecture: Architecture,
+        anchor: TensorSource,
+        donor: TensorSource,
+        options: AlignConfig,
+        progress: Progress | None = None,
+        *,
+        ledger: Ledger = NOWHERE,
+    ) -> Alignment: ...
+
+
+def match_model(
+    architecture: Architecture,
+    anchor: TensorSource,
+    donor: TensorSource,
+    options: AlignConfig,
+    progress: Progress | None = None,
+    starts: Mapping[str, Transforms] | None = None,
+    fold: bool = True,
+    over: Over = HERE,
+    ledger: Ledger = NOWHERE,
+) -> Alignment:
+    """Match every space that `options` ask for; one block of either model is in memory at a time, and what is kept of a
+    model that is read more than once (`Kept`).
+
+    Args:
+        architecture: of the anchor; both sources go by its tensor names.
+        anchor, donor: the models as they are stored (folding, where needed, is done here).
+        options: which groups to use.
+        progress: told about every block.
+        starts: residual transforms to start from, by name of the start, instead of the identity and what
+            embeddings and heads say.
+        fold: False where both sources are folded already.
+        over: who matches the blocks; for others than this process the sources can be pickled.
+        ledger: where what is found is kept, and looked for.
+
+    Raises:
+        RecipeError: the architecture does not admit the residual group asked for.
+        AlignmentError: a tensor holds NaN or infinity.
+    """
+    streams = residual_groups(architecture, options.residual)
+    folded = architecture.folds(streams)
+    both = Both(architecture, anchor, donor, options, folded if fold else (), kept=bool(streams))
+    walk = Walk(both, progress or (lambda *_: None), streams, over, ledger)
+    found: Transforms = {}
+    summary: dict[str, object] = {}
+    if streams:
+        found, summary = match_streams(walk, starts)
+    records = walk.final(found)
+    return Alignment(found, folded, records, summary)

@@ -1,0 +1,314 @@
+r"""Matching on activations: a donor's element of every group is chosen by what the maps read and give on samples.
+
+What a map gives on the same samples in two models is one more matrix that has the map's axis of outputs, and what a
+norm hands to its readers one that has the stream's. So matching on activations is matching of tensors that are labelled
+like all others: heads, RoPE pairs, neurons and streams are solved by the groups that solve them for weights, and the
+donor computes what it always did. Activations are centred, for softmax does not see what all keys share, and those of
+streams are whitened in part, ``X G^-p`` with their Gram G, so that few strong directions do not decide alone;
+permutations, signs and rotations commute with both.
+
+Weights still choose experts, mixers and latents; and where heads and neurons are rescaled, they speak on their output
+sides, without which nothing would hold the scales.
+
+Source: Ainsworth et al. 2023 (Git Re-Basin), section 3.1; partial whitening: Theseus (2026, arXiv 2602.12952).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, Axis, Block, TensorInfo, stem_of
+from rotation_merge.errors import DataError
+from rotation_merge.files.ledger import NOWHERE, Ledger
+from rotation_merge.matching.activations import Activations
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.options import ACTIVATIONS, BOTH, AlignConfig
+from rotation_merge.matching.recorded import recorded
+from rotation_merge.matching.stream import Statistics, residual_groups
+from rotation_merge.model.checkpoint import Models, parse_reference
+from rotation_merge.model.fold import folded_source
+from rotation_merge.model.source import Progress, TensorSource, read_tensor
+from rotation_merge.model.vocabulary import moved_tokens, shared_rows
+from rotation_merge.run.data import SAMPLES, read_batches, unpadded
+from rotation_merge.run.functions import Batch, architecture_of, load, local_path
+from rotation_merge.run.maps import LinearMap, linear_map
+from rotation_merge.run.written import SELF
+from rotation_merge.symmetry import SpaceTransform
+
+WHITENING = 0.25
+"""The exponent p, of streams."""
+
+ROWS = 4096
+"""Rows of activations, at most."""
+
+AT_ONCE = 16
+
+_LEAST = 1e-6  # of the largest variance: below, no direction is enlarged any further
+_GIVES = ("write", "in", "gate", "q", "k", "v")
+_KINDS = ("stream", "attention", "ffn")
+
+Seen = tuple[Activations, Activations]
+"""Of anchor and donor, on the same samples."""
+
+
+def match_seen(
+    architecture: Architecture,
+    anchor: TensorSource,
+    donor: TensorSource,
+    options: AlignConfig,
+    progress: Progress | None,
+    seen: Seen,
+    how: str,
+    ledger: Ledger = NOWHERE,
+) -> Alignment:
+    """As `match_model`, on activations; records are over the weights.
+
+    Args:
+        seen: what both models' maps read and gave.
+        how: `activations` or `both`.
+        ledger: where what is found is kept, and looked for.
+
+    Raises:
+        DataError: nothing was seen of any map that could be matched.
+    """
+    streams = residual_groups(architecture, options.residual)
+    folded = architecture.folds(streams)
+    plain = [folded_source(architecture, source, folded) for source in (anchor, donor)]
+    told = _Told(*seen, *plain)
+    blocks = [told.block(block, bool(options.at(architecture, block).rescale)) for block in architecture.blocks]
+    rows = max((len(x) for x, _ in told.tensors.values()), default=0)
+    if not rows:
+        raise DataError("the samples run through no map that could be matched", remedy="match on weights")
+    first, second = (_Beside(source, told.tensors, which) for which, source in enumerate(plain))
+    start = {ACTIVATIONS: _start(architecture, streams, [(b, made) for b, _, made in blocks], first, second)}
+    alone = replace(architecture, blocks=tuple(replace(b, tensors=(*kept, *made)) for b, kept, made in blocks))
+    match = partial(match_model, fold=False, ledger=ledger.under(ACTIVATIONS))
+    found = match(alone, first, second, options, progress, start if streams else None)
+    if how == BOTH:
+        start = {ACTIVATIONS: {name: found.transforms[name] for name in streams}}
+        whole = replace(architecture, blocks=tuple(replace(b, tensors=(*b.tensors, *m)) for b, _, m in blocks))
+        match = partial(match_model, fold=False, ledger=ledger.under(BOTH))
+        found = match(whole, first, second, options, progress, start if streams else None)
+    found = replace(found, folded=folded, notes=_notes(architecture, streams, rows, how))
+    return recorded(architecture, anchor, donor, found)
+
+
+@dataclass(frozen=True)
+class OnSamples:
+    """Matches two checkpoints on what their maps read and give on samples, in `match_model`'s place.
+
+    Attributes:
+        how: `activations` or `both`.
+        anchor, donor: as they are loaded; one at a time is in memory.
+        data: a file, `synthetic`, or `self`: text of which each of the two writes half.
+        count: how many samples.
+    """
+
+    how: str
+    anchor: str
+    donor: str
+    data: str = SELF
+    count: int = SAMPLES
+    seed: int = 0
+    device: str = "cpu"
+
+    def __call__(
+        self,
+        architecture: Architecture,
+        anchor: TensorSource,
+        donor: TensorSource,
+        options: AlignConfig,
+        progress: Progress | None = None,
+        *,
+        ledger: Ledger = NOWHERE,
+    ) -> Alignment:
+        """
+        Raises:
+            DataError: samples mean other things to the two, or cannot be had.
+        """
+        found = match_seen(architecture, anchor, donor, options, progress, self.seen(), self.how, ledger)
+        return replace(found, samples=(self.data, self.count))
+
+    def seen(self) -> Seen:
+        """What both models' maps read and give."""
+        self._check_words()
+        model = load(self.anchor)
+        batches = self._read(self.anchor, model, 0)
+        if self.data == SELF:
+            del model
+            model = load(self.donor)
+            batches += self._read(self.donor, model, 1)
+            second = seen_of(model.to(self.device), batches)
+            return seen_of(load(self.anchor).to(self.device), batches), second
+        first = seen_of(model.to(self.device), batches)
+        del model
+        return first, seen_of(load(self.donor).to(self.device), batches)
+
+    def _read(self, name: str, model: Any, number: int) -> list[Batch]:
+        count = self.count if self.data != SELF else (self.count + 1 - number) // 2
+        found = read_batches(self.data, local_path(name), model, count, AT_ONCE, seed=self.seed + number)
+        return unpadded(found.batches, self.data)
+
+    def _check_words(self) -> None:
+        models = Models(MergeOptions())
+        a, d = (models[parse_reference(name)] for name in (self.anchor, self.donor))
+        if shared_rows([a, d]) is not None or moved_tokens(a, d)[0]:
+            what = f"its vocabulary is not that of {self.anchor}: samples mean other things to the two"
+            raise DataError(what, where=self.donor, remedy="match on weights (leave out 'match_on')")
+
+
+def seen_of(model: Any, batches: list[Batch]) -> Activations:
+    """What a loaded model's maps read and give on samples; the model is left as it is."""
+    training = model.training
+    try:
+        return Activations.of(model.eval(), architecture_of(model), batches, ROWS)
+    finally:
+        model.train(training)
+
+
+def seen_on(source: str) -> Callable[[str, Any, Any, Sequence[Mapping[str, Tensor]]], Match]:
+    """What makes loaded models be matched on samples: on `activations` or `both`.
+
+    Args:
+        source: what the samples are called, where they do not do.
+    """
+
+    def made(how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]]) -> Match:
+        plain = unpadded([{name: x for name, x in batch.items() if name != "labels"} for batch in batches], source)
+        return partial(match_seen, seen=(seen_of(anchor, plain), seen_of(donor, plain)), how=how)
+
+    return made
+
+
+def _start(
+    architecture: Architecture,
+    streams: Mapping[str, str],
+    blocks: Iterable[tuple[Block, list[TensorInfo]]],
+    anchor: TensorSource,
+    donor: TensorSource,
+) -> dict[str, SpaceTransform]:
+    """The best element of every stream for what is read and written there, every activation with the same say."""
+    still: dict[str, SpaceTransform] = {s: architecture.stream_group(s, g).identity() for s, g in streams.items()}
+    told = []
+    for block, made in blocks:
+        own = [info for info in made if any(part.space.kind == "stream" for part in info.axes[1].parts)]
+        told.append(Statistics(architecture, equal=True))
+        a, b = ({info.key: source[info.name] for info in own} for source in (anchor, donor))
+        told[-1].add(replace(block, tensors=tuple(own)), a, b, still)
+    total = Statistics.of(architecture, told)
+    return {name: total.solve(name, group) or still[name] for name, group in streams.items()}
+
+
+def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str) -> tuple[str, ...]:
+    by = "activations" if how == ACTIVATIONS else "weights and activations"
+    notes = [f"matched on {by}: {rows} rows of what the maps read and give on samples."]
+    widest = max((architecture.streams[name].sizes["size"] for name in moved), default=0)
+    if rows < widest:
+        rest = "nothing speaks for the others" if how == ACTIVATIONS else "weights speak for the others"
+        notes.append(f"{rows} rows span less than the {widest} coordinates of a stream, {rest}: give more samples.")
+    return tuple(notes)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """A model's tensors with one side of what was seen."""
+
+    source: TensorSource
+    made: dict[str, tuple[Tensor, Tensor]]
+    which: int
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.made or name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.made[name][self.which] if name in self.made else self.source[name]
+
+
+class _Told:
+    """What was seen of two models as labelled tensors.
+
+    Attributes:
+        tensors: by name, of anchor and donor: (rows, size).
+    """
+
+    def __init__(self, first: Activations, second: Activations, anchor: TensorSource, donor: TensorSource) -> None:
+        self.seen, self.anchor = (first, second), anchor
+        self.tensors: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def block(self, block: Block, scales: bool) -> tuple[Block, list[TensorInfo], list[TensorInfo]]:
+        """The block, those of its tensors that count where activations choose, and activations as tensors.
+
+        Args:
+            scales: whether scales are to be found, of which the output sides' weights know.
+        """
+        made: list[TensorInfo] = []
+        told: set[str] = set()
+        known: set[str] = set()
+        read: set[str] = set()
+        for info in block.tensors:
+            one = linear_map(block, info)
+            if one is None or one.stacked:
+                continue
+            for found in self._of(one, read):
+                made.append(found)
+                local = {part.space.name for part in found.axes[1].parts if part.space.kind != "stream"}
+                known |= local
+                told |= {stem_of(info.key)} if local else set()
+        return block, [i for i in block.tensors if self._counts(i, told, known, scales)], made
+
+    @staticmethod
+    def _counts(info: TensorInfo, told: set[str], known: set[str], scales: bool) -> bool:
+        """Whether a tensor knows of a local space what activations do not."""
+        spaces = {space.name for space in info.spaces() if space.kind != "stream"}
+        return bool(spaces - known) or (bool(spaces) and scales and stem_of(info.key) not in told)
+
+    def _of(self, one: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
+        """What one map gives; and what it reads of a stream, unless another map of its block reads the same."""
+        (x, y), (u, v) = (seen.around(one) for seen in self.seen)
+        normed = all(seen.is_plain(one) for seen in self.seen)
+        source = self.seen[0].read_with(one)
+        if _agree(x, u) and normed and source not in read and _all(one.inputs, ("read",)):
+            read.add(source)
+            yield self._told(one, "reads", one.inputs, x, u)
+        if _agree(y, v) and _all(one.outputs, _GIVES):
+            yield self._told(one, "gives", one.outputs, y, v)
+
+    def _told(self, one: LinearMap, what: str, axis: Axis, x: Tensor | None, u: Tensor | None) -> TensorInfo:
+        assert x is not None
+        assert u is not None
+        whiten = any(part.space.kind == "stream" for part in axis.parts)
+        pair = [centred(rows, whiten) for rows in (x, u)]
+        weight = read_tensor(one.info, self.anchor)  # which sets how much a space hears of it beside weights
+        own = 1.0 if weight is None else float(weight.double().norm())
+        factor = own / max(float(pair[0].norm()), 1e-30)
+        name = f"{one.info.name}:{what}"
+        self.tensors[name] = ((factor * pair[0]).float(), (factor * pair[1]).float())
+        return TensorInfo(f"{one.info.key}:{what}", (name,), (Axis(), axis))
+
+
+def _all(axis: Axis, roles: tuple[str, ...]) -> bool:
+    return bool(axis.parts) and all(part.role in roles and part.space.kind in _KINDS for part in axis.parts)
+
+
+def _agree(x: Tensor | None, u: Tensor | None) -> bool:
+    return x is not None and u is not None and x.shape == u.shape
+
+
+def centred(rows: Tensor, whiten: bool = True) -> Tensor:
+    """X, (rows, size), less its mean row, in float64; partly whitened, ``X G^-p`` with its Gram G, turning as X."""
+    rows = rows.double() - rows.double().mean(0)
+    if not whiten:
+        return rows
+    values, vectors = torch.linalg.eigh(rows.mT @ rows / len(rows))
+    if float(values[-1]) <= 0:
+        return rows
+    scales = values.clamp_min(_LEAST * float(values[-1])) ** -WHITENING
+    return rows @ (vectors * scales) @ vectors.mT

@@ -1,0 +1,378 @@
+"""One model between anchor and donors, tensor by tensor: mixed weights, or what they do to activations.
+
+Nothing mixed need be held. A weight is mixed where a layer wants it, goes when the next block is entered, and is mixed
+again as gradients flow back; what runs on few tokens never sees one, because ``(sum_k c_k P_k W_k Q_k^T) x`` is
+``sum_k c_k P_k (W_k (Q_k^T x))``, with the maps on activations instead of on weights. The parents stay as they are
+stored; tensors are read, folded and made float32 when they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree
+
+from rotation_merge.architecture.model import Axis, Block, TensorInfo
+from rotation_merge.matching.made import Made, Products, Read
+from rotation_merge.model.apply import transform_axis, transform_tensor
+from rotation_merge.model.biases import inputs, with_biases
+from rotation_merge.model.fold import Fold
+from rotation_merge.model.source import TensorSource, read_tensor
+from rotation_merge.symmetry import Monomial, Permutation, SpaceTransform, TranslationTransform
+
+ELEMENTWISE = 100
+"""What reading, folding and adding a weight takes, in floating-point operations of a product."""
+
+
+@dataclass
+class Parents:
+    """The tensors of all models, the anchor's first, folded, in float32 at least.
+
+    Attributes:
+        sources: each on a device of its own.
+        device: where what is between them is computed; parents' products are computed where they lie.
+        held: keep what has been read and folded.
+    """
+
+    sources: Sequence[TensorSource]
+    fold: Fold
+    device: torch.device
+    held: bool
+    _known: dict[tuple[int, str, str], Tensor | None] = field(default_factory=dict)
+    _places: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def tensor(self, number: int, block: Block, key: str) -> Tensor | None:
+        """One parent's tensor of a block (stacked, where it is stored in pieces); None where it has none."""
+        name = (number, block.name, key)
+        if name in self._known:
+            return self._known[name]
+        found = self._read(number, block, key)
+        if self.held:
+            self._known[name] = found
+        return found
+
+    def _read(self, number: int, block: Block, key: str) -> Tensor | None:
+        info, stored = block.tensor(key), self.stored(number, block, key)
+        if info is None or stored is None:
+            return None
+        folded = self.fold.tensor(block, info, lambda key: self.stored(number, block, key))
+        return folded.to(self.device, torch.promote_types(stored.dtype, torch.float32))
+
+    def stored(self, number: int, block: Block, key: str) -> Tensor | None:
+        """One parent's tensor as it is."""
+        info = block.tensor(key)
+        return None if info is None else read_tensor(info, self.sources[number])
+
+    def gains(self, number: int, block: Block, info: TensorInfo) -> dict[str, Tensor] | None:
+        """What folding makes of a matrix, if that is no more than gains that its inputs could have as well."""
+        return self.fold.on_inputs(block, info, lambda key: self.stored(number, block, key))
+
+    def unfolded(self, number: int, block: Block, info: TensorInfo, dtype: torch.dtype) -> Tensor:
+        """A tensor to be used before the next is asked for: in a type that is not its own, all are put in one place on
+        each device."""
+        stored = self.stored(number, block, info.key)
+        assert stored is not None
+        if stored.dtype == dtype:
+            return stored
+        place = self._places.get((stored.device, dtype))
+        if place is None or place.numel() < stored.numel():
+            place = torch.empty(stored.numel(), dtype=dtype, device=stored.device)
+            self._places[stored.device, dtype] = place
+        return place[: stored.numel()].view(stored.shape).copy_(stored)
+
+
+class Mixing:
+    """The model ``c_0 anchor + sum_i c_i moved donor_i``.
+
+    Args:
+        transforms: one mapping a donor.
+        coefficients: (1 + donors,), the anchor's first.
+    """
+
+    def __init__(
+        self, parents: Parents, transforms: Sequence[Mapping[str, SpaceTransform]], coefficients: Tensor
+    ) -> None:
+        self.parents, self.transforms, self.coefficients = parents, [{}, *transforms], coefficients
+        self._shares = coefficients.tolist()
+        self.speaking = [n for n, share in enumerate(self._shares) if share or coefficients.requires_grad]
+        self._inverses: list[dict[str, SpaceTransform]] = []
+        self._leaves: dict[tuple[str, str], list[Tensor]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what is kept while a block runs."""
+        self._block: Block | None = None
+        self._made: dict[tuple[str, bool], Tensor] = {}
+        self._read: tuple[Tensor | None, dict[Any, Tensor]] = (None, {})
+
+    # --- mixed weights -----------------------------------------------------------------------------------------
+
+    def mixed(self, block: Block, info: TensorInfo) -> Tensor:
+        """A tensor of the model (stacked, where it is stored in pieces), differentiable as it stands."""
+        total: Tensor | None = None
+        for number in self.speaking:
+            part = self.coefficients[number] * self._moved(number, block, info)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def _moved(self, number: int, block: Block, info: TensorInfo) -> Tensor:
+        """A parent's tensor in the anchor's coordinates, with the anchor's unseen biases."""
+        maps = self.transforms[number]
+
+        def own(key: str) -> Tensor | None:
+            known, tensor = block.tensor(key), self.parents.tensor(number, block, key)
+            return None if known is None or tensor is None else transform_tensor(tensor, known, maps)
+
+        def given(key: str) -> Tensor | None:
+            return self.parents.tensor(0, block, key)
+
+        found = with_biases(block, info, own, given, maps) if number else own(info.key)
+        assert found is not None
+        return found
+
+    def made(self, block: Block, info: TensorInfo) -> Tensor:
+        """The same, as long as its block runs; gradients mix it again."""
+        if self._block is not block:
+            self._block, self._made = block, {}
+        key = info.key, torch.is_grad_enabled()
+        if key not in self._made:
+            self._made[key] = Made.apply(lambda: self._plainly(block, info), *self._learned(block, info))
+        return self._made[key]
+
+    def _plainly(self, block: Block, info: TensorInfo) -> Tensor:
+        with torch.autocast(self.parents.device.type, enabled=False):
+            return self.mixed(block, info)
+
+    def _learned(self, block: Block, info: TensorInfo) -> list[Tensor]:
+        """What a tensor of a block may have gradients to."""
+        key = block.name, info.key
+        if key not in self._leaves:
+            infos = [one for one in map(block.tensor, inputs(block, info)) if one is not None] or [info]
+            roles = [role for one in infos for role in one.roles()]
+            own = [
+                maps[name]
+                for maps in self.transforms
+                for name in dict.fromkeys(name for name, role in roles if name in maps and maps[name].moves(role))
+            ]
+            self._leaves[key] = [x for x in _tensors([self.coefficients, own]) if x.requires_grad]
+        return self._leaves[key]
+
+    @contextmanager
+    def sparing(self) -> Iterator[None]:
+        """While a forward runs: of mixed weights that it needs again on the way back only the names are kept."""
+
+        def pack(tensor: Tensor) -> Any:
+            where = tensor.untyped_storage().data_ptr()
+            for (key, _), made in self._made.items():
+                if where and made.untyped_storage().data_ptr() == where:
+                    return self._block, key, tensor.size(), tensor.stride(), tensor.storage_offset()
+            return tensor
+
+        def unpack(kept: Any) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            block, key, *place = kept
+            with torch.no_grad():
+                return self.made(block, block.tensor(key)).as_strided(*place)
+
+        self._inverses = [{k: m.inverse() for k, m in maps.items() if _acts_on_vectors(m)} for maps in self.transforms]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            self.forget()
+
+    # --- maps on activations -----------------------------------------------------------------------------------
+
+    def linear(self, own: Mixed, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """What the model's map (out, in) makes of x (..., in); None where mixing the map takes less."""
+        block, info = own.block, own.info
+        if not self._acts(info) or not self._less(info, x.shape[:-1].numel(), *own.shape):
+            return None
+        total: Tensor | None = None
+        for numbers in self._together(info.axes[0]):
+            part = self._along(numbers[0], info.axes[0], self._products(numbers, block, info, x))
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        for number in self.speaking:
+            shift = self._shift(number, info, x)
+            total = total if shift is None else total + self.coefficients[number] * shift[:, None]
+        total = total.unflatten(0, x.shape[:-1]) if x.ndim != 2 else total
+        return total if bias is None else total + bias
+
+    def _together(self, axis: Axis) -> list[list[int]]:
+        """The parents whose outputs are added up as they are, then each whose outputs have to be moved first."""
+        moved = [number for number in self.speaking if self._moving(number, axis)]
+        still = [number for number in self.speaking if number not in moved]
+        return [*([still] if still else []), *([number] for number in moved)]
+
+    def _products(self, numbers: Sequence[int], block: Block, info: TensorInfo, x: Tensor) -> Tensor:
+        """What the maps of some parents, times their coefficients, make of x, (n, out), in their own coordinates."""
+        readers, seen = [], []
+        for number in numbers:
+            gains = self.parents.gains(number, block, info)
+            readers.append(self._reader(number, block, info, gains is None))
+            seen.append(self._seen(number, info.axes[1], x, gains or {}))
+        if not self.coefficients.requires_grad:
+            return Products.apply(readers, [self._shares[number] for number in numbers], *seen)
+        own = [self.coefficients[number] * one for number, one in zip(numbers, seen, strict=True)]
+        return Products.apply(readers, [1.0] * len(own), *own)
+
+    def rows(self, own: Mixed, index: Tensor) -> Tensor | None:
+        """Rows of the model's table; None where its rows change places."""
+        block, info = own.block, own.info
+        if not self._acts(info) or info.common is not None or any(self._moving(n, info.axes[0]) for n in self.speaking):
+            return None
+        total: Tensor | None = None
+        for number in self.speaking:
+            found = self._entries(number, block, info, index.flatten())
+            part = self.coefficients[number] * self._along(number, info.axes[1], found)
+            total = part if total is None else total + part
+        assert total is not None
+        return total.unflatten(0, index.shape) if index.ndim != 1 else total
+
+    def _reader(self, number: int, block: Block, info: TensorInfo, folded: bool) -> Read:
+        def read(dtype: torch.dtype) -> Tensor:
+            found = self.parents.tensor(number, block, info.key) if folded else None
+            return self.parents.unfolded(number, block, info, dtype) if found is None else found.to(dtype)
+
+        return read
+
+    def _entries(self, number: int, block: Block, info: TensorInfo, index: Tensor) -> Tensor:
+        """Rows of a parent's table, (n, out)."""
+        stored = self.parents.stored(number, block, info.key)
+        if stored is None or self.parents.fold.touches(block, info):
+            stored = self.parents.tensor(number, block, info.key)
+        assert stored is not None
+        found = functional.embedding(index.to(stored.device), stored)
+        return found.to(self.parents.device, torch.promote_types(found.dtype, torch.float32))
+
+    def _moving(self, number: int, axis: Axis) -> dict[str, SpaceTransform]:
+        names = {part.space.name for part in axis.parts} & self.transforms[number].keys()
+        return {
+            name: self.transforms[number][name] for name in names if not self.transforms[number][name].is_identity()
+        }
+
+    def _along(self, number: int, axis: Axis, x: Tensor) -> Tensor:
+        """What an output axis gives, (n, out), in the anchor's coordinates."""
+        moving = self._moving(number, axis)
+        return transform_axis(x, 1, axis, moving) if moving else x
+
+    def _seen(self, number: int, axis: Axis, x: Tensor, gains: Mapping[str, Tensor]) -> Tensor:
+        """What an input axis reads, (..., in), in a parent's own coordinates, times gains of its own, (n, in); once for
+        all that read it."""
+        if self._read[0] is not x:
+            self._read = x, {}
+        moving, known = self._moving(number, axis), self._read[1]
+        key = number, axis.label, tuple(moving), tuple(gains)
+        if key not in known:
+            back = {name: self._inverses[number][name] for name in moving}
+            flat = x.reshape(-1, x.shape[-1])
+            known[key] = transform_axis(flat, 1, axis, back, dual=True) if back else flat
+            for gain in gains.values():
+                known[key] = known[key] * gain.to(flat)
+        return known[key]
+
+    def _shift(self, number: int, info: TensorInfo, x: Tensor) -> Tensor | None:
+        """What the translation of a map's rows adds to each output of x, (n,)."""
+        shift = self.transforms[number].get(info.common.name) if info.common is not None else None
+        if not isinstance(shift, TranslationTransform) or shift.is_identity():
+            return None
+        return x.reshape(-1, x.shape[-1]) @ shift.vector.to(x)
+
+    def _acts(self, info: TensorInfo) -> bool:
+        """Whether the maps of a matrix's axes can act on vectors."""
+        if len(info.axes) != 2 or info.stacked or info.offset:
+            return False
+        moving = [space for n in self.speaking for axis in info.axes for space in self._moving(n, axis).values()]
+        return all(map(_acts_on_vectors, moving))
+
+    def _less(self, info: TensorInfo, rows: int, outputs: int, inputs: int) -> bool:
+        """Whether maps on so many activations take fewer operations than mixing the weight, both ways of a step."""
+        count, size = len(self.speaking), outputs * inputs
+        out, into = (sum(self._width(n, axis) for n in self.speaking) for axis in info.axes)
+        acting = rows * (4 * count * size + 6 * (inputs * into + outputs * out))
+        return acting < size * (6 * rows + 10 * (into + out) + ELEMENTWISE * count)
+
+    def _width(self, number: int, axis: Axis) -> int:
+        """Coordinates that a donor's maps of an axis mix with one another."""
+        moving = self._moving(number, axis)
+        mixed = {name for name, one in moving.items() if not all(e.monomial for e in one.elements().values())}
+        return sum(part.factors[-1] for part in axis.parts if part.space.name in mixed)
+
+
+def _acts_on_vectors(transform: SpaceTransform) -> bool:
+    """Experts' weights are stacked; an order that is being learned has no inverse."""
+    elements = transform.elements().values()
+    soft = any(isinstance(e, Monomial) and not isinstance(e.permutation, Permutation) for e in elements)
+    return transform.space_kind != "experts" and not soft
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    """All tensors inside of elements."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for one in held:
+            yield from _tensors(one)
+    elif is_dataclass(held):
+        yield from _tensors([getattr(held, own.name) for own in fields(held)])
+
+
+class Mixed(Tensor):
+    """Stands for a parameter of the model where its modules look for one.
+
+    Linear maps and tables act without being made; every other function gets the tensor itself.
+    """
+
+    mixing: Mixing
+    block: Block
+    info: TensorInfo
+    piece: int
+
+    @staticmethod
+    def standing_for(mixing: Mixing, block: Block, info: TensorInfo, piece: int, stored: Tensor) -> Mixed:
+        dtype = torch.promote_types(stored.dtype, torch.float32)
+        made = Tensor._make_wrapper_subclass(Mixed, stored.shape, dtype=dtype, device=mixing.parents.device)
+        made.mixing, made.block, made.info, made.piece = mixing, block, info, piece
+        return made
+
+    def made(self) -> Tensor:
+        found = self.mixing.made(self.block, self.info)
+        return found[self.piece] if self.info.stacked else found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            return super().__torch_function__(func, types, args, kwargs)
+        found = None
+        if func is functional.linear and isinstance(args[1], Mixed) and not isinstance(args[0], Mixed):
+            x, own, bias = (*args, kwargs.get("bias"))[:3]
+            bias = bias.made() if isinstance(bias, Mixed) else bias
+            found = own.mixing.linear(own, x, bias)
+        if func is functional.embedding and isinstance(args[1], Mixed) and kwargs.get("max_norm") is None:
+            found = args[1].mixing.rows(args[1], args[0])
+        if found is not None:
+            return found
+        args, kwargs = _pytree.tree_map_only(Mixed, Mixed.made, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(f"{func} was given a weight that has not been mixed")
+
+
+_FACTS = {
+    getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_cuda")
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
+"""What a placeholder says of itself."""

@@ -1,0 +1,364 @@
+"""Two checkpoints opened side by side: what is read of them, their fingerprints, alignment files made for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.architecture.registry import find
+from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.alignment import (
+    Alignment,
+    AlignmentFile,
+    Basis,
+    Identity,
+    anchor_biases,
+    check_fingerprints,
+    load_alignment,
+)
+from rotation_merge.matching.check_pair import Checked, check_pair, residual_of
+from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.recorded import recorded
+from rotation_merge.matching.run import Run
+from rotation_merge.model.adapter_base import check_own_base
+from rotation_merge.model.checkpoint import Model, Models, parse_reference, whole_path
+from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.model.halves import language_half
+from rotation_merge.model.hub import is_absent, local_file
+from rotation_merge.model.origin import origins
+from rotation_merge.model.source import TensorSource
+from rotation_merge.model.sources import OnDevice, Rows
+from rotation_merge.model.vocabulary import matched_on, other_order, shared_rows
+from rotation_merge.model.widened import widened
+from rotation_merge.record import MergeReport, figures, versions
+
+
+class WithTied:
+    """A source that also gives a tied tensor under the name of its own."""
+
+    def __init__(self, source: TensorSource, architecture: Architecture) -> None:
+        self.source = source
+        self.tied = {name: info.tied for info in architecture.tensors() for name in info.names if info.tied}
+
+    def __contains__(self, name: object) -> bool:
+        return self._stored(str(name)) in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.source[self._stored(name)]
+
+    def _stored(self, name: str) -> str:
+        if name in self.source:
+            return name
+        return next((other for other in self.tied.get(name, ()) if other in self.source), name)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a pair was opened, so that another process can open it again; see `open_pair`."""
+
+    anchor: str
+    donor: str
+    options: AlignConfig
+    untie: bool
+    unsupported: str
+    words: bool
+    widths: bool
+
+    def elsewhere(self) -> Opening:
+        """What gives the same tensors in a process that works in another folder: of the options, streams count."""
+        options = NOTHING.with_residual(self.options.residual)
+        return replace(self, anchor=whole_path(self.anchor), donor=whole_path(self.donor), options=options)
+
+    def open(self) -> Pair:
+        return open_pair(**{name.name: getattr(self, name.name) for name in fields(self)})
+
+
+class Again:
+    """One of the two sources of a pair that are matched; unpickled, it opens the pair anew when a tensor is asked for.
+
+    Attributes:
+        which: 0 the anchor's, 1 the donor's.
+    """
+
+    def __init__(self, opening: Opening, which: int, source: TensorSource | None = None) -> None:
+        self.opening, self.which, self._source = opening, which, source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Again, (self.opening.elsewhere(), self.which)
+
+    @property
+    def source(self) -> TensorSource:
+        if self._source is None:
+            self._source = _opened(self.opening).matched[self.which]
+        return self._source
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.source[name]
+
+
+_LATEST: list[tuple[Opening, Pair]] = []
+
+
+def _opened(opening: Opening) -> Pair:
+    """A pair opened in this way, the latest kept: both of its sources are asked for."""
+    if not _LATEST or _LATEST[0][0] != opening:
+        _LATEST[:] = [(opening, opening.open())]
+    return _LATEST[0][1]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two checkpoints of one architecture, opened lazily.
+
+    Attributes:
+        opening: how they were opened; None: another process cannot do that.
+        untie: whether heads that share an embedding's tensor are given one of their own.
+        widths: whether the donor was brought to the anchor's sizes.
+        device: where their tensors are put as they are read.
+        marks: what is known of their fingerprints; every tensor read leaves its mark.
+        checked: what may be done to the donor.
+    """
+
+    anchor: Model
+    donor: Model
+    architecture: Architecture
+    checked: Checked
+    device: str = "cpu"
+    marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
+    opening: Opening | None = None
+    untie: bool = False
+    widths: bool = False
+
+    @property
+    def sources(self) -> tuple[TensorSource, TensorSource]:
+        return self._source(self.anchor, self.marks[0]), self._source(self.donor, self.marks[1])
+
+    def _source(self, model: Model, mark: Fingerprint) -> TensorSource:
+        source = WithTied(model.watched(mark), self.architecture)
+        return source if self.device == "cpu" else OnDevice(source, torch.device(self.device))
+
+    @cached_property
+    def shared(self) -> tuple[Tensor, Tensor] | None:
+        """Rows of the tokens that both have, on which streams are matched, the anchor's first; None where all tokens
+        are the same, or no stream is matched."""
+        if self.checked.options.residual == "none":
+            return None
+        rows = shared_rows([self.anchor, self.donor])
+        return None if rows is None else (rows[0], rows[1])
+
+    @property
+    def matched(self) -> tuple[TensorSource, TensorSource]:
+        """What of the two is compared: of embeddings and heads the rows of shared tokens."""
+        anchor, donor = self.sources
+        if self.shared is not None:
+            anchor, donor = (Rows(self.architecture, *pair) for pair in zip(self.sources, self.shared, strict=True))
+        if self.opening is not None:
+            return Again(self.opening, 0, anchor), Again(self.opening, 1, donor)
+        return anchor, donor
+
+    def notes(self) -> list[str]:
+        """What the reader of a report should know beside the warnings."""
+        if self.shared is None:
+            return self.checked.notes()
+        return [*self.checked.notes(), matched_on(self.anchor, self.donor, len(self.shared[0]))]
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Of anchor and donor; only what has not been read yet is read."""
+        for model, mark in zip((self.anchor, self.donor), self.marks, strict=True):
+            mark.complete(model.architecture.named(), model.stored)
+        return self.marks[0].hexdigest(self.anchor.config), self.marks[1].hexdigest(self.donor.config)
+
+    def basis(self, folded: Sequence[str]) -> Basis:
+        """What an alignment of the two keeps of them; of streams that it folds, biases are folded."""
+        marks = zip((self.anchor, self.donor), self.fingerprints(), self.marks, strict=True)
+        anchor, donor = (Identity(str(model.reference), mark, known.sums()) for model, mark, known in marks)
+        biases = anchor_biases(self.architecture, self.sources[0], folded)
+        config, shapes = self.anchor.config, self.anchor.shapes
+        return Basis(config, shapes, self.untie, anchor, donor, biases, self.checked.rows, self.widths)
+
+    def report(self, run: Run, recipe: str = "", base: str | None = None) -> MergeReport:
+        """The report on what was done to the donor; what is written counts as a fine-tune of it, or of `base`."""
+        names = str(self.anchor.reference), str(self.donor.reference)
+        marks = dict(zip(names, self.fingerprints(), strict=True))
+        for note in (*self.checked.warnings, *self.notes()):
+            run.note(note)
+        models = origins((self.anchor.reference, self.donor.reference))
+        return run.report(self.anchor.reference, "none", recipe, marks, models, "finetune", base or names[1])
+
+
+def check_together(models: Models, anchor: ModelReference, others: Iterable[ModelReference]) -> None:
+    """All models exist, are whole, and are of the anchor's architecture and sizes.
+
+    What their heads mean is left to a check that knows which heads are merged.
+
+    Raises:
+        CheckpointError, ArchitectureError: name the model and what differs.
+    """
+    references = [anchor, *(reference for reference in others if reference != anchor)]
+    for reference in references:
+        models[reference].check_files()
+    for reference in references:
+        models[reference].config  # noqa: B018  (loads and checks)
+    for reference in references[1:]:
+        first, other = models[anchor], models[reference]
+        if reference in models.unlike:
+            models[reference] = other.standing_in(first)
+            continue
+        if find(other.config) and (half := language_half(first, other)):
+            models[reference] = other.within(first, half)
+        check_pair(models[anchor].member, models[reference].member, NOTHING, layers={}, excluded=lambda _: True)
+
+
+def open_pair(
+    anchor: str,
+    donor: str,
+    options: AlignConfig,
+    untie: bool = False,
+    device: str = "cpu",
+    words: bool = True,
+    unsupported: str = "error",
+    excluded: Callable[[str], bool] | None = None,
+    widths: bool = False,
+    any_base: bool = False,
+) -> Pair:
+    """Two checkpoints, checked to fit together under these options.
+
+    Args:
+        widths: bring a smaller donor to the anchor's sizes first.
+        any_base: take adapters of other bases: the caller has checked them, or was told to.
+        words: whether their vocabularies must be of one size, too, and a warning tells of tokens at other ids.
+        unsupported: as in a recipe: whether what is not known is refused or taken along.
+        excluded: says of a tensor that it need not fit.
+
+    Raises:
+        RotationMergeError: one is missing, damaged or not supported, or they do not fit together.
+    """
+    opening = Opening(anchor, donor, options, untie, unsupported, words, widths) if excluded is None else None
+    opening = None if any_base else opening
+    excluded = excluded or (lambda _: False)
+    models = Models(MergeOptions(), unsupported, untie and widths)
+    first, second = parse_reference(anchor), parse_reference(donor)
+    if widths:
+        models[second] = widened(models[second], models[first])
+    check_together(models, first, [second])
+    for model in (a := models[first], d := models[second]):
+        if not any_base:
+            check_own_base(model)
+    architecture = a.architecture if not untie else resolve(a.config, a.names, anchor, untie=True)
+    checked = check_pair(
+        replace(a.member, architecture=architecture), d.member, options, untie=untie, excluded=excluded
+    )
+    checked = replace(checked, warnings=(*checked.warnings, *other_order(a, d))) if words else checked
+    d.rows = checked.rows
+    for info in architecture.tensors():
+        ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)
+        if ours is None or theirs is None or excluded(info.name) or (not words and info.vocabulary_axis is not None):
+            continue
+        if ours != theirs:
+            raise CheckpointError(
+                f"tensor '{info.name}' is {list(theirs)}, in {anchor} it is {list(ours)}",
+                where=donor,
+                remedy="other vocabularies or heads meet in a merge ('tokenizer', 'heads_of: each' or 'exclude' in its "
+                "recipe); 'evaluate' and 'barrier --heads-of each' measure task by task",
+            )
+    return Pair(a, d, architecture, checked, device, opening=opening, untie=untie, widths=widths)
+
+
+def check_models(
+    anchor: str,
+    donor: str,
+    options: AlignConfig,
+    untie: bool = False,
+    excluded: Callable[[str], bool] = lambda _: False,
+    words: bool = True,
+    unsupported: str = "error",
+    any_base: bool = False,
+) -> Checked | None:
+    """Both are there, whole, and fit together; their vocabularies may differ.
+
+    Args:
+        excluded: says of a tensor that it is copied from the anchor.
+        words: whether to warn of tokens at other ids, which nobody brings together.
+        unsupported: as in a recipe: whether what is not known is refused or taken along.
+
+    Returns:
+        What may be done to the donor; None where one is a model of the hub that has not been downloaded.
+
+    Raises:
+        RotationMergeError: names the model and what is wrong with it.
+    """
+    first, second = parse_reference(anchor), parse_reference(donor)
+    if is_absent(first) or is_absent(second):
+        return None
+    models = Models(MergeOptions(), unsupported)
+    check_together(models, first, [second])
+    for model in (a := models[first], d := models[second]):
+        if not any_base:
+            check_own_base(model)
+    checked = check_pair(a.member, d.member, options, untie=untie, excluded=excluded)
+    return replace(checked, warnings=(*checked.warnings, *other_order(a, d))) if words else checked
+
+
+def read_alignment(pair: Pair, path: str, untie: bool = False) -> Alignment:
+    """The alignment in a file made for this very pair; see `read_file`."""
+    return read_file(pair, path, untie).alignment
+
+
+def read_file(pair: Pair, path: str, untie: bool = False) -> AlignmentFile:
+    """An alignment file made for this very pair.
+
+    Raises:
+        AlignmentError: it cannot be read, or was made for other weights.
+    """
+    file = load_alignment(local_file(path), pair.architecture)
+    anchor, donor = pair.fingerprints()
+    check_fingerprints(file, path, anchor, donor, (str(pair.anchor.reference), str(pair.donor.reference)))
+    asked = NOTHING.with_residual(residual_of(file.alignment.transforms, file.alignment.folded))
+    check_pair(pair.checked.anchor, pair.checked.donor, asked, untie=untie)
+    return file
+
+
+def write_alignment(
+    pair: Pair,
+    alignment: Alignment,
+    path: str,
+    options: AlignConfig,
+    half: bool = False,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """All transforms in one file, with the fingerprints of both models, how it was made and what it does.
+
+    Args:
+        facts: what else is to be kept at its head.
+    """
+    name = str(pair.donor.reference)
+    found = alignment if alignment.records else recorded(pair.architecture, *pair.sources, alignment)
+    run = Run()
+    run.aligned(name, found)
+    made = head(pair.anchor.reference, pair.donor.reference, asdict(options))
+    made |= {"figures": figures(run.rows(), run.whole.get(name)), **(facts or {})}
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    replace(alignment, basis=pair.basis(alignment.folded)).save(path, made, half)
+
+
+def head(anchor: ModelReference, donor: ModelReference, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands at the head of an alignment file beside its figures: both models, the options, the versions."""
+    return {
+        "anchor": str(anchor),
+        "donor": str(donor),
+        "models": origins([anchor, donor]),
+        "options": dict(options),
+        "versions": versions(),
+    }

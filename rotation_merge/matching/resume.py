@@ -1,0 +1,135 @@
+"""The state of an unfinished fit on disk, so that an interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotation_merge.errors import AlignmentError, RotationMergeError, no_space, short
+from rotation_merge.files.durable import replacing
+from rotation_merge.matching.fit_records import FitConfig
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.together import Together
+from rotation_merge.model.fingerprint import Fingerprint
+
+WITHOUT_EFFECT = ("minutes", "state", "checkpointing")
+"""Options of a fit that do not change where it goes."""
+
+
+def fit_mark(
+    models: Sequence[nn.Module], batches: Sequence[Mapping[str, Tensor]], match: AlignConfig, options: FitConfig
+) -> str:
+    """The fingerprint of what a fit is of: models, data, and every option that has an effect."""
+    mark = Fingerprint()
+    for i, model in enumerate(models):
+        for name, tensor in model.state_dict().items():
+            mark.add(f"model {i}: {name}", tensor)
+    for i, batch in enumerate(batches):
+        for name, tensor in batch.items():
+            mark.add(f"batch {i}: {name}", tensor)
+    chosen = {name: value for name, value in asdict(options).items() if name not in WITHOUT_EFFECT}
+    classes = [(type(model).__name__, _words(getattr(model, "config", ""))) for model in models]
+    return mark.hexdigest({"models": classes, "match": asdict(match), **chosen})
+
+
+def _words(config: Any) -> str:
+    """A config as transformers writes it, or whatever else a model has in its place."""
+    return str(config.to_json_string()) if hasattr(config, "to_json_string") else str(config)
+
+
+class State:
+    """Parameters, optimiser, schedule and random numbers of a fit, in one file (or nowhere)."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        learned: nn.Module,
+        optimiser: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
+        generator: torch.Generator,
+        mark: str,
+        together: Together | None = None,
+    ) -> None:
+        """
+        Args:
+            mark: what the fit is of (see `fit_mark`); a state of anything else is refused.
+            together: the processes that fit; the first of them reads and writes.
+        """
+        self.together = together or Together()
+        self.path, self.learned, self.optimiser, self.mark = path, learned, optimiser, mark
+        self.schedule, self.generator = schedule, generator
+
+    def restore(self, report: Any) -> tuple[int, dict[str, Tensor]]:
+        """Steps done and best parameters so far: those of the file, or none and the start.
+
+        Raises:
+            AlignmentError: the file is damaged or of another fit.
+        """
+        start = {name: tensor.detach().clone() for name, tensor in self.learned.state_dict().items()}
+        stored = self.together.agreed(self._stored)
+        if stored is None:
+            return 0, start
+        try:
+            held = torch.load(io.BytesIO(stored), weights_only=True)
+            if held["mark"] != self.mark:
+                raise AlignmentError(
+                    "holds the state of another fit (other models, data or options)",
+                    where=str(self.path),
+                    remedy="delete it to start anew, or finish that fit as it was begun",
+                )
+            self.learned.load_state_dict(held["learned"])
+            self.optimiser.load_state_dict(held["optimiser"])
+            self.schedule.load_state_dict(held["schedule"])
+            self.generator.set_state(held["generator"])
+            for name, value in json.loads(held["report"]).items():
+                setattr(report, name, [tuple(row) for row in value] if name == "history" else value)
+        except AlignmentError:
+            raise
+        except Exception as error:  # unpickling errors come in every class
+            raise AlignmentError(
+                "the state of an earlier fit cannot be used here",
+                where=str(self.path),
+                remedy="delete it to start anew",
+            ) from error
+        return held["step"], held["best"]
+
+    def _stored(self) -> bytes | None:
+        return self.path.read_bytes() if self.path is not None and self.path.exists() else None
+
+    def save(self, step: int, best: dict[str, Tensor], report: Any) -> None:
+        """Write the state, whole or not at all.
+
+        Raises:
+            RotationMergeError: there is no space.
+        """
+        if self.path is None or self.together.rank:
+            return
+        state = {
+            "mark": self.mark,
+            "step": step,
+            "best": best,
+            "learned": self.learned.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "generator": self.generator.get_state(),
+            "report": json.dumps(asdict(report)),
+        }
+        try:
+            with replacing(self.path) as temporary:
+                torch.save(state, temporary)
+        except (OSError, RuntimeError) as error:  # the second is what torch says of a full disk
+            why = "no space left on device" if no_space(error) else short(error)
+            what = f"the state of the run cannot be written ({why})"
+            raise RotationMergeError(what, where=str(self.path), remedy="free some space and run again") from error
+
+    def remove(self) -> None:
+        """The fit is done."""
+        if self.path is not None and not self.together.rank:
+            self.path.unlink(missing_ok=True)

@@ -1,0 +1,237 @@
+"""What one merge did, collected while it runs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from rotation_merge.architecture.model import Block
+from rotation_merge.files.ledger import NOWHERE, Ledger
+from rotation_merge.matching.alignment import Alignment, Transforms
+from rotation_merge.matching.block import SpaceMatch
+from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.record import MergeReport, SpaceRow, rows_in, versions, whole_in
+from rotation_merge.symmetry import SpaceTransform
+
+LOG = logging.getLogger(__name__)
+
+FAR = 0.2
+"""Squared change over squared norm before it, above which a task vector hardly travels (docs/residual.md)."""
+
+
+@dataclass(frozen=True)
+class GivenFile:
+    """An alignment file that moves a donor: its name in the recipe, the model that it was made for, its head."""
+
+    file: str
+    matched: str
+    made: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class Run:
+    """Records of one merge; tasks add to it from any thread.
+
+    Attributes:
+        watched: whether somebody will read the report; if not, models' fingerprints are not taken.
+        given: by donor, the alignment files that are applied instead of matching.
+        kept: by donor, the transforms that were used, where the recipe wants them kept (else None).
+        heads: by donor, tensors of its own head that were solved.
+        data: samples that were used, each with `of` (what for), `source` and `samples`.
+        shown: tensors that the merge itself has loaded, by model and name; `marks` may know others, too.
+        ledger: where what matching finds is kept, so that another run can go on.
+    """
+
+    records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    whole: dict[str, dict[str, object]] = field(default_factory=dict)
+    given: dict[str, GivenFile] = field(default_factory=dict)
+    transforms: dict[str, Transforms] = field(default_factory=dict)
+    folded: tuple[str, ...] = ()
+    carried: dict[str, tuple[float, float]] = field(default_factory=dict)
+    marks: dict[str, Fingerprint] = field(default_factory=dict)
+    data: list[dict[str, Any]] = field(default_factory=list)
+    shown: set[tuple[str, str]] = field(default_factory=set, repr=False)
+    heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
+    watched: bool = True
+    kept: dict[str, dict[str, SpaceTransform]] | None = None
+    ledger: Ledger = NOWHERE
+    began: float = field(default_factory=time.perf_counter)
+    endings: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    later: list[Callable[[], list[str]]] = field(default_factory=list, repr=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
+
+    def record(self, donor: str, block: Block, matches: list[SpaceMatch]) -> None:
+        """What matching did to the spaces of one block."""
+        _log(donor, block, matches)
+        with self._lock:
+            self.records += [(donor, block.name, block.index, match) for match in matches]
+
+    def aligned(self, donor: str, alignment: Alignment) -> None:
+        """What matching whole models did to one donor."""
+        for block, matches in alignment.records:
+            self.record(donor, block, matches)
+        self.keep(donor, alignment.transforms)
+        self.transforms[donor] = alignment.transforms
+        for note in alignment.notes:
+            self.note(f"`{donor}`: {note}")
+        if alignment.samples is not None:
+            self.used(f"matching {donor}", *alignment.samples)
+        if alignment.summary:
+            LOG.info("%s: %s", donor, ", ".join(f"{name} {value}" for name, value in alignment.summary.items()))
+            self.whole[donor] = dict(alignment.summary)
+
+    def keep(self, donor: str, transforms: Mapping[str, SpaceTransform]) -> None:
+        """Transforms by which a donor is moved."""
+        if self.kept is not None:
+            with self._lock:
+                self.kept.setdefault(donor, {}).update(transforms)
+
+    def moved_by(self, donor: str, given: GivenFile) -> None:
+        """A donor is moved by the transforms of an alignment file, whose head has the figures of the match."""
+        with self._lock:
+            self.given[donor] = given
+
+    def used(self, of: str, source: str, samples: int, file: str | None = None) -> None:
+        """Samples that something was computed from; the same ones once.
+
+        Args:
+            file: of statistics that the recipe does not name: where they were found.
+        """
+        with self._lock:
+            facts = {"of": of, "source": source, "samples": samples, **({"file": file} if file else {})}
+            if facts not in self.data:
+                self.data.append(facts)
+
+    def transforms_of(self, model: str) -> Transforms:
+        """What moved a model as a whole (or, where its task vector was carried, what it was tuned from)."""
+        names = (name for name in self.transforms if name == model or name.startswith(f"{model} (carried over"))
+        return self.transforms.get(next(names, ""), {})
+
+    def saw(self, model: str, name: str, tensor: Tensor) -> bool:
+        """A model's tensor as it is stored, for the model's fingerprint; whether it was shown for the first time."""
+        with self._lock:
+            mark, first = self.marks.setdefault(model, Fingerprint()), (model, name) not in self.shown
+            self.shown.add((model, name))
+        mark.add(name, tensor)
+        return first
+
+    def transport(self, donor: str, change: float, origin: float) -> None:
+        """Add a tensor's squared change by fine-tuning and its squared norm before it."""
+        with self._lock:
+            so_far = self.carried.get(donor, (0.0, 0.0))
+            self.carried[donor] = (so_far[0] + change, so_far[1] + origin)
+
+    def transport_notes(self) -> list[str]:
+        """What the reader should know of the task vectors that were carried over."""
+        words = [
+            how_far(f"The task vector of `{donor}`", *norms, "of what it was tuned from")
+            for donor, norms in sorted(self.carried.items())
+        ]
+        return [*words, *(line for told in self.later for line in told())]
+
+    def told_later(self, words: Callable[[], list[str]]) -> None:
+        """What the user should read in the report, and is known once all tensors are there."""
+        with self._lock:
+            self.later.append(words)
+
+    def note(self, text: str) -> None:
+        """Something the user should read in the report; the same words once."""
+        with self._lock:
+            if text not in self.notes:
+                self.notes.append(text)
+
+    def report(
+        self,
+        anchor: object,
+        delegate: str,
+        recipe: str,
+        fingerprints: Mapping[str, str] | None = None,
+        models: Mapping[str, dict[str, Any]] | None = None,
+        relation: str = "merge",
+        base: str | None = None,
+        own_method: bool = False,
+    ) -> MergeReport:
+        """The report on what has been done so far; arguments as the fields of `MergeReport`."""
+        of_files = {name: whole_in(given.made) for name, given in self.given.items()}
+        return MergeReport(
+            str(anchor),
+            delegate,
+            recipe,
+            self.rows(),
+            {**self.whole, **{name: whole for name, whole in of_files.items() if whole}},
+            [*self.notes, *self.transport_notes()],
+            time.perf_counter() - self.began,
+            versions(),
+            dict(fingerprints or {}),
+            {name: given.file for name, given in self.given.items()},
+            dict(models or {}),
+            relation,
+            base,
+            list(self.data),
+            own_method,
+        )
+
+    def rows(self) -> list[SpaceRow]:
+        """What was done to each space of each donor: as it was matched, or as the file says that moved the donor."""
+        rows = [
+            SpaceRow(
+                *(donor, block, layer, match.space, match.kind, match.group),
+                distance_before=math.sqrt(max(match.before, 0.0)),
+                distance_after=math.sqrt(max(match.after, 0.0)),
+                anchor_norm=math.sqrt(max(match.anchor, 0.0)),
+                from_identity=match.distances,
+                seconds=match.seconds,
+                gap=match.gap,
+                head_order=match.head_order,
+                notes=match.notes,
+            )
+            for donor, block, layer, match in sorted(self.records, key=lambda r: (r[0], r[2] is None, r[2] or 0, r[1]))
+        ]
+        for donor, given in sorted(self.given.items()):
+            rows += [replace(row, donor=donor) for row in rows_in(given.made, given.file)]
+        return rows
+
+    def end(self) -> None:
+        """The run is over, well or not: what it kept on disk goes."""
+        for ending in self.endings:
+            ending()
+
+
+def how_far(what: str, change: float, origin: float, of: str) -> str:
+    """How large a change is to what it changes, given their squared norms, and advice where that is too much."""
+    share = change / origin if origin else 0.0
+    words = f"{what} is {share:.2g} of the squared norm {of}"
+    if share > FAR:
+        words += (
+            f". That is far (above {FAR}): little of it arrives at another base, and the rest harms. Try a scale or "
+            "weight of 0.1 at most and compare with the new base alone, or fine-tune that one"
+        )
+    return f"{words}."
+
+
+def _log(donor: str, block: Block, matches: list[SpaceMatch]) -> None:
+    """What was decided for a donor's block: one line, and at debug one for each space."""
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    words = [
+        f"{m.space.split('.')[-1]} by {m.group}: {_share(m.before, m.anchor)} -> {_share(m.after, m.anchor)}"
+        for m in matches
+    ]
+    LOG.info("%s, %s: %s", donor, block.name, "; ".join(words) or "nothing to match")
+    for match in matches:
+        parts = [f"{name} {value:.3g} from the identity" for name, value in match.distances.items()]
+        gap = [] if match.gap is None else [f"gap {match.gap:.2g}"]
+        LOG.debug("%s, %s: %s", donor, match.space, ", ".join([*parts, *gap, f"{match.seconds:.2f} s", *match.notes]))
+
+
+def _share(squared: float, of: float) -> str:
+    """A distance relative to the anchor's norm, both given squared."""
+    return f"{math.sqrt(max(squared, 0.0) / of) if of > 0 else 0.0:.3g}"

@@ -1,0 +1,111 @@
+"""Teachers' answers on disk: the likeliest outputs of each prediction and the mass of the rest, so that one model at a
+time is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rotation_merge.errors import CheckpointError, RotationMergeError, short
+from rotation_merge.files.durable import replacing
+from rotation_merge.matching.objective import is_distribution, main_output, unlabelled
+from rotation_merge.run.functions import Batch, check_answers
+
+MOST = 64
+"""Outputs of a prediction that are kept; with so many classes at most, all are."""
+
+
+@torch.no_grad()
+def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, where: str | None = None) -> None:
+    """Run a teacher over its samples and keep what it says, whole or not at all.
+
+    Args:
+        mark: what tells these answers from others in the same place.
+        where: what the model is called.
+
+    Raises:
+        RotationMergeError: it answers with NaN, or there is no space.
+    """
+    held: dict[str, Tensor] = {}
+    for number, batch in enumerate(batches):
+        for name, tensor in batch.items():
+            held[f"{number}.batch.{name}"] = tensor.clone(memory_format=torch.contiguous_format)
+        found = answer(model(**unlabelled(batch)))
+        check_answers(model, found.values(), where)
+        for name, tensor in found.items():
+            held[f"{number}.answer.{name}"] = tensor.contiguous()
+    try:
+        with replacing(path) as temporary:
+            save_file(held, temporary, metadata={"mark": mark, "batches": str(len(batches))})
+    except (OSError, SafetensorError) as error:
+        what, remedy = f"answers cannot be written ({short(error)})", "free some space, or give fewer samples"
+        raise RotationMergeError(what, where=str(path.parent), remedy=remedy) from error
+
+
+def answer(outputs: Any) -> dict[str, Tensor]:
+    """What is kept of a model's outputs.
+
+    Returns:
+        Of logits: `index` (..., k), int32; `log` (..., k), their log-probabilities; `rest` (...), the log of the mass
+        that is left; `size`, how many outputs there are; of hidden states: `hidden`.
+    """
+    main = main_output(outputs).float()
+    if not is_distribution(outputs) or main.shape[-1] == 1:
+        return {"hidden": main}
+    logs = main.log_softmax(-1)
+    top = logs.topk(min(MOST, logs.shape[-1]), dim=-1)
+    rest = (1.0 - top.values.exp().sum(-1)).clamp_min(0.0)
+    rest = rest.log() if logs.shape[-1] > MOST else rest * 0
+    return {"index": top.indices.int(), "log": top.values, "rest": rest, "size": torch.tensor(logs.shape[-1])}
+
+
+class Answered:
+    """Samples and the answers to them, read batch by batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with safe_open(path, "pt") as file:
+            self.mark = file.metadata()["mark"]
+            self.count = int(file.metadata()["batches"])
+            self.names = list(file.keys())
+
+    def read(self, number: int, device: torch.device) -> tuple[Batch, dict[str, Tensor]]:
+        """One batch and its answers."""
+        found: dict[str, dict[str, Tensor]] = {"batch": {}, "answer": {}}
+        with safe_open(self.path, "pt") as file:
+            for name in self.names:
+                place, kind, leaf = name.split(".", 2)
+                if int(place) == number:
+                    found[kind][leaf] = file.get_tensor(name).to(device)
+        return found["batch"], found["answer"]
+
+
+def divergence(outputs: Any, wanted: Mapping[str, Tensor]) -> Tensor:
+    """KL(teacher || student) in nats, mean over predictions, with all that was not kept as one class.
+
+    Of hidden states: mean squared difference over the teacher's mean square.
+    """
+    main = main_output(outputs).float()
+    if "hidden" in wanted:
+        _same(main.shape, wanted["hidden"].shape)
+        return (main - wanted["hidden"]).square().mean() / wanted["hidden"].square().mean().clamp_min(1e-12)
+    _same(main.shape, (*wanted["index"].shape[:-1], int(wanted["size"])))
+    logs = main.log_softmax(-1).gather(-1, wanted["index"].long())
+    chances = wanted["log"].exp()
+    loss = (chances * (wanted["log"] - logs)).sum(-1)
+    if wanted["index"].shape[-1] < main.shape[-1]:
+        rest = (1.0 - logs.exp().sum(-1)).clamp_min(1e-9)
+        loss = loss + wanted["rest"].exp() * (wanted["rest"].clamp_min(-60.0) - rest.log())
+    return loss.mean()
+
+
+def _same(mine: Sequence[int], its: Sequence[int]) -> None:
+    if tuple(mine) != tuple(its):
+        what = f"answers have shape {list(its)}, the model's own {list(mine)}"
+        raise CheckpointError(what, remedy="give teachers of the model's own kind")

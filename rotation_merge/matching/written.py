@@ -1,0 +1,94 @@
+"""A donor aligned outside a merge: opening two checkpoints, writing the aligned one as a normal checkpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+
+import yaml
+from mergekit.common import dtype_from_name
+
+from rotation_merge.errors import not_written
+from rotation_merge.files.ledger import NOWHERE, Ledger
+from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.block import named
+from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.open_pair import Pair
+from rotation_merge.matching.run import Run
+from rotation_merge.model.card import metadata, notes, section, with_metadata
+from rotation_merge.model.markdown import code, plain
+from rotation_merge.model.source import Progress
+from rotation_merge.model.writing import STORAGE, Check, Storage, write_checkpoint
+from rotation_merge.record import MergeReport, versions
+
+
+def match_pair(
+    pair: Pair, progress: Progress | None = None, match: Match = match_model, ledger: Ledger = NOWHERE
+) -> tuple[Alignment, MergeReport]:
+    """The best alignment of the donor to the anchor, and the report on it.
+
+    Args:
+        ledger: where what is found is kept, and looked for.
+    """
+    anchor, donor = pair.matched
+    run = Run()
+    options = pair.checked.options
+    with named(str(pair.anchor.reference), str(pair.donor.reference)):
+        alignment = match(pair.architecture, anchor, donor, options, progress, ledger=ledger)
+    run.aligned(str(pair.donor.reference), alignment)
+    recipe = yaml.safe_dump(asdict(options), sort_keys=False)
+    return alignment, pair.report(run, recipe)
+
+
+def empty_report(pair: Pair) -> MergeReport:
+    """A report of nothing, where nothing was matched."""
+    return pair.report(Run())
+
+
+def write_aligned(
+    pair: Pair,
+    alignment: Alignment,
+    report: MergeReport,
+    out: str,
+    storage: Storage = STORAGE,
+    progress: Progress | None = None,
+    check: Check | None = None,
+) -> None:
+    """The aligned donor as a normal checkpoint: weights, config, tokenizer, card and report, whole or not at all."""
+    anchor, donor = pair.sources
+    tensors = aligned_tensors(pair.architecture, donor, alignment, anchor, dtype_from_name(storage.dtype))
+    unread = left_behind(pair, alignment)
+    if unread:
+        report = replace(report, notes=[*report.notes, not_written(unread)])
+    text = card(pair, report, os.path.basename(out))
+    write_checkpoint(pair.donor, tensors, report, text, out, storage, progress, check, unread)
+
+
+def left_behind(pair: Pair, alignment: Alignment) -> list[str]:
+    """What the donor does not read and has to be left out, because a stream moves that it was made for: layers that
+    predict tokens further ahead (MTP)."""
+    return pair.donor.ignored if alignment.moves_streams(pair.architecture) else []
+
+
+def card(pair: Pair, report: MergeReport, name: str) -> str:
+    """A model card for an aligned donor."""
+    donor, anchor = str(pair.donor.reference), str(pair.anchor.reference)
+    before, after = report.relative_distances(donor)
+    body = (
+        f"# {name}\n\n"
+        f"This is {code(donor)} in the coordinates of {code(anchor)}. It computes what {code(donor)} computes, up to "
+        "rounding; its "
+        "weights were moved by symmetries of the architecture as near as possible to the anchor's, by rotation_merge "
+        f"{versions().get('rotation-merge', '')}.\n\n"
+        f"Relative distance to the anchor over the matched tensors: {before:.4g} before, {after:.4g} after. "
+        f"{plain(report.verdict(donor)[:1].upper() + report.verdict(donor)[1:])}.\n\n"
+        f"Options:\n\n```yaml\n{report.recipe}```\n"
+        + "".join(f"\n{note}\n" for note in notes(report))
+        + f"\nPer space: `rotation_merge.json`.\n\n{section(report, name, _class(pair))}"
+    )
+    return with_metadata(metadata(report), body)
+
+
+def _class(pair: Pair) -> str | None:
+    found = pair.donor.config.get("architectures")
+    return str(found[0]) if found else None

@@ -1,0 +1,107 @@
+"""Our architectures in mergekit's terms: what its commands ask of an architecture beyond planning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mergekit.architecture.base import ModelArchitecture, ModuleArchitecture, ModuleDefinition, WeightInfo
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+from transformers import PretrainedConfig
+
+from rotation_merge.architecture import Architecture, find
+from rotation_merge.errors import CheckpointError
+from rotation_merge.matching.open_pair import check_together
+from rotation_merge.mergekit_plugin.planning.session import session_of, settle_heads
+from rotation_merge.mergekit_plugin.recipe.donor import carried_donors
+from rotation_merge.mergekit_plugin.recipe.settings import check_filters, check_words
+from rotation_merge.model.checkpoint import Models
+
+
+class AlignedModule(ModuleArchitecture):
+    """One module of one of our architectures."""
+
+    def __init__(self, architecture: Architecture, module: str) -> None:
+        self.architecture, self.module = architecture, module
+
+    def _weights(self, place: str, index: int | None) -> list[WeightInfo]:
+        return [
+            WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
+            for block in self.architecture.blocks
+            if block.module == self.module and block.place == place
+            if index is None or block.index == min(index, self.count() - 1)
+            for info in block.tensors
+            for name in self.architecture.names(info, index)
+        ]
+
+    def count(self) -> int:
+        return len(self.architecture.layers(self.module))
+
+    def pre_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("before", None)
+
+    def post_weights(self, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("after", None)
+
+    def layer_weights(self, index: int, config: PretrainedConfig) -> list[WeightInfo]:
+        return self._weights("layer", index)
+
+    def num_layers_config_key(self) -> str:
+        return self.architecture.layers_key[self.module]
+
+    def num_layers(self, config: PretrainedConfig) -> int:
+        part, _, nested = self.num_layers_config_key().partition(".")
+        half = bool(nested) and not hasattr(config, part)  # of a text-only model that is a language half
+        return self.count() if half or not part else super().num_layers(config)
+
+
+def architecture_info(config: MergeConfiguration, options: MergeOptions) -> ModelArchitecture:
+    """mergekit's view of the anchor's architecture; all models are checked on the way.
+
+    Raises:
+        RotationMergeError: the recipe or a model is at fault.
+    """
+    session = session_of(config, options)
+    recipe, models = session.recipe, session.models
+    check_together(models, recipe.base, config.referenced_models())
+    settle_heads(session, config.referenced_models())
+    anchor = models[recipe.base]
+    check_filters(recipe.document, (block.name for block in anchor.architecture.blocks))
+    names = (name for model in config.referenced_models() for name in models[model].names)
+    check_words(recipe.document, anchor.architecture, names)
+    recipe.document.raise_first()
+    _check_depths(config, models)
+    resized = bool(config.tokenizer or config.tokenizer_source or options.unsafe_truncate_embeddings)
+    carried = carried_donors(config)
+    for reference in config.referenced_models():
+        anchor.check_shapes(models[reference], recipe.excluded, resized or reference in carried)
+    return describe(anchor.architecture, anchor.config)
+
+
+def _check_depths(config: MergeConfiguration, models: Models) -> None:
+    """Models that are merged as wholes have equally many layers."""
+    for part in (config, *(config.modules or {}).values()):
+        whole = [models[model.model] for model in part.models or []]
+        depths = [{m: len(model.architecture.layers(m)) for m in model.architecture.layers_key} for model in whole]
+        for model, depth in zip(whole, depths, strict=True):
+            if depth != depths[0]:
+                raise CheckpointError(
+                    f"has {sum(depth.values())} layers, {whole[0].reference} has {sum(depths[0].values())}",
+                    where=str(model.reference),
+                    remedy="say under 'slices' which layers belong together",
+                )
+
+
+def describe(architecture: Architecture, config: dict[str, Any]) -> ModelArchitecture:
+    """An architecture as mergekit's `ModelArchitecture`."""
+    spec = find(config)
+    return ModelArchitecture(
+        modules={
+            module: ModuleDefinition(architecture=AlignedModule(architecture, module))
+            for module in architecture.layers_key
+        },
+        architectures=list(config.get("architectures") or []),
+        model_type=str(config.get("model_type")),
+        tagalong_files=list(spec.tagalong_files) if spec else None,
+        vocab_size_config_key=spec.vocab_size_key if spec else None,
+    )

@@ -1,0 +1,171 @@
+"""How each of mergekit's modules is extended. Merges by other methods are left exactly as they are.
+
+A recipe of ours begins with a look at whether all of mergekit could be extended (`check_host`).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+from rotation_merge.errors import RecipeError
+from rotation_merge.mergekit_plugin import state
+from rotation_merge.mergekit_plugin.console import one_line
+from rotation_merge.mergekit_plugin.host import check_host
+from rotation_merge.mergekit_plugin.recipe.names import METHOD
+from rotation_merge.mergekit_plugin.recipe.ours import is_ours, ours_in, read_from
+
+
+def _once(target: Any) -> bool:
+    """False if `target` has been extended before."""
+    if getattr(target, "_rotation_merge", False):
+        return False
+    target._rotation_merge = True
+    return True
+
+
+def _mentions(obj: object) -> bool:
+    """A cheap test, so that other methods' recipes cost nothing: something at the top resembles our method's name."""
+    return isinstance(obj, dict) and any(isinstance(v, str) and "rotation" in v.lower() for v in obj.values())
+
+
+def extend_registry(module: Any) -> None:
+    """Let the merge method be found by its name, and inside our merges delegates of our own by theirs."""
+    from rotation_merge.mergekit_plugin.method import Methods
+
+    if not isinstance(module._METHODS, Methods):
+        module._METHODS = Methods(module._METHODS)
+
+
+def extend_config(module: Any) -> None:
+    """Check top-level keys, which mergekit would ignore, where the recipe is ours."""
+    configuration = module.MergeConfiguration
+    validate = configuration.model_validate.__func__
+    if not _once(module):
+        return
+
+    @functools.wraps(validate)
+    def model_validate(cls: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if _mentions(obj) and is_ours(obj):
+            with one_line():
+                check_host()
+                from rotation_merge.mergekit_plugin.recipe.reading import restore_paths
+                from rotation_merge.mergekit_plugin.recipe.strict import check_document
+
+                document = restore_paths(obj)
+                check_document(document)
+                return validate(cls, document, *args, **kwargs)
+        return validate(cls, obj, *args, **kwargs)
+
+    configuration.model_validate = classmethod(model_validate)
+
+
+def extend_architecture(module: Any) -> None:
+    """Give our own architecture definitions to our own merges."""
+    stock = module.get_architecture_info
+    if "mergekit.architectures" in state.loaded or not _once(module):
+        return
+
+    @functools.wraps(stock)
+    def get_architecture_info(config: Any, options: Any) -> Any:
+        if config.merge_method != METHOD:
+            return stock(config, options)
+        with one_line():
+            check_host()
+            from rotation_merge.mergekit_plugin.definitions import architecture_info
+
+            return architecture_info(config, options)
+
+    module.get_architecture_info = get_architecture_info
+
+
+def extend_plan(module: Any) -> None:
+    """Let `MergePlanner(...)` build our planner for our recipes."""
+    planner = module.MergePlanner
+    if not _once(module):
+        return
+
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is planner and config.merge_method == METHOD:
+            with one_line():
+                check_host()
+                from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
+
+                return object.__new__(RotationMergePlanner)
+        return object.__new__(cls)
+
+    planner.__new__ = new
+
+
+def extend_merge(module: Any) -> None:
+    """Check our recipes before anything is read, and write their output whole or not at all."""
+    stock = module.run_merge
+    if not _once(module):
+        return
+
+    @functools.wraps(stock)
+    def run_merge(merge_config: Any, out_path: str, options: Any, config_source: str | None = None) -> None:
+        if merge_config.merge_method != METHOD:
+            stock(merge_config, out_path, options, config_source)
+            return
+        with one_line():
+            check_host()
+            from rotation_merge.mergekit_plugin.merge import run
+
+            run(stock, merge_config, out_path, options, config_source)
+
+    module.run_merge = run_merge
+
+
+def extend_command(module: Any) -> None:
+    """Make a command say in one line what is wrong with a recipe of ours, from its YAML syntax on."""
+    command = module.main
+    stock = command.callback
+    if not _once(module):
+        return
+
+    @functools.wraps(stock)
+    def callback(*args: Any, **kwargs: Any) -> Any:
+        path = str(kwargs.get("config_file") or kwargs.get("config_path"))
+        if not (ours := _ours_in(path)):
+            return stock(*args, **kwargs)
+        with ExitStack() as checked:
+            checked.enter_context(read_from(path))
+            if kwargs.get("verbosity", 0) > 1:
+                return stock(*args, **kwargs)
+            with one_line():
+                check_host()
+                if module.__name__ != "mergekit.scripts.merge_raw_pytorch":
+                    from rotation_merge.mergekit_plugin.recipe.strict import checked_file
+
+                    checked.enter_context(checked_file(path))
+            with one_line() if all(ours) else nullcontext():
+                return stock(*args, **kwargs)
+
+    command.callback = callback
+
+
+def _ours_in(path: str) -> list[bool]:
+    """For each recipe in this file, whether it names our method; empty where none does.
+
+    Where the file is no YAML, its text decides: a line that gives our method's name, or nearly that, as the method.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    if "rotation" not in text.lower():
+        return []
+    try:
+        found = ours_in(text)
+    except RecipeError:
+        found = [re.search(rf"^\w+:\s*['\"]?{METHOD}\b|^merge_method:\s*['\"]?\w*rotation", text, re.M) is not None]
+    return found if any(found) else []
+
+
+def extend_genome(module: Any) -> None:
+    """Let mergekit-evolve search over the weights of aligned models."""
+    module.METHOD_PARAM_MAPS.setdefault(METHOD, ["weight"])

@@ -1,0 +1,92 @@
+"""Whether the mergekit that is installed is one that we can work in; if not, one line says so."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.mergekit_plugin import state
+
+OLDEST = NEWEST = "0.1.5"
+"""The mergekit releases that the tests run with. An older one lacks what the planner is built on; a newer one may
+work, and says in one line where it does not."""
+
+BUILT_ON: dict[str, tuple[str, ...]] = {
+    "mergekit.merge": ("run_merge", "_model_out_config", "_get_donor_model"),
+    "mergekit.card": ("is_hf", "generate_card"),
+    "mergekit.architecture": ("get_architecture_info",),
+    "mergekit.parameter_resolver": ("resolve_parameters",),
+    "mergekit.config:MergeConfiguration": ("referenced_models", "to_yaml"),
+    "mergekit.config:ConfigReader": ("parameter_sources", "for_out_slice", "with_t", "base_model"),
+    "mergekit.plan:MergePlanner": (
+        *("normalize_config", "plan_module", "plan_slice", "plan_layer", "plan_to_disk", "plan_in_memory", "_plan"),
+        *("_tensors", "_method", "_tokenizer_task", "_current_module_layers"),
+    ),
+    "mergekit.graph:Task": (
+        *("arguments", "execute", "priority", "group_label", "uses_accelerator", "main_thread_only"),
+    ),
+    "mergekit.io.tasks:LoadTensor": ("_resolve_name",),
+    "mergekit.io.tasks:LoaderCache": ("get", "setup", "loaders"),
+    "mergekit.merge_methods.base:MergeMethod": ("validate_inputs", "_execute"),
+}
+"""What of mergekit's is called, replaced or overridden. A name that is missing here would not be an error where we
+override it: the merge would be mergekit's own, unaligned."""
+
+
+class MergekitError(RotationMergeError):
+    """The mergekit that is installed is not one that we can work in."""
+
+
+def supported() -> str:
+    """The releases that are known to work, in words."""
+    return f"mergekit {OLDEST}" if OLDEST == NEWEST else f"mergekit {OLDEST} to {NEWEST}"
+
+
+def check_host() -> None:
+    """
+    Raises:
+        MergekitError: something of mergekit's that we build on is not there.
+    """
+    for name, error in state.failed.items():
+        raise unfit(f"{name}: {error}") from error
+    _check_names()
+
+
+@cache
+def _check_names() -> None:
+    for place, names in BUILT_ON.items():
+        module, _, owner = place.partition(":")
+        try:
+            found = import_module(module)
+            held = getattr(found, owner) if owner else found
+        except (ImportError, AttributeError) as error:
+            raise unfit(str(error)) from error
+        fields = {**getattr(held, "__annotations__", {}), **getattr(held, "model_fields", {})}
+        for name in names:
+            if not hasattr(held, name) and name not in fields:
+                raise unfit(f"{place.replace(':', '.')} has no '{name}'")
+
+
+def unfit(why: str) -> MergekitError:
+    """The error for a mergekit that lacks something, which `why` names."""
+    try:
+        installed = version("mergekit")
+    except PackageNotFoundError:
+        installed = "of an unknown version"
+    return MergekitError(
+        f"mergekit {installed} is installed, which rotation_merge does not fit into ({' '.join(why.split())})",
+        remedy=f"{supported()} is supported: pip install 'mergekit=={NEWEST}', or a newer rotation-merge",
+    )
+
+
+def lacks(error: Exception) -> bool:
+    """Whether an error says that mergekit has no such module, or no such name in one of its modules or classes."""
+    if isinstance(error, ImportError):
+        return str(error.name).partition(".")[0] == "mergekit"
+    if not isinstance(error, AttributeError):
+        return False
+    owner = error.obj if isinstance(error.obj, type) else type(error.obj)
+    place = getattr(error.obj, "__name__", "") if owner.__name__ == "module" else owner.__module__
+    return str(place).partition(".")[0] == "mergekit"

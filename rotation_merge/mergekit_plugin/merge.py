@@ -1,0 +1,303 @@
+"""One merge from recipe to directory: check, run mergekit's own `run_merge`, add the report, put it in place."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+import yaml
+from mergekit import card, merge
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.io.tensor_writer import TensorWriter
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.errors import AlignmentError, printable
+from rotation_merge.files.ledger import kept_beside
+from rotation_merge.files.outputs import FOLDER, check_outputs, check_replaced, check_writable, outputs_locked
+from rotation_merge.files.scratch import Scratch
+from rotation_merge.matching.open_pair import open_pair, read_alignment
+from rotation_merge.matching.options import NOTHING
+from rotation_merge.matching.written import empty_report, write_aligned
+from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
+from rotation_merge.mergekit_plugin.planning.keeping import keep_alignments
+from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
+from rotation_merge.mergekit_plugin.planning.tasks import check_output
+from rotation_merge.mergekit_plugin.planning.whole import devices_of
+from rotation_merge.mergekit_plugin.recipe.delegates import OWN
+from rotation_merge.mergekit_plugin.recipe.donor import entries
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
+from rotation_merge.mergekit_plugin.replaced import replaced
+from rotation_merge.model.card import add_section
+from rotation_merge.model.hub import downloaded
+from rotation_merge.model.markdown import plain
+from rotation_merge.model.origin import origins
+from rotation_merge.model.output import staged
+from rotation_merge.model.sentence import module_of, write_modules
+from rotation_merge.model.stamps import mark_of, unchanged
+from rotation_merge.model.writing import Storage
+from rotation_merge.record import REPORT_FILE
+from rotation_merge.report.closing import closing
+from rotation_merge.workers.progress import listener
+from rotation_merge.workers.threads import keep_freed_memory
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    stock: Callable[..., None],
+    config: MergeConfiguration,
+    out_path: str,
+    options: MergeOptions,
+    config_source: str | None,
+) -> None:
+    """Run a rotation_merge recipe.
+
+    Args:
+        stock: mergekit's `run_merge`.
+
+    Raises:
+        RotationMergeError: bad input; nothing has been written.
+    """
+    keep_freed_memory()
+    session = Session.of(Recipe.read(config), options)
+    outputs = recipe_outputs(config, out_path)
+    check_outputs(outputs, recipe_inputs(config), options.transformers_cache)
+    check_replaced(output for output in outputs if output.kind != FOLDER)
+    check_pulled(config)
+    check_writable(outputs)
+    with outputs_locked(outputs):
+        _run(stock, session, out_path, options, config_source)
+
+
+def _run(
+    stock: Callable[..., None], session: Session, out_path: str, options: MergeOptions, config_source: str | None
+) -> None:
+    """`run`, once nothing speaks against writing."""
+    recipe, done = session.recipe, session.run
+    config = recipe.config
+    fetch_tokenizer(config, options)
+    try:
+        base = session.models[recipe.base]
+        tell, tensors = listener(), len(base.names)
+        apart = Apart(base.modules, written=lambda count: tell("writing tensors", count, max(count, tensors)))
+        kept = kept_beside(out_path, lambda: _mark(session, options), devices_of(options)[0])
+        with kept as done.ledger, staged(out_path) as staging, _as_it_is_here(apart):
+            with unchanged(_read(config)):
+                stock(
+                    SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source
+                )
+            if base.modules:
+                write_modules(base.folder, staging, apart.tensors)
+            if recipe.value("prove"):
+                prove_files(session, staging)
+            marks = fingerprints(session)
+            keep_alignments(session, staging)
+            report = done.report(
+                recipe.base,
+                recipe.delegate.spec.name,
+                config_source or config.to_yaml(),
+                marks,
+                origins(map(ModelReference.model_validate, marks), options.transformers_cache),
+                own_method=recipe.delegate.spec.name in OWN,
+            )
+            report.write(os.path.join(staging, REPORT_FILE))
+            if recipe.value("heads_of") == "each":
+                from rotation_merge.model.heads import write_heads
+
+                donors = [m for m in config.referenced_models() if m != recipe.base]
+                found = {m: (session.models[m], done.transforms_of(str(m))) for m in donors}
+                write_heads(staging, session.models[recipe.base], found, done.folded, report, done.heads)
+            if recipe.report:
+                from rotation_merge.report.html import write_page
+
+                write_page(staging)
+            if options.write_model_card:
+                add_section(os.path.join(staging, "README.md"), report)
+        _say(closing(report, out_path), options)
+    finally:
+        done.end()
+
+
+def _read(config: MergeConfiguration) -> list[ModelReference]:
+    """The models that a merge reads: those it merges, and what they are fine-tunes of."""
+    origins = [given.get("finetuned_from") for _, given in entries(config)]
+    named = [ModelReference.model_validate(name) for name in origins if name not in (None, "none")]
+    return [*config.referenced_models(), *named]
+
+
+def _mark(session: Session, options: MergeOptions) -> str:
+    """What a merge is of: the files of its models, and those that the recipe names; the recipe; what it is run with."""
+    config, donors = session.recipe.config, session.donors
+    origins = [donor.origin for donor in donors.found.values() if donor.origin is not None] if donors else []
+    models = [session.models[one] for one in dict.fromkeys([*config.referenced_models(), *origins])]
+    recipe = config.to_yaml()
+    words = (str(event.value) for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent))
+    return mark_of(models, words, recipe=recipe, seed=options.random_seed, lora_dtype=options.lora_merge_dtype)
+
+
+def fetch_tokenizer(config: MergeConfiguration, options: MergeOptions) -> None:
+    """Have the files of a tokenizer from the hub here: once, where transformers would try for a minute, file by file.
+
+    Raises:
+        CheckpointError: they cannot be had.
+    """
+    source = tokenizer_source(config.model_dump(exclude_none=True))[1]
+    if source is not None and not os.path.isdir(source):
+        downloaded(source, None, options.transformers_cache, TOKENIZER_PATTERNS)
+
+
+TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+
+
+def _say(lines: list[str], options: MergeOptions) -> None:
+    """In a command on stderr, from Python as log; with --quiet not at all."""
+    for line in [] if options.quiet else lines:
+        if click.get_current_context(silent=True) is not None:
+            click.echo(printable(line), err=True)
+        else:
+            log.info(line)
+
+
+def prove_files(session: Session, place: str) -> None:
+    """Every donor that an alignment file moved computes the same after it.
+
+    Args:
+        place: a folder with room for one of them.
+
+    Raises:
+        AlignmentError: one does not.
+    """
+    from rotation_merge.run.proof import prove
+
+    recipe, done = session.recipe, session.run
+    for given in done.given.values():
+        donor, file = given.matched, given.file
+        pair = open_pair(
+            str(recipe.base),
+            donor,
+            NOTHING,
+            recipe.untie,
+            unsupported=recipe.unsupported,
+            excluded=recipe.excluded,
+            any_base=True,
+        )
+        alignment = read_alignment(pair, file)
+        with Scratch(place) as folder:
+            moved = os.path.join(folder, "moved")
+            write_aligned(pair, alignment, empty_report(pair), moved, Storage(untie=recipe.untie))
+            spaces = pair.anchor.architecture.spaces()
+            shifted = any(spaces[name].head for name in alignment.transforms if name in spaces)
+            proof = prove(donor, moved, shifted)
+        if proof.failed:
+            what = f"changes what {donor} computes ({proof.words})"
+            raise AlignmentError(what, where=file, remedy="write it anew with 'rotation-merge align'")
+        done.note(f"`{donor}`, moved by {file}: {proof.words}.")
+
+
+def fingerprints(session: Session) -> dict[str, str]:
+    """Of every model that was read, the base first; taken from the tensors as the merge loaded them."""
+    recipe, marks = session.recipe, session.run.marks
+    origins = [ModelReference.model_validate(name) for name in marks]
+    found = {}
+    for reference in dict.fromkeys([recipe.base, *recipe.config.referenced_models(), *origins]):
+        mark = marks.get(str(reference))
+        if mark is not None:
+            model = session.models[reference]
+            whole = [name for name in model.architecture.named() if name in model]
+            part = sum(name in mark for name in whole)
+            words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
+            found[str(reference)] = mark.hexdigest(model.config) + words
+    return found
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Tensors of sentence-transformers' modules, which lie in files of their own.
+
+    Attributes:
+        written: told how many tensors have been written.
+    """
+
+    modules: list[dict[str, Any]]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    written: Callable[[int], None] = lambda _: None
+    _count: Iterator[int] = field(default_factory=lambda: itertools.count(1), repr=False)
+
+    def tick(self) -> None:
+        self.written(next(self._count))
+
+
+_apart: ContextVar[Apart | None] = ContextVar("rotation_merge_apart", default=None)
+
+
+@contextmanager
+def _as_it_is_here(apart: Apart) -> Iterator[None]:
+    """Let nothing be written that holds NaN, and gather what is to be written apart; write the card without asking the
+    hub whether it knows a directory that is here, which without a network would end the merge at its last step, and
+    with names that Markdown shows as they are; and take the base model's small files from where they are, not from a
+    cache of models merged with their adapters."""
+    token = _apart.set(apart)
+    cards = (card, "is_hf", _on_hub), (card, "maybe_link_hf", _linked), (merge, "generate_card", _fenced)
+    small = *cards, (merge, "_get_donor_model", _base_folder)
+    try:
+        with replaced(*small, (TensorWriter, "save_tensor", _save)):
+            yield
+    finally:
+        _apart.reset(token)
+
+
+def _save(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Tensor, **options: Any) -> None:
+    check_output(tensor, name)
+    apart = _apart.get()
+    if apart is None or module_of(name, apart.modules) is None:
+        real(writer, name=name, tensor=tensor, **options)
+    else:
+        apart.tensors[name] = tensor.detach().cpu().clone()
+    if apart is not None:
+        apart.tick()
+
+
+def _on_hub(real: Callable[[str], bool], path: str) -> bool:
+    return not os.path.exists(path) and real(path)
+
+
+def _linked(real: Callable[[str], str], path: str) -> str:
+    return real(path) if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else plain(path)
+
+
+def _fenced(real: Callable[..., str], config: MergeConfiguration, config_yaml: str, **more: Any) -> str:
+    """mergekit's card, the recipe between more backticks than it holds itself."""
+    text, fence = real(config, config_yaml=config_yaml, **more), "```"
+    while fence in config_yaml:
+        fence += "`"
+    return text.replace(f"```yaml\n{config_yaml}\n```", f"{fence}yaml\n{config_yaml}\n{fence}", 1)
+
+
+def _base_folder(
+    real: Callable[..., Any], config: MergeConfiguration, options: MergeOptions
+) -> tuple[ModelReference, str]:
+    base = config.base_model or config.referenced_models()[0]
+    return base, downloaded(base.model.path, base.model.revision, options.transformers_cache, TOKENIZER_PATTERNS)
+
+
+TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
+"""How names of files that make up a tokenizer begin."""
+
+
+def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -> MergeOptions:
+    """Do not let mergekit copy a tokenizer that is not there (it would log a traceback, for images too)."""
+    path = config.base_model.model.path if config.base_model else ""
+    if not os.path.isdir(path) or any(name.startswith(TOKENIZER_FILES) for name in os.listdir(path)):
+        return options
+    return options.model_copy(update={"copy_tokenizer": False})

@@ -1,0 +1,86 @@
+"""Blocks matched ahead of mergekit's executor, which asks for one after the other.
+
+Matching then hides behind reading, averaging and writing, and scales with cores. Workers read blocks themselves, from
+the same loaders, and only a few blocks ahead, so that a large model's files are still in memory when the merge comes.
+Until they are done the thread that asks computes with the threads that are left, at least one: more would only wait for
+cores that others use.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.block import BlockMatch
+from rotation_merge.workers.threads import Workers, workers_for
+
+
+class Job(Protocol):
+    """A block to match, known by its key; `whole` is the task that gives the alignment of the whole model, if any."""
+
+    key: str
+    label: str
+    donor_name: str
+    whole: object | None
+
+    def match(self, whole: Alignment | None) -> BlockMatch: ...
+
+
+class Ahead:
+    """The blocks of one merge, matched side by side in the order in which mergekit asks for them: that of labels."""
+
+    def __init__(self, one: bool) -> None:
+        """
+        Args:
+            one: only one block at a time (`--low-cpu-memory`).
+        """
+        self.one, self.weights = one, 1
+        self._left: dict[str, Job] = {}
+        self._running: dict[str, Future[BlockMatch]] = {}
+        self._whole: dict[str, Alignment | None] = {}
+        self._workers: Workers | None = None
+
+    def add(self, job: Job, weights: int) -> None:
+        """A block of so many weights will be asked for."""
+        self._left[job.key] = job
+        self.weights = max(self.weights, weights)
+
+    def result(self, job: Job, whole: Alignment | None) -> BlockMatch:
+        """What matching a block found, waited for; blocks that follow are begun.
+
+        Raises:
+            AlignmentError: as matching does.
+        """
+        if self._workers is None:
+            self._workers = Workers(1 if self.one else workers_for(self.weights))
+            torch.set_num_threads(max(1, torch.get_num_threads() - self._workers.count))
+            self._left = dict(sorted(self._left.items(), key=lambda item: item[1].label))
+        self._whole[job.donor_name] = whole
+        if job.key in self._left:
+            self._begin(job, self._workers)
+        following = [other for other in self._left.values() if self._can_begin(other)]
+        for other in following[: self._workers.count + 1 - len(self._running)]:
+            self._begin(other, self._workers)
+        try:
+            found = self._running.pop(job.key).result()
+        except BaseException:
+            self.end()
+            raise
+        if not self._left and not self._running:
+            self._workers.close()
+        return found
+
+    def end(self) -> None:
+        """Nothing is asked for any more, whoever ended the merge: what still runs stops."""
+        if self._workers is not None:
+            self._workers.close(wait=False)
+
+    def _can_begin(self, job: Job) -> bool:
+        return job.whole is None or job.donor_name in self._whole
+
+    def _begin(self, job: Job, workers: Workers) -> None:
+        del self._left[job.key]
+        self._running[job.key] = workers.submit(job.match, self._whole.get(job.donor_name))

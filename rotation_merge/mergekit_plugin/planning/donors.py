@@ -1,0 +1,400 @@
+"""How each donor of a recipe is to be aligned, settled before any block is planned."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+
+import torch
+from mergekit.common import ModelReference, dtype_from_name
+from mergekit.config import ConfigReader, MergeConfiguration
+from mergekit.graph import Task
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture
+from rotation_merge.averaging.methods import Averaging
+from rotation_merge.averaging.ot_fusion import OtFusion
+from rotation_merge.averaging.refit_method import RefitMethod
+from rotation_merge.carrying.bases import open_bases
+from rotation_merge.errors import CheckpointError, RecipeError
+from rotation_merge.matching.alignment import check_fingerprints, load_alignment
+from rotation_merge.matching.check_pair import Checked, check_forward, check_pair, residual_of
+from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.open_pair import check_together
+from rotation_merge.matching.options import BOTH, NOTHING, WEIGHTS, AlignConfig
+from rotation_merge.matching.run import GivenFile, Run
+from rotation_merge.matching.spanning import whole_spans
+from rotation_merge.mergekit_plugin.planning.ahead import Ahead
+from rotation_merge.mergekit_plugin.planning.carrying import Carried, added_as_it_is, carried, check_adapter, unlike_of
+from rotation_merge.mergekit_plugin.planning.presets import settle_presets
+from rotation_merge.mergekit_plugin.planning.whole import Given, MatchMean, MatchWhole, Pick, devices_of
+from rotation_merge.mergekit_plugin.recipe.donor import title
+from rotation_merge.mergekit_plugin.recipe.names import UNMOVED
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.model.checkpoint import Model, Models
+from rotation_merge.model.fold import Fold
+from rotation_merge.model.heads import compared
+from rotation_merge.model.hub import local_file
+from rotation_merge.model.labels import label_rows, rows_note
+from rotation_merge.model.source import TensorSource
+from rotation_merge.model.sources import Renamed, Rows
+from rotation_merge.model.vocabulary import check_tuned_ids, matched_on, shared_rows
+from rotation_merge.record import rows_in
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Donor:
+    """One donor's part.
+
+    Attributes:
+        origin: the model it was fine-tuned from, if its task vector is to be carried over.
+        whole: task that gives its alignment across the whole model; None: each block is matched by itself.
+        rows: where its vocabulary is not the anchor's, the anchor's and the donor's rows of the tokens they share.
+        checked: what may be done to it (or to its origin).
+        carried: how its task vector is carried.
+    """
+
+    origin: ModelReference | None = None
+    whole: Task | None = None
+    rows: tuple[Tensor, Tensor] | None = None
+    checked: Checked | None = None
+    carried: Carried = field(default_factory=Carried)
+
+
+@dataclass
+class Donors:
+    """The donors of one merge.
+
+    Attributes:
+        found: by model; the base is not among them.
+        folded: streams that are folded in every model of the merge, because some donor's rotation needs it.
+        layers: of each donor, by module, which of the anchor's layers meets which of its own.
+        ahead: matches blocks before they are asked for, on a CPU.
+    """
+
+    recipe: Recipe
+    models: Models
+    options: MergeOptions
+    run: Run
+    found: dict[ModelReference, Donor] = field(default_factory=dict)
+    folded: tuple[str, ...] = ()
+    layers: dict[ModelReference, dict[str, list[tuple[int, int]]]] = field(default_factory=dict)
+    ahead: Ahead | None = None
+
+    @classmethod
+    def read(
+        cls, config: MergeConfiguration, recipe: Recipe, models: Models, options: MergeOptions, run: Run
+    ) -> Donors:
+        """Settle every donor of a normalised configuration (modules with slices).
+
+        Raises:
+            RotationMergeError: a model or an alignment file does not fit, a group is not admitted.
+        """
+        self = cls(recipe, models, options, run)
+        if torch.device(devices_of(options)[0]).type == "cpu" and not options.multi_gpu:
+            self.ahead = Ahead(one=options.low_cpu_memory)
+            run.endings.append(self.ahead.end)
+        readers: dict[ModelReference, ConfigReader] = {}
+        for name, module in (config.modules or {}).items():
+            for piece in module.slices or []:
+                reader = ConfigReader(config=config, t=0, module=module, slice_out=piece)
+                anchor = next((s for s in piece.sources if s.model == recipe.base), piece.sources[0])
+                for source in piece.sources:
+                    if source.model != recipe.base:
+                        readers.setdefault(source.model, reader)
+                        meeting = zip(range(*anchor.layer_range), range(*source.layer_range), strict=False)
+                        self.layers.setdefault(source.model, {}).setdefault(name, []).extend(meeting)
+        settle_presets(recipe, models, readers, run)
+        check_adapter(self._base)
+        if recipe.mean:
+            self._settle_mean(readers)
+        else:
+            for model, reader in readers.items():
+                donor = self._settle(model, reader)
+                match = AlignConfig() if donor.checked is None else donor.checked.options
+                finding = self._match(model, donor.origin, reader)
+                own = carried(recipe, reader, options, run, model, donor.origin, match, donor.rows is None, finding)
+                self.found[model] = replace(donor, carried=own)
+        for model, donor in self.found.items():
+            how = "block by block" if donor.whole is None else f"by {type(donor.whole).__name__}"
+            options = "with all others" if donor.checked is None else donor.checked.options
+            LOG.info("%s is aligned %s: %s", self.name(model, donor.origin), how, options)
+        return self
+
+    @property
+    def fold(self) -> Fold | None:
+        return Fold(self._architecture, self.folded, self.dtype) if self.folded else None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of fewest digits that the recipe rounds to; None: everything stays what it is stored in."""
+        named = (self.recipe.config.dtype, self.recipe.config.out_dtype)
+        found = [dtype for name in named if (dtype := dtype_from_name(name)) is not None]
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+    @property
+    def _base(self) -> Model:
+        return self.models[self.recipe.base]
+
+    @property
+    def _architecture(self) -> Architecture:
+        return self._base.architecture
+
+    def _compared(self, *models: ModelReference) -> Architecture:
+        return compared(self._base, map(self.models.__getitem__, models), self.recipe.own_heads, self.recipe.excluded)
+
+    def _settle(self, model: ModelReference, reader: ConfigReader) -> Donor:
+        if model in self.models.unlike:
+            return self._unlike(model, reader)
+        origin = self._origin(model, reader)
+        path = self.recipe.of_model("alignment", reader, model)
+        unmoved, words = False, ""
+        check_adapter(self.models[model], self.models[origin] if origin is not None else None)
+        if origin is not None:
+            unmoved, words = added_as_it_is(self.recipe, reader, model, self._base, self.models[origin])
+        if unmoved and path is None:
+            self.recipe.relations[model] = UNMOVED
+        asked = self.recipe.varying(reader, model) if path is None else NOTHING
+        checked = self._check(origin or model, model, asked)
+        if origin is None:
+            check_forward(self._base.member, self.models[model].member)
+        if words and path is None:
+            self.run.note(words)
+            checked = replace(checked, warnings=(*checked.warnings, words))
+        options = checked.options
+        rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
+        if path is not None:
+            given = self._given(path, origin or model, self.name(model, origin))
+            self.run.transforms[str(model)] = given.alignment.transforms
+            return Donor(origin, given, rows, checked)
+        match = self._match(model, origin, reader)
+        by_block = options.residual == "none" and not self._spans(model, options)
+        if by_block and match is match_model and not isinstance(self.recipe.delegate, RefitMethod):
+            return Donor(origin, None, rows, checked)
+        self._fold(checked.folded)
+        sources: list[TensorSource] = [self._base, self.source(origin or model)]
+        if rows is not None:
+            sources = [Rows(self._architecture, s, r) for s, r in zip(sources, rows, strict=True)]
+        task = MatchWhole(
+            key=f"whole:{model}",
+            label="",
+            architecture=self._compared(origin or model),
+            anchor=sources[0],
+            donor=sources[1],
+            anchor_name=str(self.recipe.base),
+            donor_name=self.name(model, origin),
+            options=options,
+            run=self.run,
+            devices=devices_of(self.options),
+            quiet=self.options.quiet,
+            match=match,
+        )
+        return Donor(origin, task, rows, checked)
+
+    def _spans(self, model: ModelReference, options: AlignConfig) -> bool:
+        """Whether spaces that span layers are to be matched, which needs the whole model, each layer meeting itself."""
+        meeting = self.layers.get(model, {})
+        known = {name: list(range(len(self._architecture.layers(name)))) for name in self._architecture.layers_key}
+        same = all(sorted(meeting.get(name, [])) == [(i, i) for i in every] for name, every in known.items())
+        return same and bool(whole_spans(self._architecture, options))
+
+    def _unlike(self, model: ModelReference, reader: ConfigReader) -> Donor:
+        """A donor whose change is carried from a base of other shapes: by a task of its own (`carrying`).
+
+        Raises:
+            RotationMergeError: the two do not meet, or something is asked for that needs weights of one shape.
+        """
+        recipe, base = self.recipe, str(self.recipe.base)
+        own = isinstance(recipe.delegate, Averaging | OtFusion)
+        kept = next(
+            (name for name in ("heads_of", "save_alignment") if recipe.value(name) not in ("base", None, False)), ""
+        )
+        if own or kept:
+            what = f"delegate {recipe.delegate.spec.name}" if own else f"'{kept}'"
+            raise RecipeError(
+                f"has another shape than {base}, {what} needs models of one shape",
+                where=str(model),
+                remedy="leave it out, or carry first ('rotation-merge carry') and merge what that writes",
+            )
+        origin = ModelReference.model_validate(recipe.of_model("finetuned_from", reader, model))
+        bases = open_bases(base, str(origin), untie=recipe.untie, unlike=unlike_of(recipe, reader, model))
+        check_adapter(self.models[model], self.models[origin])
+        bases.tuned(str(model))
+        if bases.rows is not None and (recipe.config.tokenizer or recipe.config.tokenizer_source):
+            raise _other_words(base, origin)
+        both = bases.pair.checked
+        checked = check_pair(both.anchor, both.donor, recipe.varying(reader, model), untie=recipe.untie)
+        for note in (*both.warnings, *checked.notes()):
+            self.run.note(note)
+        return Donor(origin, None, bases.rows, checked)
+
+    def _match(self, model: ModelReference, origin: ModelReference | None, reader: ConfigReader) -> Match:
+        """What finds a donor's maps: of weights, or of activations ('match_on').
+
+        Raises:
+            RecipeError: slices bring layers together that are not those of whole models.
+        """
+        keys = ("match_on", "data", "samples", "carry")
+        how, data, count, way = (self.recipe.of_model(name, reader, model) for name in keys)
+        how = how or (BOTH if way == "activations" else WEIGHTS)
+        if how == WEIGHTS:
+            return match_model
+        if any(ours != own for pairs in self.layers.get(model, {}).values() for ours, own in pairs):
+            what = f"'match_on: {how}' matches whole models, and slices bring other layers of this one together"
+            raise RecipeError(what, where=str(model), remedy="leave it out")
+        from rotation_merge.matching.match_on import OnSamples
+
+        names, seed = (str(self.recipe.base), str(origin or model)), self.options.random_seed or 0
+        return OnSamples(how, *names, data or "self", count, seed, devices_of(self.options)[0])
+
+    def _rows(self, donor: ModelReference, carried: bool) -> tuple[Tensor, Tensor] | None:
+        """Rows of shared tokens where the donor (or what it was tuned from) has another vocabulary than the anchor.
+
+        Raises:
+            RecipeError: a task vector would be carried into the anchor's vocabulary, and that changed afterwards.
+        """
+        rows = shared_rows([self._base, self.models[donor]])
+        if rows is None:
+            return None
+        config = self.recipe.config
+        if carried and (config.tokenizer or config.tokenizer_source):
+            raise _other_words(str(self.recipe.base), donor)
+        self.run.note(matched_on(self._base, self.models[donor], len(rows[0])))
+        return rows[0], rows[1]
+
+    def _settle_mean(self, readers: dict[ModelReference, ConfigReader]) -> None:
+        options: AlignConfig | None = None
+        settled: dict[ModelReference, Checked] = {}
+        for model, reader in readers.items():
+            if self.recipe.of_model("match_on", reader, model) not in (None, WEIGHTS):
+                what = "'anchor: mean' aligns all models together, on weights"
+                raise RecipeError(what, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
+            if self._origin(model, reader) or self.recipe.of_model("alignment", reader, model):
+                raise RecipeError(
+                    "'anchor: mean' aligns whole models and does not go with finetuned_from or alignment",
+                    where=str(model),
+                    remedy="use 'anchor: base'",
+                )
+            check_adapter(self.models[model])
+            checked = self._check(model, model, self.recipe.varying(reader, model), whole=True)
+            check_forward(self._base.member, self.models[model].member)
+            settled[model], mine = checked, checked.options
+            if options is not None and self._by_block(mine) != self._by_block(options):
+                raise RecipeError(
+                    "'anchor: mean' needs the same options for all donors",
+                    where=str(model),
+                    remedy="set them once, under the recipe's parameters",
+                )
+            options = mine
+            self._fold(checked.folded)
+        if options is None:
+            return
+        sources: dict[str, TensorSource] = {str(self.recipe.base): self._base}
+        sources.update({str(model): self.source(model) for model in readers})
+        rows = (
+            shared_rows([self._base, *(self.models[model] for model in readers)])
+            if options.residual != "none"
+            else None
+        )
+        if rows is not None:
+            names = zip(sources, rows, strict=True)
+            sources = {name: Rows(self._architecture, sources[name], row) for name, row in names}
+        everything = MatchMean(
+            key="mean",
+            label="",
+            architecture=self._compared(*readers),
+            sources=sources,
+            base=str(self.recipe.base),
+            options=options,
+            run=self.run,
+            devices=devices_of(self.options),
+            quiet=self.options.quiet,
+        )
+        self.found = {
+            model: Donor(None, Pick(key=f"mean:{model}", label="", all=everything, name=str(model)), None, checked)
+            for model, checked in settled.items()
+        }
+
+    def _by_block(self, options: AlignConfig) -> list[AlignConfig]:
+        return [options.at(self._architecture, block) for block in self._architecture.blocks]
+
+    def _origin(self, model: ModelReference, reader: ConfigReader) -> ModelReference | None:
+        path = self.recipe.of_model("finetuned_from", reader, model)
+        if path is None:
+            return None
+        origin = ModelReference.model_validate(path)
+        check_together(self.models, self.recipe.base, [origin])
+        check_tuned_ids(self.models[origin], self.models[model])
+        check_together(self.models, self.recipe.base, [origin])
+        check_adapter(self.models[origin])
+        return origin
+
+    def _given(self, path: str, donor: ModelReference, name: str) -> Given:
+        file = load_alignment(local_file(path, self.options.transformers_cache), self._architecture)
+        marks = self._base.fingerprint, self.models[donor].fingerprint
+        check_fingerprints(file, path, *marks, (str(self.recipe.base), str(donor)))
+        asked = residual_of(file.alignment.transforms, file.alignment.folded)
+        self._check(donor, donor, NOTHING.with_residual(asked), whole=asked != "none")
+        self._fold(file.alignment.folded)
+        self.run.moved_by(name, GivenFile(path, str(donor), file.made))
+        rows_in(file.made, path)
+        if isinstance(file.made.get("data"), str):
+            self.run.used(f"learning how {donor} is aligned", file.made["data"], int(file.made.get("samples") or 0))
+        learned = file.made.get("learned")
+        words = f" It was learned: {learned['verdict']}." if isinstance(learned, dict) and "verdict" in learned else ""
+        self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.{words}")
+        return Given(key=f"given:{path}:{name}", label="", alignment=file.alignment, donor_name=name, run=self.run)
+
+    def _check(
+        self, matched: ModelReference, model: ModelReference, options: AlignConfig, whole: bool = False
+    ) -> Checked:
+        """Whether the model that is matched can be moved under these options; what is questionable is noted."""
+        checked = check_pair(
+            self._base.member,
+            self.models[matched].member,
+            options,
+            untie=self.recipe.untie,
+            layers=None if whole else self.layers.get(model, {}),
+            excluded=self.recipe.excluded,
+        )
+        rows = label_rows(self._base.member, self.models[model].member, self.recipe.excluded)
+        self.models[matched].rows, self.models[model].rows = checked.rows, rows
+        for note in (*checked.warnings, *checked.notes(), *rows_note(str(self.recipe.base), str(model), rows)):
+            self.run.note(note)
+        return checked
+
+    def _fold(self, streams: tuple[str, ...]) -> None:
+        self.folded = tuple(dict.fromkeys((*self.folded, *streams)))
+
+    def source(self, model: ModelReference, read: TensorSource | None = None) -> TensorSource:
+        """A model under the anchor's tensor names.
+
+        Args:
+            read: where its tensors are taken from; None: the model itself.
+        """
+        own = self.models[model]
+        for module in self._architecture.layers_key:
+            ours, theirs = (len(a.layers(module)) for a in (self._architecture, own.architecture))
+            if ours != theirs:
+                raise CheckpointError(
+                    f"has {theirs} layers, {self.recipe.base} has {ours}",
+                    where=str(model),
+                    remedy="whole models can only be aligned layer by layer; use 'residual: none' with slices",
+                )
+        return Renamed(read or own, own.architecture, self._architecture)
+
+    @staticmethod
+    def name(model: ModelReference | str, origin: ModelReference | str | None) -> str:
+        """What the report calls a donor."""
+        return title(model, origin)
+
+
+def _other_words(base: str, origin: ModelReference) -> RecipeError:
+    return RecipeError(
+        f"the task vector is carried into the vocabulary of {base}, which differs from its own",
+        where=str(origin),
+        remedy="leave out 'tokenizer' and 'tokenizer_source'",
+    )

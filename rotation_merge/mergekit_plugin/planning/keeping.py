@@ -1,0 +1,90 @@
+"""`save_alignment`: the transforms that a merge used, as the files that `rotation-merge align --alignment` writes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict
+
+from mergekit.common import ModelReference
+
+from rotation_merge.architecture import resolve
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.alignment import Alignment, Basis, Identity, anchor_biases, needed_folds
+from rotation_merge.matching.open_pair import head
+from rotation_merge.mergekit_plugin.planning.blocks import Source
+from rotation_merge.mergekit_plugin.planning.files import ALIGNMENT, KEPT_BY, numbered
+from rotation_merge.mergekit_plugin.planning.session import Session
+from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.record import figures
+
+LOG = logging.getLogger(__name__)
+
+
+def check_keepable(session: Session, anchor: Source, sources: list[Source]) -> None:
+    """Refuse to keep what no alignment file can hold.
+
+    Raises:
+        RecipeError: a donor's layer is moved to the coordinates of another layer of the anchor.
+    """
+    for source in sources:
+        if session.run.kept is not None and source.block.index != anchor.block.index:
+            raise RecipeError(
+                f"layer {source.block.index} of {source.model} meets layer {anchor.block.index} of {anchor.model}, and "
+                "an alignment file holds layers at their own places",
+                where="parameters.save_alignment",
+                remedy="leave it out",
+            )
+
+
+def keep_alignments(session: Session, folder: str) -> list[str]:
+    """Write what `save_alignment` asks for: one file for each donor that was moved, the second called NAME-2.
+
+    Args:
+        folder: the merged model's.
+
+    Returns:
+        The files.
+    """
+    kept, donors = session.run.kept, session.donors
+    if kept is None or donors is None:
+        return []
+    base = session.models[session.recipe.base]
+    architecture = resolve(base.config, base.names, str(base.reference), keep_unknown=True, untie=session.recipe.untie)
+    asked = session.recipe.value("save_alignment")
+    path = os.path.join(folder, ALIGNMENT) if asked is True else os.path.abspath(str(asked))
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    files: list[str] = []
+    for model, donor in donors.found.items():
+        name = donors.name(model, donor.origin)
+        if name not in kept:
+            continue
+        files.append(numbered(path, len(files) + 1)[-1])
+        matched = donor.origin or model
+        folded = needed_folds(kept[name], architecture, donors.folded)
+        given = session.run.given.get(name)
+        options = asdict(donor.checked.options) if donor.checked is not None else {}
+        rows = [row for row in session.run.rows() if row.donor == name]
+        found = {"figures": figures(rows, session.run.whole.get(name))}
+        made = given.made if given else {**head(base.reference, matched, options), **found}
+        rows_of_classes = donor.checked.rows if donor.checked is not None else {}
+        basis = Basis(
+            base.config,
+            base.shapes,
+            session.recipe.untie,
+            _identity(session, base.reference),
+            _identity(session, matched),
+            anchor_biases(architecture, base.stored, folded),
+            rows_of_classes,
+        )
+        Alignment(kept[name], folded, basis=basis).save(files[-1], {**made, KEPT_BY: "save_alignment"})
+        LOG.info("transforms of %s kept in %s", name, files[-1])
+    return files
+
+
+def _identity(session: Session, reference: ModelReference) -> Identity:
+    """Which model this is; what the merge did not read of it is read now."""
+    model = session.models[reference]
+    mark = session.run.marks.setdefault(str(reference), Fingerprint())
+    mark.complete(model.architecture.named(), model.stored)
+    return Identity(str(reference), mark.hexdigest(model.config), mark.sums())

@@ -1,0 +1,63 @@
+"""Donors of which a delegate of our own cannot mean anything: refused by name, before any weight is read."""
+
+from __future__ import annotations
+
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+
+from rotation_merge.averaging.methods import Averaging
+from rotation_merge.averaging.ot_fusion import OtFusion
+from rotation_merge.averaging.refit_method import RefitMethod
+from rotation_merge.averaging.task_vectors import TaskVectorMethod
+from rotation_merge.errors import RecipeError
+from rotation_merge.mergekit_plugin.planning.donors import Donors
+from rotation_merge.model.vocabulary import shared_rows
+
+CARRY_FIRST = "carry first ('rotation-merge carry') and {} what that writes, or use delegate task_arithmetic"
+
+
+def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
+    """
+    Raises:
+        RecipeError: no maps are known, a donor's statistics say nothing of the tensors that are averaged, or its
+            coordinates are the anchor's and there is nothing to transport.
+    """
+    recipe = donors.recipe
+    name = f"delegate {recipe.delegate.spec.name}"
+    maps = isinstance(recipe.delegate, Averaging | OtFusion | RefitMethod | TaskVectorMethod)
+    if maps and donors.models[recipe.base].architecture.family == "unknown":
+        remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
+        raise RecipeError(f"{name} does not know this architecture", where=str(recipe.base), remedy=remedy)
+    words = [t.name for t in donors.models[recipe.base].architecture.tensors() if t.vocabulary_axis is not None]
+    by_row = isinstance(recipe.delegate, Averaging) and not recipe.delegate.maps_only
+    by_row = by_row and not all(map(recipe.excluded, words))
+    rearranged = config.tokenizer or config.tokenizer_source or donors.options.unsafe_truncate_embeddings
+    for model, donor in donors.found.items():
+        if isinstance(recipe.delegate, Averaging) and donor.carried.carrying is not None:
+            what = f"samples carry its change into the anchor; {name} knows statistics of the donor, where it was"
+            raise RecipeError(what, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
+        if by_row and rearranged:
+            _one_vocabulary(donors, model, f"{name} weighs the row of every token", "use delegate regmean or kfac")
+        if isinstance(recipe.delegate, OtFusion) and donor.origin is not None:
+            what = f"{name} looks for coordinates that correspond, and a task vector has the anchor's already"
+            raise RecipeError(what, where=str(model), remedy=CARRY_FIRST.format("merge"))
+
+
+def check_pool(donors: Donors) -> None:
+    """For activations on one pool of samples.
+
+    Raises:
+        RecipeError: samples mean other things to a donor, or other layers of it are brought together.
+    """
+    for model in donors.found:
+        why = "delegate ot_fusion compares activations on the same tokens"
+        _one_vocabulary(donors, model, why, "leave 'data' out: plans then come from weights")
+        if any(ours != own for pairs in donors.layers.get(model, {}).values() for ours, own in pairs):
+            what = "delegate ot_fusion compares activations of whole models, and slices bring other layers together"
+            raise RecipeError(what, where=str(model), remedy="leave 'data' out: plans then come from weights")
+
+
+def _one_vocabulary(donors: Donors, model: ModelReference, why: str, remedy: str) -> None:
+    base = donors.models[donors.recipe.base]
+    if shared_rows([base, donors.models[model]]) is not None:
+        raise RecipeError(f"{why}, and its tokens are not those of {base.reference}", where=str(model), remedy=remedy)

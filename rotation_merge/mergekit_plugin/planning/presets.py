@@ -1,0 +1,35 @@
+"""`preset`: options for how the models are related, settled before anything is matched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mergekit.common import ModelReference
+
+from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.recipe.names import PRESETS
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.model.checkpoint import Models
+from rotation_merge.model.nearness import RELATED, likeness
+
+
+def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReference], run: Run | None = None) -> None:
+    """Fill `recipe.relations`, and note what each preset became."""
+    preset = recipe.value("preset")
+    if preset is None:
+        return
+    for donor in donors:
+        if donor == recipe.base:
+            continue
+        found = str(preset)
+        words = f"Preset {found}"
+        if donor in models.unlike:
+            found = "far"
+        elif preset == "auto":
+            cosine = likeness(models[recipe.base], models[donor])
+            found = "near" if cosine >= RELATED else "far"
+            words = f"Preset auto: {found} for `{donor}` (mean cosine of matrices to the base's {cosine:.2f})"
+        recipe.relations[donor] = found
+        options = ", ".join(f"{name}: {value}" for name, value in PRESETS[found].items())
+        if run is not None:
+            run.note(f"{words}: {options}, where nothing else is said.")

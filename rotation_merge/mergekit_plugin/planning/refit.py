@@ -1,0 +1,200 @@
+"""Delegate `refit` in a recipe: which models answer to which samples, settled before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader, MergeConfiguration
+from mergekit.options import MergeOptions
+
+from rotation_merge.errors import RecipeError
+from rotation_merge.mergekit_plugin.planning.donors import Donors
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.model.vocabulary import shared_rows
+from rotation_merge.run.data import read_batches, together, unpadded
+from rotation_merge.run.empty import empty_model
+from rotation_merge.run.functions import Batch, local_path
+from rotation_merge.run.written import SELF, SYNTHETIC, writes_text
+
+AT_ONCE = 16
+"""Examples in a batch."""
+
+LENGTH = 128
+"""Tokens of a text."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model that answers.
+
+    Attributes:
+        share: its part in the average and among the answers; shares sum to one.
+        data: where its samples come from: self, synthetic, or a file.
+        samples: how many.
+        batches: the samples; None: it writes them itself when the merge runs.
+    """
+
+    model: ModelReference
+    share: float
+    data: str
+    samples: int
+    batches: list[Batch] | None = None
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Who answers to what.
+
+    Attributes:
+        pooled: whether all models answer to all samples, and their mean counts; else each answers to its own.
+        ridge: of the solves.
+        start: average or anchor.
+        spill: folder for hidden states and results; None: memory and the system's own folder for temporary files.
+        seed: of everything random.
+    """
+
+    teachers: list[Teacher] = field(repr=False)
+    pooled: bool
+    ridge: float
+    start: str
+    spill: str | None
+    seed: int
+
+
+def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, options: MergeOptions) -> Lesson:
+    """Settle a normalised configuration (modules with slices).
+
+    Raises:
+        RotationMergeError: models or data that nothing can be refitted to.
+    """
+    readers = _readers(config)
+    _check_layers(config, donors)
+    _check_models(list(readers), donors)
+    weights = {model: _number("weight", reader, model, 1.0) for model, reader in readers.items()}
+    total = sum(weights.values())
+    if min(weights.values()) < 0 or total <= 0:
+        remedy = "none may be negative, and one must be above 0"
+        raise RecipeError("weights are shares of the models among the answers", where="models", remedy=remedy)
+    ridge = _number("ridge", next(iter(readers.values())), None, 0.01)
+    recipe.delegate.check({"ridge": ridge})
+    teachers = []
+    for model, reader in readers.items():
+        if weights[model] > 0:
+            data = recipe.of_model("data", reader, model) or _usual(donors, model)
+            samples = recipe.of_model("samples", reader, model)
+            teachers.append(Teacher(model, weights[model] / total, data, samples))
+            donors.run.used(f"refit to {model}", str(data), int(samples))
+    seed, pooled = options.random_seed or 0, _pooled(recipe, teachers)
+    read = _read_once if pooled else _read_each
+    start, spill = recipe.value("start"), recipe.value("spill")
+    return Lesson(read(teachers, donors, seed), pooled, ridge, start, spill, seed)
+
+
+def _readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
+    """Where each model's parameters are looked up."""
+    readers: dict[ModelReference, ConfigReader] = {}
+    for module in (config.modules or {}).values():
+        for piece in module.slices or []:
+            reader = ConfigReader(config=config, t=0, module=module, slice_out=piece)
+            for source in piece.sources:
+                readers.setdefault(source.model, reader)
+    return readers
+
+
+def _number(name: str, reader: ConfigReader, model: ModelReference | None, default: float) -> float:
+    """A parameter of the delegate that holds for a whole model."""
+    value = next((s[name] for s in reader.parameter_sources(model) if s and name in s), default)
+    if isinstance(value, int | float):
+        return float(value)
+    raise RecipeError(
+        f"parameter '{name}' holds for whole models with delegate refit, lists and filters do not fit it",
+        where=str(model or "parameters"),
+        remedy="give one number",
+    )
+
+
+def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
+    """Every model gives all of its layers in their order."""
+    base = donors.models[donors.recipe.base]
+    for name, module in (config.modules or {}).items():
+        count = len(base.architecture.layers(name))
+        taken: dict[ModelReference, list[int]] = {}
+        for piece in module.slices or []:
+            for source in piece.sources:
+                taken.setdefault(source.model, []).extend(range(*source.layer_range))
+        for model, layers in taken.items():
+            if count and layers != list(range(count)):
+                raise RecipeError(
+                    f"delegate refit runs whole models, the slices take layers {layers} of {count}",
+                    where=str(model),
+                    remedy="take all layers in their order ('models:'), or another delegate",
+                )
+
+
+def _check_models(models: Sequence[ModelReference], donors: Donors) -> None:
+    base = donors.models[donors.recipe.base]
+    for model in models:
+        donor = donors.found.get(model)
+        if donor is not None and donor.origin is not None:
+            raise RecipeError(
+                "delegate refit asks models for answers, a task vector ('finetuned_from') gives none",
+                where=str(model),
+                remedy="use delegate task_arithmetic, or leave 'finetuned_from' out",
+            )
+        if model != donors.recipe.base and shared_rows([base, donors.models[model]]) is not None:
+            raise RecipeError(
+                f"delegate refit needs models with one tokenizer, this one's is not that of {base.reference}",
+                where=str(model),
+                remedy="use another delegate",
+            )
+
+
+def _usual(donors: Donors, model: ModelReference) -> str:
+    """Samples where the recipe names none: what needs no data."""
+    kind = empty_model(donors.models[model].transformers_config)
+    if writes_text(kind):
+        return SELF
+    if kind.main_input_name == "pixel_values" and not hasattr(kind.config, "text_config"):
+        return SYNTHETIC
+    raise RecipeError(
+        f"delegate refit needs samples, {type(kind).__name__} cannot make its own",
+        where=str(model),
+        remedy="add 'data: FILE' under its parameters",
+    )
+
+
+def _pooled(recipe: Recipe, teachers: Sequence[Teacher]) -> bool:
+    """Whether there is one pool of samples: as the recipe says, else where all models have the same ones."""
+    wanted = recipe.value("targets")
+    same = len({teacher.data for teacher in teachers}) == 1 and teachers[0].data != SELF and len(teachers) > 1
+    if same and wanted == "own":
+        raise RecipeError(
+            f"'targets: own' needs samples of each model's own, all have '{teachers[0].data}'",
+            where="parameters",
+            remedy="write 'data' under each model, or 'targets: mean'",
+        )
+    return same if wanted is None else bool(wanted == "mean")
+
+
+def _read_each(teachers: Sequence[Teacher], donors: Donors, seed: int) -> list[Teacher]:
+    return [_read(teacher, donors, seed + number) for number, teacher in enumerate(teachers)]
+
+
+def _read_once(teachers: Sequence[Teacher], donors: Donors, seed: int) -> list[Teacher]:
+    """The same, samples that several models name read once."""
+    found: list[Teacher] = []
+    for number, teacher in enumerate(teachers):
+        known = teacher.data != SELF and any(other.data == teacher.data for other in found)
+        found.append(replace(teacher, batches=[]) if known else _read(teacher, donors, seed + number))
+    return found
+
+
+def _read(teacher: Teacher, donors: Donors, seed: int) -> Teacher:
+    if teacher.data == SELF:
+        return teacher
+    path = local_path(donors.models[teacher.model].reference.model.path)
+    kind = empty_model(donors.models[teacher.model].transformers_config)
+    found = read_batches(teacher.data, path, kind, teacher.samples, AT_ONCE, LENGTH, seed)
+    return replace(teacher, batches=together(unpadded(found.batches, teacher.data), AT_ONCE * LENGTH))

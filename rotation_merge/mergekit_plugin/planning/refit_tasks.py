@@ -1,0 +1,267 @@
+"""Delegate `refit` at work: one pass over all models ahead of the plan.
+
+It streams through the models itself and leaves every tensor of the output in files, so that mergekit's graph holds one
+of them at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import fmean
+from tempfile import gettempdir
+from typing import Any, cast
+
+import torch
+from mergekit.common import dtype_from_name
+from pydantic import Field
+from torch import Tensor
+
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.averaging.refit import Refit, Refitted, Teachers
+from rotation_merge.matching.alignment import Alignment, aligned_source
+from rotation_merge.matching.open_pair import WithTied
+from rotation_merge.mergekit_plugin.planning.donors import Donors
+from rotation_merge.mergekit_plugin.planning.refit import AT_ONCE, LENGTH, Lesson, Teacher
+from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
+from rotation_merge.mergekit_plugin.planning.whole import WholeTask, progress_bar
+from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.model.fold import folded_source
+from rotation_merge.model.heads import head_names, is_head
+from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
+from rotation_merge.model.sources import Average, Either
+from rotation_merge.run.data import first_apart, read_batches
+from rotation_merge.run.functions import Batch, local_path
+from rotation_merge.run.maps import linear_map
+from rotation_merge.run.runner import Fill, Runner, filled_model
+from rotation_merge.run.store import Store
+
+ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a recipe: 'spill')"
+"""What there is to do where results find no space."""
+
+
+class RefitModels(WholeTask):
+    """Refits the merge; gives its tensors by name."""
+
+    lesson: Lesson = Field(repr=False)
+    donors: Donors = Field(repr=False)
+    device: str = "cpu"
+    quiet: bool = False
+
+    def arguments(self) -> dict[str, KeyedTask]:
+        found = {str(t.model): self.donors.found.get(t.model) for t in self.lesson.teachers}
+        wholes = {name: donor.whole for name, donor in found.items() if donor is not None}
+        return {name: cast(KeyedTask, whole) for name, whole in wholes.items() if whole is not None}
+
+    def execute(self, **alignments: Alignment) -> Store:
+        with progress_bar("Refitting", self.quiet) as progress:
+            work = _Work(self, alignments)
+            try:
+                result = work.refit(progress)
+                work.write_rest()
+                if self.donors.recipe.value("heads_of") == "each" and not self.lesson.pooled:
+                    work.solve_heads(result)
+            finally:
+                work.states.close()
+        self._report(result)
+        return work.results
+
+    def tensor(self, name: str) -> RefittedTensor:
+        """The task that gives one of them."""
+        return RefittedTensor(key=f"refit:{name}", label=name, name=name, all=self)
+
+    def _report(self, result: Refitted) -> None:
+        run, lesson = self.donors.run, self.lesson
+        before, after = (fmean([getattr(m, name) for m in result.maps] or [0.0]) for name in ("before", "after"))
+        whose = "the mean of all models' answers" if lesson.pooled else "each sample's own model"
+        sources = ", ".join(f"`{t.model}` {t.data}" for t in lesson.teachers)
+        run.note(
+            f"Refit: {len(result.maps)} linear maps were solved, layer after layer, towards {whose} (ridge "
+            f"{lesson.ridge:g}, from the {lesson.start}; samples: {sources}). What their outputs lacked fell from "
+            f"{before:.3f} to {after:.3f} of what was wanted, on average, on these samples."
+        )
+        for why, names in result.kept.items():
+            kept = "the anchor" if lesson.start == "anchor" else "the average"
+            run.note(f"Refit kept {kept} ({why}): {', '.join(f'`{name}`' for name in names)}.")
+        head = self.donors.models[self.donors.recipe.base].tied_head
+        if head is not None and not self.donors.recipe.untie:
+            run.note(
+                f"Refit left the head `{head}` alone, which is tied to an embedding ('untie: true' solves it too)."
+            )
+        if result.whole:
+            run.note("Refit held each model whole in memory, as transformers stores it in another form than its files.")
+
+
+class _Work:
+    """One refit in progress: sources, samples, runners."""
+
+    def __init__(self, task: RefitModels, alignments: dict[str, Alignment]) -> None:
+        self.lesson, self.donors, self.device = task.lesson, task.donors, task.device
+        self.recipe = self.donors.recipe
+        self.base = self.donors.models[self.recipe.base]
+        self.states = Store(self.lesson.spill)
+        self.results = Store(self.lesson.spill) if self.lesson.spill else Store(gettempdir(), ELSEWHERE)
+        self.donors.run.endings.append(self.results.close)
+        self.sources = [self._source(t, alignments.get(str(t.model))) for t in self.lesson.teachers]
+        anchor = self._source(Teacher(self.recipe.base, 1.0, "", 0), None)
+        shares = [t.share for t in self.lesson.teachers]
+        self.anchor = anchor
+        average = Either(Average(self.sources, shares), anchor, self.recipe.excluded)  # the merge runs as it is written
+        self.start: TensorSource = anchor if self.lesson.start == "anchor" else average
+        self.written: set[str] = set()
+        tensors = self.base.architecture.tensors()
+        self.large = {info.name for info in tensors if len(info.axes) > 1 and not info.stacked}
+
+    def refit(self, progress: Progress) -> Refitted:
+        lesson, own = self.lesson, self.base.architecture
+        parts = [first_apart(self._samples(number)) for number in range(len(lesson.teachers))]
+        batches = [batch for part in parts for batch in part]
+        shares = [t.share for t in lesson.teachers]
+        if lesson.pooled:
+            given = [batches for _ in parts]
+            who = [[(k, i, share) for k, share in enumerate(shares)] for i in range(len(batches))]
+            weights = [1.0] * len(batches)
+        else:
+            given = parts
+            who = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
+            weights = [shares[k] * len(shares) for k, part in enumerate(parts) for _ in part]
+        self.runners = [
+            self._runner(str(number), self.donors.models[teacher.model].transformers_config, source, some)
+            for number, (teacher, source, some) in enumerate(zip(lesson.teachers, self.sources, given, strict=True))
+        ]
+        config = self.base.transformers_config
+        self.merge = self._runner("merge", config, self.start, batches, self._rounded)
+        answers = Teachers(self.runners, who, self.states)
+        return Refit(self.merge, own, answers, weights, lesson.ridge, self._write, self.recipe.excluded, progress).run()
+
+    def write_rest(self) -> None:
+        """What was not solved is what the merge started from."""
+        for info in self.base.architecture.tensors():
+            if all(name in self.written for name in info.names):
+                continue
+            tensor = read_tensor(info, self.start)
+            for name, piece in {} if tensor is None else unstack(info, tensor).items():
+                if name not in self.written and not self.recipe.excluded(name):
+                    self._write(name, piece)
+
+    def solve_heads(self, body_refit: Refitted) -> None:
+        """Every donor's own head, on its own samples, as the merged body carries them: the last maps of its refit.
+
+        All layers have been run on these samples, by the merge and by the donors.
+        """
+        own, run, exclude = self.base.architecture, self.donors.run, self.recipe.exclude
+        heads, first = head_names(own), 0
+        body = Either(self.anchor, _Stored(self.results), self.written.__contains__)
+
+        def skip(name: str) -> bool:
+            return name not in heads or any(part in name for part in exclude)
+
+        for teacher, source, runner in zip(self.lesson.teachers, self.sources, self.runners, strict=True):
+            count, config = len(runner.batches), self.donors.models[teacher.model].transformers_config
+            solved = run.heads.setdefault(str(teacher.model), {})
+
+            def write(name: str, tensor: Tensor, solved: dict[str, Tensor] = solved) -> Tensor:
+                solved[name] = tensor.to("cpu", self._dtype(name)).contiguous()
+                return solved[name].to(tensor)
+
+            if teacher.model != self.recipe.base and not all(map(skip, heads)):
+                merge = self._runner("", config, Either(body, source, heads.__contains__), runner.batches)
+                merge.follow(self.merge, first, is_head)
+                teacher_run = self._runner("", config, source, runner.batches)
+                teacher_run.follow(runner, 0, is_head)
+                answers = Teachers([teacher_run], [[(0, i, 1.0)] for i in range(count)], self.states)
+                shares, ridge = [1.0] * count, self.lesson.ridge
+                Refit(merge, own, answers, shares, ridge, write, skip, alike=body_refit.alike).run()
+            first += count
+        if any(run.heads.values()):
+            run.note(
+                "Refit solved each donor's own head as well, on its samples under the merged body ('exclude: NAME' "
+                "keeps what the name is part of)."
+            )
+
+    def _source(self, teacher: Teacher, alignment: Alignment | None) -> TensorSource:
+        """A model in the anchor's coordinates, by the anchor's names."""
+        model, own = self.donors.models[teacher.model], self.base.architecture
+        mark = self.donors.run.marks.setdefault(str(teacher.model), Fingerprint())
+        source: TensorSource = WithTied(self.donors.source(teacher.model, model.watched(mark)), own)
+        folded = self.donors.folded
+        if alignment is None:
+            return folded_source(own, source, folded, self.donors.dtype)
+        alignment = replace(alignment, folded=folded)
+        return aligned_source(own, source, alignment, WithTied(self.base, own), self.donors.dtype)
+
+    def _samples(self, number: int) -> list[Batch]:
+        """The samples that a teacher brings."""
+        teacher = self.lesson.teachers[number]
+        if teacher.batches is not None:
+            return teacher.batches
+        model = self.donors.models[teacher.model]
+        config = self.donors.models[teacher.model].transformers_config
+        writer = filled_model(config, model, model.architecture, self.exact, self.device)
+        path = local_path(model.reference.model.path)
+        return read_batches(
+            teacher.data, path, writer, teacher.samples, AT_ONCE, LENGTH, self.lesson.seed + number
+        ).batches
+
+    def _runner(
+        self, prefix: str, config: Any, source: TensorSource, batches: list[Batch], fill: Fill = lambda _, x: x
+    ) -> Runner:
+        own, untie = self.base.architecture, self.recipe.untie
+        return Runner(config, source, own, batches, self.states, prefix, self.exact, self.device, fill, untie)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """What a tensor of the output is stored in."""
+        stored = self.base.dtypes
+        found = dtype_from_name(self.recipe.config.dtype) or stored.get(name) or next(iter(stored.values()))
+        return cast(torch.dtype, found)
+
+    @property
+    def exact(self) -> torch.dtype:
+        """What is computed in."""
+        return torch.promote_types(self._dtype(self.base.names[0]), torch.float32)
+
+    def _rounded(self, info: TensorInfo, tensor: Tensor) -> Tensor:
+        """Tensors that are no linear maps run as they will be stored; what is solved is rounded afterwards.
+
+        The model may have more of them than the checkpoint: other names of what is tied. Embeddings are large, and are
+        written now that they are there.
+        """
+        blocks = (b for b in self.base.architecture.blocks if any(t.key == info.key for t in b.tensors))
+        solved = not tensor.is_floating_point() or any(linear_map(block, info) is not None for block in blocks)
+        if not solved and info.name in self.large and not self.recipe.excluded(info.name):
+            return self._write(info.name, tensor)
+        return tensor if solved else tensor.to(self._dtype(info.name))
+
+    def _write(self, name: str, tensor: Tensor) -> Tensor:
+        kept = tensor.to("cpu", self._dtype(name)) if tensor.is_floating_point() else tensor
+        self.results.put(name, [kept])
+        self.written.add(name)
+        return kept.to(tensor)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A store of single tensors as a source."""
+
+    store: Store
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.store
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        return self.store.get(name)[0]
+
+
+class RefittedTensor(KeyedTask):
+    """One tensor of a refitted merge."""
+
+    name: str
+    all: RefitModels = Field(repr=False)
+
+    def arguments(self) -> dict[str, KeyedTask]:
+        return {"all": self.all}
+
+    def execute(self, all: Store) -> Tensor:
+        return all.get(self.name)[0]
+
+    def uses_accelerator(self) -> bool:
+        return False

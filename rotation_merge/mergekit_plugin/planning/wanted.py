@@ -1,0 +1,63 @@
+"""One output tensor that a delegate of our own averages: what there is to know of it before it is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader
+from mergekit.graph import Task
+
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.errors import RecipeError, StatisticsError
+from rotation_merge.mergekit_plugin.planning.moves import Moves
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """
+    Attributes:
+        info: the anchor's tensor; of experts `piece` says which.
+        gather: gives each model's tensor, vocabularies brought together.
+        label: its name in the output.
+        shares: weights of the models.
+        parameters: the delegate's.
+    """
+
+    info: TensorInfo
+    piece: int
+    gather: Task
+    label: str
+    moves: Moves
+    reader: ConfigReader
+    shares: Mapping[ModelReference, float]
+    parameters: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        return f"{self.moves.out.number}:{self.label}"
+
+    def models(self, base: ModelReference) -> list[ModelReference]:
+        """Those that count, the base first.
+
+        Raises:
+            StatisticsError: none does.
+        """
+        counting = [model for model, share in self.shares.items() if share != 0]
+        if not counting:
+            raise StatisticsError(f"all weights of tensor '{self.label}' are zero", remedy="give one model a weight")
+        return sorted(counting, key=lambda model: model != base)
+
+    def check_shares(self, delegate: str) -> None:
+        """What a model knows can be left out, not taken away: sums of statistics have to stay positive.
+
+        Raises:
+            RecipeError: a weight is negative.
+        """
+        for model, share in self.shares.items():
+            if share < 0:
+                what = f"its weight is {share:g} (tensor '{self.label}')"
+                remedy = f"delegate {delegate} takes none below 0; 'delegate: linear' does"
+                raise RecipeError(what, where=str(model), remedy=remedy)

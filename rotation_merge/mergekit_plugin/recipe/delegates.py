@@ -1,0 +1,118 @@
+"""What may do the averaging: mergekit's methods, and our own. What can be said of them without a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mergekit import merge_methods
+from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethod, ParameterScope
+
+from rotation_merge.averaging.methods import METHODS
+from rotation_merge.averaging.ot_fusion import OtFusion
+from rotation_merge.averaging.refit_method import RefitMethod
+from rotation_merge.averaging.task_vectors import TASK_VECTORS
+from rotation_merge.mergekit_plugin.recipe.names import KEYS, METHOD, PLACES, Kind
+
+_METHODS: tuple[MergeMethod, ...] = (*METHODS, *TASK_VECTORS, OtFusion(), RefitMethod())
+
+OWN: dict[str, MergeMethod] = {method.spec.name: method for method in _METHODS}
+"""Delegates of our own. They need more than weights, so they stay out of mergekit's list and run only inside a
+rotation_merge recipe."""
+
+PREFIX = f"{METHOD}:"
+"""Under `rotation_merge:NAME` the tasks of a merge find a delegate of our own in mergekit's registry."""
+
+
+def names() -> list[str]:
+    """Everything that can be a delegate."""
+    known = [method.spec.name for method in merge_methods.registered_methods()]
+    return sorted({*OWN, *known} - {METHOD})
+
+
+def get(name: str) -> MergeMethod:
+    """A delegate by its name; ours before mergekit's.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    return OWN[name] if name in OWN else merge_methods.get(name)
+
+
+def registered_name(method: MergeMethod) -> str:
+    """What mergekit's registry knows a delegate by."""
+    name = method.spec.name
+    return f"{PREFIX}{name}" if OWN.get(name) is method else name
+
+
+@dataclass(frozen=True)
+class Delegate:
+    """One delegate, in words.
+
+    Attributes:
+        models: how many it takes.
+        base: whether it uses base_model.
+        required, optional: its parameters; `weight*` stands under each model.
+        own: whether it is one of ours.
+    """
+
+    name: str
+    title: str
+    models: str
+    base: str
+    required: list[str]
+    optional: list[str]
+    url: str | None
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """One parameter of rotation_merge."""
+
+    name: str
+    where: str
+    values: str
+    default: str
+    text: str
+
+
+def delegates() -> list[Delegate]:
+    """Everything that can do the averaging, by name."""
+    found = []
+    for spec in (get(name).spec for name in names()):
+        parameters = {p: p.name + ("" if p.scope == ParameterScope.SHARED else "*") for p in spec.parameters}
+        found.append(
+            Delegate(
+                spec.name,
+                spec.pretty_name or spec.name,
+                _models(spec.contract),
+                spec.contract.base.value if isinstance(spec.contract.base, BasePolicy) else str(spec.contract.base),
+                [name for p, name in parameters.items() if p.required],
+                [name for p, name in parameters.items() if not p.required],
+                spec.reference_url,
+                spec.name in OWN,
+            )
+        )
+    return found
+
+
+def _models(contract: InputContract) -> str:
+    low, high = contract.min_inputs, contract.max_inputs
+    words = str(low) if low == high else f"{low} or more" if high is None else f"{low} to {high}"
+    if contract.min_non_base is not None and contract.min_non_base == contract.max_non_base:
+        words += f", {contract.min_non_base} beside the base"
+    return words
+
+
+def options() -> list[Option]:
+    """Every parameter of rotation_merge itself."""
+    return [
+        Option(
+            key.name,
+            PLACES[key.scope],
+            ", ".join(value.words if isinstance(value, Kind) else str(value).lower() for value in key.values),
+            str(key.default).lower(),
+            key.words + (f" (delegate {', '.join(key.delegates)})" if key.delegates else ""),
+        )
+        for key in KEYS
+    ]

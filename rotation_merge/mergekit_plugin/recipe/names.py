@@ -1,0 +1,245 @@
+"""What a recipe may say to rotation_merge: one line of data for each parameter. What is not here is no parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.matching.options import CHOICES, MATCH_ON, by_stream
+
+METHOD = "rotation_merge"
+"""The merge method's name."""
+
+LEGACY = ("int8_mask",)
+"""Parameters that mergekit-evolve writes into every recipe although no method reads them any more."""
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+SHARES = ("t", "density")
+"""Parameters of delegates that are shares of something, which mergekit takes beyond it, too."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        words: what it is called, after "it must be".
+        holds: whether a value is of the kind.
+        role: whether it names what is read, what is written, or neither.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    role: str
+
+
+READ, WRITTEN, NEITHER = "read", "written", "neither"
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+FILE, MODEL = Kind("a file", _text, READ), Kind("a model", _text, READ)
+FOLDER, NEW_FILE = Kind("a folder", _text, WRITTEN), Kind("a file to write", _text, WRITTEN)
+NAMES, RANGES = Kind("names", _text, NEITHER), Kind("all, or ranges", _text, NEITHER)
+STREAMS = Kind(
+    "groups by stream (decoder=rotation,encoder=permutation)", lambda value: by_stream(value) is not None, NEITHER
+)
+PAIRS = Kind("OLD:NEW,... or ranges (0-3:0-3,4:6)", _text, NEITHER)
+METHOD_NAME = Kind("a merge method", _text, NEITHER)
+NUMBER = Kind("a number", _number, NEITHER)
+COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0, NEITHER)
+
+BLOCK, WHOLE = "block", "whole"
+"""Options of matching, allowed anywhere. BLOCK: with filters and per-layer lists, resolved once a block. WHOLE: one
+value for a whole donor."""
+EACH = "each"
+"""One value for a model; under it, or for all models under the recipe's parameters."""
+DONOR_ONLY = "donor"
+"""Only under one donor."""
+RECIPE = "recipe"
+"""Only under the recipe's parameters: holds for the merge."""
+
+PLACES = {
+    BLOCK: "anywhere",
+    WHOLE: "anywhere",
+    EACH: "under the recipe or one model",
+    DONOR_ONLY: "under one donor",
+    RECIPE: "under the recipe",
+}
+"""Where parameters of a scope stand, in words."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One parameter.
+
+    Attributes:
+        scope: where it may stand.
+        values: what it may be: words, numbers, true and false as they stand, and kinds of values.
+        words: what it does.
+        default: what holds where it is not given.
+        delegates: our own delegates that read it (empty: it holds whatever the delegate).
+    """
+
+    name: str
+    scope: str
+    values: tuple[Any, ...]
+    words: str
+    default: Any = None
+    delegates: tuple[str, ...] = ()
+
+    def check(self, value: Any) -> Any:
+        """The value, if it is one that the parameter may have; YAML reads off and no as false, which here is none.
+
+        Raises:
+            RecipeError: it is none of them.
+        """
+        if value is False and self.default is None and False not in self.values:
+            return None
+        literals = [v for v in self.values if not isinstance(v, Kind)]
+        if any(value == known and type(value) is type(known) for known in literals):
+            return value
+        if any(kind.holds(value) for kind in self.values if isinstance(kind, Kind)):
+            return None if value == "none" and self.default is None else value
+        close = nearest(str(value), [str(word).lower() for word in literals]) if isinstance(value, str) else ""
+        remedy = close if "did you mean" in close else f"it must be {self.allowed}"
+        raise RecipeError(f"parameter '{self.name}' is {value!r}", remedy=remedy)
+
+    @property
+    def allowed(self) -> str:
+        """What it may be, in words."""
+        words = [v.words if isinstance(v, Kind) else str(v).lower() for v in self.values]
+        return words[0] if len(words) == 1 else f"one of: {', '.join(words)}"
+
+
+REFIT = ("refit",)
+
+KEYS = (
+    Key("attention", BLOCK, CHOICES["attention"], "maps inside attention heads", "rotation"),
+    Key("heads", BLOCK, CHOICES["heads"], "order of attention heads", "none"),
+    Key("ffn", BLOCK, CHOICES["ffn"], "order of FFN neurons and of experts", "permutation"),
+    Key("rescale", BLOCK, CHOICES["rescale"], "rescaling, positive or (where allowed) signed", True),
+    Key("residual", WHOLE, (*CHOICES["residual"], STREAMS), "group of the residual stream", "none"),
+    Key(
+        "shift_head",
+        BLOCK,
+        CHOICES["shift_head"],
+        "true: an untied head's rows move by one vector: logits change, probabilities do not",
+        False,
+    ),
+    Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
+    Key(
+        "match_on",
+        EACH,
+        MATCH_ON,
+        "what maps are chosen by (not given: weights); activations: of both models on samples ('data'); both: streams "
+        "start from these, and all count (not given: for 'carry: activations')",
+    ),
+    Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
+    Key(
+        "carry",
+        DONOR_ONLY,
+        ("weights", "activations", "refit", "distil"),
+        "how what 'finetuned_from' changed is carried",
+        "weights",
+    ),
+    Key("scale", DONOR_ONLY, ("auto", NUMBER), "of that change; auto (of refit and distil the default): by samples"),
+    Key("widths", DONOR_ONLY, (False, True), "true: what 'finetuned_from' names may be of other sizes", False),
+    Key(
+        "layers_map",
+        DONOR_ONLY,
+        ("auto", PAIRS),
+        "which of its layers meet which of base_model's, if it is of another depth; auto: by similarity",
+    ),
+    Key("steps", DONOR_ONLY, (COUNT,), "of 'carry: distil'", 50),
+    Key(
+        "alignment",
+        DONOR_ONLY,
+        (FILE,),
+        "file of transforms to apply instead of matching",
+    ),
+    Key(
+        "statistics",
+        EACH,
+        (FILE,),
+        "what 'rotation-merge measure' wrote of the model; by itself or beside the model. Not given: beside the model",
+        delegates=("regmean", "fisher", "kfac"),
+    ),
+    Key(
+        "data",
+        EACH,
+        ("self", "synthetic", FILE),
+        "samples; for ot_fusion one pool for all models (not given: weights alone), for refit each model's own, for "
+        "donors that are carried ('carry', 'scale: auto') or matched on activations ('match_on') theirs",
+        delegates=("ot_fusion", "refit"),
+    ),
+    Key("samples", EACH, (COUNT,), "how many", 64, REFIT),
+    Key("targets", RECIPE, ("own", "mean"), "own: each sample is answered by the model it belongs to", None, REFIT),
+    Key("start", RECIPE, ("average", "anchor"), "what the maps are before they are solved", "average", REFIT),
+    Key("spill", RECIPE, (FOLDER,), "where hidden states wait instead of in memory", None, REFIT),
+    Key("delegate", RECIPE, (METHOD_NAME,), "the merge method that does the averaging", "linear"),
+    Key("unsupported", RECIPE, ("error", "merge"), "merge: merge without alignment what cannot be aligned", "error"),
+    Key("exclude", RECIPE, (NAMES,), "comma-separated parts of tensor names: such tensors are copied from base_model"),
+    Key("heads_of", RECIPE, ("base", "each"), "each: the merged body is also written under every donor's head", "base"),
+    Key("untie", RECIPE, (False, True), "true: give the output its own head where residual rotation needs it", False),
+    Key("anchor", RECIPE, ("base", "mean"), "mean: align all models to their running mean", "base"),
+    Key(
+        "save_alignment", RECIPE, (False, True, NEW_FILE), "keep the transforms used, in this file or beside the model"
+    ),
+    Key("preset", RECIPE, ("near", "far", "auto"), "options for near or far models; auto: as the weights say"),
+    Key(
+        "prove",
+        RECIPE,
+        (False, True),
+        "true: compare outputs of donors moved by alignment files with the donors'",
+        False,
+    ),
+    Key("report", RECIPE, (False, True), "true: also write the report as an HTML page", False),
+)
+"""Every parameter. To add one, add a line; `Recipe.value` and `Recipe.of_model` read it."""
+
+PRESETS = {
+    "near": {"heads": "none", "residual": "none"},
+    "far": {"heads": "permutation", "residual": "largest"},
+}
+"""What `preset` sets where a recipe does not say otherwise."""
+
+UNMOVED = "unmoved"
+RELATIONS: dict[str, dict[str, Any]] = {
+    **PRESETS,
+    UNMOVED: {"attention": "none", "heads": "none", "ffn": "none", "rescale": False},
+}
+"""The same by how a donor lies to the anchor; unmoved: its change is added as it is."""
+
+BY_NAME = {key.name: key for key in KEYS}
+
+
+def names(*scopes: str) -> tuple[str, ...]:
+    """Names of the parameters of some scopes, in the order of the table."""
+    return tuple(key.name for key in KEYS if key.scope in scopes)
+
+
+OPTIONS = names(BLOCK, WHOLE)
+"""Options of matching."""
+
+OF_MODEL = names(EACH, DONOR_ONLY)
+"""Parameters that say something about one model."""
+
+
+def normal(name: str, value: Any) -> Any:
+    """YAML reads off/no as False; for options that are words it means none."""
+    if name == "rescale":
+        return {"none": False, "joint": True, "true": True, "false": False}.get(str(value).lower(), value)
+    if name == "layers":
+        return str(value)
+    return "none" if value is False and "none" in CHOICES.get(name, ()) else value

@@ -1,0 +1,331 @@
+"""Every fault of one document that can be seen without a model: keys, types, delegates, parameters, slices."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Any
+
+from mergekit import merge_methods
+from mergekit._data import chat_templates
+from mergekit.common import dtype_from_name
+from mergekit.config import ConditionalParameter, MergeConfiguration
+from mergekit.merge_methods.base import MergeMethod, ParameterSpec
+from pydantic import ValidationError
+
+from rotation_merge.architecture.model import Architecture
+from rotation_merge.errors import RecipeError, nearest, short
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.mergekit_plugin.recipe import delegates
+from rotation_merge.mergekit_plugin.recipe.contract import check_contract, wanted
+from rotation_merge.mergekit_plugin.recipe.document import Document, Path
+from rotation_merge.mergekit_plugin.recipe.idle import check_idle
+from rotation_merge.mergekit_plugin.recipe.names import (
+    BLOCK,
+    BY_NAME,
+    DONOR_ONLY,
+    DTYPES,
+    LEGACY,
+    METHOD,
+    OPTIONS,
+    RECIPE,
+    SHARES,
+    normal,
+)
+from rotation_merge.mergekit_plugin.recipe.places import (
+    at,
+    existing,
+    filters,
+    items,
+    leaves,
+    outputs,
+    parts,
+    reference,
+    scopes,
+    varies,
+)
+
+MULTI_KEYS = ("name",)
+"""Keys that mergekit-multi adds to a document."""
+
+
+def check_settings(document: Document) -> None:
+    """Collect every fault of one document that can be seen without a model."""
+    _keys(document, (), document.value, (*MergeConfiguration.model_fields, *MULTI_KEYS))
+    for path, kind in parts(document.value):
+        _keys(document, path, at(document.value, path), tuple(kind.model_fields))
+    _types(document)
+    method = document.value.get("merge_method")
+    if method != METHOD:
+        known = [METHOD, *(m.spec.name for m in merge_methods.registered_methods())]
+        if isinstance(method, str) and method not in known:
+            document.fault(("merge_method",), f"there is no merge method '{method}'", nearest(method, known))
+        return
+    if document.value.get("base_model") is None:
+        document.fault((), "base_model is missing", "name the model that donors are aligned to")
+    for key in ("dtype", "out_dtype"):
+        _dtype(document, key)
+    _chat_template(document)
+    _tokenizer(document)
+    delegate = _delegate(document)
+    for path, ours in scopes(document.value):
+        _parameters(document, path, ours, delegate)
+    _slices(document)
+    if delegate is not None:
+        check_contract(document, delegate)
+        check_idle(document, [parameter.name for parameter in delegate.spec.parameters])
+
+
+def tokenizer_source(value: Mapping[str, Any]) -> tuple[Path, str | None]:
+    """Where a recipe says whose tokenizer the result gets, and the model named there; None for `base` or `union`."""
+    for path in (("tokenizer", "source"), ("tokenizer_source",)):
+        found = at(value, path)
+        if found is not None and found not in ("base", "union"):
+            named = reference(found)
+            return path, named.model.path if named is not None else None
+    return (), None
+
+
+def _tokenizer(document: Document) -> None:
+    """A folder that is not there, before somebody looks for it on the hub for a minute."""
+    path, name = tokenizer_source(document.value)
+    if name is not None and not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        document.fault(path, f"{name}: no such directory", "name a model with its tokenizer, or write base or union")
+
+
+def _keys(document: Document, path: Path, value: Any, known: tuple[str, ...]) -> None:
+    for key in value if isinstance(value, Mapping) else ():
+        if key not in known:
+            remedy = nearest(str(key), known)
+            if not path and key in BY_NAME:
+                remedy = "it stands under 'parameters'"
+            document.fault((*path, str(key)), f"there is no key '{key}' here", remedy)
+
+
+def _types(document: Document) -> None:
+    """mergekit's own validation, every error at its place."""
+    content = {key: value for key, value in document.value.items() if key not in MULTI_KEYS}
+    try:
+        document.config = MergeConfiguration.__pydantic_validator__.validate_python(content)
+    except ValidationError as error:
+        seen: set[Path] = set()
+        for found in error.errors():
+            path = existing(document.value, tuple(found["loc"]))
+            if path not in seen and not any(known[: len(path)] == path for known in seen):
+                seen.add(path)
+                document.fault(path, *explain(found))
+    except (RuntimeError, TypeError, ValueError) as error:
+        document.fault((), str(error), "see mergekit's documentation")
+
+
+def explain(found: Mapping[str, Any]) -> tuple[str, str]:
+    """One of pydantic's errors in a user's words: what is wrong, and the remedy."""
+    place = found["loc"]
+    if found["type"] == "missing":
+        return f"'{place[-1]}' is missing", f"add '{place[-1]}: ...'"
+    if "parameters" in place[:-1]:
+        return "this is no value", "write a number or a word, a list of them, or a list of {filter: ..., value: ...}"
+    expected = {"list_type": "a list", "dict_type": "a mapping of keys to values", "string_type": "a word"}
+    if found["type"].startswith("model") or found["type"] in expected:
+        word = expected.get(found["type"], "a mapping of keys to values")
+        if place[-1] in ("model", "base_model"):
+            word = "a directory or org/name"
+        model = isinstance(found.get("input"), str) and len(found["loc"]) > 1 and found["loc"][-2] == "models"
+        write = f"write '- model: {found['input']}'" if model else f"it is {str(found.get('input'))[:60]!r}"
+        return f"{word} is expected here", write
+    return f"{found['msg'][:1].lower()}{found['msg'][1:]}", "see mergekit's documentation"
+
+
+def _dtype(document: Document, key: str) -> None:
+    value = document.value.get(key)
+    try:
+        dtype = dtype_from_name(value)
+    except (RuntimeError, AttributeError):
+        document.fault((key,), f"{key} is {value!r}, which does not exist", nearest(str(value), DTYPES))
+        return
+    if dtype is not None and not dtype.is_floating_point:
+        what = f"{key} is {value!r}, weights are floating-point numbers"
+        document.fault((key,), what, f"choose one of: {', '.join(DTYPES)}")
+
+
+def _chat_template(document: Document) -> None:
+    """mergekit reads it when all weights have been merged: auto, the name of a template it ships, or a template."""
+    value = document.value.get("chat_template")
+    if value is None or not isinstance(value, str):
+        return
+    shipped = [file.name.removesuffix(".jinja") for file in resources.files(chat_templates).iterdir()]
+    known = sorted({"auto", *(name for name in shipped if not name.startswith("__"))})
+    if value not in known and (len(value) < 20 or "{" not in value):
+        document.fault(("chat_template",), f"there is no chat template '{short(value)}'", nearest(value, known))
+
+
+def _delegate(document: Document) -> MergeMethod | None:
+    value = at(document.value, ("parameters", "delegate"))
+    name = BY_NAME["delegate"].default if value is None else value
+    known = delegates.names()
+    if not isinstance(name, str) or name not in known:
+        remedy = nearest(str(name), known)
+        document.fault(("parameters", "delegate"), f"no merge method '{name}' to delegate to", remedy)
+        close = difflib.get_close_matches(str(name), known, n=1)
+        return delegates.get(close[0]) if close else None
+    return delegates.get(name)
+
+
+def _parameters(document: Document, path: Path, ours: tuple[str, ...], delegate: MergeMethod | None) -> None:
+    settings = at(document.value, path)
+    own = {spec.name: spec for spec in delegate.spec.parameters} if delegate else {}
+    for name, value in settings.items() if isinstance(settings, Mapping) else ():
+        here = (*path, str(name))
+        if name in ours or name in own:
+            _setting(document, here, name, value, own.get(name), delegate)
+        elif name in BY_NAME:
+            document.fault(here, f"parameter '{name}' does not belong here", _where(name))
+        elif delegate is not None and name not in LEGACY:
+            what = f"there is no parameter '{name}' (delegate {delegate.spec.name})"
+            document.fault(here, what, nearest(str(name), [*own, *ours]))
+
+
+def _where(name: str) -> str:
+    """Where a parameter of ours stands that stands somewhere else."""
+    places = {RECIPE: "under the recipe's 'parameters'", DONOR_ONLY: "under one donor's 'parameters'"}
+    return f"move it {places.get(BY_NAME[name].scope, 'under one model, or under the recipe')}"
+
+
+def _setting(
+    document: Document, path: Path, name: str, value: Any, spec: ParameterSpec | None, delegate: MergeMethod | None
+) -> None:
+    """One parameter: the form of its setting, the delegates that read it, its values."""
+    key = BY_NAME.get(name)
+    if key is not None and key.scope != BLOCK and varies(value):
+        if name != "delegate":  # of which it has been said that it is no method
+            what = f"parameter '{name}' holds for the whole model, lists and filters do not fit it"
+            remedy = "write ranges such as '0-5,11' in one string" if name == "layers" else "give one value"
+            document.fault(path, what, remedy)
+        return
+    idle = key is not None and key.delegates and delegate is not None and delegate.spec.name not in key.delegates
+    if key is not None and delegate is not None and idle and not _on_samples(document, path):
+        what = f"parameter '{name}' does nothing with delegate {delegate.spec.name}"
+        document.fault(path, what, f"leave it out; it is read by delegate {', '.join(key.delegates)}")
+    for place, item in [(path, value), *(((*path, i), item) for i, item in items(value) if isinstance(value, list))]:
+        _keys(document, place, item, tuple(ConditionalParameter.model_fields))
+    for leaf, place in leaves(value, path):
+        try:
+            check_value(name, leaf, spec, delegate)
+        except RecipeError as error:
+            document.fault(place, error.what, error.remedy or "")
+
+
+def _on_samples(document: Document, path: Path) -> bool:
+    """Whether a parameter says on which samples a donor is carried to the anchor, or donors are matched."""
+    if path[-1] not in ("data", "samples"):
+        return False
+    found = [at(document.value, place) or {} for place, _ in scopes(document.value)]
+    carried = found if path[:-1] == ("parameters",) else [at(document.value, path[:-1]) or {}]
+    return any("match_on" in settings for settings in found) or any("finetuned_from" in own for own in carried)
+
+
+def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delegate: MergeMethod | None = None) -> None:
+    """A single value of a parameter.
+
+    Args:
+        spec: the delegate's own parameter of this name; where we have one too, both must know the value.
+
+    Raises:
+        RecipeError: it is none that the parameter may have.
+    """
+    if name in OPTIONS:
+        AlignConfig.from_values({name: normal(name, value)})
+    elif name in BY_NAME and name != "delegate":
+        BY_NAME[name].check(value)
+    if spec is None or delegate is None:
+        return
+    try:
+        valid = spec.validate(value)
+    except ValidationError:
+        what = f"parameter '{name}' is {value!r}"
+        if name not in BY_NAME:
+            raise RecipeError(what, remedy=f"it must be {wanted(spec)}") from None
+        raise RecipeError(
+            f"{what}, which also holds for delegate {delegate.spec.name}: its own '{name}' is {wanted(spec)}",
+            remedy=f"write {wanted(spec)}, or choose a delegate without '{name}'",
+        ) from None
+    if isinstance(valid, float) and not math.isfinite(valid):
+        raise RecipeError(f"parameter '{name}' is {value!r}", remedy="give a finite number")
+    if name in SHARES and isinstance(valid, int | float) and not 0 <= valid <= 1:
+        raise RecipeError(f"parameter '{name}' is {value!r}", remedy="it is a share: give a number from 0 to 1")
+
+
+def _slices(document: Document) -> None:
+    """Sources of a slice have equally long ranges of layers, from a first to a later one, and the recipe's anchor."""
+    anchor = reference(document.value.get("base_model"))
+    for path, part in outputs(document.value):
+        for i, piece in items(part.get("slices")):
+            here = (*path, "slices", i)
+            own = reference(piece.get("base_model")) if isinstance(piece, Mapping) else None
+            if own is not None and own != anchor:
+                what = f"base_model is {own}, that of the recipe is {anchor}"
+                document.fault(here, what, "all slices share one anchor; remove the slice's own base_model")
+            _lengths(document, here, [(j, source) for j, source in items(at(piece, ("sources",)))])
+
+
+def _lengths(document: Document, path: Path, sources: list[tuple[int, Any]]) -> None:
+    lengths = []
+    for j, source in sources:
+        span = at(source, ("layer_range",))
+        if not isinstance(span, list | tuple) or [type(end) for end in span] != [int, int]:
+            return
+        if not 0 <= span[0] < span[1]:
+            place = (*path, "sources", j, "layer_range")
+            document.fault(place, f"layer_range is {list(span)}", "write [first layer, one after the last]")
+            return
+        lengths.append(span[1] - span[0])
+    if len(set(lengths)) != 1:
+        what = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
+        document.fault(path, what, "give every source of a slice the same number of layers")
+
+
+def check_words(document: Document, architecture: Architecture, tensors: Iterable[str]) -> None:
+    """Layers and parts of names that a recipe gives are those of some layer, and of some tensor.
+
+    Args:
+        architecture: of the anchor.
+        tensors: names of all models' tensors.
+    """
+    known = sorted(set(tensors))
+    for path, _ in scopes(document.value):
+        for leaf, place in leaves(at(document.value, (*path, "layers")), (*path, "layers")):
+            try:
+                AlignConfig(layers=normal("layers", leaf)).check_layers(architecture)
+            except RecipeError as error:
+                document.fault(place, error.what, error.remedy or "")
+    here = ("parameters", "exclude")
+    for word in str(at(document.value, here) or "").split(","):
+        if word.strip() and not any(word.strip() in name for name in known):
+            document.fault(here, f"no tensor's name holds '{word.strip()}'", _like(word.strip(), known))
+
+
+def _like(word: str, names: list[str]) -> str:
+    """Parts of names that resemble a word."""
+    parts = {part for name in names for part in name.split(".") if not part.isdigit()}
+    close = difflib.get_close_matches(word.rpartition(".")[2], sorted(parts), n=3, cutoff=0.4)
+    return f"names hold {', '.join(close)}" if close else f"names are like '{names[0]}'" if names else "none is known"
+
+
+def check_filters(document: Document, blocks: Iterable[str]) -> None:
+    """Filters of our own options see blocks, not tensors: collect those that fit none and were written for tensors.
+
+    Args:
+        blocks: module paths of the anchor's blocks.
+    """
+    known = list(blocks)
+    example = next((name for name in known if name.endswith(".0")), known[0])
+    for path, _ in scopes(document.value):
+        for option, setting in items(at(document.value, path)):
+            for text in filters(setting) if option in OPTIONS else ():
+                if not any(text in name for name in known):
+                    what = f"the filter '{text}' of '{option}' matches no block"
+                    remedy = f"options of the alignment hold for whole blocks, which are called like '{example}'"
+                    document.fault((*path, option), what, remedy)

@@ -1,0 +1,17 @@
+"""What the hooks have done in this process, and whether the user wants them. Imported at every interpreter start."""
+
+SWITCH = "ROTATION_MERGE_PLUGIN"
+"""Environment variable that, set to 0, leaves mergekit alone."""
+
+failed: "dict[str, Exception]" = {}
+"""Modules of mergekit that could not be extended, and why."""
+
+loaded: "set[str]" = set()
+"""Groups of entry points that mergekit has loaded by itself; what they give is not given a second time."""
+
+
+def switched_off() -> bool:
+    """Whether the user wants mergekit to be left alone."""
+    from os import environ
+
+    return environ.get(SWITCH) == "0"

@@ -1,0 +1,1 @@
+"""Checkpoints and state dicts as models: opening, moving and writing their tensors."""

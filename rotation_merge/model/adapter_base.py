@@ -1,0 +1,68 @@
+"""Whether an adapter was trained on the model that it is put on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+
+from rotation_merge.errors import CheckpointError, RotationMergeError
+from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.checkpoint import Model, open_model
+from rotation_merge.model.headers import read_json
+from rotation_merge.model.hub import in_cache, is_hub_name
+from rotation_merge.model.nearness import Nearness, nearness
+from rotation_merge.record import REPORT_FILE
+
+SAME = 0.9999
+"""Least cosine of two copies of one model, in whatever types they are stored."""
+
+OWN_BASE = "put it on its own base; if this is a copy of it, correct 'base_model_name_or_path' in adapter_config.json"
+
+
+def check_own_base(model: Model, others: Iterable[Model] = (), remedy: str = OWN_BASE) -> None:
+    """Refuse a model with an adapter that was trained on another base, unless mergekit runs with --allow-crimes.
+
+    Args:
+        others: bases that it may have been trained on as well.
+
+    Raises:
+        CheckpointError: names its base and the model that it stands on.
+    """
+    if model.adapter is None or model.options.allow_crimes:
+        return
+    plain = Model(model.reference.model_copy(update={"lora": None}), model.options, model.unsupported)
+    check_base(model.adapter, [*others, plain], str(model.reference), remedy)
+
+
+def check_base(adapter: Adapter, bases: Iterable[Model], where: str, remedy: str) -> None:
+    """Refuse an adapter that was trained on none of some bases: told by the weights that the report beside it names,
+    where it was carried before, by those of the base that its config names, where that is here, else by that name.
+
+    Raises:
+        CheckpointError: names its base and the others.
+    """
+    name, bases = adapter.config.get("base_model_name_or_path"), list(bases)
+    if not name:
+        return
+    beside = os.path.join(adapter.path, REPORT_FILE)
+    marks = read_json(beside).get("fingerprints") if os.path.isfile(beside) else None
+    mark = marks.get(name) if isinstance(marks, dict) else None
+    others = " or ".join(str(base.reference) for base in bases)
+    if mark is not None and mark not in (base.fingerprint for base in bases):
+        what = f"was carried to {name}, whose weights were not those of {others}"
+        raise CheckpointError(what, where=where, remedy=remedy)
+    if mark is None and not any(_is_called(base, str(name)) for base in bases):
+        raise CheckpointError(f"is an adapter of {name}, not of {others}", where=where, remedy=remedy)
+
+
+def _is_called(base: Model, name: str) -> bool:
+    """Whether a base is what goes by a name: that very folder, the same weights, or a folder called so."""
+    path = str(base.reference.model.path)
+    if os.path.realpath(name) == os.path.realpath(path) or name == path:
+        return True
+    folder = name if os.path.isdir(name) else in_cache(name, None) if is_hub_name(name) else None
+    near = Nearness({})
+    with suppress(RotationMergeError):  # such as a folder without weights
+        near = near if folder is None else nearness(base.architecture, base, open_model(folder))
+    return near.least >= SAME if near.cosines else os.path.basename(name) == os.path.basename(path)

@@ -1,0 +1,271 @@
+"""LoRA adapters as they lie on disk: what an adapter does to each weight of the model it was trained on.
+
+A weight W becomes W + s B A with s = alpha / r (Hu and others, 2021), s = alpha / sqrt(r) (rsLoRA: Kalajdzievski,
+2023), or m (W + s B A) / |W + s B A| row by row (DoRA: Liu and others, 2024, equation 5). Names and shapes are those of
+the peft library. Everything is read when it is asked for, and nothing is kept on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
+from torch import Tensor
+
+from rotation_merge.errors import CheckpointError
+from rotation_merge.linalg.finite import all_finite
+from rotation_merge.model.headers import ADAPTER_CONFIG, Shapes, check_local, file_shapes, holds_model, read_json
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS]
+
+BEYOND = {
+    "alora_invocation_tokens": "it works from certain tokens on only",
+    "arrow_config": "it chooses among experts token by token",
+    "kasa_config": "KaSA changes the base weights",
+    "layer_replication": "it repeats layers",
+    "monteclora_config": "its weights are drawn at random",
+    "trainable_token_indices": "it trains single tokens",
+    "use_bdlora": "its factors are block-diagonal",
+    "use_qalora": "its factors act on groups of inputs",
+}
+"""Entries of an adapter's config that make it more than W + s B A, and what they mean."""
+
+SHIFTS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to begin (`init_lora_weights`) that also change the base weights, which the adapter alone does not tell."""
+
+KEPT = 4
+"""Factors that are kept: those of two weights, which experts have side by side."""
+
+_FACTOR = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.(?P<leaf>weight|bias))?"
+)
+_PARTS = {
+    "lora_A": "a",
+    "lora_B": "b",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
+    "lora_magnitude_vector": "magnitude",
+}
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a directory holds an adapter and no model.
+
+    Raises:
+        CheckpointError: it holds both.
+    """
+    found = os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
+    if found and holds_model(path):
+        check_local(path)
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an adapter does to one parameter, by the names of the tensors in its file.
+
+    Attributes:
+        a, b: the factors A (r, in) and B (out, r); of an embedding, in = tokens and out = width.
+        magnitude: DoRA's m, (out,).
+        shift: what is added, `scale` times, to a bias.
+        value: what the parameter is replaced by, before anything else.
+        embedding: W is (in, out), not (out, in).
+    """
+
+    a: str | None = None
+    b: str | None = None
+    magnitude: str | None = None
+    shift: str | None = None
+    value: str | None = None
+    scale: float = 1.0
+    embedding: bool = False
+
+
+class Adapter:
+    """A LoRA adapter in a directory.
+
+    Attributes:
+        changes: by the name of the parameter (`model.layers.0.self_attn.q_proj.weight`), as the model's class has it.
+    """
+
+    def __init__(self, path: str) -> None:
+        """
+        Args:
+            path: the directory.
+
+        Raises:
+            CheckpointError: it holds no adapter, a damaged one, or one that is more than W + s B A.
+        """
+        self.path = path
+        if not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
+            raise CheckpointError("no LoRA adapter is there", where=path, remedy=f"{ADAPTER_CONFIG} is needed")
+        self.config: dict[str, Any] = read_json(os.path.join(path, ADAPTER_CONFIG))
+        self._check_config()
+        self.shapes: Shapes = file_shapes(self._file)
+        self._kept: dict[str, Tensor] = {}
+        self.changes = {name: self._scaled(name, change) for name, change in self._read_names().items()}
+        self._check_changes()
+
+    @property
+    def rank(self) -> int:
+        """The largest of its factors, which what is carried of it may have everywhere; one where it has none."""
+        return max((self.shapes[c.a][0] for c in self.changes.values() if c.a is not None), default=1)
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor, float] | None:
+        """A (r, in), B (out, r) as they are stored and s, so that the parameter gains s B A; None: it has none."""
+        change = self.changes[name]
+        if change.a is None or change.b is None:
+            return None
+        return self.tensor(change.a), self.tensor(change.b), change.scale
+
+    def apply(self, name: str, weight: Tensor, transposed: bool = False) -> Tensor:
+        """A parameter as the adapter makes it, in float32 at least.
+
+        Args:
+            weight: of the base model, (out, in) or a convolution's (out, in, ...).
+            transposed: it is stored as (in, out).
+        """
+        change = self.changes[name]
+        work = torch.promote_types(weight.dtype, torch.float32)
+        result = weight.to(work)
+        if change.value is not None:
+            result = self.tensor(change.value).to(work)
+        if change.shift is not None:
+            result = result + change.scale * self.tensor(change.shift).to(work)
+        factors = self.factors(name)
+        if factors is not None:
+            a, b, scale = factors
+            delta = scale * (b.to(work).flatten(1) @ a.to(work).flatten(1))
+            flipped = transposed or change.embedding
+            result = result + (delta.T if flipped else delta.reshape(result.shape))
+            if change.magnitude is not None:
+                rows = (result.T if flipped else result).norm(dim=1)
+                factor = (self.tensor(change.magnitude).to(work).flatten() / rows)[:, None]
+                result = result * (factor.T if flipped else factor)
+        return result
+
+    def shape(self, name: str) -> tuple[int, int] | None:
+        """(out, in) of what is added to a parameter, None where nothing or a vector is."""
+        change = self.changes[name]
+        if change.a is None or change.b is None:
+            return None
+        a, b = self.shapes[change.a], self.shapes[change.b]
+        return b[0], int(torch.Size(a[1:]).numel())
+
+    @cached_property
+    def _file(self) -> str:
+        found = next((file for name in WEIGHTS if os.path.isfile(file := os.path.join(self.path, name))), None)
+        if found is None:
+            raise CheckpointError("the adapter has no weights", where=self.path, remedy=f"{WEIGHTS[0]} is needed")
+        return found
+
+    @cached_property
+    def _loader(self) -> LazyTensorLoader:
+        return LazyTensorLoader(ShardedTensorIndex.from_file(self._file), lazy_unpickle=False)
+
+    def tensor(self, key: str) -> Tensor:
+        """One tensor of the file.
+
+        Raises:
+            CheckpointError: it holds NaN or infinity.
+        """
+        tensor: Tensor = self._loader.get_tensor(key)
+        if not all_finite([tensor]):
+            raise self._damaged(f"'{key}' holds NaN or infinity")
+        return tensor
+
+    def factor(self, key: str) -> Tensor:
+        """A factor that holds those of all experts, who ask for it one after the other; not to be changed."""
+        if key not in self._kept:
+            if len(self._kept) == KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = self.tensor(key)
+        return self._kept[key]
+
+    def _check_config(self) -> None:
+        kind = self.config.get("peft_type")
+        if kind != "LORA":
+            raise self.refusal(f"is an adapter of kind {kind}, not a LoRA")
+        for entry, meaning in BEYOND.items():
+            if self.config.get(entry):
+                raise self.refusal(f"'{entry}' is set: {meaning}")
+        begun = self.config.get("init_lora_weights")
+        if isinstance(begun, str) and begun.lower().startswith(SHIFTS_BASE):
+            raise self.refusal(f"it was begun with '{begun}', which changes the base weights")
+
+    def refusal(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            what, where=self.path, remedy="merge it into its base model with peft, and name the result"
+        )
+
+    def _read_names(self) -> dict[str, Change]:
+        found: dict[str, Change] = {}
+        for key in sorted(self.shapes):
+            stem = key.removeprefix("base_model.model.")
+            match = _FACTOR.fullmatch(stem)
+            if match is None:
+                if "lora_" in stem or ".token_adapter." in stem:
+                    raise self.refusal(f"tensor '{key}' is no part of W + s B A")
+                name = re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem)
+                found[name] = replace(found.get(name, Change()), value=key)
+            elif match["leaf"] == "bias":
+                name = f"{match['module']}.bias"
+                found[name] = replace(found.get(name, Change()), shift=key)
+            else:
+                name = f"{match['module']}.weight"
+                part: dict[str, Any] = {_PARTS[match["part"]]: key}
+                change = replace(found.get(name, Change()), **part)
+                found[name] = replace(change, embedding=change.embedding or "embedding" in match["part"])
+        return found
+
+    def _scaled(self, name: str, change: Change) -> Change:
+        """With s, which may be different for each module."""
+        module = name.rpartition(".")[0]
+        key = change.b or change.shift
+        if key is None:
+            return change
+        factor = change.b or str(change.shift).removesuffix("bias") + "weight"
+        if factor not in self.shapes:
+            raise self._damaged(f"'{key}' stands without '{factor}'")
+        return replace(change, scale=self.scale(module, (*self.shapes[factor], 0, 0)[1]))
+
+    def scale(self, module: str, rank: int) -> float:
+        """What the product of a module's (or parameter's) factors is multiplied by."""
+        alpha = self._pattern("alpha_pattern", module, self.config.get("lora_alpha"))
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or rank < 1:
+            raise self._damaged(f"lora_alpha of '{module}' is {alpha!r}")
+        return float(alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
+
+    def _pattern(self, entry: str, module: str, otherwise: Any) -> Any:
+        """The value of the first pattern that a module's name ends with."""
+        patterns = self.config.get(entry) or {}
+        if not isinstance(patterns, dict):
+            raise self._damaged(f"'{entry}' is no mapping")
+        try:
+            return next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), otherwise)
+        except re.error as error:
+            raise self._damaged(f"'{entry}' holds a pattern that cannot be read ({error})") from error
+
+    def _check_changes(self) -> None:
+        if not self.changes:
+            raise self._damaged("it holds no tensors")
+        for name, change in self.changes.items():
+            if (change.a is None) != (change.b is None) or (change.magnitude and change.a is None):
+                raise self._damaged(f"'{name}' has one factor without the other")
+            if change.a is None or change.b is None:
+                continue
+            a, b = self.shapes[change.a], self.shapes[change.b]
+            if len(a) < 2 or len(b) < 2 or a[0] != b[1] or any(n != 1 for n in b[2:]):
+                raise self._damaged(f"the factors of '{name}' are {list(a)} and {list(b)}")
+            if change.magnitude is not None and (change.embedding or len(a) > 2):
+                raise self.refusal(f"'{name}': DoRA of an embedding or a convolution")
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(what, where=self.path, remedy="the adapter is damaged; download it again")

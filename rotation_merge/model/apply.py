@@ -1,0 +1,85 @@
+"""Apply: transform a tensor by acting with each space's transform on every axis that lives in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Axis, Part, Piece, TensorInfo, factors_of
+from rotation_merge.symmetry import SpaceTransform, TranslationTransform
+
+
+def transform_tensor(
+    tensor: Tensor, info: TensorInfo, transforms: Mapping[str, SpaceTransform], change: bool = False
+) -> Tensor:
+    """The tensor in the new coordinates.
+
+    Args:
+        tensor: the donor's tensor (stacked, if `info.stacked`), any floating dtype.
+        info: its labelled axes.
+        transforms: by space name; spaces not named keep their coordinates.
+        change: the tensor is the difference of two donors' tensors: what is added to every such tensor falls away.
+
+    Returns:
+        The very same tensor if nothing moves, else a new one in float32 at least (rounding is the caller's, once).
+    """
+    moving = {
+        name: transforms[name] for name, role in info.roles() if name in transforms and transforms[name].moves(role)
+    }
+    if not moving:
+        return tensor
+    result = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    if info.offset and not change:
+        return (transform_tensor(result.double() + info.offset, info, moving, change=True) - info.offset).to(
+            result.dtype
+        )
+    for dim, axis in enumerate(info.axes):
+        if any(part.space.name in moving for part in axis.parts):
+            result = transform_axis(result, dim, axis, moving)
+    added = moving.get(info.common.name) if info.common is not None and not change else None
+    return added.added(result) if isinstance(added, TranslationTransform) else result
+
+
+def transform_axis(
+    x: Tensor, dim: int, axis: Axis, transforms: Mapping[str, SpaceTransform], dual: bool = False
+) -> Tensor:
+    """One labelled axis of x, which stands at `dim`, in the new coordinates; with `dual`, what is paired with it."""
+    pieces = split_axis(x, dim, axis)
+    for where, piece in enumerate(axis.pieces):
+        for part, start in placed(piece, dim):
+            if part.space.name in transforms:
+                pieces[where] = transforms[part.space.name].act(pieces[where], part.role, start, dual)
+    return join_axis(pieces, dim, axis)
+
+
+def placed(piece: Piece, dim: int) -> Iterator[tuple[Part, int]]:
+    """The parts of a piece that begins at dimension `dim`, each with the first of its dimensions."""
+    for part in piece:
+        yield part, dim
+        dim += len(part.factors)
+
+
+def split_axis(x: Tensor, dim: int, axis: Axis) -> list[Tensor]:
+    """Views of x, one for each piece of the axis, dimension `dim` replaced by the piece's factors."""
+    factors = [factors_of(piece) for piece in axis.pieces]
+    shared = factors[0][: axis.depth]
+    rest = [math.prod(own[axis.depth :]) for own in factors]
+    views = x.unflatten(dim, (*shared, sum(rest))).split(rest, dim=dim + axis.depth)
+    return [
+        view.unflatten(dim + axis.depth, own[axis.depth :]) if own[axis.depth :] else view.squeeze(dim + axis.depth)
+        for view, own in zip(views, factors, strict=True)
+    ]
+
+
+def join_axis(pieces: list[Tensor], dim: int, axis: Axis) -> Tensor:
+    """The reverse of `split_axis`."""
+    at = dim + axis.depth
+    flat = []
+    for piece, own in zip(pieces, map(factors_of, axis.pieces), strict=True):
+        inner = len(own) - axis.depth
+        flat.append(piece.flatten(at, at + inner - 1) if inner else piece.unsqueeze(at))
+    joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=at)
+    return joined.flatten(dim, at) if axis.depth else joined

@@ -1,0 +1,389 @@
+"""The model card: metadata as the hub reads them, and the section on what was done, which is written anew by a push."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from rotation_merge.errors import RotationMergeError, printable, short
+from rotation_merge.files.durable import write_text
+from rotation_merge.model.markdown import code, encoded, plain, prose
+from rotation_merge.model.naming import without_paths
+from rotation_merge.record import MergeReport
+
+BEGIN, END = "<!-- rotation-merge: written by the tool, and anew by 'push' -->", "<!-- /rotation-merge -->"
+"""What stands between these in a card is ours; the rest is left as it is."""
+
+TAGS = {
+    "merge": ("mergekit", "merge", "rotation-merge"),
+    "finetune": ("mergekit", "rotation-merge"),
+    "adapter": ("lora", "rotation-merge"),
+}
+"""By relation to the parents."""
+
+TOLERANCE = 6e-6
+"""How far most weights of a merge are off where CPU kernels sum in another order. The demo's two Llamas, merged with
+the residual stream turned: under MKL_CBWR=COMPATIBLE 440712 of 443232 weights differ, by up to 5.8e-6."""
+
+MEASURED = "evaluation.json"
+"""What `rotation-merge evaluate --keep` writes beside a model."""
+
+_FIGURES = ("data", "examples", "pipeline", "figures", "fingerprint")
+
+
+def front_matter(text: str) -> tuple[dict[str, Any], str]:
+    """The metadata of a card, and the rest of it."""
+    found = re.match(r"\A---\r?\n(.*?)\r?\n?---[ \t]*(?:\r?\n|\Z)", text, re.DOTALL)
+    try:
+        metadata = yaml.safe_load(found[1]) if found else None
+    except (yaml.YAMLError, RecursionError):
+        metadata = None
+    return (metadata, text[found.end() :]) if found and isinstance(metadata, dict) else ({}, text)
+
+
+def with_metadata(metadata: Mapping[str, Any], body: str) -> str:
+    """A card, its metadata as YAML in front."""
+    text = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
+    if printable(text) != text:
+        text = yaml.safe_dump(dict(metadata), sort_keys=False)
+    return f"---\n{text}---\n{body}"
+
+
+def metadata(
+    report: MergeReport,
+    kept: Mapping[str, Any] | None = None,
+    measured: Sequence[Mapping[str, Any]] = (),
+    name: str = "",
+) -> dict[str, Any]:
+    """A card's metadata: parents, relation, licence, tags, datasets, and figures that were measured.
+
+    Args:
+        kept: what the card says already; what is not ours stays.
+        measured: what `evaluate` wrote.
+        name: of the model, among its figures.
+    """
+    found = dict(kept or {})
+    if parents := _hub_ids(report):
+        found["base_model"] = parents if report.relation == "merge" else parents[0]
+    elif not found.get("base_model"):
+        found.pop("base_model", None)
+    found["base_model_relation"] = report.relation
+    found["library_name"] = "peft" if report.relation == "adapter" else "transformers"
+    found |= _licence(report, found)
+    own = [tag for tag in found.get("tags") or [] if isinstance(tag, str)]
+    found["tags"] = list(dict.fromkeys([*TAGS[report.relation], *own]))
+    sets = [*(found.get("datasets") or []), *map(_dataset, (str(used["source"]) for used in report.data))]
+    if known := list(dict.fromkeys(filter(None, sets))):
+        found["datasets"] = known
+    if measured:
+        found["model-index"] = [{"name": name, "results": [_result(one) for one in measured]}]
+    return found
+
+
+def _parents(report: MergeReport) -> dict[str, dict[str, Any]]:
+    """Where each parent came from, adapters after their bases."""
+    names = [report.base] if report.base is not None else list(report.models)
+    found = {}
+    for name in names:
+        facts = report.models.get(name, {})
+        adapter = facts.get("adapter")
+        found[name if adapter is None else name.partition("+")[0]] = facts
+        if adapter is not None:
+            found[str(adapter.get("name"))] = adapter
+    return found
+
+
+def _hub_ids(report: MergeReport) -> list[str]:
+    return list(dict.fromkeys(facts["hub"] for facts in _parents(report).values() if facts.get("hub")))
+
+
+def _licence(report: MergeReport, kept: Mapping[str, Any]) -> dict[str, str]:
+    """The parents' licence where they share one; `other` where they differ, or one states none. A card's own stays."""
+    stated = _stated(report)
+    if kept.get("license") not in (None, "other") or not any(stated):
+        return {}
+    if len(set(stated)) == 1:
+        return {"license": str(stated[0])}
+    return {"license": "other", "license_name": "licences-of-the-parents"}
+
+
+def _stated(report: MergeReport) -> list[str | None]:
+    """The licences of the parents, and of what was carried onto them."""
+    carried = [facts for facts in report.models.values() if facts.get("carried")]
+    return [facts.get("license") for facts in (*_parents(report).values(), *carried)]
+
+
+def _dataset(source: str) -> str | None:
+    """A dataset of the hub, out of what names one of its files."""
+    found = re.match(r"datasets/([\w.-]+/[\w.-]+)/", source)
+    return found[1] if found else None
+
+
+def _result(one: Mapping[str, Any]) -> dict[str, Any]:
+    source = str(one["data"])
+    figures = {name: value for name, value in one["figures"].items() if isinstance(value, int | float)}
+    return {
+        "task": {"type": one["pipeline"]},
+        "dataset": {"type": _dataset(source) or os.path.basename(source), "name": os.path.basename(source)},
+        "metrics": [{"type": figure, "value": value} for figure, value in figures.items()],
+    }
+
+
+def section(report: MergeReport, name: str = "", model_class: str | None = None, first: Sequence[str] = ()) -> str:
+    """Markdown between our marks: what was moved and how far, the models and their licences, data, how to run it.
+
+    Args:
+        name: what the model is loaded by.
+        model_class: of transformers.
+        first: commands that make what the recipe reads and what is not published.
+    """
+    lines = [BEGIN, "### Models"]
+    if report.relation == "merge":
+        lines = [BEGIN, "### Alignment", "", *_done(report), *(f"\n{note}" for note in notes(report))]
+        lines += ["", "Per space: `rotation_merge.json`."]
+    lines += [] if report.search is None else report.search.markdown()
+    lines += [*origins(report), *_data(report), *(running(report, name, model_class, first) if name else [])]
+    return "\n".join([*lines, "", END, ""])
+
+
+def notes(report: MergeReport) -> list[str]:
+    """The report's notes as Markdown."""
+    parents = _parents(report)
+    names = [report.anchor, *report.donors(), *report.models, *parents, *report.files.values()]
+    return [prose(note, [*names, *(str(used["source"]) for used in report.data)]) for note in report.notes]
+
+
+def _done(report: MergeReport) -> list[str]:
+    """What was done to the donors: nothing, or a row for each that was moved."""
+    tool = plain(f"rotation_merge {report.versions.get('rotation-merge', '')}")
+    if not report.donors():
+        return [f"{prose(report.unmoved(), [report.delegate])}, planned by {tool}."]
+    near = f", as near as possible to {code(report.anchor)}" if set(report.donors()) - set(report.files) else ""
+    lines = [
+        f"Before merging by {code(report.delegate)}, these models were moved by symmetries of the architecture, their "
+        f"functions unchanged{near}, with {tool}.",
+        "",
+        "| model | relative distance before | after | |",
+        "|---|---|---|---|",
+    ]
+    matched = {row.donor for row in report.rows}
+    for donor in report.donors():
+        figures = report.relative_distances(donor) if donor in matched else ()
+        before, after = (f"{figure:.4g}" for figure in figures) if figures else ("", "")
+        lines.append(f"| {plain(donor)} | {before} | {after} | {plain(report.verdict(donor))} |")
+    return lines
+
+
+def origins(report: MergeReport) -> list[str]:
+    """Which weights these were, and under which licences, as lines of Markdown."""
+    parts = {**{name: report.models.get(name, {}) for name in report.fingerprints}, **report.models}
+    rows = []
+    for name, facts in parts.items():
+        mark = report.fingerprints.get(name, "")
+        rows.append((_linked(name, facts), facts, f"{code(mark)}" if mark else ""))
+        if facts.get("adapter"):
+            rows.append((_linked(str(facts["adapter"].get("name")), facts["adapter"]), facts["adapter"], ""))
+    if not rows:
+        return []
+    lines = ["", "| model | revision | licence | fingerprint of config and weights |", "|---|---|---|---|"]
+    for name, facts, mark in rows:
+        known = plain(facts.get("revision") or ""), plain(facts.get("license") or "not stated")
+        lines.append(f"| {name} | {' | '.join(known)} | {mark} |")
+    if len(set(_stated(report))) > 1:
+        lines += ["", "The parents' licences are not all the same: what each of them asks holds here, too."]
+    return lines
+
+
+def _linked(name: str, facts: Mapping[str, Any]) -> str:
+    hub = facts.get("hub")
+    known = isinstance(hub, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", hub)
+    return f"[{hub}](https://huggingface.co/{hub})" if known else plain(hub or name)
+
+
+def _data(report: MergeReport) -> list[str]:
+    if not report.data:
+        return []
+    rows = [f"| {plain(used['of'])} | {used['samples'] or ''} | {plain(used['source'])} |" for used in report.data]
+    return ["", "### Data", "", "| used for | samples | source |", "|---|---|---|", *rows]
+
+
+def running(report: MergeReport, name: str, model_class: str | None, first: Sequence[str] = ()) -> list[str]:
+    """How to run the model, how to make it again, and how without the plugin."""
+    if report.relation == "adapter":
+        base = next(iter(_hub_ids(report)), report.base or report.anchor)
+        loading = [
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
+            f"model = PeftModel.from_pretrained(base, {json.dumps(name)})",
+        ]
+    else:
+        kind = model_class if model_class and model_class.isidentifier() else "AutoModel"
+        loading = [f"from transformers import {kind}", "", f"model = {kind}.from_pretrained({json.dumps(name)})"]
+    runs = "adapter: nothing beside peft" if report.relation == "adapter" else "model: nothing beside transformers"
+    lines = ["", "### How to run it", "", f"As any {runs} is needed.", "", "```python"]
+    lines += [*loading, "```"]
+    return lines if report.relation != "merge" else [*lines, *_again(report, name, first)]
+
+
+def _again(report: MergeReport, name: str, first: Sequence[str]) -> list[str]:
+    """How to make a merge again, with the plugin and without."""
+    made = ", ".join(
+        f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch")
+    )
+    here = os.path.basename(name)
+    commands = [shlex.join(["mergekit-yaml", f"{here}/mergekit_config.yml", "again"])]
+    if name.count("/") == 1:
+        commands = [f"rotation-merge pull {name} {here}", f"mergekit-yaml {here}/recipe.yml again"]
+    again = shlex.join(["rotation-merge", "verify", here, "again"])
+    if first:
+        commands = [f"rotation-merge pull {name} {here}", f"cd {here}", *first, "mergekit-yaml recipe.yml ../again"]
+        again = "rotation-merge verify . ../again"
+    lines = ["", "### How to make it again", "", f"With {made}:", "", "```bash", *commands, "```", ""]
+    same = "On the same machine with the same versions"
+    if first:
+        lines += [
+            "The statistics that it averages by are not published: they are measured first, on the same samples.",
+            "",
+        ]
+        same += " and samples"
+    lines.append(
+        f"{same} the bytes are the same; with other CPU kernels most weights differ "
+        f"by up to {TOLERANCE:g}, and {code(again)} decides."
+    )
+    return [*lines, "", _without_plugin(report)]
+
+
+def _without_plugin(report: MergeReport) -> str:
+    """What somebody without the plugin can do."""
+    delegate = code(report.delegate)
+    if report.own_method:
+        return f"Without the plugin it runs, but cannot be made: {delegate} is a method of the plugin."
+    if not report.donors():
+        return f"Without the plugin: mergekit alone makes it by {delegate}."
+    if any(row.kind == "stream" and row.group == "orthogonal" for row in report.rows):
+        return "Without the plugin it runs, but cannot be made: the gains of both models' norms were folded for it."
+    return (
+        "Without the plugin: `rotation-merge align` writes each donor in the anchor's coordinates as a normal "
+        f"checkpoint, once; mergekit alone merges these by {delegate}."
+    )
+
+
+def measured_in(folder: str) -> list[dict[str, Any]]:
+    """What `evaluate --keep` wrote beside a model.
+
+    Raises:
+        RotationMergeError: it is damaged.
+    """
+    path = os.path.join(folder, MEASURED)
+    if not os.path.exists(path):
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        return [{**one, **{name: one[name] for name in _FIGURES}} for one in found]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        remedy = "measure again with 'rotation-merge evaluate --keep'"
+        raise RotationMergeError(f"is damaged ({short(error)})", where=path, remedy=remedy) from error
+
+
+def class_of(folder: str) -> str | None:
+    """The class of transformers that a checkpoint's config names."""
+    try:
+        with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+            found = json.load(file).get("architectures")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return str(found[0]) if isinstance(found, list) and found else None
+
+
+def add_section(path: str, report: MergeReport) -> None:
+    """Add section and metadata to the card that mergekit wrote, in place; without a card nothing happens."""
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    folder = os.path.dirname(os.path.abspath(path))
+    name = os.path.basename(folder)
+    write_text(path, renewed(text, report, name, class_of(folder)))
+
+
+def renewed(
+    text: str,
+    report: MergeReport,
+    name: str,
+    model_class: str | None = None,
+    measured: Sequence[Mapping[str, Any]] = (),
+    written: MergeReport | None = None,
+    first: Sequence[str] = (),
+) -> str:
+    """A card with metadata and our section as the report has them now, everything else as it was.
+
+    The card of a merge names no path of this machine that the report knows.
+
+    Args:
+        written: the report that the card was written from, where models had other names; None: mergekit wrote it just
+            now, or they had the same.
+        first: see `section`.
+    """
+    kept, body = front_matter(text)
+    own = section(report, name, model_class, first)
+    before, found, after = body.partition(BEGIN)
+    if found:
+        body = f"{before}{own}{after.partition(END)[2].removeprefix(chr(10))}"
+    else:
+        before, marker, after = body.partition("### Configuration")
+        body = f"{before}{own}\n{marker}{after}" if marker else f"{before.rstrip()}\n\n{own}"
+    if report.relation == "merge":
+        body = _without_paths(report)(body) if written is None else _with_new_names(body, written, report)
+    return with_metadata(metadata(report, kept, measured, name), body)
+
+
+def _without_paths(report: MergeReport) -> Callable[[str], str]:
+    """What replaces the paths of this machine that a report knows: models, samples, files."""
+    names = [*_model_names(report), *_files(report)]
+    hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
+    written = [form(name) for name in names for form in (str, plain, encoded)]
+    return without_paths(written, {form(name): known for name, known in hub.items() for form in (str, plain, encoded)})
+
+
+def _model_names(report: MergeReport) -> list[str]:
+    """Every model that a report names, each adapter by itself; some more than once."""
+    adapters = [str(facts["adapter"]["name"]) for facts in report.models.values() if facts.get("adapter")]
+    searched = [] if report.search is None else [parent.name for parent in report.search.parents]
+    names = [report.anchor, *report.models, *report.fingerprints, *searched, *adapters]
+    return [part for name in names for part in name.split("+")]
+
+
+def _files(report: MergeReport) -> Iterator[str]:
+    yield from report.files.values()
+    yield from (str(used[key]) for used in report.data for key in ("source", "file") if used.get(key))
+    try:
+        scalars = (event.value for event in yaml.parse(report.recipe) if isinstance(event, yaml.ScalarEvent))
+        yield from (value for value in scalars if os.path.isabs(value))
+    except yaml.YAMLError:
+        return
+
+
+def _with_new_names(body: str, written: MergeReport, report: MergeReport) -> str:
+    """What mergekit wrote into a card, its models by other names: in the base, the list and the recipe."""
+    old, new = _without_paths(written), _without_paths(report)
+    names = {old(a): new(b) for a, b in zip(_model_names(written), _model_names(report), strict=True)}
+    names = {plain(before): plain(after) for before, after in names.items()}
+
+    def replaced(match: re.Match[str]) -> str:
+        return match[1] + " + ".join(names.get(part, part) for part in match[2].split(" + ")) + match[3]
+
+    head, marker, rest = body.partition("### Models Merged")
+    models, following, rest = rest.partition("\n### ")
+    head = re.sub(r"( merge method using )(.+)( as a base\.)", replaced, head)
+    models = re.sub(r"(?m)^(\* )(.+)()$", replaced, models)
+    recipe = f"```yaml\n{old(written.recipe)}\n```"
+    return f"{head}{marker}{models}{following}{rest}".replace(recipe, f"```yaml\n{new(report.recipe)}\n```")

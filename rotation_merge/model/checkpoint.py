@@ -1,0 +1,420 @@
+"""The models of a recipe: their configs, tensors and architectures, checked before any weight is read."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from mergekit.common import ModelPath, ModelReference
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.architecture.registry import find, stores_codes, tied_head, unaligned
+from rotation_merge.architecture.sentence import KEY as SENTENCE
+from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMergeError, short
+from rotation_merge.model.adapted import AdaptedLoader, Places, find_places
+from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
+from rotation_merge.model.fingerprint import Fingerprint, Watched, fingerprint
+from rotation_merge.model.halves import NOTE, Half, HalfLoader
+from rotation_merge.model.headers import (
+    Shapes,
+    check_codes,
+    check_config,
+    check_local,
+    file_codes,
+    file_dtypes,
+    file_shapes,
+    single_file,
+)
+from rotation_merge.model.hub import check_available, downloaded, in_cache, is_hub_name, reachable
+from rotation_merge.model.labels import Rows, in_order, labels, named_rows
+from rotation_merge.model.member import Member
+from rotation_merge.model.sentence import SentenceLoader, read_modules
+from rotation_merge.model.source import TensorSource, check_shapes
+from rotation_merge.model.sources import Relabelled
+from rotation_merge.model.stored import Stored, in_turn
+
+LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NO_BASE = "the adapter does not say which base it was trained on"
+
+
+class Model:
+    """One checkpoint, read lazily: config, tensor names and shapes now, tensors when asked for by name.
+
+    Attributes:
+        rows: what puts its classes into the order of the anchor that it is read for (`model/labels.py`); its config,
+            fingerprint and `stored` tensors stay those of its files.
+        sizes: entries of its config that are not those of its files, where it was widened.
+    """
+
+    def __init__(
+        self, reference: ModelReference, options: MergeOptions, unsupported: str = "error", untie: bool = False
+    ) -> None:
+        self.reference, self.options, self.unsupported, self.untie = reference, options, unsupported, untie
+        self._heads: dict[str, Shapes] = {}
+        self.rows: Rows = {}
+        self.note, self.sizes = "", dict[str, int]()
+
+    def _head(self, path: str) -> Shapes:
+        """Shapes of the tensors in one of its files; each file's head is read once."""
+        key = os.path.realpath(path)
+        if key not in self._heads:
+            self._heads[key] = file_shapes(path)
+        return self._heads[key]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = self.transformers_config.to_dict()
+        return config
+
+    @cached_property
+    def transformers_config(self) -> Any:
+        """Its config as transformers has it; of a folder of sentence-transformers with the modules behind the model."""
+        path = self.reference.model.path
+        if os.path.isdir(path):
+            check_config(path)
+        try:
+            if not os.path.isdir(path):
+                check_config(downloaded(path, self.reference.model.revision, None, ["config.json"]))
+            config = self.reference.config(trust_remote_code=self.options.trust_remote_code)
+        except CheckpointError:
+            raise
+        except Exception as error:  # transformers raises errors of many classes here
+            raise CheckpointError(
+                f"its config cannot be loaded ({short(error)})",
+                where=path,
+                remedy="mend config.json" if os.path.isdir(path) else "check the repository's name",
+            ) from error
+        if self.modules:
+            setattr(config, SENTENCE, self.modules)
+        return config
+
+    @cached_property
+    def modules(self) -> list[dict[str, Any]]:
+        """What stands behind the transformer in a folder of sentence-transformers."""
+        path = self.reference.model.path
+        cache = self.options.transformers_cache
+        here = path if os.path.isdir(path) else in_cache(path, self.reference.model.revision, cache)
+        return [] if here is None else read_modules(here)
+
+    def check_files(self) -> None:
+        """Refuse a missing directory or missing weight files, before mergekit opens anything.
+
+        Raises:
+            CheckpointError: names the directory and what is missing.
+        """
+        self.adapter  # noqa: B018  (reads and checks it)
+        path = self.reference.model.path
+        if not os.path.exists(path):
+            if not is_hub_name(path):
+                raise CheckpointError("no such directory", where=path, remedy="check the path")
+            check_available(path, self.reference.model.revision, self.options.transformers_cache)
+        elif not os.path.isdir(path):
+            raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model")
+        else:
+            check_local(path)
+
+    @cached_property
+    def adapter(self) -> Adapter | None:
+        """The LoRA adapter that the reference names, checked; a directory, or a repository of the hub."""
+        lora = self.reference.lora
+        if lora is None:
+            return None
+        cache = self.options.transformers_cache
+        return Adapter(downloaded(lora.path, lora.revision, cache, ADAPTER_FILES))
+
+    @cached_property
+    def loader(self) -> Any:
+        """mergekit's own loader, shared with the merge; opened after a look at the files.
+
+        With an adapter, one around it that merges tensor by tensor as they are read. mergekit, which would write the
+        merged model into a cache and take it from there ever after, finds it in the place of its own.
+        """
+        self.check_files()
+        path = self.reference.model.path
+        if os.path.isdir(path) and (file := single_file(path)) is not None:
+            self._head(file)
+        plain = self.reference.model_copy(update={"lora": None})
+        try:
+            if plain not in LoaderCache.loaders and (here := self._in_cache_alone()) is not None:
+                LoaderCache.loaders[plain] = here.lazy_loader(lazy_unpickle=self.options.lazy_unpickle)
+            found = in_turn(LoaderCache().get(plain))
+        except RotationMergeError:
+            raise
+        except Exception as error:  # readers and downloads raise errors of many classes
+            raise CheckpointError(
+                f"weights cannot be read ({short(error)})", where=str(self.reference), remedy="download them again"
+            ) from error
+        if not os.path.isdir(path):
+            check_local(str(found.index.base_path))
+        if isinstance(found, HalfLoader):  # of a merge before, in which the model was part of another
+            LoaderCache.loaders[plain] = found = found.own
+        if self.modules:
+            if not isinstance(found, SentenceLoader):
+                found = SentenceLoader(found, str(found.index.base_path), self.modules)
+            LoaderCache.loaders[plain] = found
+        if self.adapter is not None:
+            LoaderCache.loaders[self.reference] = found = AdaptedLoader(found, self.adapter, self._places)
+        return found
+
+    def _in_cache_alone(self) -> ModelReference | None:
+        """A model of the hub as the folder in its cache, where the hub cannot be asked, as mergekit would do."""
+        model = self.reference.model
+        if os.path.isdir(model.path) or reachable():
+            return None
+        folder = in_cache(model.path, model.revision, self.options.transformers_cache)
+        return None if folder is None else ModelReference(model=ModelPath(path=folder))
+
+    @cached_property
+    def names(self) -> list[str]:
+        return list(self.loader.index.tensor_paths)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, from the files' headers (of pickles: loaded without their data)."""
+        result = self._of_files(self._head)
+        if absent := [name for name in self.names if name not in result]:
+            raise CheckpointError(
+                f"the index names '{absent[0]}', its shard does not hold it",
+                where=str(self.reference),
+                remedy="the shards and their index do not belong together; download them again",
+            )
+        return result
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """What the tensors are stored in, which what an adapter changes is not rounded to when it is read."""
+        return self._of_files(file_dtypes)
+
+    def _of_files(self, read: Callable[[str], Mapping[str, T]]) -> dict[str, T]:
+        """What all files say of their tensors, under the names of the whole model."""
+        base = self.loader.base if isinstance(self.loader, AdaptedLoader) else self.loader
+        prefixes = base.prefixes if isinstance(base, SentenceLoader) else {}
+        result: dict[str, T] = {}
+        for shard in sorted(set(self.loader.index.tensor_paths.values())):
+            found = read(os.path.join(self.loader.index.base_path, shard))
+            result.update({prefixes.get(shard, "") + name: value for name, value in found.items()})
+        return result
+
+    @property
+    def folder(self) -> str:
+        """Where the model's files lie."""
+        path = self.reference.model.path
+        return path if os.path.isdir(path) else str(self.loader.index.base_path)
+
+    @property
+    def architecture(self) -> Architecture:
+        """Resolved from config and tensor names, shapes checked, an adapter's too."""
+        if isinstance(self.loader, AdaptedLoader):
+            self.loader.places  # noqa: B018  (finds and checks them)
+        return self._layout
+
+    def _places(self) -> Places:
+        assert self.adapter is not None
+        name = str(self.reference)
+        return find_places(
+            self.adapter, self._layout, self.shapes, self.config, self.tied[0] if self.tied else None, name
+        )
+
+    @cached_property
+    def _layout(self) -> Architecture:
+        merge_anyway = self.unsupported == "merge"
+        where = str(self.reference)
+        if not stores_codes(self.config):  # with which the architecture refuses it
+            check_codes(self._of_files(file_codes), self.names, where)
+        if merge_anyway and find(self.config) is None:
+            return unaligned(self.names, self.config)
+        try:
+            architecture = resolve(self.config, self.names, where, keep_unknown=merge_anyway, untie=self.untie)
+        except ArchitectureError as error:
+            if error.where == where:
+                raise
+            raise ArchitectureError(error.what, where=f"{where}, {error.where}", remedy=error.remedy) from error
+        check_shapes(architecture, self.shapes, where)
+        _log_architecture(architecture, where)
+        return architecture
+
+    @cached_property
+    def ignored(self) -> list[str]:
+        """Stored tensors that the model does not read and that are not written again: position ids, rotary tables,
+        layers that predict tokens further ahead (MTP)."""
+        known = self.architecture.named()
+        tied = {name for info in self.architecture.tensors() for name in info.tied}
+        return [name for name in self.names if name not in known and name not in tied]
+
+    @cached_property
+    def member(self) -> Member:
+        """The model as `check_pair` sees it."""
+        where = str(self.reference)
+        unsure = self.adapter is not None and not self.adapter.config.get("base_model_name_or_path")
+        note = f"{self.note} `{where}`: {NO_BASE}.".strip() if unsure else self.note
+        return Member(where, self.config, self.architecture, self.shapes, self.tied, note)
+
+    @cached_property
+    def tied(self) -> tuple[str, str] | None:
+        """A head that shares an embedding's tensor once the model is loaded, and the stream it reads."""
+        return tied_head(self.config, self.names, str(self.reference), None if self.untie else self._layout)
+
+    @property
+    def tied_head(self) -> str | None:
+        """Name of that head."""
+        return self.tied[0] if self.tied else None
+
+    def within(self, anchor: Model, half: Half) -> Model:
+        """A text-only model as one of the anchor's kind (see `halves`)."""
+        found = Model(self.reference, self.options, self.unsupported, self.untie)
+        found.note = f"`{self.reference}` {NOTE.format(anchor=f'`{anchor.reference}`')}."
+        loader = LoaderCache.loaders[self.reference] = HalfLoader(self.loader, anchor.loader, half)
+        vars(found).update(loader=loader, config=half.config(anchor.config, self.config))  # instead of reading them
+        vars(found)["_of_files"] = lambda read: half.all_of(self._of_files(read), anchor._of_files(read))
+        return found
+
+    def standing_in(self, anchor: Model) -> Model:
+        """The anchor by this model's name, as what its change will make of it: the anchor's config and shapes."""
+        found = Model(self.reference, self.options, self.unsupported, self.untie)
+        vars(found).update(loader=anchor.loader, config=anchor.config, shapes=anchor.shapes, dtypes=anchor.dtypes)
+        return found
+
+    def check_shapes(self, other: Model, excluded: Callable[[str], bool], resized: bool) -> None:
+        """Tensors in the same place of another model have the same shape.
+
+        Args:
+            excluded: says which tensors are not merged.
+            resized: whether vocabularies are brought together.
+
+        Raises:
+            CheckpointError: names the first tensor that differs.
+        """
+        mine = {(b.index, info.key): info for b in self.architecture.blocks for info in b.tensors}
+        for block in other.architecture.blocks:
+            for info in block.tensors:
+                same = mine.get((block.index, info.key))
+                ours, theirs = (model.shapes.get(i.name) if i else None for model, i in ((self, same), (other, info)))
+                if ours is None or theirs is None or excluded(info.name):
+                    continue
+                axis = info.vocabulary_axis
+                differing = [d for d in range(max(len(ours), len(theirs))) if ours[d : d + 1] != theirs[d : d + 1]]
+                if differing == [axis] and resized:
+                    continue
+                if differing:
+                    raise CheckpointError(
+                        f"tensor '{info.name}' is {list(theirs)}, in {self.reference} {list(ours)}",
+                        where=str(other.reference),
+                        remedy="add 'tokenizer: {source: base}' so that the vocabularies are brought together"
+                        if differing == [axis]
+                        else "only equal shapes can be merged; name it under 'exclude' to copy it from base_model",
+                    )
+
+    @property
+    def rewritten(self) -> dict[str, Any]:
+        """The entries of its config that are others for its sizes, and its classes' order, being the anchor's."""
+        if not self.rows:
+            return {**self.sizes}
+        own, (_, order) = labels(self.config), next(iter(self.rows.values()))
+        return {**self.sizes, **named_rows(tuple(own[i] for i in order))}
+
+    @property
+    def stored(self) -> Stored:
+        """Its tensors as they are stored, whatever order its classes are wanted in."""
+        return Stored(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.architecture, self.stored, self.config)
+
+    def watched(self, mark: Fingerprint) -> TensorSource:
+        """Its tensors, which leave their marks as they are stored."""
+        return Relabelled(Watched(self.stored, mark), self.rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        return in_order(self.stored[name], self.rows.get(name))
+
+
+def _log_architecture(architecture: Architecture, where: str) -> None:
+    streams = ", ".join(f"{name} up to {groups[-1]}" for name, groups in architecture.stream_groups.items())
+    LOG.info("%s: %s, %d blocks; %s", where, architecture.family, len(architecture.blocks), streams or "no stream")
+    LOG.debug("%s: tensors are named with base %r and %s", where, architecture.base, architecture.spelling)
+
+
+def parse_reference(path: str) -> ModelReference:
+    """A model as a user names it: a directory, org/name, either with a revision or an adapter.
+
+    Raises:
+        CheckpointError: it names none.
+    """
+    try:
+        return ModelReference(model=ModelPath(path=path)) if os.path.isdir(path) else ModelReference.parse(path)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
+
+
+def whole_path(name: str) -> str:
+    """A model's name for a process that works in another folder: with whole paths of what lies here."""
+    found = parse_reference(name)
+    parts = {"model": found.model} if found.lora is None else {"model": found.model, "lora": found.lora}
+    here = {key: part for key, part in parts.items() if os.path.exists(part.path)}
+    whole = {key: part.model_copy(update={"path": os.path.abspath(part.path)}) for key, part in here.items()}
+    return str(found.model_copy(update=whole))
+
+
+def open_model(path: str, unsupported: str = "error") -> Model:
+    """One checkpoint, with its adapter where it names one (`model+adapter`), as its files are now: what mergekit keeps
+    open under its name is forgotten."""
+    reference = parse_reference(path)
+    for name in (reference, reference.model_copy(update={"lora": None})):
+        LoaderCache.loaders.pop(name, None)
+    return Model(reference, MergeOptions(), unsupported)
+
+
+def weights_of(path: str) -> int:
+    """How many weights a model stores, from its files' headers.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return sum(math.prod(shape) for shape in open_model(path).shapes.values())
+
+
+def adapted_state(path: str) -> dict[str, Tensor] | None:
+    """All tensors of a model with an adapter (`model+adapter`), the caller's to change; None for one without.
+
+    Raises:
+        CheckpointError: one of the two cannot be read, or they do not belong together.
+    """
+    reference = parse_reference(path)
+    if reference.lora is None:
+        return None
+    model = Model(reference, MergeOptions(), unsupported="merge")
+    model.architecture  # noqa: B018  (finds what the adapter changes, and checks it)
+    return {name: model[name].clone() for name in model.names}  # what the files stay mapped to is not
+
+
+class Models:
+    """The models of one merge, opened once each; `unlike` are those whose base has other shapes than the anchor."""
+
+    def __init__(self, options: MergeOptions, unsupported: str = "error", untie: bool = False) -> None:
+        self.options, self.unsupported, self.untie = options, unsupported, untie
+        self.unlike: frozenset[ModelReference] = frozenset()
+        self._opened: dict[ModelReference, Model] = {}
+        LoaderCache().setup(options=options)
+
+    def __getitem__(self, reference: ModelReference) -> Model:
+        if reference not in self._opened:
+            self._opened[reference] = Model(reference, self.options, self.unsupported, self.untie)
+        return self._opened[reference]
+
+    def __setitem__(self, reference: ModelReference, model: Model) -> None:
+        self._opened[reference] = model

@@ -1,0 +1,95 @@
+"""Fingerprints: which weights were these? Taken in passing, while a model's tensors are read for something else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture
+from rotation_merge.model.source import TensorSource
+
+_CONFIG_NOISE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
+
+
+def compared_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a config by which models are told apart."""
+    return {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
+
+
+def checksum(tensor: Tensor) -> str:
+    """Dtype, shape and CRC-32 of a tensor's bytes, in words."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(data.data):08x}"
+
+
+class Fingerprint:
+    """The fingerprint of one model, put together from its tensors in whatever order they come.
+
+    A CRC-32 of every tensor's bytes, then a hash over the config and the names, dtypes, shapes and sums of all tensors.
+    It tells models apart at a few gigabytes a second; it is no protection against forgery.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Look at a tensor as it is stored; at each name once."""
+        with self._lock:
+            if name in self._tensors:
+                return
+            self._tensors[name] = ""
+        self._tensors[name] = checksum(tensor)
+
+    def sums(self) -> dict[str, str]:
+        """What is known of every tensor so far, by name (see `checksum`)."""
+        return dict(self._tensors)
+
+    def complete(self, names: Iterable[str], source: TensorSource) -> None:
+        """Read those of the tensors that have not come by."""
+        for name in names:
+            if name not in self._tensors and name in source:
+                self.add(name, source[name])
+
+    def hexdigest(self, config: Mapping[str, Any]) -> str:
+        """Of the config and the tensors so far, 40 characters."""
+        digest = hashlib.blake2b(digest_size=20)
+        digest.update(json.dumps(compared_config(config), sort_keys=True, default=str).encode())
+        for name in sorted(self._tensors):
+            digest.update(f"\n{name} {self._tensors[name]}".encode())
+        return digest.hexdigest()
+
+
+class Watched:
+    """A source whose tensors leave their mark as they are read."""
+
+    def __init__(self, source: TensorSource, mark: Fingerprint) -> None:
+        self.source, self.mark = source, mark
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        tensor = self.source[name]
+        self.mark.add(name, tensor)
+        return tensor
+
+
+def fingerprint(architecture: Architecture, source: TensorSource, config: Mapping[str, Any]) -> str:
+    """Of a model's config and of every tensor of its architecture."""
+    mark = Fingerprint()
+    mark.complete(architecture.named(), source)
+    return mark.hexdigest(config)

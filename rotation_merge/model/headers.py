@@ -1,0 +1,368 @@
+"""Names and shapes of a checkpoint's tensors from the heads of its files; pickles only ever as plain tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import CheckpointError, short
+
+Shapes = dict[str, tuple[int, ...]]
+
+TOKENIZER = re.compile(r"(tokenizer|vocab|spiece|merges|added_tokens|special_tokens).*")
+"""Files of a tokenizer."""
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating types of safetensors headers."""
+
+_FLOATS = {"f8_": "fp8", "float8": "fp8", "f6_": "fp6", "f4": "fp4", "float4": "fp4"}
+"""How types of floats that nobody computes in begin, in safetensors headers and in torch."""
+
+_INTEGERS = {"i8": "int8", "u8": "uint8", "i16": "int16", "u16": "uint16", "i32": "int32", "u32": "uint32"}
+
+_MATRICES = (2, 3)
+"""Dimensions of linear maps and stacks of them; masks of bytes that some models store have four."""
+
+_SCALES = ("scale", "scales", "weight_scale", "weight_scale_inv", "SCB", "absmax")
+"""Last words in names of tensors that codes are to be multiplied by."""
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CheckpointError: it is not there, or is something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        name, folder = os.path.basename(path), os.path.dirname(path)
+        raise CheckpointError(f"{name} is missing", where=folder, remedy="the model is incomplete") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy="download it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError("does not hold a JSON object", where=path, remedy="download it again")
+    return content
+
+
+def reason(error: Exception) -> str:
+    """What an error says, without the path that an OSError repeats."""
+    strerror = getattr(error, "strerror", None)
+    return str(strerror).lower() if strerror else str(error) or type(error).__name__
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+_STEMS = ("model.safetensors", "pytorch_model.bin")
+"""Weight files, or with `.index.json` indices of shards, in the order in which mergekit looks for them."""
+
+
+def check_local(folder: str) -> None:
+    """What mergekit would open in a directory can be opened, and is what transformers would open.
+
+    mergekit takes safetensors before pickles, and an index before a single file.
+
+    Raises:
+        CheckpointError: no weights, a damaged index, a missing shard; or weights that mergekit and transformers
+            would take from different files.
+    """
+    for stem in _STEMS:
+        single, index = os.path.join(folder, stem), os.path.join(folder, f"{stem}.index.json")
+        if os.path.exists(index):
+            _check_shards(folder, stem, _shards(index))
+            _check_others(folder, os.path.basename(index))
+            return
+        if os.path.exists(single):
+            _check_others(folder, stem)
+            return
+    if os.path.exists(adapter := os.path.join(folder, ADAPTER_CONFIG)):
+        base = read_json(adapter).get("base_model_name_or_path") or "BASE"
+        raise CheckpointError("is an adapter, no model", where=folder, remedy=f"write {base}+{folder}")
+    raise CheckpointError(
+        "no weights are there",
+        where=folder,
+        remedy="model.safetensors or pytorch_model.bin (or the index of shards of either) is needed",
+    )
+
+
+def holds_model(folder: str) -> bool:
+    """Whether a directory holds weight files of a model, or an index of such."""
+    return any(os.path.exists(os.path.join(folder, stem + end)) for stem in _STEMS for end in ("", ".index.json"))
+
+
+def _check_shards(folder: str, stem: str, shards: list[str]) -> None:
+    """All shards are there, no other file stands for them, and each tensor is in one of them."""
+    for shard in shards:
+        if not os.path.isfile(os.path.join(folder, shard)):
+            raise CheckpointError(f"shard {shard} is missing", where=folder, remedy="download it again")
+    if shards != [stem] and os.path.exists(os.path.join(folder, stem)):
+        raise _ambiguous(folder, f"{stem} and {stem}.index.json are both there")
+    holders: dict[str, str] = {}
+    for shard in shards:
+        for name in file_shapes(os.path.join(folder, shard)):
+            if name in holders:
+                raise _ambiguous(folder, f"tensor '{name}' is in {holders[name]} and in {shard}")
+            holders[name] = shard
+
+
+def _check_others(folder: str, opened: str) -> None:
+    """Nothing else in a directory has transformers open other weights than the file that mergekit opens."""
+    if os.path.exists(os.path.join(folder, ADAPTER_CONFIG)):
+        raise _ambiguous(folder, f"{opened} and {ADAPTER_CONFIG} are both there")
+    if os.path.isfile(config := os.path.join(folder, "config.json")):
+        named = read_json(config).get("transformers_weights")
+        if named not in (None, opened):
+            raise _ambiguous(folder, f"config.json names '{named}' (transformers_weights), and {opened} is there")
+
+
+def _ambiguous(folder: str, what: str) -> CheckpointError:
+    remedy = "move away what is not the model: transformers and mergekit would read different weights"
+    return CheckpointError(f"it is ambiguous which weights are the model's: {what}", where=folder, remedy=remedy)
+
+
+_COUNT = re.compile(r"(.*_)?(layers?|depth|experts)")
+"""Entries of a config that say how many modules there are."""
+
+_PLAUSIBLE = 4096
+"""So many layers or experts are taken however few tensors there are: weights may not be here, experts may share one."""
+
+
+def check_config(folder: str) -> None:
+    """A checkpoint's config counts no more layers or experts than its files can hold, before anybody makes as many.
+
+    Raises:
+        CheckpointError: names the entry; or config.json is missing or damaged.
+    """
+    config = read_json(os.path.join(folder, "config.json"))
+    places = (os.path.join(folder, stem + end) for stem in _STEMS for end in (".index.json", ""))
+    path = next(filter(os.path.isfile, places), None)
+    if path is None:
+        tensors = 0
+    else:
+        tensors = len(read_json(path).get("weight_map") or () if path.endswith(".json") else file_shapes(path))
+    parts = [config]
+    for part in parts:
+        parts += [value for value in part.values() if isinstance(value, dict)]
+        for name, value in part.items():
+            if _COUNT.fullmatch(name) and isinstance(value, int | float) and value > max(tensors, _PLAUSIBLE):
+                what = f"'{name}' is {value:.15g} in config.json, and the weight files hold {tensors} tensors"
+                raise CheckpointError(what, where=folder, remedy="config.json is damaged, or that of another model")
+
+
+def single_file(folder: str) -> str | None:
+    """The one weight file that mergekit would open in a directory, None where it is sharded.
+
+    Its head is to be read before mergekit opens it (which, of a pickle and with an old torch, runs its code).
+    """
+    for stem in _STEMS:
+        path = os.path.join(folder, stem)
+        if os.path.exists(f"{path}.index.json"):
+            return None
+        if os.path.exists(path):
+            return path
+    return None
+
+
+def safetensors_in(folder: str) -> dict[str, list[str] | None] | None:
+    """The safetensors files of a directory that mergekit would open, in order, each with the names that its index gives
+    it (None: there is no index); None where pickles would be opened."""
+    single = os.path.join(folder, "model.safetensors")
+    index = f"{single}.index.json"
+    if not os.path.exists(index):
+        return {os.path.basename(single): None} if os.path.exists(single) else None
+    places = read_json(index)["weight_map"].items()
+    return {shard: [name for name, place in places if place == shard] for shard in _shards(index)}
+
+
+def _shards(index: str) -> list[str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError("has no weight_map of names and files", where=index, remedy="download it again")
+    for shard in weight_map.values():
+        if os.path.isabs(shard) or ".." in shard.replace("\\", "/").split("/"):
+            raise CheckpointError(
+                f"names a shard outside of its directory, '{shard}'", where=index, remedy="do not use it"
+            )
+    return sorted(set(weight_map.values()))
+
+
+def file_shapes(path: str) -> Shapes:
+    """Shapes of the tensors in one weight file.
+
+    Raises:
+        CheckpointError: the file is damaged, or a pickle of something else than tensors.
+    """
+    with _readable(path):
+        return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """What goes wrong in reading a weight file is said of it."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointError(
+            f"cannot be read: {short(reason(error))}", where=path, remedy="download it again"
+        ) from error
+
+
+def safetensors_shapes(path: str) -> Shapes:
+    """Shapes from a safetensors header; the file's length is checked against it.
+
+    Raises:
+        ValueError: the header is damaged, or the file is shorter or longer than the header says.
+    """
+    size = os.path.getsize(path)
+    header, start = safetensors_entries(path)
+    try:
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise ValueError("its header is damaged") from None
+    if size != start + end:
+        raise ValueError(f"it is {size} bytes long, its header says {start + end}; it is truncated or damaged")
+    return shapes
+
+
+def safetensors_entries(path: str) -> tuple[dict[str, Any], int]:
+    """The tensors' entries of a safetensors file, and where its data begin; read once as long as the file stays what it
+    is."""
+    found = os.stat(path)
+    return _once(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+@lru_cache(maxsize=512)
+def _once(path: str, size: int, changed: int, number: int) -> tuple[dict[str, Any], int]:
+    return _header(path, size)
+
+
+def _header(path: str, size: int) -> tuple[dict[str, Any], int]:
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 0 < length <= size - 8:
+            raise ValueError("it is truncated or not a safetensors file")
+        head = file.read(length)
+    try:
+        return {name: entry for name, entry in json.loads(head).items() if name != "__metadata__"}, 8 + length
+    except (ValueError, AttributeError, RecursionError):
+        raise ValueError("its header is damaged") from None
+
+
+def file_dtypes(path: str) -> dict[str, torch.dtype]:
+    """What the tensors in one whole weight file are stored in."""
+    if not path.endswith(".safetensors"):
+        return {name: tensor.dtype for name, tensor in _pickle(path).items()}
+    header, _ = safetensors_entries(path)
+    return {name: DTYPES[entry["dtype"]] for name, entry in header.items() if entry["dtype"] in DTYPES}
+
+
+def file_codes(path: str) -> dict[str, str]:
+    """The matrices of codes in one weight file; see `codes`.
+
+    Raises:
+        CheckpointError: as `file_shapes` does.
+    """
+    with _readable(path):
+        if not path.endswith(".safetensors"):
+            return codes({name: (str(x.dtype), tuple(x.shape)) for name, x in _pickle(path).items()})
+        header, _ = safetensors_entries(path)
+        return codes({name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()})
+
+
+def check_folder(folder: str) -> None:
+    """Refuse a checkpoint in a directory whose weights are codes, see `check_codes`."""
+    stems = [os.path.join(folder, stem) for stem in _STEMS]
+    index = next((f"{stem}.index.json" for stem in stems if os.path.exists(f"{stem}.index.json")), None)
+    file = single_file(folder)
+    if index is not None:
+        files = [os.path.join(folder, shard) for shard in _shards(index)]
+    else:
+        files = [] if file is None else [file]
+    shapes, found = dict[str, Any](), dict[str, str]()
+    for path in filter(os.path.isfile, files):
+        found.update(file_codes(path))
+        shapes.update(file_shapes(path) if found else {})
+    check_codes(found, shapes, folder)
+
+
+def codes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
+    """The matrices among some tensors whose type weights only have as codes of quantised numbers, and that type.
+
+    Args:
+        tensors: by name, the type as torch or safetensors call it, and the shape.
+    """
+    found = {}
+    for name, (kind, shape) in tensors.items():
+        word = kind.removeprefix("torch.").lower()
+        code = next((code for start, code in _FLOATS.items() if word.startswith(start)), None)
+        code = code or _INTEGERS.get(word) or (word if word in _INTEGERS.values() else None)
+        if code is not None and len(shape) in _MATRICES:
+            found[name] = code
+    return found
+
+
+def check_codes(found: Mapping[str, str], names: Iterable[str], where: str) -> None:
+    """Refuse weights that are codes of quantised numbers although the config says nothing of it.
+
+    Args:
+        found: see `codes`.
+        names: of all tensors of the checkpoint.
+
+    Raises:
+        CheckpointError: says what they are, and how to get numbers.
+    """
+    if not found:
+        return
+    name, kind = next(iter(found.items()))
+    if kind.startswith("fp") and not any(other.rpartition(".")[2] in _SCALES for other in names):
+        numbers = (
+            "write one: CLASS.from_pretrained(PATH, dtype='bfloat16').save_pretrained(OUT), CLASS being the model's"
+        )
+    else:
+        numbers = "put 'quantization_config' back into config.json; model.dequantize(), model.save_pretrained(OUT)"
+    raise CheckpointError(
+        f"its weights are quantised ({kind}, the first is '{name}'), which config.json does not say; they are codes, "
+        "and have no axes to turn",
+        where=where,
+        remedy=f"name the model in full precision, or {numbers}",
+    )
+
+
+def _pickle_shapes(path: str) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in _pickle(path).items()}
+
+
+def _pickle(path: str) -> dict[str, Tensor]:
+    """The tensors of a pickle, without their data; read once as long as the file stays what it is."""
+    found = os.stat(path)
+    return _unpickled(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+@lru_cache(maxsize=64)
+def _unpickled(path: str, size: int, changed: int, number: int) -> dict[str, Tensor]:
+    try:
+        state = torch.load(path, map_location="meta", weights_only=True)
+    except Exception as error:  # pickle errors come in every class
+        detail = short(error)
+        if "weights_only" in detail or "Weights only" in detail:
+            detail = "only plain tensors are read from pickles"
+        raise ValueError(f"the pickle is damaged or holds something else than tensors ({detail})") from error
+    if isinstance(state, dict):
+        state = state.get("state_dict", state)
+    found = {n: v for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}
+    if not found:
+        raise ValueError("the pickle holds no tensors by name")
+    return found

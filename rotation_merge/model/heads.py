@@ -1,0 +1,140 @@
+"""Heads of their own: one merged body, and a loadable checkpoint of it under every donor's head."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.apply import transform_tensor
+from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.exchange import HEADS
+from rotation_merge.model.fold import folded_source
+from rotation_merge.model.markdown import code
+from rotation_merge.model.source import TensorSource, read_tensor, unstack
+from rotation_merge.model.writing import Storage, write_checkpoint
+from rotation_merge.record import MergeReport
+from rotation_merge.symmetry import SpaceTransform
+
+
+def is_head(block: Block, info: TensorInfo) -> bool:
+    """Whether a tensor belongs to a model's head: what a bare model of the family does not have."""
+    return block.index is None and block.place == "after" and not info.key.startswith("{base}")
+
+
+def head_names(architecture: Architecture) -> set[str]:
+    """Names of a model's head."""
+    return {n for b in architecture.blocks for info in b.tensors if is_head(b, info) for n in info.names}
+
+
+def compared(
+    base: Model, others: Iterable[Model], own: Collection[str], excluded: Callable[[str], bool] = lambda _: False
+) -> Architecture:
+    """What models are matched on: all but heads that each keeps of its own, and excluded tensors of other sizes.
+
+    Args:
+        own: names of heads' tensors.
+    """
+    known, others = base.architecture.named(), list(others)
+    odd = {
+        name
+        for name, shape in base.shapes.items()
+        if name in known and known[name].vocabulary_axis is None and excluded(name)
+        if any(other.shapes.get(name, shape) != shape for other in others)
+    }
+    return base.architecture.without(odd | {name for name in own if name in known})
+
+
+def moved_head(
+    model: Model, folded: Sequence[str], transforms: Mapping[str, SpaceTransform]
+) -> Iterator[tuple[str, Tensor]]:
+    """A donor's head in the anchor's coordinates.
+
+    Args:
+        folded: streams whose gains the merge folds.
+        transforms: of the streams.
+
+    Raises:
+        CheckpointError: the head has spaces of its own, which were not matched.
+    """
+    architecture = model.architecture
+    source: TensorSource = folded_source(architecture, model, folded)
+    for block in architecture.blocks:
+        for info in block.tensors:
+            tensor = read_tensor(info, source) if is_head(block, info) else None
+            if tensor is None:
+                continue
+            if any(space.kind not in ("stream", "translation") for space in info.spaces()):
+                raise CheckpointError(
+                    f"the head's tensor '{info.name}' has neurons or heads of its own",
+                    where=str(model.reference),
+                    remedy="leave out 'heads_of'",
+                )
+            yield from unstack(info, transform_tensor(tensor, info, transforms)).items()
+
+
+def write_heads(
+    merged: str,
+    anchor: Model,
+    donors: Mapping[ModelReference, tuple[Model, Mapping[str, SpaceTransform]]],
+    folded: Sequence[str],
+    report: MergeReport,
+    solved: Mapping[str, Mapping[str, Tensor]],
+) -> list[str]:
+    """The merged body under each donor's head, in `merged`/heads/NAME; gives the names.
+
+    Args:
+        solved: by donor, tensors of its head that stand in the place of its own.
+
+    Raises:
+        CheckpointError: a donor has tensors that the merge has not.
+    """
+    body = LazyTensorLoader(ShardedTensorIndex.from_disk(merged), lazy_unpickle=False)
+    own = head_names(anchor.architecture)
+    names: list[str] = []
+    for reference, (model, transforms) in donors.items():
+        name = _free(os.path.basename(str(reference.model.path).rstrip("/")), names)
+        theirs = head_names(model.architecture)
+        kept = [key for key in body.index.tensor_paths if key not in own]
+        known = set(kept) | theirs | set(model.ignored)
+        if lacking := next((key for key in model.names if key not in known), None):
+            raise CheckpointError(
+                f"tensor '{lacking}' is not in the merged body", where=str(reference), remedy="leave out 'heads_of'"
+            )
+        dtype = body.get_tensor(kept[0]).dtype
+        shared = (merged, kept) if body.index.is_safetensors else None
+
+        def tensors(
+            model: Model = model,
+            transforms: Mapping[str, SpaceTransform] = transforms,
+            read: list[str] = [] if shared else kept,
+            dtype: torch.dtype = dtype,
+            others: Mapping[str, Tensor] = solved.get(str(reference), {}),
+        ) -> Iterator[tuple[str, Tensor]]:
+            for key in read:
+                yield key, body.get_tensor(key)
+            for key, tensor in moved_head(model, folded, transforms):
+                yield key, others.get(key, tensor).to(dtype).contiguous()
+
+        text = (
+            f"---\nlibrary_name: transformers\n---\n# {name}\n\nThe merged body with the head of {code(reference)}.\n"
+        )
+        storage = Storage(dtype=str(dtype).removeprefix("torch."))
+        write_checkpoint(model, tensors(), report, text, os.path.join(merged, HEADS, name), storage, body=shared)
+        names.append(name)
+    return names
+
+
+def _free(name: str, taken: Sequence[str]) -> str:
+    """A name that is not taken yet."""
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    return found

@@ -1,0 +1,183 @@
+"""Models of the hub: which names are theirs, which of them have been downloaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rotation_merge.errors import CheckpointError, RotationMergeError, short
+
+if TYPE_CHECKING:
+    from mergekit.common import ModelReference
+
+
+def is_hub_name(path: str) -> bool:
+    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
+
+
+def check_repository(name: str) -> None:
+    """Refuse what cannot be a repository, before the hub is asked.
+
+    Raises:
+        RotationMergeError: names it.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise RotationMergeError(f"'{name}' names no repository", remedy="write org/name")
+
+
+SECONDS = 5.0
+"""The hub answers within so many, or it is not there."""
+REMEMBERED = 60.0
+"""For so many seconds nobody asks again whether it is there."""
+
+_answers: dict[str, tuple[float, bool]] = {}
+_silenced = False
+
+
+def reachable() -> bool:
+    """Whether the hub answers; where it does not, the libraries are told so, which would each try for half a minute."""
+    global _silenced
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE and not _silenced:
+        return False
+    when, answer = _answers.get(constants.ENDPOINT, (-REMEMBERED, False))
+    now = time.monotonic()
+    if now - when >= REMEMBERED:
+        constants.HF_HUB_OFFLINE = False
+        answer = _asked(constants.ENDPOINT)
+        _answers[constants.ENDPOINT] = now, answer
+    constants.HF_HUB_OFFLINE = _silenced = not answer
+    return answer
+
+
+def _asked(endpoint: str) -> bool:
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(endpoint, timeout=SECONDS)
+    except Exception:  # of the client of HTTP below, which is another each year
+        return False
+    return True
+
+
+def no_answer() -> tuple[str, str]:
+    """Why the hub cannot be asked, and the remedy."""
+    if _silenced:
+        return "the hub does not answer", "check the connection, or name a folder"
+    return "HF_HUB_OFFLINE is set", "unset it, or name a folder"
+
+
+def check_available(path: str, revision: str | None, cache: str | None = None) -> None:
+    """Refuse a model of the hub that is not in its cache while the hub cannot be asked, at once.
+
+    Raises:
+        CheckpointError: names it.
+    """
+    held = in_cache(path, revision, cache) is not None
+    if not (held and _is_commit(revision)) and not reachable() and not held:
+        why, remedy = no_answer()
+        raise CheckpointError(f"is no folder here, and not in the hub's cache, and {why}", where=path, remedy=remedy)
+
+
+def _is_commit(revision: str | None) -> bool:
+    return bool(re.fullmatch(r"[0-9a-f]{40}", revision or ""))
+
+
+def is_absent(reference: ModelReference) -> bool:
+    """Whether a model, or its adapter, is one of the hub that has not been downloaded; nothing is fetched."""
+    parts = [part for part in (reference.model, reference.lora) if part is not None]
+    return any(
+        is_hub_name(part.path) and not os.path.exists(part.path) and in_cache(part.path, part.revision) is None
+        for part in parts
+    )
+
+
+def in_cache(path: str, revision: str | None, cache: str | None = None) -> str | None:
+    """The folder of a model of the hub that has been downloaded; None where it is not, or is no such model."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
+
+
+def downloaded(path: str, revision: str | None, cache: str | None, patterns: list[str]) -> str:
+    """A directory as it is; of a repository of the hub its files, fetched where they are not there yet.
+
+    Raises:
+        CheckpointError: there is no such directory or repository.
+    """
+    if os.path.isdir(path):
+        return path
+    if not is_hub_name(path):
+        raise CheckpointError("no such directory", where=path, remedy="check the path")
+    check_available(path, revision, cache)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return snapshot_download(path, revision=revision, cache_dir=cache, allow_patterns=patterns)
+    except (OSError, HFValidationError, HfHubHTTPError) as error:
+        raise CheckpointError(f"cannot be downloaded ({short(error)})", where=path, remedy="check the name") from error
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file in a repository of the hub, as recipes write it: `org/repo/path/file@revision`, of a dataset with
+    `datasets/` in front."""
+
+    kind: str
+    repo: str
+    name: str
+    revision: str | None
+
+    @classmethod
+    def of(cls, text: str) -> HubFile | None:
+        """None where the words name none, a file that is here, or one in a folder that is here."""
+        part = r"[A-Za-z0-9_][\w.-]*"
+        found = re.fullmatch(rf"(datasets/)?({part}/{part})/((?:{part}/)*{part})(?:@([\w./-]+))?", text)
+        if found is None or os.path.exists(text) or (not found[4] and os.path.isdir(text.partition("/")[0])):
+            return None
+        return cls("dataset" if found[1] else "model", found[2], found[3], found[4])
+
+    def cached(self, cache: str | None = None) -> str | None:
+        """Where it lies, if it has been downloaded."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(
+            self.repo, self.name, cache_dir=cache, revision=self.revision, repo_type=self.kind
+        )
+        return found if isinstance(found, str) else None
+
+
+def local_file(path: str, cache: str | None = None) -> str:
+    """A file as it is; of a repository of the hub, the downloaded one, fetched where it is not there yet.
+
+    Raises:
+        CheckpointError: it is not here, and cannot be downloaded.
+    """
+    wanted = HubFile.of(path)
+    if wanted is None:
+        return path
+    held = wanted.cached(cache)
+    if held is not None and (_is_commit(wanted.revision) or not reachable()):
+        return held
+    if not reachable():
+        why, remedy = no_answer()
+        raise CheckpointError(f"is no file here, and not in the hub's cache, and {why}", where=path, remedy=remedy)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return hf_hub_download(
+            wanted.repo, wanted.name, repo_type=wanted.kind, revision=wanted.revision, cache_dir=cache
+        )
+    except (OSError, HFValidationError, HfHubHTTPError) as error:
+        what = f"is no file here, and cannot be downloaded ({short(error)})"
+        raise CheckpointError(what, where=path, remedy="check the path; of the hub: org/repo/file@revision") from error

@@ -1,0 +1,106 @@
+"""What a classifier's outputs stand for: heads are merged row by row, so that rows have to mean the same in both.
+
+Where a donor has the anchor's names in another order, the rows of its head are put into the anchor's: it then gives the
+same answers in another order, the one that the merge's config says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import CheckpointError, short
+from rotation_merge.model.member import Member
+
+_NAMELESS = re.compile(r"LABEL_\d+")
+
+Rows = Mapping[str, tuple[int, tuple[int, ...]]]
+"""By name of a tensor: the dimension of its classes, and which of its entries there comes in each place."""
+
+
+def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of a classifier's outputs, in the order of its head's rows; none where nobody chose them."""
+    given = config.get("id2label")
+    if not isinstance(given, Mapping) or not all(str(key).isdigit() for key in given):
+        return ()  # transformers loads no such model
+    names = tuple(str(given[key]) for key in sorted(given, key=int))
+    return () if all(_NAMELESS.fullmatch(name) for name in names) else names
+
+
+def named_rows(names: tuple[str, ...]) -> dict[str, Any]:
+    """The entries of a config that say what each row of a head stands for."""
+    return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+
+
+def label_rows(anchor: Member, donor: Member, excluded: Callable[[str], bool] = lambda _: False) -> Rows:
+    """What puts the rows of a donor's head into the anchor's order, by the donor's names; nothing where they stand so.
+
+    Args:
+        excluded: says of a tensor that it is copied from the anchor.
+
+    Raises:
+        CheckpointError: the outputs have other names, or the same ones in another order in a head that is not known;
+            says both.
+    """
+    ours, theirs = labels(anchor.config), labels(donor.config)
+    if not (ours and theirs) or ours == theirs or not all(map(_classifies, (anchor, donor))):
+        return {}
+    heads = _heads(donor, len(theirs))
+    if heads and all(map(excluded, heads)):
+        return {}
+    remedy = "name the head under 'exclude' of a recipe, or keep each model's own with 'heads_of: each'"
+    if sorted(ours) != sorted(theirs):
+        what = f"'id2label' has other names than {anchor.name}"
+    elif heads and len(set(ours)) == len(ours):
+        order = tuple(map(theirs.index, ours))
+        return {name: (dim, order) for name, dim in heads.items() if not excluded(name)}
+    else:
+        what = f"'id2label' has the names of {anchor.name} in another order"
+        why = "its head is not known" if not heads else "some stand there twice"
+        what = f"{what}, and {why}"
+        remedy = f"reorder the rows of one model's head, with its 'id2label' and 'label2id'; or {remedy}"
+    raise CheckpointError(f"{what}: {_differing(ours, theirs)}", where=donor.name, remedy=remedy)
+
+
+def rows_note(anchor: str, donor: str, rows: Rows) -> list[str]:
+    """What a reader should know of rows that were put into another order."""
+    if not rows:
+        return []
+    return [
+        f"The classes of `{donor}` are those of `{anchor}` in another order: the rows of its head ({', '.join(rows)}) "
+        "were put into the anchor's order, in which its answers then come."
+    ]
+
+
+def in_order(tensor: Tensor, rows: tuple[int, tuple[int, ...]] | None) -> Tensor:
+    """A tensor with its classes in another order (None: as it is)."""
+    return tensor if rows is None else tensor.index_select(rows[0], torch.tensor(rows[1], device=tensor.device))
+
+
+def _heads(member: Member, count: int) -> dict[str, int]:
+    """Names of the tensors with so many classes, and along which dimension."""
+    return {
+        info.name: dim
+        for info in member.architecture.tensors()
+        for dim, axis in enumerate(info.axes)
+        if axis.label == "classes" and member.shapes.get(info.name, ())[dim : dim + 1] == (count,)
+    }
+
+
+def _classifies(member: Member) -> bool:
+    """Whether the model is a classifier; where its class is not known, it may be one."""
+    classes = member.config.get("architectures") or []
+    return not classes or any("Classification" in str(name) for name in classes)
+
+
+def _differing(ours: tuple[str, ...], theirs: tuple[str, ...]) -> str:
+    """The first row that differs, with both values."""
+    row = next(
+        (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))
+    )
+    its, mine = (short(repr(names[row])) if row < len(names) else "nothing" for names in (theirs, ours))
+    return f"row {row} is {its}, against {mine}"

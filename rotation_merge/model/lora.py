@@ -1,0 +1,179 @@
+"""An adapter's tensors by the tensors of the base that they change, and an adapter written anew."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.architecture.registry import Spot, every_name
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.adapters import WEIGHTS, Adapter, Change
+from rotation_merge.model.factors import stacks, transposed
+from rotation_merge.model.headers import ADAPTER_CONFIG
+
+WHOLE = "merge the adapter into its base and carry the whole model"
+WRONG_BASE = "name the base that it was trained on by --from"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What an adapter does to one weight of its base.
+
+    Attributes:
+        module: the module's path, as the adapter's names have it.
+        change: names of the factors, of a magnitude.
+        bias: name of what peft's `lora_bias` adds.
+        scale: what the product is multiplied by.
+        spot: the tensor that is changed; expert: which one, where the base stores experts apart.
+        transposed: it is [in, out] to the adapter, whose factors are A (rank, in) and B (out, rank).
+    """
+
+    module: str
+    change: Change
+    bias: str | None
+    scale: float
+    spot: Spot
+    expert: int | None = None
+    transposed: bool = False
+
+    @property
+    def a(self) -> str:
+        return str(self.change.a)
+
+    @property
+    def b(self) -> str:
+        return str(self.change.b)
+
+    @property
+    def bias_key(self) -> str:
+        """Where peft keeps a bias of this module."""
+        return self.b.removesuffix("weight") + "bias"
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """An adapter's low-rank changes, and by their names the tensors that it holds whole (modules_to_save, biases)."""
+
+    entries: list[Entry] = field(default_factory=list)
+    saved: dict[str, Spot] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Written:
+    """An adapter to be written: adapter_config.json, and the tensors by peft's names."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def write(self, folder: str) -> None:
+        """The two files that peft reads."""
+        os.makedirs(folder, exist_ok=True)
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        save_file(tensors, os.path.join(folder, WEIGHTS[0]), {"format": "pt"})
+        with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
+            json.dump(self.config, file, indent=2, sort_keys=True)
+            file.write("\n")
+
+
+def parse(adapter: Adapter, base: Mapping[str, Any]) -> Parsed:
+    """Which tensor of a base each of an adapter's tensors changes.
+
+    Args:
+        base: the base's config.
+
+    Raises:
+        CheckpointError: the adapter changes something that the base has not.
+    """
+    names, result = every_name(base), Parsed()
+    for name, change in adapter.changes.items():
+        if change.value is not None:
+            plain = name.replace(".base_layer", "")
+            if plain not in names:
+                raise _unknown(adapter, plain)
+            result.saved[change.value] = names[plain]
+        if change.a is not None:
+            entry = entry_of(adapter, name, names)
+            if entry is None:
+                raise _unknown(adapter, name.removesuffix(".weight"))
+            result.entries.append(_carried(adapter, entry))
+        elif change.shift is not None and adapter.changes.get(f"{name.removesuffix('bias')}weight") is None:
+            raise _unknown(adapter, name)
+    return result
+
+
+def _carried(adapter: Adapter, entry: Entry) -> Entry:
+    """An entry whose factors meet the axes that its base's tensor has.
+
+    Raises:
+        CheckpointError: peft takes what a tensor reads for what it gives.
+    """
+    if entry.transposed != transposed(entry.spot.info):
+        what = f"takes what '{entry.spot.info.name}' reads for what it gives, as peft does with this base's experts"
+        raise CheckpointError(what, where=adapter.path, remedy=WHOLE)
+    return entry
+
+
+def entry_of(adapter: Adapter, name: str, names: Mapping[str, Spot]) -> Entry | None:
+    """What an adapter does to one weight; None: its base has no such weight.
+
+    Args:
+        name: of the weight, as the adapter has it.
+        names: all that the base's tensors may go by.
+    """
+    change = adapter.changes[name]
+    module, plain = name.removesuffix(".weight"), name.replace(".base_layer", "")
+    bias = adapter.changes.get(f"{module}.bias", Change()).shift
+    parameter = plain if plain in names else _parameter(adapter, plain.removesuffix(".weight"), change, names)
+    if parameter is None:
+        return None
+    spot = names[parameter]
+    info = spot.info
+    if info.stacked:
+        return Entry(module, change, bias, change.scale, spot, info.names.index(plain), transposed(info))
+    if not stacks(info) and parameter == plain:
+        return Entry(module, change, bias, change.scale, spot, transposed=transposed(info))
+    count = (info.axes[0].size or 1) if stacks(info) else 1  # ranks of all experts stand in one factor
+    scale = adapter.scale(parameter, adapter.shapes[str(change.b)][1] // count)
+    expected = bool(stacks(info)) and transposed(info)
+    own = _own(info)[::-1] if expected else _own(info)
+    flipped = expected if _alike(own, sizes(adapter, change)) else not expected
+    return Entry(module, change, bias, scale, spot, transposed=flipped)
+
+
+def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str, Spot]) -> str | None:
+    """The tensor that peft's `target_parameters` name inside a module, told by its sizes."""
+    wanted = [str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or []]
+    places = [place for name in dict.fromkeys(wanted) if (place := f"{module}.{name}") in names]
+    size = sizes(adapter, change)
+    expected = {place: _own(i)[::-1] if transposed(i := names[place].info) else _own(i) for place in places}
+    for turn in (1, -1):  # peft takes some for [out, in] that are [in, out]
+        found = [place for place in places if _alike(expected[place][::turn], size)]
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+def _alike(known: Sequence[int | None], sizes: Sequence[int]) -> bool:
+    """Whether sizes are those that are known."""
+    return len(known) == len(sizes) and all(k in (None, s) for k, s in zip(known, sizes, strict=True))
+
+
+def _own(info: TensorInfo) -> list[int | None]:
+    """Sizes of one of the matrices that a tensor holds."""
+    return [axis.size for axis in info.axes[stacks(info) :]]
+
+
+def sizes(adapter: Adapter, change: Change) -> list[int]:
+    """How much a change's product gives, and reads."""
+    return [adapter.shapes[str(change.b)][0], adapter.shapes[str(change.a)][1]]
+
+
+def _unknown(adapter: Adapter, name: str) -> CheckpointError:
+    return CheckpointError(f"changes '{name}', which its base has not", where=adapter.path, remedy=WRONG_BASE)

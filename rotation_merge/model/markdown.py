@@ -1,0 +1,50 @@
+"""Names and words as Markdown that shows them as they are: none makes a cell, a span of code, a tag or a link."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from rotation_merge.errors import printable
+
+
+def plain(text: object) -> str:
+    """A text outside of code, in one line; in tables, too."""
+    line = " ".join(printable(str(text)).split())
+    escaped = re.sub(r"[\\`*\[\]|]", r"\\\g<0>", line.replace("&", "&amp;"))
+    return escaped.replace("<", "&lt;").replace(">", "&gt;")
+
+
+def code(text: object) -> str:
+    """A text as code, in one line; in tables, too."""
+    line = " ".join(printable(str(text)).split())
+    return f"<code>{encoded(text)}</code>" if not line or re.search(r"[`|]", line) else f"`{line}`"
+
+
+def encoded(text: object) -> str:
+    """A text in HTML, whatever Markdown stands around it."""
+    line = " ".join(printable(str(text)).split())
+    return re.sub(r"[^\w ./-]", lambda found: f"&#{ord(found[0])};", line)
+
+
+def prose(text: str, names: Iterable[str]) -> str:
+    """Words of ours, in which names stand as they are or between backticks.
+
+    Args:
+        names: all that may stand there and that are not ours, such as those of models.
+    """
+    known = "|".join(re.escape(name) for name in sorted({*names} - {""}, key=len, reverse=True))
+    parts = re.split(rf"(`(?:{known})`|{known})", text) if known else [text]
+    return "".join(_name(part) if number % 2 else _words(part) for number, part in enumerate(parts))
+
+
+def _name(text: str) -> str:
+    return code(text[1:-1]) if len(text) > 2 and text[0] == text[-1] == "`" else plain(text)
+
+
+def _words(text: str) -> str:
+    """Our own Markdown, without tags and links outside of code."""
+    parts = re.split(r"(`[^`]*`)", printable(text))
+    return "".join(
+        part if number % 2 else part.replace("<", "&lt;").replace("](", "]\\(") for number, part in enumerate(parts)
+    )

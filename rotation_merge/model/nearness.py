@@ -1,0 +1,77 @@
+"""How near two models of one architecture lie to each other, by a few of their matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rotation_merge.architecture.model import Architecture, TensorInfo
+from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.source import TensorSource
+
+RELATED = 0.5
+"""Cosine of the angle between matrices of two models from which they count as near: fine-tunes of one base are
+above 0.9, models trained independently at 0 (a planted twin too: alignment has to bring it back)."""
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """Cosines of the angles between matrices of the same name in two models."""
+
+    cosines: Mapping[str, float]
+
+    @property
+    def mean(self) -> float:
+        """Over all of them; 1 where none could be compared."""
+        return sum(self.cosines.values()) / len(self.cosines) if self.cosines else 1.0
+
+    @property
+    def least(self) -> float:
+        """The smallest; 0 where none could be compared."""
+        return min(self.cosines.values(), default=0.0)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the two share their coordinates: no kind of matrix was moved."""
+        return self.least >= RELATED
+
+    @property
+    def words(self) -> str:
+        """What was seen, for a sentence."""
+        return f"cosines of {len(self.cosines)} of their matrices: {self.least:.2f} to {max(self.cosines.values()):.2f}"
+
+
+def nearness(architecture: Architecture, first: TensorSource, second: TensorSource) -> Nearness:
+    """Compare one matrix of each kind, spread over the layers; embeddings say little of coordinates.
+
+    Args:
+        first, second: both under the architecture's names.
+    """
+    cosines = {}
+    for name in _spread(architecture, first, second):
+        ours, theirs = first[name], second[name]
+        if ours.ndim != 2 or ours.shape != theirs.shape:
+            continue
+        ours, theirs = ours.flatten().float(), theirs.flatten().float()
+        if bool(ours.any()) and bool(theirs.any()):
+            cosines[name] = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
+    return Nearness(cosines)
+
+
+def _spread(architecture: Architecture, first: TensorSource, second: TensorSource) -> list[str]:
+    """A matrix of each kind that both hold, each kind's from another layer as far as there are layers."""
+    kinds: dict[tuple[str, str], list[TensorInfo]] = {}
+    for block in architecture.blocks:
+        for info in block.tensors:
+            matrix = len(info.axes) - info.stacked == 2
+            if block.index is not None and matrix and info.name in first and info.name in second:
+                kinds.setdefault((block.module, info.key), []).append(info)
+    last = max(1, len(kinds) - 1)
+    return [layers[round(number * (len(layers) - 1) / last)].name for number, layers in enumerate(kinds.values())]
+
+
+def likeness(anchor: Model, donor: Model) -> float:
+    """Mean cosine of the angle between matrices of the same name; 1 where no two can be compared."""
+    return nearness(anchor.architecture, anchor, donor).mean

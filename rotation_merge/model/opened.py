@@ -1,0 +1,209 @@
+"""Whatever holds a model, opened in one way: a folder, a name of the hub, a module, a state dict with its config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.architecture.registry import stores_codes, tied_head, unread
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.adapter_base import check_own_base
+from rotation_merge.model.checkpoint import Model, open_model
+from rotation_merge.model.fingerprint import Fingerprint
+from rotation_merge.model.halves import language_half
+from rotation_merge.model.headers import check_codes, codes
+from rotation_merge.model.labels import Rows, labels, named_rows
+from rotation_merge.model.member import Member
+from rotation_merge.model.source import TensorSource
+from rotation_merge.model.sources import Relabelled, Spelled
+from rotation_merge.model.widen import Widened, wide_shapes
+from rotation_merge.model.widened import widening, words
+
+ModelLike = Any
+"""A folder, a name of the hub (also with a revision or an adapter, as in recipes), a module, a pair of a state dict and
+its config (a transformers config, or the dictionary in config.json), or what `open_like` returned."""
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose config and tensor names are known, and whose tensors are read when they are asked for.
+
+    Attributes:
+        name: what messages and reports call it.
+        config: as in config.json; of a module with its class under `architectures`.
+        source: gives tensors by the names that the model stores them under.
+        names: of all tensors.
+        shapes: by name.
+        untie: whether a head that shares the embedding's tensor is given one of its own.
+        module: where the model is one.
+        checkpoint: where the model is a folder or a name of the hub.
+        changed: entries of the config that are not those of its files.
+        whole, own_names, layout: of a language half (`within`): the text-only model, by name here the name there, and
+            the architecture.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    source: TensorSource
+    names: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    untie: bool = False
+    module: nn.Module | None = None
+    checkpoint: Model | None = None
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    whole: OpenedModel | None = None
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    layout: Architecture | None = field(default=None, repr=False)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return self.layout or resolve(dict(self.config), list(self.names), self.name, untie=self.untie)
+
+    @cached_property
+    def member(self) -> Member:
+        """The model as `check_pair` sees it."""
+        if self.checkpoint is not None:
+            return replace(self.checkpoint.member, architecture=self.architecture)
+        tied = tied_head(dict(self.config), self.names, self.name)
+        return Member(self.name, self.config, self.architecture, self.shapes, tied)
+
+    def within(self, anchor: Member) -> OpenedModel | None:
+        """A text-only model as the language half of one of the anchor's kind (`model/halves.py`), without the rest;
+        None where it is none."""
+        half = language_half(anchor, self.member)
+        if half is None:
+            return None
+        names = {name: own for name, own in half.names.items() if own in self.source}
+        config, shapes = half.config(anchor.config, self.config), half.all_of(self.shapes, {})
+        source = Spelled(self.source, half.names)
+        absent = {info.name for info in anchor.architecture.tensors() if info.names[0] not in names}
+        layout = anchor.architecture.without(absent)  # which no file describes by itself
+        return OpenedModel(
+            self.name, config, source, tuple(names), shapes, self.untie, whole=self, own_names=names, layout=layout
+        )
+
+    def widened(self, anchor: Member) -> tuple[OpenedModel, str]:
+        """A smaller model in the anchor's sizes (`model/widen.py`), and a line on it; itself where they are its own.
+
+        Raises:
+            CheckpointError: it is of another family or larger in some way, or has no room for zeros.
+        """
+        grown = widening(self.member, anchor, self.untie)
+        if grown is None:
+            return self, ""
+        config, wide = grown
+        source, shapes = Widened(self.source, wide), wide_shapes(self.shapes, wide)
+        changed = {key: value for key, value in config.items() if value != self.config.get(key)}
+        wider = OpenedModel(
+            self.name,
+            config,
+            source,
+            self.names,
+            shapes,
+            self.untie,
+            None,
+            self.checkpoint,
+            {**self.changed, **changed},
+        )
+        return wider, words(self.member, anchor, config)
+
+    def with_classes(self, rows: Rows) -> OpenedModel:
+        """The same with its classes in another order, in its config, too (`model/labels.py`)."""
+        if not rows:
+            return self
+        names, (_, order) = labels(self.config), next(iter(rows.values()))
+        changed = named_rows(tuple(names[i] for i in order))
+        config, changes = {**self.config, **changed}, {**self.changed, **changed}
+        return replace(self, source=Relabelled(self.source, rows), config=config, changed=changes)
+
+    @cached_property
+    def unread(self) -> list[str]:
+        """Stored tensors that the model does not read: layers that predict tokens further ahead (MTP)."""
+        return unread(dict(self.config), list(self.names))
+
+    @cached_property
+    def mark(self) -> Fingerprint:
+        """The fingerprint of all tensors; reads those that have not been read for it."""
+        mark = Fingerprint()
+        mark.complete(self.architecture.named(), self.source)
+        return mark
+
+
+def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool = False) -> OpenedModel:
+    """Open whatever holds a model; no tensor of a checkpoint is read.
+
+    Args:
+        model: see `ModelLike`.
+        name: of a model in memory, for messages; of a checkpoint its path is taken.
+        config: of a state dict that is given without; of a module its own counts.
+        untie: give a head that shares the embedding's tensor one of its own.
+
+    Raises:
+        CheckpointError: it is none, or cannot be read; says what was given.
+        ArchitectureError: no architecture file describes it.
+    """
+    if isinstance(model, OpenedModel):
+        return model if model.untie == untie else replace(model, untie=untie)
+    if hasattr(model, "opened"):  # a view
+        return model.as_opened()
+    if isinstance(model, str | os.PathLike):
+        checkpoint = open_model(str(model))
+        checkpoint.check_files()
+        names, shapes = tuple(checkpoint.names), checkpoint.shapes
+        path = str(checkpoint.reference)
+        if checkpoint.adapter is not None:
+            checkpoint.architecture  # noqa: B018  (says first what of the adapter does not fit)
+            check_own_base(checkpoint)
+        return OpenedModel(path, checkpoint.config, checkpoint, names, shapes, untie, checkpoint=checkpoint)
+    if isinstance(model, nn.Module):
+        own = getattr(model, "config", config)
+        return _in_memory(name or type(model).__name__, model.state_dict(), _values(own, name, model), untie, model)
+    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], Mapping):
+        return _in_memory(name or "the state dict", model[0], _values(model[1], name), untie)
+    if isinstance(model, Mapping) and config is not None:
+        return _in_memory(name or "the state dict", model, _values(config, name), untie)
+    what = "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
+    raise CheckpointError(
+        f"{what}, which is no model",
+        where=name or None,
+        remedy="give a folder, a name of the hub, a module, or a pair (state dict, config)",
+    )
+
+
+def _in_memory(
+    name: str, state: Mapping[str, Tensor], config: dict[str, Any], untie: bool, module: nn.Module | None = None
+) -> OpenedModel:
+    tensors = dict(state)
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    if not stores_codes(config):
+        check_codes(codes({key: (str(tensor.dtype), shapes[key]) for key, tensor in tensors.items()}), tensors, name)
+    return OpenedModel(name, config, tensors, tuple(tensors), shapes, untie, module)
+
+
+def _values(config: Any, name: str, module: nn.Module | None = None) -> dict[str, Any]:
+    """A config as the dictionary that config.json would hold.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        remedy = "give a transformers config, or the dictionary in config.json"
+        raise CheckpointError(f"its config is of type {type(config).__name__}", where=name or None, remedy=remedy)
+    values = dict(config if isinstance(config, Mapping) else config.to_dict())
+    if not stores_codes(values):
+        values.pop("quantization_config", None)
+    if module is not None:
+        values["architectures"] = [type(module).__name__]
+    return values
+
+
+def stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a tensor is stored in: of floats the dtype that is asked for, where one is."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -1,0 +1,64 @@
+"""Where a model came from: its repository on the hub, the revision that was read, its licence."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from mergekit.common import ModelPath, ModelReference
+
+from rotation_merge.model.card import front_matter
+from rotation_merge.model.hub import is_hub_name
+
+_SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
+
+HEADS = ("config.json", "adapter_config.json")
+"""A file that every model of the hub, or every adapter, has: where it lies in the cache tells the revision."""
+
+
+def origins(models: Iterable[ModelReference], cache: str | None = None) -> dict[str, dict[str, Any]]:
+    """By the name that a report calls each model: `hub` (org/name), `revision` (the commit that was read), `license`,
+    and the same of its adapter. What is not known is None; nothing is fetched."""
+    found = {}
+    for reference in models:
+        facts = _of(reference.model, cache)
+        if reference.lora is not None:
+            facts["adapter"] = {"name": str(reference.lora), **_of(reference.lora, cache)}
+        found[str(reference)] = facts
+    return found
+
+
+def _of(part: ModelPath, cache: str | None) -> dict[str, Any]:
+    folder = part.path if os.path.isdir(part.path) else _cached(part, cache)
+    place = _SNAPSHOT.search(os.path.abspath(folder)) if folder else None
+    if place is not None:
+        return {"hub": f"{place[1]}/{place[2]}", "revision": place[3], "license": licence(folder)}
+    hub = part.path if folder != part.path and is_hub_name(part.path) else None
+    return {"hub": hub, "revision": part.revision if hub else None, "license": licence(folder) if folder else None}
+
+
+def _cached(part: ModelPath, cache: str | None) -> str | None:
+    """The folder of a downloaded repository, at the revision that loading it gives."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for name in HEADS if is_hub_name(part.path) else ():
+        try:
+            path = try_to_load_from_cache(part.path, name, cache_dir=cache, revision=part.revision)
+        except (HFValidationError, OSError):
+            return None
+        if isinstance(path, str):
+            return os.path.dirname(path)
+    return None
+
+
+def licence(folder: str | None) -> str | None:
+    """What the card beside a model says of its licence; None where it says nothing."""
+    try:
+        with open(os.path.join(folder or "", "README.md"), encoding="utf-8") as file:
+            found = front_matter(file.read())[0].get("license")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return found if isinstance(found, str) and found.strip() else None

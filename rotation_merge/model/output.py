@@ -1,0 +1,139 @@
+"""Writing a model whole or not at all: mergekit writes into a staging directory, which then takes the place."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rotation_merge.errors import RotationMergeError, short
+from rotation_merge.files.durable import sync, sync_tree, temporary_name, under_temporary_names
+from rotation_merge.files.locks import output_lock
+from rotation_merge.model.exchange import JOURNAL, FolderExchange, interrupted, is_of_a_model
+
+LOG = logging.getLogger(__name__)
+
+MODEL_FILES = ("model", "pytorch_model")
+
+INSIDE = "rotation-merge"
+"""What is staged inside a directory is called so, as the directory may be moved."""
+
+
+@contextmanager
+def staged(out_path: str) -> Iterator[str]:
+    """A directory to write into, later moved to `out_path`; removed when the block does not end well.
+
+    Everything in it is on disk before it moves. It has a name of its own, and nobody else writes `out_path` meanwhile.
+
+    It lies beside `out_path`, or inside, where that is already a directory (which may be a file system of its own).
+    A directory that is already there keeps its other files, and all of them where the exchange does not come to its
+    end; what a process left that was killed in the middle of one is put right first.
+
+    Raises:
+        RotationMergeError: another run writes there, or the exchange is impossible; then what was made is kept.
+    """
+    target, name = os.path.realpath(out_path), os.path.basename(os.path.abspath(out_path))
+    with output_lock(out_path) as locked:
+        if locked:
+            mend(target)
+        before = _model_in(target)
+        holder = temporary_name(os.path.join(target, INSIDE) if os.path.isdir(target) else target)
+        staging = os.path.join(holder, name)
+        try:
+            os.makedirs(staging)
+            yield staging
+            sync_tree(staging)
+            _take_place(staging, target, before, out_path)
+        finally:
+            if not os.path.lexists(os.path.join(holder, JOURNAL)):  # else it holds what could not be put back
+                shutil.rmtree(holder, ignore_errors=True)
+        sync(os.path.dirname(target))
+
+
+def mend(target: str) -> bool:
+    """Put right what killed processes have left in an output and beside it, which is locked; whether there was
+    an exchange to undo.
+
+    Raises:
+        RotationMergeError: what was moved out cannot be put back.
+    """
+    undone = False
+    for holder in (*under_temporary_names(os.path.join(target, INSIDE)), *under_temporary_names(target)):
+        if not os.path.isdir(holder) or os.path.islink(holder):
+            continue
+        exchange = interrupted(holder, target)
+        if exchange is not None:
+            exchange.undo()
+            LOG.warning("%s: the exchange of its model was interrupted; it holds what it held before", target)
+            undone = True
+        shutil.rmtree(holder, ignore_errors=True)
+    return undone
+
+
+def mend_interrupted(folder: str) -> bool:
+    """Put back what a killed process has moved out of a model's folder; whether there was any.
+
+    Raises:
+        RotationMergeError: it is being written, or cannot be put back.
+    """
+    target = os.path.realpath(folder)
+    holders = (*under_temporary_names(os.path.join(target, INSIDE)), *under_temporary_names(target))
+    if not any(os.path.lexists(os.path.join(holder, JOURNAL)) for holder in holders):
+        return False
+    with output_lock(target) as locked:
+        return locked and mend(target)
+
+
+def _take_place(staging: str, target: str, before: dict[str, tuple[int, int]], out_path: str) -> None:
+    """Move what is whole to its place.
+
+    Raises:
+        RotationMergeError: that is impossible; says where it is kept instead.
+    """
+    try:
+        if _model_in(target) != before:
+            raise RotationMergeError("another model was written there meanwhile", where=out_path)
+        if os.path.isdir(target):
+            FolderExchange.of(staging, target).run()
+        else:
+            os.rename(staging, target)
+        sync(target)
+    except (OSError, RotationMergeError) as error:
+        kept = _keep(staging, target)
+        if kept is None:
+            raise
+        what = error.what if isinstance(error, RotationMergeError) else f"cannot be written ({short(error)})"
+        where = error.where if isinstance(error, RotationMergeError) else out_path
+        remedy = f"all that was there is there still, and what was made is kept in {kept}"
+        raise RotationMergeError(what, where=where, remedy=remedy) from error
+
+
+def _keep(staging: str, target: str) -> str | None:
+    """Another place for what cannot take its own; None where there is none, or some of it has gone."""
+    if os.path.lexists(os.path.join(os.path.dirname(staging), JOURNAL)):
+        return None
+    for beginning in (f"{target}.kept", os.path.join(target, f"{INSIDE}.kept")):
+        try:
+            path = free_name(beginning)
+            os.rename(staging, path)
+            return path
+        except OSError:  # a parent that belongs to somebody else, or is another file system
+            continue
+    return None
+
+
+def free_name(path: str) -> str:
+    """A name that nothing has: this one, or this one with a number."""
+    names = (path if number == 1 else f"{path}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _model_in(folder: str) -> dict[str, tuple[int, int]]:
+    """The files of the model that lies in a folder, each with what changes when it is written."""
+    if not os.path.isdir(folder):
+        return {}
+    facts = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(folder) if is_of_a_model(entry.name)}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in facts.items()}

@@ -1,0 +1,207 @@
+"""Folders of sentence-transformers: what stands behind the transformer, read as tensors of the model, and written.
+
+A dense module `2_Dense` is read as tensors `2_Dense.linear.weight` and `2_Dense.linear.bias` of the checkpoint, so that
+alignment, merge and carrying treat it as any other part of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rotation_merge.architecture.sentence import MODES
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.headers import read_json, reason
+
+FILE = "modules.json"
+BESIDE = (FILE, "config_sentence_transformers.json", "sentence_bert_config.json")
+"""Files of a folder's root that say how its modules are used: prompts, lengths, similarity."""
+
+KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout")
+"""Modules that are known, by class."""
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def is_sentence(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, FILE))
+
+
+def read_modules(folder: str) -> list[dict[str, Any]]:
+    """What stands behind the transformer of a folder, in order; empty where the folder is a plain model.
+
+    Each module has its `type` and `path`; pooling its `modes`, a dense map its sizes `in` and `out` and its activation.
+
+    Raises:
+        CheckpointError: a module is of an unknown kind, or damaged.
+    """
+    if not is_sentence(folder):
+        return []
+    entries = _listed(os.path.join(folder, FILE))
+    found = []
+    for entry in entries:
+        kind, path = str(entry.get("type", "")).rsplit(".", 1)[-1], str(entry.get("path", ""))
+        if kind not in KINDS:
+            raise CheckpointError(
+                f"its module '{kind}' is not known",
+                where=os.path.join(folder, FILE),
+                remedy=f"known: {', '.join(KINDS)}",
+            )
+        if os.path.isabs(path) or ".." in path.replace("\\", "/").split("/"):
+            raise CheckpointError(
+                f"names a module outside of its folder, '{path}'", where=folder, remedy="do not use it"
+            )
+        if kind == "Transformer":
+            if path:
+                where = os.path.join(folder, path)
+                raise CheckpointError(
+                    "its transformer lies in a folder of its own", where=folder, remedy=f"name {where}"
+                )
+            continue
+        found.append({"type": kind, "path": path, **_settings(folder, kind, path)})
+    return found
+
+
+def _listed(path: str) -> list[dict[str, Any]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy="download it again") from error
+    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
+        raise CheckpointError("does not hold a list of modules", where=path, remedy="download it again")
+    return content
+
+
+def _settings(folder: str, kind: str, path: str) -> dict[str, Any]:
+    if kind not in ("Pooling", "Dense"):
+        return {}
+    config = read_json(os.path.join(folder, path, "config.json"))
+    try:
+        if kind == "Dense":
+            act = str(config.get("activation_function") or "Identity").rsplit(".", 1)[-1]
+            sizes = {"in": int(config["in_features"]), "out": int(config["out_features"])}
+            return {**sizes, "activation": act, "bias": bool(config.get("bias", True))}
+        named = config.get("pooling_mode")
+        given = [named] if isinstance(named, str) else list(named or [])
+        flags = {m: [config.get(f"pooling_mode_{m}{end}") for end in ("", "_token", "_tokens")] for m in MODES}
+        chosen = [mode for mode in MODES if any(flags[mode]) or mode.removesuffix("_tokens") in given]
+    except (KeyError, TypeError, ValueError) as error:
+        where = os.path.join(folder, path, "config.json")
+        raise CheckpointError(f"lacks {error}", where=where, remedy="download it again") from error
+    kept = {} if config.get("include_prompt", True) else {"include_prompt": False}
+    return {"modes": chosen or ["mean"], **kept}
+
+
+def reading(folder: str) -> tuple[str, int | None]:
+    """What sentence-transformers puts before every text if nothing else is asked for, and how many tokens it reads.
+
+    Raises:
+        CheckpointError: the settings are damaged, or name a prompt that is not there.
+    """
+    where, lengths = (os.path.join(folder, name) for name in BESIDE[1:])
+    settings = read_json(where) if os.path.isfile(where) else {}
+    prompts, name = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    if not isinstance(prompts, dict) or (name is not None and name not in prompts):
+        what = f"its default_prompt_name is '{name}', which is not among its prompts"
+        raise CheckpointError(what, where=where, remedy="mend the file")
+    most = read_json(lengths).get("max_seq_length") if os.path.isfile(lengths) else None
+    prompt = str(prompts[name]) if name is not None else ""
+    if prompt and any(module.get("include_prompt") is False for module in read_modules(folder)):
+        what = f"its pooling leaves out the prompt '{prompt}' that stands before every text, which is not supported"
+        raise CheckpointError(what, where=folder, remedy="take default_prompt_name out, and put prompts into the data")
+    return prompt, most if isinstance(most, int) and most > 0 else None
+
+
+class SentenceLoader:
+    """Reads like mergekit's `LazyTensorLoader`: the transformer's tensors, and those of the dense modules."""
+
+    def __init__(self, base: Any, folder: str, modules: list[dict[str, Any]]) -> None:
+        self.base = base
+        self.prefixes = {_weights(folder, module["path"]): f"{module['path']}." for module in _dense(modules)}
+        self.tensors = module_tensors(folder, modules)
+        own = {name: file for file, prefix in self.prefixes.items() for name in self.tensors if name.startswith(prefix)}
+        self.index = dataclasses.replace(base.index, tensor_paths={**base.index.tensor_paths, **own})
+
+    def get_tensor(
+        self, key: str, device: str = "cpu", aliases: Collection[str] | None = None, raise_on_missing: bool = True
+    ) -> Tensor | None:
+        if key in self.tensors:
+            return self.tensors[key].to(device)
+        found: Tensor | None = self.base.get_tensor(key, device, aliases, raise_on_missing)
+        return found
+
+    def flush(self) -> None:
+        self.base.flush()
+
+
+def _dense(modules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [module for module in modules if module["type"] == "Dense"]
+
+
+def module_tensors(folder: str, modules: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Tensors of the dense modules, by their names in the whole model."""
+    return {
+        f"{module['path']}.{name}": tensor
+        for module in _dense(modules)
+        for name, tensor in _read(os.path.join(folder, _weights(folder, module["path"]))).items()
+    }
+
+
+def _weights(folder: str, path: str) -> str:
+    for name in WEIGHTS:
+        if os.path.isfile(os.path.join(folder, path, name)):
+            return f"{path}/{name}"
+    raise CheckpointError("its weights are missing", where=os.path.join(folder, path), remedy="download it again")
+
+
+def _read(path: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if path.endswith(".safetensors"):
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy="download it again") from error
+    except Exception as error:  # pickle errors come in every class
+        raise CheckpointError("holds something else than tensors", where=path, remedy="do not use it") from error
+
+
+def module_of(name: str, modules: list[dict[str, Any]]) -> str | None:
+    """The path of the module that a tensor belongs to; None where it is the transformer's."""
+    return next((module["path"] for module in _dense(modules) if name.startswith(f"{module['path']}.")), None)
+
+
+def write_modules(source: str, out: str, tensors: Mapping[str, Tensor]) -> None:
+    """What makes a folder of sentence-transformers of a transformer: settings as in `source`, dense maps as given.
+
+    Args:
+        tensors: of the dense modules, as `SentenceLoader` names them; none: as in `source`.
+    """
+    modules = read_modules(source)
+    if not modules:
+        return
+    for name in BESIDE:
+        if os.path.isfile(os.path.join(source, name)):
+            shutil.copyfile(os.path.join(source, name), os.path.join(out, name))
+    for path in dict.fromkeys(module["path"] for module in modules):
+        target, origin = Path(out) / path, Path(source) / path
+        target.mkdir(parents=True, exist_ok=True)
+        own = {n.removeprefix(f"{path}."): t.contiguous() for n, t in tensors.items() if n.startswith(f"{path}.")}
+        for file in sorted(origin.iterdir()) if origin.is_dir() else []:
+            if file.is_file() and not (own and file.name in WEIGHTS):
+                shutil.copyfile(file, target / file.name)
+        if own:
+            save_file(own, target / "model.safetensors", {"format": "pt"})

@@ -1,0 +1,71 @@
+"""Slices of long vocabularies: an embedding or a head is as large as several layers, and all its rows move alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.model.source import TensorSource
+
+LONG = 1 << 25
+"""Entries that are looked at in one piece."""
+
+
+def rows(info: TensorInfo, tensor: Tensor) -> list[slice]:
+    """The slices of a tensor's vocabulary, or one of all; none where it has no vocabulary."""
+    if info.vocabulary_axis is None or info.stacked:
+        return []
+    count = tensor.shape[info.vocabulary_axis]
+    step = max(1, LONG * count // max(1, tensor.numel()))
+    return [slice(start, min(count, start + step)) for start in range(0, count, step)]
+
+
+def narrowed(infos: Iterable[tuple[str, TensorInfo]], tensors: Mapping[str, Tensor], part: slice) -> dict[str, Tensor]:
+    """Some tensors, views of a slice of those that have a vocabulary.
+
+    Args:
+        infos: what each name stands for; the vocabularies are of one size.
+    """
+    result = dict(tensors)
+    for name, info in infos:
+        if name in tensors and (axis := info.vocabulary_axis) is not None:
+            result[name] = tensors[name].narrow(axis, part.start, part.stop - part.start)
+    return result
+
+
+def held(block: Block, source: TensorSource) -> dict[str, Tensor]:
+    """A block's tensors by their names, as they are stored."""
+    names = (name for info in block.tensors for name in (*info.names, *info.tied))
+    return {name: source[name] for name in dict.fromkeys(names) if name in source}
+
+
+def views(block: Block, sources: Iterable[TensorSource]) -> Callable[[slice], list[TensorSource]]:
+    """Several models' tensors of a block, of its vocabularies no more than a slice."""
+    infos = [(name, info) for info in block.tensors for name in (*info.names, *info.tied)]
+    known = [held(block, source) for source in sources]
+    return lambda part: [narrowed(infos, own, part) for own in known]
+
+
+def in_slices(
+    info: TensorInfo, stored: Sequence[Tensor], dtype: torch.dtype, make: Callable[[slice | None], Tensor]
+) -> Tensor:
+    """What `make` makes of a tensor, of a long vocabulary slice by slice, each rounded at once: no copy of it all is
+    widened.
+
+    Args:
+        stored: the tensor as it is stored in all models that are looked at; nothing is sliced where these differ in
+            shape.
+        dtype: that the slices are rounded to.
+        make: told which slice; None: all of it.
+    """
+    first = stored[0]
+    parts = rows(info, first) if all(own.shape == first.shape for own in stored) else []
+    if len(parts) <= 1:
+        return make(None)
+    result = torch.empty(first.shape, dtype=dtype, device=first.device)
+    for part in parts:
+        result.narrow(info.vocabulary_axis or 0, part.start, part.stop - part.start).copy_(make(part))
+    return result

@@ -1,0 +1,211 @@
+"""A model as it will be: its tensors by name, computed when they are asked for."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mergekit.io.tensor_writer import TensorWriter
+from torch import Tensor, nn
+
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.opened import OpenedModel, stored_dtype
+from rotation_merge.model.output import staged
+from rotation_merge.model.source import read_tensor, unstack
+from rotation_merge.model.writing import Storage, parse_size, untied, write_beside
+from rotation_merge.record import MergeReport
+
+TensorOf = Callable[[Block, TensorInfo, torch.dtype | None], Tensor | None]
+"""Computes one tensor of an architecture (stacked, if it is stored in pieces), rounded to a dtype (None: that which it
+is stored in); None where the model has none."""
+
+
+class View(Mapping[str, Tensor]):
+    """A lazy mapping from names to tensors of a model; nothing is computed before it is asked for.
+
+    Every tensor is computed anew each time, in float32 at least, and rounded once to its storage dtype.
+
+    Attributes:
+        opened: the model that it is a view of.
+        dtype: of its floating tensors; None: each has that of the model's tensor.
+        left_out: names of the model's tensors that it does not hold.
+        notes: what the reader should know of it.
+        report: of what made it, where something was matched for it.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedModel,
+        compute: TensorOf,
+        dtype: torch.dtype | None = None,
+        left_out: Collection[str] = (),
+        notes: Sequence[str] = (),
+        report: MergeReport | None = None,
+    ) -> None:
+        self.opened, self.dtype, self.left_out = opened, dtype, frozenset(left_out)
+        self.notes, self.report = tuple(notes), report
+        self._compute, self._places = compute, self.architecture.places()
+        self._names = self._all_names()
+
+    def _all_names(self) -> tuple[str, ...]:
+        known: dict[str, None] = {}
+        for info in self.architecture.tensors():
+            if any(name in self.opened.source for name in (info.names[0], *info.tied)):
+                known.update(dict.fromkeys(info.names))
+        tied = {name for info in self.architecture.tensors() for name in info.tied}
+        others = (name for name in self.opened.names if name not in self._places and name not in tied)
+        return tuple(name for name in (*known, *others) if name not in self.left_out)
+
+    @property
+    def architecture(self) -> Architecture:
+        """By which its tensors are named."""
+        return self.opened.architecture
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config of the model that it is a view of, with what the view changes."""
+        config = untied(self.opened.config) if self.opened.untie else dict(self.opened.config)
+        if self.dtype is not None:
+            config["dtype"] = str(self.dtype).removeprefix("torch.")
+        return config
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return (name in self._places and str(name) not in self.left_out) or name in self._names
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._places:
+            if name not in self._names:
+                raise KeyError(name)
+            tensor = self.opened.source[name]
+            return tensor.to(stored_dtype(tensor, self.dtype))
+        block, info, piece = self._places[name]
+        computed = self.tensor(block, info)
+        if computed is None:
+            raise KeyError(name)
+        return computed[piece] if info.stacked else computed
+
+    def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
+        """One tensor of the architecture (stacked, if it is stored in pieces); None where the model has none."""
+        return self._compute(block, info, self.dtype)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors by name, those that are stored in pieces computed once; the memory of one block."""
+        for block in self.architecture.blocks:
+            for info in block.tensors:
+                if info.names[0] in self.left_out or info.names[0] not in self:
+                    continue
+                computed = self.tensor(block, info)
+                if computed is not None:
+                    yield from unstack(info, computed.contiguous()).items()
+        for name in self._names:
+            if name not in self._places:
+                yield name, self[name]
+
+    def as_opened(self) -> OpenedModel:
+        """The view as a model that can be moved, averaged or written again."""
+        shapes = dict(self.opened.shapes)
+        for info in self.architecture.tensors():
+            tied = next((name for name in info.tied if name in shapes), None)
+            if tied is not None:
+                shapes.setdefault(info.names[0], shapes[tied])
+        known = {name: shapes[name] for name in self}
+        return replace(self.opened, source=self, config=self.config, names=tuple(self), shapes=known)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All tensors, in memory."""
+        return dict(self.tensors())
+
+    def to(self, dtype: torch.dtype) -> View:
+        """The same with floating tensors of another dtype, each rounded once."""
+        return View(self.opened, self._compute, dtype, self.left_out, self.notes, self.report)
+
+    def to_module(self) -> nn.Module:
+        """The model in memory, in evaluation mode: of a module a copy, else of the class that the config names.
+
+        Raises:
+            CheckpointError: transformers has no class for it, or a weight is missing.
+        """
+        state = self.state_dict()
+        if self.opened.module is not None and not self.opened.untie and not self.opened.changed:
+            module = copy.deepcopy(self.opened.module)
+            if "quantization_config" not in self.config:  # of what was read from GGUF, which transformers saves then
+                vars(module).pop("hf_quantizer", None)
+                vars(module.config).pop("quantization_config", None)
+            if self.dtype is not None:
+                module = module.to(self.dtype)
+            module.load_state_dict(state, strict=not self.left_out)
+            return module.eval()
+        import transformers
+
+        names = self.config.get("architectures") or ["none"]
+        kind = getattr(transformers, str(names[0]), None)
+        if kind is None:
+            remedy = "take its state_dict()"
+            raise CheckpointError(f"transformers has no class '{names[0]}'", where=self.opened.name, remedy=remedy)
+        config = kind.config_class.from_dict(self.config)
+        dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+        module, info = kind.from_pretrained(
+            None, config=config, state_dict=state, dtype=max(dtypes, key=lambda d: d.itemsize), output_loading_info=True
+        )
+        if missing := sorted(map(str, info.get("missing_keys") or [])):
+            remedy = "the state dict is incomplete, or its config belongs to another model"
+            raise CheckpointError(f"weight '{missing[0]}' is missing", where=self.opened.name, remedy=remedy)
+        return module.eval()
+
+    def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: str = "5B") -> None:
+        """Write a normal checkpoint, whole or not at all: weights in shards, config, and what stands beside the
+        model's own weights (tokenizer, preprocessor, generation config). One block is in memory at a time.
+
+        Args:
+            folder: new, or empty.
+            max_shard_size: such as 500M or 5B (bytes).
+
+        Raises:
+            CheckpointError: the folder holds something.
+            RotationMergeError: the size is none.
+        """
+        out, size = os.fspath(folder), parse_size(max_shard_size)
+        if os.path.isdir(out) and os.listdir(out):
+            raise CheckpointError("is not empty", where=out, remedy="write to a new folder")
+        with staged(out) as staging:
+            os.makedirs(staging, exist_ok=True)
+            writer = TensorWriter(staging, max_shard_size=size)
+            for name, tensor in self.tensors():
+                writer.save_tensor(name, tensor.detach().cpu(), clone=True)
+            writer.finalize()
+            self._write_beside(staging)
+
+    def _write_beside(self, staging: str) -> None:
+        if self.opened.checkpoint is not None:
+            dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+            storage = Storage(dtype=dtype, untie=self.opened.untie)
+            write_beside(self.opened.checkpoint, staging, storage, self.opened.changed)
+            return
+        with open(os.path.join(staging, "config.json"), "w", encoding="utf-8") as file:
+            json.dump(self.config, file, indent=2, default=str)
+            file.write("\n")
+        generation = getattr(self.opened.module, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(staging)
+
+
+def as_stored(opened: OpenedModel) -> View:
+    """A model as it is."""
+
+    def read(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
+        tensor = read_tensor(info, opened.source)
+        return None if tensor is None else tensor.to(stored_dtype(tensor, dtype))
+
+    return View(opened, read)

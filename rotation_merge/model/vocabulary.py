@@ -1,0 +1,207 @@
+"""Vocabularies that differ: the rows of the tokens that all models share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from mergekit.common import ModelReference
+from torch import Tensor
+
+from rotation_merge.errors import CheckpointError, RotationMergeError
+from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.headers import TOKENIZER, read_json
+from rotation_merge.model.hub import in_cache
+
+LEAST_SHARED = 32
+"""Fewer common tokens than this say nothing about how two models lie to each other."""
+
+
+def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
+    """Rows of the tokens that all models have, in one order.
+
+    Returns:
+        For each model int64, shape (tokens,); None where the vocabularies are the same, or none of them has one.
+
+    Raises:
+        CheckpointError: vocabularies of different sizes, and a tokenizer that would tell is missing; or next to nothing
+            in common.
+    """
+    sizes = [_size(model) for model in models]
+    if any(size is None for size in sizes):
+        return None
+    tokens = [_tokens(model.reference, model.options.trust_remote_code) for model in models]
+    lacking = next((m for m, t in zip(models, tokens, strict=True) if t is None), None)
+    if lacking is not None:
+        if len(set(sizes)) == 1:
+            return None
+        raise CheckpointError(
+            f"has {sizes[models.index(lacking)]} tokens, {models[0].reference} has {sizes[0]}, and no tokenizer tells "
+            "which of them are the same",
+            where=str(lacking.reference),
+            remedy="put both models' tokenizers beside their weights",
+        )
+    if all(t == tokens[0] for t in tokens) and len(set(sizes)) == 1:
+        return None
+    known = [t or {} for t in tokens]
+    common = [token for token in known[0] if all(_held(t, token, s) for t, s in zip(known, sizes, strict=True))]
+    if len(common) < LEAST_SHARED:
+        raise CheckpointError(
+            f"shares {len(common)} tokens with {models[0].reference}",
+            where=str(models[-1].reference),
+            remedy=f"at least {LEAST_SHARED} are needed; use models with related tokenizers",
+        )
+    common.sort(key=known[0].__getitem__)
+    return [torch.tensor([t[token] for token in common]) for t in known]
+
+
+def matched_on(anchor: Model, donor: Model, count: int) -> str:
+    """What a reader should know of models whose vocabularies differ."""
+    names = f"`{donor.reference}` and `{anchor.reference}`"
+    return f"{names} share {count} tokens: embeddings and heads were matched on these."
+
+
+def other_order(anchor: Model, donor: Model) -> list[str]:
+    """A line where tokens of two models that lie here stand at other ids; for models of one vocabulary size."""
+    moved, whole = moved_tokens(anchor, donor)
+    return [f"{donor.reference}: {_other_ids(anchor, moved, whole)}; a merge needs '{TOGETHER}'."] if moved else []
+
+
+TOGETHER = "tokenizer: {source: base}"
+"""What a recipe has to say where the ids of two models' tokens differ."""
+
+
+def token_ids_differ(anchor: Model, donor: Model) -> bool:
+    """Whether a merge of two models has to bring their vocabularies together: these are of other sizes, or an id stands
+    for another token. False where no tokenizer lies beside a model."""
+    return _size(anchor) != _size(donor) or moved_tokens(anchor, donor)[0] > 0
+
+
+def check_token_ids(anchor: Model, donor: Model) -> None:
+    """Refuse to average the vocabularies' rows by their ids where these stand for other tokens.
+
+    Raises:
+        CheckpointError: says how many do.
+    """
+    moved, whole = moved_tokens(anchor, donor)
+    if moved:
+        what = f"{_other_ids(anchor, moved, whole)}: rows of other words would be averaged"
+        raise CheckpointError(what, where=str(donor.reference), remedy=f"add '{TOGETHER}' to the recipe")
+
+
+def check_tuned_ids(origin: Model, tuned: Model) -> None:
+    """Refuse to take the difference of two models whose common tokens stand at other ids.
+
+    Raises:
+        CheckpointError: says how many do.
+    """
+    moved, whole = moved_tokens(origin, tuned, both=True)
+    if moved:
+        what = f"{_other_ids(origin, moved, whole)}, so it is no fine-tune of that"
+        raise CheckpointError(what, where=str(tuned.reference), remedy="name the model that it was tuned from")
+
+
+def _other_ids(anchor: Model, moved: int, whole: int) -> str:
+    return f"{moved} of {whole} tokens stand at other ids than in {anchor.reference}"
+
+
+def moved_tokens(anchor: Model, donor: Model, both: bool = False) -> tuple[int, int]:
+    """How many of the anchor's tokens stand at other ids in the donor, or at ids of other tokens there, and how many
+    tokens there are; 0 of 0 where vocabularies have other sizes or no tokenizer lies here.
+
+    Args:
+        both: count only tokens that both know.
+    """
+    models = (anchor, donor)
+    if anchor is donor or _size(anchor) != _size(donor) or not all(_has_tokenizer(m.reference) for m in models):
+        return 0, 0
+    if len({_tokenizer(m.reference, m.options.trust_remote_code) for m in models}) == 1:
+        return 0, 0
+    ours, theirs = (_tokens(m.reference, m.options.trust_remote_code) or {} for m in models)
+    at = {} if both else {number: token for token, number in theirs.items()}
+    moved = (theirs.get(token, number) != number or at.get(number, token) != token for token, number in ours.items())
+    return sum(moved), len(ours)
+
+
+def _has_tokenizer(reference: ModelReference) -> bool:
+    path = _folder(reference)
+    return os.path.isdir(path) and any(name.startswith(("tokenizer", "vocab", "spiece")) for name in os.listdir(path))
+
+
+def _folder(reference: ModelReference) -> str:
+    """Where a model's files lie; its name on the hub where they are not here."""
+    path = reference.model.path
+    return path if os.path.isdir(path) else in_cache(path, reference.model.revision) or path
+
+
+def _held(tokens: Mapping[str, int], token: str, size: int | None) -> bool:
+    """Whether a token has a row."""
+    return token in tokens and tokens[token] < (size or 0)
+
+
+def _size(model: Model) -> int | None:
+    """Rows of the vocabulary's tensors; None where there are none."""
+    for info in model.architecture.tensors():
+        if info.vocabulary_axis is not None and info.name in model.shapes:
+            return model.shapes[info.name][info.vocabulary_axis]
+    return None
+
+
+def _tokens(reference: ModelReference, trust_remote_code: bool) -> Mapping[str, int] | None:
+    """Tokens and their numbers, None where no tokenizer can be loaded."""
+    return _loaded(_tokenizer(reference, trust_remote_code))
+
+
+def _tokenizer(reference: ModelReference, trust_remote_code: bool) -> _Tokenizer:
+    path = _folder(reference)
+    return _Tokenizer(path, reference.model.revision, trust_remote_code, _contents(path))
+
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    """A tokenizer; two that lie here are the same where their files are.
+
+    Attributes:
+        contents: a digest of its files; the path again where it does not lie here.
+    """
+
+    path: str = field(compare=False)
+    revision: str | None
+    trust_remote_code: bool
+    contents: str
+
+
+def _contents(path: str) -> str:
+    if not os.path.isdir(path):
+        return path
+    digest = hashlib.blake2b(digest_size=20)
+    for name in sorted(filter(TOKENIZER.fullmatch, os.listdir(path))):
+        with open(os.path.join(path, name), "rb") as file:
+            digest.update(name.encode() + b"\0" + file.read())
+    with suppress(RotationMergeError):
+        digest.update(str(read_json(os.path.join(path, "config.json")).get("model_type")).encode())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _loaded(tokenizer: _Tokenizer) -> Mapping[str, int] | None:
+    from transformers import AutoTokenizer
+
+    options = {"revision": tokenizer.revision, "trust_remote_code": tokenizer.trust_remote_code}
+    try:
+        found = AutoTokenizer.from_pretrained(tokenizer.path, **options)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+        return None
+    return None if is_hollow(found) else MappingProxyType(dict(found.get_vocab()))
+
+
+def is_hollow(tokenizer: Any) -> bool:
+    """Whether a tokenizer knows special tokens only: where its files are missing, transformers makes up such a one."""
+    return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) <= {"▁"}

@@ -1,0 +1,116 @@
+"""A smaller model read as one of another's sizes, its function unchanged (see `model/widen.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from rotation_merge.architecture import resolve
+from rotation_merge.architecture.registry import find
+from rotation_merge.architecture.sizes import of_sizes
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.member import Member
+from rotation_merge.model.widen import Widened, Widening, wide_shapes
+
+NOTE = "`{model}` was widened to the sizes of `{anchor}` ({sizes}): zeros around its weights, its function unchanged."
+
+
+def widening(own: Member, anchor: Member, untie: bool) -> tuple[dict[str, Any], Widening] | None:
+    """The config of a model in the anchor's sizes, and what makes it so; None where the sizes are its own.
+
+    Args:
+        untie: its heads that share an embedding's tensor have one of their own.
+
+    Raises:
+        RotationMergeError: it is of another family or larger in some way, or has no room for zeros.
+    """
+    spec = find(own.config)
+    if spec is None or own.architecture.family != anchor.architecture.family:
+        what = f"is of another architecture than {anchor.name}"
+        raise CheckpointError(what, where=own.name, remedy="widen models of one family")
+    if any(module.config for module in spec.modules.values()):
+        remedy = "only models of one part can be widened"
+        raise CheckpointError("has parts with configs of their own", where=own.name, remedy=remedy)
+    config = {**own.config, **of_sizes(spec, own.config, anchor.config)}
+    if config == own.config:
+        return None
+    tied = None if untie or own.tied is None else own.tied[0]
+    wide = resolve(config, list(own.shapes), own.name, untie=untie)
+    return config, Widening(own.architecture, wide, tied, own.name, anchor.name)
+
+
+def words(own: Member, anchor: Member, config: Mapping[str, Any]) -> str:
+    """What the reader of a report should know."""
+    sizes = (f"{key} {own.config.get(key)} to {config[key]}" for key in config if config[key] != own.config.get(key))
+    return NOTE.format(model=own.name, anchor=anchor.name, sizes=", ".join(sizes))
+
+
+def widened(model: Model, anchor: Model) -> Model:
+    """The model in the anchor's sizes; the model itself where they are its own. Raises as `widening` does."""
+    for one in (model, anchor):
+        one.check_files()
+    if (grown := widening(model.member, anchor.member, model.untie)) is None:
+        return model
+    config, wide = grown
+    found = Model(model.reference, model.options, model.unsupported, model.untie)
+    found.sizes = {key: value for key, value in config.items() if value != model.config.get(key)}
+    found.note = words(model.member, anchor.member, config)
+    tied = _tied(model) if model.untie else {}
+    shapes = {**model.shapes, **{name: model.shapes[other] for name, other in tied.items()}}
+    vars(found).update(
+        loader=WideLoader(model.loader, wide, tied),
+        config=config,
+        shapes=wide_shapes(shapes, wide),
+        dtypes=model.dtypes,
+    )
+    return found
+
+
+def _tied(model: Model) -> dict[str, str]:
+    """Heads that are not stored, each with the embedding whose tensor it shares."""
+    absent = [info for info in model.architecture.tensors() if info.tied and info.name not in model.shapes]
+    return {info.name: next(name for name in info.tied if name in model.shapes) for info in absent}
+
+
+class WideLoader:
+    """Reads like mergekit's `LazyTensorLoader`, tensors with zeros around them.
+
+    Args:
+        tied: by names of tensors that are to be had beside those that are stored, whose tensors they are.
+    """
+
+    def __init__(self, own: Any, widening: Widening, tied: Mapping[str, str]) -> None:
+        paths = own.index.tensor_paths
+        self.own = own
+        self.index = replace(own.index, tensor_paths={**paths, **{name: paths[tied[name]] for name in tied}})
+        self.wide = Widened(_Named(own, tied), widening)
+
+    def get_tensor(
+        self, key: str, device: str = "cpu", aliases: Collection[str] | None = None, raise_on_missing: bool = True
+    ) -> Tensor | None:
+        if key not in self.index.tensor_paths:
+            key = next((alias for alias in aliases or () if alias in self.index.tensor_paths), key)
+        if key not in self.index.tensor_paths and not raise_on_missing:
+            return None
+        return self.wide[key].to(device)
+
+    def flush(self) -> None:
+        self.own.flush()
+
+
+class _Named:
+    """A loader's tensors by name."""
+
+    def __init__(self, loader: Any, tied: Mapping[str, str]) -> None:
+        self.loader, self.tied = loader, tied
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tied or name in self.loader.index.tensor_paths
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        tensor: Tensor = self.loader.get_tensor(self.tied.get(name, name))
+        return tensor

@@ -1,0 +1,168 @@
+"""Checkpoints written whole or not at all: tensors in shards, config, tokenizer, report and card."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mergekit.common import dtype_from_name, parse_kmb
+from mergekit.io.tensor_writer import TensorWriter
+from torch import Tensor
+
+from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
+from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.output import free_name, staged
+from rotation_merge.model.sentence import module_of, write_modules
+from rotation_merge.model.source import Progress
+from rotation_merge.model.spliced import Spliced
+from rotation_merge.model.stamps import unchanged
+from rotation_merge.record import MergeReport
+
+KEPT = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken", ".bpe")
+"""Endings of a checkpoint's small files that are taken along (tokenizer, preprocessor, generation settings)."""
+
+OWN = ("config.json", "rotation_merge.json")
+
+Check = Callable[[str], tuple[bool, str]]
+"""Looks at a checkpoint that has been written: whether it may stay, and what was seen, in words."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a model is written: the largest weight file, the dtype (None: as it was stored), a head of its own."""
+
+    shard_size: int = 5_000_000_000
+    dtype: str | None = None
+    untie: bool = False
+
+
+STORAGE = Storage()
+"""As the model is stored, in files of the usual size."""
+
+
+def write_checkpoint(
+    like: Model,
+    tensors: Iterable[tuple[str, Tensor]],
+    report: MergeReport,
+    text: str | Callable[[], str],
+    out: str,
+    storage: Storage,
+    progress: Progress | None = None,
+    check: Check | None = None,
+    left_out: Collection[str] = (),
+    body: tuple[str, Collection[str]] | None = None,
+) -> None:
+    """A model as a normal checkpoint, whole or not at all.
+
+    Args:
+        like: whose config and tokenizer it has, and those of its tensors that `tensors` leaves out.
+        text: the model card; or what makes it once all tensors are written.
+        check: looks at what has been written, before it takes its place.
+        left_out: those of its tensors that are not written at all.
+        body: a folder in safetensors, and which of its tensors are taken as they stand, in files of the same names.
+
+    Raises:
+        CheckpointError: it has not passed; it is kept as OUT.rejected.
+    """
+    wanted, written = dtype_from_name(storage.dtype), set(body[1] if body else ())
+    apart: dict[str, Tensor] = {}
+    with staged(out) as staging:
+        os.makedirs(staging, exist_ok=True)
+        writer = Spliced(*body, staging) if body else TensorWriter(staging, max_shard_size=storage.shard_size)
+
+        def save(name: str, tensor: Tensor) -> None:
+            stored = _stored(tensor, wanted or like.dtypes.get(name))
+            if module_of(name, like.modules) is None:
+                writer.save_tensor(name, stored, clone=True)
+            else:
+                apart[name] = stored.clone()
+            written.add(name)
+
+        with unchanged([like.reference]):
+            for name, tensor in tensors:
+                if progress is not None:
+                    progress("writing", len(written), len(like.names))
+                save(name, tensor)
+            for name in like.names:
+                if name not in written and name not in left_out:
+                    save(name, like[name])
+        writer.finalize()
+        write_modules(like.folder, staging, apart)
+        report.write(os.path.join(staging, "rotation_merge.json"))
+        write_beside(like, staging, storage)
+        passed, words = check(staging) if check is not None else (True, "")
+        if not passed:
+            rejected = free_name(f"{out.rstrip(os.sep)}.rejected")
+            shutil.move(staging, rejected)
+            what = f"does not compute what {like.reference} computes ({words})"
+            raise CheckpointError(what, where=rejected, remedy="nothing else was written; please report it")
+        text = text if isinstance(text, str) else text()
+        with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
+            file.write(f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)
+
+
+def parse_size(text: str) -> int:
+    """A file size such as 500M or 5B.
+
+    Raises:
+        RotationMergeError: it is none.
+    """
+    try:
+        size = parse_kmb(text)
+    except (ValueError, IndexError) as error:
+        raise RotationMergeError(f"'{text}' is no size", remedy="write bytes, or 500M, or 5B") from error
+    if size <= 0:
+        raise RotationMergeError(f"'{text}' is no size", remedy="it must be positive")
+    return size
+
+
+def check_dtype(name: str | None) -> None:
+    """Refuse a dtype that weights cannot be stored in.
+
+    Raises:
+        RotationMergeError: names the nearest known one.
+    """
+    known = ("bfloat16", "float16", "float32", "float64")
+    if name is not None and name not in known:
+        raise RotationMergeError(f"there is no dtype '{name}'", remedy=nearest(name, known))
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model whose head has a tensor of its own; of parts with configs of their own, too."""
+    parts = {
+        name: {**part, "tie_word_embeddings": False}
+        for name, part in config.items()
+        if isinstance(part, dict) and "tie_word_embeddings" in part
+    }
+    return {**config, **parts, "tie_word_embeddings": False}
+
+
+def write_beside(like: Model, out: str, storage: Storage, changed: Mapping[str, Any] | None = None) -> None:
+    """Config, tokenizer and other small files of a checkpoint, copied to where its weights have been written.
+
+    Args:
+        changed: entries of its config that are others.
+    """
+    source = like.loader.index.base_path
+    for name in sorted(os.listdir(source)):
+        path = os.path.join(source, name)
+        if os.path.isfile(path) and name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json"):
+            shutil.copyfile(path, os.path.join(out, name))
+    with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
+        config = {**json.load(file), **like.rewritten, **(changed or {})}
+    if storage.dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = storage.dtype
+    if storage.untie:
+        config = untied(config)
+    with open(os.path.join(out, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2)
+        file.write("\n")

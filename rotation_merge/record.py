@@ -1,0 +1,338 @@
+"""The report of one merge, as data: what `rotation_merge.json` holds, with what a search for the best merge found."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rotation_merge.errors import AlignmentError, short
+
+FORMAT = 1
+REPORT_FILE = "rotation_merge.json"
+MANIFEST_FILE = "rotation_merge.manifest.json"
+"""Lists what a published folder holds; lies beside a recipe that 'rotation-merge pull' has brought here."""
+SMALL_GAIN = 0.01
+"""A fall of the relative distance by less than this fraction counts as nothing gained."""
+
+RELATED = 0.7
+"""Relative distance from which on models are not said to share coordinates: half of what unrelated ones have. At 1 the
+donor may as well have vanished."""
+
+
+@dataclass(frozen=True)
+class SpaceRow:
+    """One space of one donor."""
+
+    donor: str
+    block: str
+    layer: int | None
+    space: str
+    kind: str
+    group: str
+    distance_before: float
+    distance_after: float
+    anchor_norm: float
+    from_identity: dict[str, float]
+    seconds: float
+    gap: float | None
+    head_order: list[int] | None
+    notes: list[str]
+
+
+def figures(rows: Sequence[SpaceRow], whole: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """What matching or a fit found of one donor, for the head of its alignment file; `rows_in` reads it."""
+    return {"rows": [asdict(row) for row in rows], "whole": dict(whole or {})}
+
+
+def rows_in(made: Mapping[str, Any], path: str) -> list[SpaceRow]:
+    """The rows in the head of an alignment file; none where it was written without.
+
+    Raises:
+        AlignmentError: they are damaged.
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    try:
+        kept = made.get("figures", {}).get("rows", [])
+        return TypeAdapter(list[SpaceRow], config=ConfigDict(allow_inf_nan=False)).validate_python(kept, strict=False)
+    except (ValidationError, AttributeError) as error:
+        remedy = "write it anew with 'rotation-merge align'"
+        raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error
+
+
+def whole_in(made: Mapping[str, Any]) -> dict[str, object]:
+    """What matching the whole model found, as the head of an alignment file says it; see `rows_in`."""
+    kept = made.get("figures", {}).get("whole", {})
+    return dict(kept) if isinstance(kept, Mapping) else {}
+
+
+def relative(rows: Sequence[SpaceRow]) -> tuple[float, float]:
+    """Relative distance of a donor before and after: of the whole model where its stream was matched (the stream's row
+    says it), else over its matched spaces."""
+    rows = [row for row in rows if row.kind == "stream"][:1] or rows
+    norm = math.sqrt(sum(row.anchor_norm**2 for row in rows)) or 1.0
+    before = math.sqrt(sum(row.distance_before**2 for row in rows))
+    after = math.sqrt(sum(row.distance_after**2 for row in rows))
+    return before / norm, after / norm
+
+
+def gained(before: float, after: float, own_method: bool = False) -> str:
+    """One honest sentence on what alignment did, from the relative distances.
+
+    Args:
+        own_method: see `MergeReport`.
+    """
+    if before == 0:
+        return "the donor equals the anchor in every matched tensor: alignment had nothing to do"
+    gain = 1 - after / before
+    if gain < -SMALL_GAIN:
+        return (
+            f"the transforms lead further away (relative distance {before:.4g} before, {after:.4g} after): they were "
+            "made for something else than nearness, such as a loss"
+        )
+    if gain < SMALL_GAIN:
+        why = "the models share their coordinates" if before < RELATED else "no map brings the models nearer"
+        words = f"alignment had next to nothing to do (relative distance {before:.4g} before, {after:.4g} after): {why}"
+        return words if own_method else f"{words}, the merge is practically the plain one"
+    return f"relative distance {before:.4g} before, {after:.4g} after alignment ({gain:.0%} less)"
+
+
+CORRELATIONS = ("Pearson", "Spearman")
+"""Figures that are no shares."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one model is worth: a score, less is better, and where there are labels the share of right answers (or a
+    correlation)."""
+
+    name: str
+    score: float
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class Attempt(Score):
+    """A merge that was tried, by the samples that chose.
+
+    Attributes:
+        seconds: what it took.
+        unfinished: whether it was given up when its first samples said that it cannot win.
+    """
+
+    seconds: float = 0.0
+    unfinished: bool = False
+
+    def words(self) -> str:
+        return f"{self.name} {self.score:.4f}{' on its first samples, given up' if self.unfinished else ''}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Models alone, all of them side by side, the plain merge and the best one, on samples that nothing was chosen by.
+
+    Attributes:
+        unit, figure: what scores are, and what stands beside them.
+        samples: which they are, in words.
+        ensemble, plain: None where there is none; `notes` may say why.
+        tried: the best first.
+        left_out: by merges, why they were not tried.
+    """
+
+    unit: str
+    figure: str
+    samples: str
+    parents: list[Score]
+    best: Score
+    plain: Score | None = None
+    ensemble: Score | None = None
+    tried: list[Attempt] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
+        """Out of a report."""
+        single = {name: None if data.get(name) is None else Score(**data[name]) for name in ("plain", "ensemble")}
+        lists = {
+            "parents": [Score(**parent) for parent in data["parents"]],
+            "tried": [Attempt(**attempt) for attempt in data["tried"]],
+        }
+        return cls(**{**data, **single, **lists, "best": Score(**data["best"])})
+
+    @property
+    def best_parent(self) -> Score:
+        return min(self.parents, key=lambda parent: parent.score)
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the best merge beats every parent alone."""
+        return self.best.score < self.best_parent.score
+
+    @property
+    def headers(self) -> list[str]:
+        return ["", self.unit, *([self.figure] if self.best.accuracy is not None else [])]
+
+    def rows(self, names: Mapping[str, str]) -> list[list[str]]:
+        """A table's rows.
+
+        Args:
+            names: what models are to be called.
+        """
+        rows = [self._row(f"{names.get(parent.name, parent.name)} alone", parent) for parent in self.parents]
+        rows += [] if self.ensemble is None else [self._row("ensemble of all", self.ensemble)]
+        rows += [] if self.plain is None else [self._row("plain average", self.plain)]
+        return [*rows, self._row(f"best merge: {self.best.name}", self.best)]
+
+    def _row(self, words: str, score: Score) -> list[str]:
+        return [words, f"{score.score:.4f}", *([] if score.accuracy is None else [self._figure(score.accuracy)])]
+
+    def _figure(self, value: float) -> str:
+        return f"{value:.4f}" if self.figure in CORRELATIONS else f"{value:.1%}"
+
+    def sentences(self) -> list[str]:
+        """What was found, and what else the figures say."""
+        parent, best = self.best_parent, self.best
+        if self.worth_it:
+            scores = f"({best.score:.4f}, {parent.score:.4f})"
+            sentences = [f"The merge '{best.name}' is better than every model alone {scores}.", self._less_right()]
+        else:
+            scores = f"({parent.score:.4f} against {best.score:.4f})"
+            sentences = [f"{parent.name} alone is better than every merge that was tried {scores}: use it."]
+        return [*filter(None, sentences), *self.notes]
+
+    def _less_right(self) -> str:
+        """Where a merge of a lower score gives fewer right answers than a model alone: which; else nothing."""
+        shares = {parent.name: parent.accuracy for parent in self.parents if parent.accuracy is not None}
+        name = max(shares, key=lambda name: shares[name], default="")
+        share = self.best.accuracy
+        if share is None or not name or share >= shares[name]:
+            return ""
+        figures = f"{self._figure(share)} against {self._figure(shares[name])}"
+        return f"Its {self.figure} is lower than that of {name} ({figures})."
+
+    def markdown(self) -> list[str]:
+        """Lines for a card."""
+        table = [self.headers, ["---"] * len(self.headers), *self.rows({})]
+        lines = ["", "### How it was chosen", "", f"On {self.samples}, less is better:", ""]
+        lines += [f"| {' | '.join(row)} |" for row in table]
+        return [*lines, "", " ".join(self.sentences()), "", " ".join(self.attempts())]
+
+    def attempts(self) -> list[str]:
+        """What was tried, and what was not, in sentences."""
+        tried = "; ".join(attempt.words() for attempt in self.tried)
+        left_out = "; ".join(f"{name} ({why})" for name, why in self.left_out.items())
+        sentences = [f"Tried, by the samples that chose: {tried}."] if tried else []
+        return [*sentences, *([f"Not tried: {left_out}."] if left_out else [])]
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """Everything a merge did.
+
+    Distances are Frobenius norms of donor - anchor over the tensors that have an axis in the space. `files` are the
+    alignment files by which donors were moved, nothing being matched. Fingerprints, by
+    model, are those of alignment files; where not all tensors were read, the words after it say of how many.
+
+    Attributes:
+        models: where each model came from, by its name here: `hub`, `revision`, `license`, and `adapter` with the same;
+            `carried` of what was carried onto the base.
+        relation: what the result is to its models, in the hub's words: `merge`, `finetune` or `adapter`.
+        base: of a fine-tune or an adapter, the one among the models that it is one of.
+        data: the samples that were used, each with `of` (what for), `source` and `samples`; `file` of statistics that
+            lay beside a model.
+        own_method: whether the delegate is a method of this plugin. These solve or weigh by more than positions: that
+            alignment had nothing to do does not make their merge the plain one.
+        search: what a search for the best merge found, where this is the one that it chose.
+    """
+
+    anchor: str
+    delegate: str
+    recipe: str
+    rows: list[SpaceRow]
+    whole: dict[str, dict[str, object]]
+    notes: list[str]
+    seconds: float
+    versions: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    relation: str = "merge"
+    base: str | None = None
+    data: list[dict[str, Any]] = field(default_factory=list)
+    own_method: bool = False
+    search: Verdict | None = None
+
+    def __str__(self) -> str:
+        """A few lines to read; `text` gives all of it."""
+        moved = [f"{donor}: {self.verdict(donor)}" for donor in self.donors()] or [self.unmoved()]
+        chosen = [] if self.search is None else self.search.sentences()
+        return "\n".join([f"anchor: {self.anchor}", *moved, *chosen, *(f"note: {note}" for note in self.notes)])
+
+    def unmoved(self) -> str:
+        """What there is to say of a merge for which no model was moved."""
+        if self.own_method:
+            return f"No model was moved; `{self.delegate}` made the merge out of the models as they are"
+        return f"No model was moved: this is the plain merge by `{self.delegate}`"
+
+    def donors(self) -> list[str]:
+        return list(dict.fromkeys([*(row.donor for row in self.rows), *self.whole, *self.files]))
+
+    def relative_distances(self, donor: str) -> tuple[float, float]:
+        """See `relative`."""
+        return relative([row for row in self.rows if row.donor == donor])
+
+    def verdict(self, donor: str) -> str:
+        """One honest sentence on what alignment did for a donor."""
+        words = gained(*self.relative_distances(donor), self.own_method)
+        if not any(row.donor == donor for row in self.rows):
+            words = "nothing was matched"
+        return f"moved by the transforms in {self.files[donor]}: {words}" if donor in self.files else words
+
+    def to_dict(self) -> dict[str, Any]:
+        summary = {
+            donor: dict(
+                zip(("relative_before", "relative_after"), self.relative_distances(donor), strict=True),
+                verdict=self.verdict(donor),
+            )
+            for donor in self.donors()
+        }
+        return {"format": FORMAT, "summary": summary, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> MergeReport:
+        required = {field.name for field in fields(cls) if field.default is field.default_factory is MISSING}
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data or name in required}
+        rows = [SpaceRow(**row) for row in known["rows"]]
+        search = Verdict.from_dict(known["search"]) if known.get("search") else None
+        return cls(**{**known, "rows": rows, "search": search})
+
+    def text(self) -> str:
+        """What its file holds."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+    def write(self, path: str) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.text())
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computed the result."""
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("rotation-merge", "mergekit", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,77 @@
+"""What a file of ours holds, from its head: an alignment, statistics, or the report of a merge."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from rotation_merge.errors import RotationMergeError, short
+from rotation_merge.record import gained, relative, rows_in
+from rotation_merge.report.html import read_report
+
+NEITHER, MAKES = "is neither an alignment nor statistics", "give a file that 'align', 'fit' or 'measure' wrote"
+ALIGNMENT, STATISTICS = "rotation_merge.alignment.", "rotation_merge.statistics."
+ENDINGS = (".json", ".safetensors")
+
+
+def is_ours(path: str) -> bool:
+    """Whether a file is to be read as an alignment, statistics or a report, rather than as a recipe."""
+    if path.endswith(ENDINGS):
+        return True
+    try:
+        with open(path, "rb") as file:
+            head = file.read(9)
+    except OSError:
+        return False
+    return head[8:] == b"{" and int.from_bytes(head[:8], "little") < os.path.getsize(path)  # as safetensors begin
+
+
+def described(path: str) -> dict[str, Any]:
+    """A file of ours in words and numbers.
+
+    Raises:
+        RotationMergeError: it is none, or cannot be read.
+    """
+    return _report(path) if path.endswith(".json") else _tensors(path)
+
+
+def _tensors(path: str) -> dict[str, Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta, names = file.metadata() or {}, list(file.keys())
+        kind = str(meta.get("format"))
+        made = json.loads(meta.get("made", "{}"))
+        if kind.startswith(ALIGNMENT):
+            marks = {made.get("anchor", "anchor"): meta["anchor"], made.get("donor", "donor"): meta["donor"]}
+            spaces = Counter(json.loads(meta["kinds"]).values())
+            holds = {"architecture": meta["family"], "folded": json.loads(meta["folded"]), "spaces": dict(spaces)}
+            rows = rows_in(made, path)
+            facts = {name: value for name, value in made.items() if name not in ("anchor", "donor", "figures")}
+            figures = dict(zip(("relative_before", "relative_after"), relative(rows), strict=True)) if rows else {}
+            return {"is": "Alignment", "format": kind, "fingerprints": marks, "holds": holds, "made": facts,
+                    "figures": figures, "verdict": gained(*relative(rows)) if rows else None}  # fmt: skip
+        if kind.startswith(STATISTICS):
+            marks = {made.get("model", "model"): made["fingerprint"]}
+            kinds = Counter(name.rsplit(".", 1)[-1] for name in names)
+            facts = {name: value for name, value in made.items() if name not in ("model", "fingerprint")}
+            return {"is": "Statistics", "format": kind, "fingerprints": marks, "holds": dict(kinds), "made": facts}
+    except FileNotFoundError as error:
+        raise RotationMergeError("no such file", where=path, remedy="check the path") from error
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
+        if isinstance(error, SafetensorError) and not path.endswith(".safetensors"):
+            raise RotationMergeError(f"{NEITHER}, nor a report (.json)", where=path, remedy=MAKES) from error
+        raise RotationMergeError(f"cannot be read ({short(error)})", where=path, remedy="make it anew") from error
+    raise RotationMergeError(NEITHER, where=path, remedy=MAKES)
+
+
+def _report(path: str) -> dict[str, Any]:
+    report = read_report(path)
+    holds = {donor: report.verdict(donor) for donor in report.donors()}
+    made = {"delegate": report.delegate, "seconds": f"{report.seconds:.1f}", **report.versions, "notes": report.notes}
+    marks = report.fingerprints
+    return {"is": f"Report of a merge into {report.anchor}", "format": "rotation_merge.json",
+            "fingerprints": marks, "holds": holds, "made": made}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Running models on samples: inputs, activations, statistics, losses."""

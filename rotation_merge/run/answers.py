@@ -1,0 +1,122 @@
+"""What models answer to given inputs, from their files: held whole in memory, or one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.model.checkpoint import open_model, weights_of
+from rotation_merge.model.labels import label_rows, labels
+from rotation_merge.run.empty import empty_model
+from rotation_merge.run.functions import Batch, kind_at, load, outputs
+from rotation_merge.run.runner import Fill, Runner
+
+LARGEST = 500_000_000
+"""Weights of the largest model that is held whole; larger ones run layer by layer."""
+
+
+class Whole:
+    """A model in memory.
+
+    Args:
+        dtype: what it computes in.
+        like: a model in whose order its classes are to stand, where they have the same names.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype, like: str | None) -> None:
+        self.path, self.dtype, self.like = path, dtype, like
+
+    @cached_property
+    def kind(self) -> Any:
+        """transformers' class."""
+        return kind_at(self.path)
+
+    @cached_property
+    def model(self) -> Any:
+        """Says what inputs it takes; here with all weights."""
+        return load(self.path, self.dtype, self.like)
+
+    def on(self, inputs: Sequence[Batch]) -> list[Batch]:
+        """What it gives back for each batch."""
+        return [outputs(self.model, {k: self._cast(v) for k, v in batch.items()}) for batch in inputs]
+
+    @torch.no_grad()
+    def rounded(self, inputs: Sequence[Batch], unit: float, seed: int) -> list[Batch]:
+        """The same with each weight off by up to half a unit in its last place; the model is spent."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            parameter.copy_(_noisy(parameter, unit, generator))
+        return self.on(inputs)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+class Layered:
+    """A model whose weights are read while it runs, those of one layer at a time; as `Whole` for whoever asks it."""
+
+    def __init__(self, path: str, dtype: torch.dtype, like: str | None) -> None:
+        self.path, self.dtype = path, dtype
+        self.files = open_model(path)
+        if like is not None:
+            other = open_model(like)
+            if sorted(labels(other.config)) == sorted(labels(self.files.config)):
+                self.files.rows = label_rows(other.member, self.files.member)
+
+    @cached_property
+    def kind(self) -> Any:
+        return kind_at(self.path)
+
+    @cached_property
+    def config(self) -> Any:
+        return self.files.transformers_config
+
+    @cached_property
+    def model(self) -> Any:
+        """Says what inputs it takes; here without weights."""
+        return empty_model(self.config)
+
+    def on(self, inputs: Sequence[Batch]) -> list[Batch]:
+        """What it gives back for each batch.
+
+        Raises:
+            CheckpointError: it cannot be run one layer at a time.
+        """
+        return self._run(inputs, lambda _, tensor: tensor)
+
+    def rounded(self, inputs: Sequence[Batch], unit: float, seed: int) -> list[Batch]:
+        """The same with each weight off by up to half a unit in its last place."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def fill(_: TensorInfo, tensor: Tensor) -> Tensor:
+            return _noisy(tensor.to(self.dtype), unit, generator) if tensor.is_floating_point() else tensor
+
+        return self._run(inputs, fill)
+
+    def _run(self, inputs: Sequence[Batch], fill: Fill) -> list[Batch]:
+        architecture = self.files.architecture
+        run = Runner(self.config, self.files, architecture, inputs, dtype=self.dtype, fill=fill, layered=self.path)
+        while run.advance() is not None:
+            with run.recording():
+                for batch in range(len(inputs)):
+                    run.run(batch)
+        return [outputs(run.model, batch) for batch in run.batches]
+
+
+def _noisy(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:
+    noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float32).to(tensor) - 0.5
+    return tensor * (1 + unit * noise)
+
+
+def answering(path: str, dtype: torch.dtype = torch.float32, like: str | None = None) -> Whole | Layered:
+    """The model at a path, as its size admits.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return (Whole if weights_of(path) <= LARGEST else Layered)(path, dtype, like)

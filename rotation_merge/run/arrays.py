@@ -1,0 +1,166 @@
+"""Arrays of a file as examples: most count examples; those of images count images, or patches of them.
+
+What processors of models that see and read give (`processor(images=..., text=..., return_tensors="np")`) is taken as it
+is: the images of all examples in one row, in the order in which words stand for them (image tokens in `input_ids`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import DataError, nearest
+from rotation_merge.run.functions import Batch
+from rotation_merge.run.inputs import IMAGE_TOKENS
+
+SEEN = {
+    "pixel_values": ("image_grid_thw", IMAGE_TOKENS),
+    "pixel_values_videos": ("video_grid_thw", ("video_token_id", "video_token_index")),
+}
+"""Arrays of what is seen: the array that counts the patches of each picture, and the config's names of its token."""
+
+BESIDE = {"pixel_values": ("image_sizes", "image_position_ids"), "pixel_values_videos": ("second_per_grid_ts",)}
+"""What else has an entry for each picture."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Examples whose tensors do not all count examples, one batch each."""
+
+    batches: list[Batch]
+
+
+def by_example(arrays: dict[str, Tensor], model: Any, source: str) -> dict[str, Tensor] | Apart:
+    """Arrays as they are where each counts examples, else what belongs to each example.
+
+    Raises:
+        DataError: an array is missing, or unknown, or its length does not fit.
+    """
+    takes = set(inspect.signature(model.forward).parameters)
+    for name in arrays:
+        if name not in takes and name != "labels" and takes & set(arrays):
+            raise DataError(
+                f"holds '{name}', which {type(model).__name__} does not take", where=source, remedy=nearest(name, takes)
+            )
+    pictures = [_pictures(arrays, model, takes, name, source) for name in SEEN] if "input_ids" in arrays else []
+    seen = {name: counts for some in pictures for name, counts in some.items()}
+    _check_lengths(arrays, seen, source)
+    if all(count == 1 for counts in seen.values() for count in counts):
+        return arrays
+    parts = {name: array.split(seen[name]) if name in seen else array.split(1) for name, array in arrays.items()}
+    order = sorted(parts, key=lambda name: name != "input_ids")
+    held = [{name: parts[name][i] for name in order} for i in range(len(arrays["input_ids"]))]
+    return Apart([{name: part for name, part in batch.items() if len(part)} for batch in held])
+
+
+def _check_lengths(arrays: Mapping[str, Tensor], seen: Mapping[str, list[int]], source: str) -> None:
+    lengths = {name: len(array) for name, array in arrays.items() if name not in seen}
+    if len(set(lengths.values())) != 1:
+        words = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise DataError(
+            f"arrays of different lengths: {words or 'none'}", where=source, remedy="give one row for each example"
+        )
+
+
+def _pictures(
+    arrays: Mapping[str, Tensor], model: Any, takes: set[str], name: str, source: str
+) -> dict[str, list[int]]:
+    """By array of what is seen (`name`, and what goes with it): how many of its rows each example has."""
+    grid, keys = SEEN[name]
+    token = next((getattr(model.config, key) for key in keys if getattr(model.config, key, None) is not None), None)
+    if token is None:
+        return {}
+    places = (arrays["input_ids"] == token).flatten(1).sum(1).tolist()
+    needed = [name, *(other for other in (grid, "mm_token_type_ids") if other in takes)] if name in takes else []
+    present = [other for other in (name, grid) if other in arrays]
+    lacking = [other for other in needed if other not in arrays]
+    if lacking and (present or any(places)):
+        what = "words stand for pictures (token {token})" if not present else f"'{present[0]}' stands there"
+        raise DataError(
+            f"'{lacking[0]}' is missing, although {what.format(token=token)}",
+            where=source,
+            remedy="save everything that the model's processor gives",
+        )
+    if not present:
+        return {}
+    patches, tokens = _sizes(arrays, model.config, name, sum(places), source)
+    if sum(patches) != len(arrays[name]):
+        raise DataError(
+            f"'{name}' has {len(arrays[name])} rows, '{grid}' counts {sum(patches)}",
+            where=source,
+            remedy="save what the model's processor gives, unchanged",
+        )
+    counts = list(_dealt(tokens, places, name, source))
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    rows = [sum(patches[a:b]) for a, b in pairwise(starts)]
+    others = [other for other in (grid, *BESIDE[name]) if other in arrays]
+    return {name: rows, **dict.fromkeys(others, counts)}
+
+
+def _sizes(
+    arrays: Mapping[str, Tensor], config: Any, name: str, places: int, source: str
+) -> tuple[list[int], list[int]]:
+    """Of each picture: rows of `name`, and words that stand for it."""
+    grid = SEEN[name][0]
+    if grid in arrays:
+        patches = [int(row.prod()) for row in arrays[grid]]
+        merged = int(getattr(config.vision_config, "spatial_merge_size", 1)) ** 2
+        return patches, [count // merged for count in patches]
+    ones = [1] * len(arrays[name])
+    if "image_position_ids" in arrays:
+        real = (arrays["image_position_ids"] >= 0).all(-1).sum(-1).tolist()
+        return ones, [count // int(config.vision_config.pooling_kernel_size) ** 2 for count in real]
+    if "image_sizes" in arrays and hasattr(config, "spatial_merge_size"):
+        unit = int(config.vision_config.patch_size) * int(config.spatial_merge_size)
+        return ones, [int(side[0]) // unit * (int(side[1]) // unit) for side in arrays["image_sizes"]]
+    if not ones or places % len(ones):
+        raise DataError(
+            f"{places} words stand for the {len(ones)} pictures of '{name}'",
+            where=source,
+            remedy="give each picture as many image tokens as the model's processor does",
+        )
+    return ones, [places // len(ones)] * len(ones)
+
+
+def _dealt(tokens: list[int], places: list[int], name: str, source: str) -> Iterator[int]:
+    """How many pictures each example has: as many as its words stand for."""
+    left = iter(tokens)
+    for number, wanted in enumerate(places, 1):
+        count, held = 0, 0
+        while held < wanted:
+            held, count = held + next(left, wanted + 1), count + 1
+        if held != wanted:
+            raise DataError(
+                f"example {number} has {wanted} words that stand for pictures, those of '{name}' take others",
+                where=source,
+                remedy="give each picture as many image tokens as the model's processor does",
+            )
+        yield count
+    if next(left, None) is not None:
+        raise DataError(
+            f"'{name}' holds more pictures than words stand for", where=source, remedy="leave out what no text names"
+        )
+
+
+def one_by_one(batch: Mapping[str, Tensor]) -> list[Batch]:
+    """Each example of a batch by itself; the batch, where its tensors do not all count examples (see `Apart`)."""
+    lengths = {len(tensor) for tensor in batch.values()}
+    if len(lengths) != 1:
+        return [dict(batch)]
+    return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(lengths.pop())]
+
+
+def words_alone(batch: Batch, config: Any) -> Tensor:
+    """Which tokens are words, bool, (examples, tokens): neither padding nor what stands for a picture."""
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask", torch.ones_like(ids)) == 1
+    for keys in (keys for _, keys in SEEN.values()):
+        for token in (getattr(config, key, None) for key in keys):
+            mask = mask if token is None else mask & (ids != token)
+    return mask

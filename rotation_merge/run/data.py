@@ -1,0 +1,332 @@
+"""Data for measuring models: examples as batches, with what a loss can be measured of."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import DataError
+from rotation_merge.run.arrays import Apart, one_by_one, words_alone
+from rotation_merge.run.checked import (
+    check_decoder,
+    check_inputs,
+    check_numbers,
+    check_shape,
+    check_tokens,
+)
+from rotation_merge.run.examples import KINDS, read_examples, tokenizer_of
+from rotation_merge.run.functions import Batch, check_kind, predicts_next
+from rotation_merge.run.sentence import is_sentence_model
+from rotation_merge.run.written import SOURCES, write_samples
+
+SAMPLES = 64
+"""Samples that are made where no number is given."""
+
+
+UNLABELLED = ("embedding", "none")
+"""Tasks of data without labels."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Batches of model inputs, with `labels` where there are any.
+
+    Attributes:
+        batches: tensors by the names that the model's forward takes.
+        task: next token, masked token, class, labels (any number for each example), regression, similarity (of two
+            texts, by a model that gives embeddings), or, without labels, embedding (of such a model) or none.
+        examples: how many.
+        source: what they are called.
+        length: tokens that a window of running text was to have, where they were read or written so.
+        batch_size: examples that a batch was to have.
+    """
+
+    batches: list[Batch]
+    task: str
+    examples: int
+    source: str = ""
+    length: int | None = None
+    batch_size: int | None = None
+
+
+def read_batches(
+    source: str,
+    model_path: str,
+    model: Any,
+    limit: int | None = None,
+    batch_size: int = 32,
+    length: int = 128,
+    seed: int = 0,
+    mixed: bool = False,
+) -> Data:
+    """Read data for a model.
+
+    Args:
+        source: a path, `demo:digits`, `demo:python`, `demo:english`, `demo:c`, or what needs no data: `self`,
+            `synthetic` (see `written`).
+        model_path: where tokenizer and preprocessor lie.
+        model: the loaded model; says what inputs and labels it takes.
+        limit: at most so many examples; so many are made where they are made.
+        length: tokens in a window of running text.
+        seed: of the masks for masked language models, of samples that are made, and of drawing.
+        mixed: take examples from everywhere in the file, drawn, not the first ones in their order.
+
+    Raises:
+        DataError: names the file and what it should hold.
+    """
+    if source in SOURCES:
+        examples: Any = write_samples(source, model, model_path, limit or SAMPLES, length, seed)
+    else:
+        examples = read_examples(source, model_path, model, length)
+    if isinstance(examples, Apart):
+        batches = examples.batches[:limit]
+        count = len(batches)
+    else:
+        whole = len(next(iter(examples.values()))) if isinstance(examples, dict) else len(examples)
+        count = min(whole, limit) if limit else whole
+        if isinstance(examples, dict):
+            check_inputs(examples, model, source)
+        draw = torch.Generator().manual_seed(seed)
+        rows: Sequence[int] = torch.randperm(whole, generator=draw).tolist()[:count] if mixed else range(count)
+        batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, count, batch_size)]
+    if count == 0:
+        raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
+    check_kind(model, batches[0], source)
+    check_shape(model, batches[0], source)
+    batches = [_begun(batch, model) for batch in _all_labelled(batches, model)]
+    for batch in batches:
+        check_numbers(batch, source)
+        check_tokens(batch, model, source)
+    check_decoder(batches, model, source)
+    task = _task(model, batches[0])
+    if task == "masked token":
+        generator = torch.Generator().manual_seed(seed)
+        batches = [_masked(batch, model_path, generator) for batch in batches]
+    elif task == "next token" and "labels" not in batches[0]:
+        batches = [{**b, "labels": _labels(b, model.config)} for b in batches]
+    return Data(batches, task, count, source, length, batch_size)
+
+
+def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -> dict[str, Any]:
+    """Samples in words and numbers, for the head of a file that was made from them.
+
+    Args:
+        source: what they are called.
+        batches: as they were used, where that is not how they were read.
+
+    Returns:
+        Among them `tokens`: ids of texts, each image or recording as one.
+    """
+    used = data.batches if batches is None else batches
+    tokens = sum(b["input_ids"].numel() if "input_ids" in b else len(next(iter(b.values()))) for b in used)
+    shape = {"length": data.length, "batch_size": data.batch_size}
+    return {
+        "data": source,
+        "data_hash": data_hash(used),
+        "samples": data.examples,
+        "tokens": tokens,
+        "task": data.task,
+        **{name: value for name, value in shape.items() if value is not None},
+    }
+
+
+def data_hash(batches: Sequence[Batch]) -> str:
+    """Of every tensor of every batch, 40 characters."""
+    digest = hashlib.blake2b(digest_size=20)
+    for batch in batches:
+        for name in sorted(batch):
+            tensor = batch[name].contiguous()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _all_labelled(batches: Sequence[Batch], model: Any) -> list[Batch]:
+    """Labels of some examples are labels of none; single texts of a model that gives embeddings have none."""
+    single = is_sentence_model(model) and any(batch.get("input_ids", NO_PAIRS).ndim < 3 for batch in batches)
+    if all("labels" in batch for batch in batches) and not single:
+        return list(batches)
+    return [{name: tensor for name, tensor in batch.items() if name != "labels"} for batch in batches]
+
+
+def _begun(batch: Batch, model: Any) -> Batch:
+    """Of an encoder and its decoder: what the decoder reads, where only what it should write is given (no further than
+    the batch's texts are long)."""
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is None or "labels" not in batch or "decoder_input_ids" in batch or batch["labels"].ndim < 2:
+        return batch
+    return {**batch, "decoder_input_ids": shift(batch["labels"])}
+
+
+def _task(model: Any, batch: Batch) -> str:
+    """What a loss can be measured of."""
+    name = type(model).__name__
+    if "input_ids" in batch and predicts_next(model):
+        return "next token"
+    if "input_ids" in batch and name.endswith("ForMaskedLM") and "labels" not in batch:
+        return "masked token"
+    if is_sentence_model(model):
+        return "similarity" if "labels" in batch else "embedding"
+    if "labels" not in batch:
+        return "none"
+    labels, config = batch["labels"], getattr(model, "config", None)
+    several = labels.ndim == 2 and labels.shape[1] == getattr(config, "num_labels", None)
+    if several and getattr(config, "problem_type", None) == "multi_label_classification":
+        return "labels"
+    one_output = getattr(config, "num_labels", None) == 1 and name.endswith("Classification")
+    return "regression" if labels.is_floating_point() or one_output else "class"
+
+
+def _batch(examples: Any, rows: Sequence[int]) -> Batch:
+    if isinstance(examples, dict):
+        part = slice(rows[0], rows[-1] + 1) if isinstance(rows, range) else list(rows)
+        return {name: array[part] for name, array in examples.items()}
+    chosen = [examples[row] for row in rows]
+    longest = max(example["input_ids"].shape[-1] for example in chosen)
+    ids = torch.stack([_padded(example["input_ids"], longest, -1) for example in chosen])
+    mask = torch.stack([_padded(torch.ones_like(e["input_ids"]), longest, 0) for e in chosen])
+    mask = mask * (ids >= 0) if ids.ndim == 3 else mask  # of two texts, the shorter one ends in -1
+    batch: Batch = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    if all("labels" in example for example in chosen):
+        labels = [example["labels"] for example in chosen]
+        if len({label.shape for label in labels}) > 1 or labels[0].shape == chosen[0]["input_ids"].shape:
+            labels = [_padded(label, longest, -100) if label.ndim else label for label in labels]
+        batch["labels"] = torch.stack(labels)
+    return batch
+
+
+def _padded(row: Tensor, length: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(row, (0, length - row.shape[-1]), value=value)
+
+
+def _labels(batch: Batch, config: Any) -> Tensor:
+    return batch["input_ids"].masked_fill(~words_alone(batch, config), -100)
+
+
+def _masked(batch: Batch, model_path: str, generator: torch.Generator) -> Batch:
+    """15% of the tokens behind the mask token; only they are labelled."""
+    token = tokenizer_of(model_path).mask_token_id
+    if token is None:
+        raise DataError("the tokenizer has no mask token", where=model_path, remedy="give records with 'labels'")
+    hidden = torch.rand(batch["input_ids"].shape, generator=generator) < 0.15
+    hidden &= batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
+    labels = batch["input_ids"].masked_fill(~hidden, -100)
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, token), "labels": labels}
+
+
+NO_PAIRS = torch.empty(0, 0)
+
+FEW = 256
+"""Positions that a model is looked at with in no more time than those of a smaller batch."""
+
+SLACK = 48
+"""Positions of padding that cost no more than another batch, measured on layers of width 384."""
+
+
+def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
+    """The same examples without padding: those of one length together, in the order of their lengths' first examples.
+    Pairs of texts, whose embeddings are compared, are taken as texts by themselves, without scores.
+
+    Args:
+        source: what to call the data in errors.
+
+    Raises:
+        DataError: a mask has holes inside an example.
+    """
+    groups: dict[int, list[Batch]] = {}
+    size = max((len(next(iter(batch.values()))) for batch in batches), default=1)
+    for batch in batches:
+        if batch.get("input_ids", NO_PAIRS).ndim == 3:
+            batch = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask") if name in batch}
+        if "attention_mask" not in batch:
+            groups.setdefault(-1, []).append(batch)
+            continue
+        for row in range(len(batch["attention_mask"])):
+            begin, end = _real(batch["attention_mask"][row], source)
+            shape = batch["attention_mask"].shape[:2]
+            own = one_by_one(batch)[row]
+            cut = {
+                name: own[name][:, begin:end] if tensor.shape[:2] == shape else own[name]
+                for name, tensor in batch.items()
+                if name != "attention_mask"
+            }
+            groups.setdefault(end - begin, []).append(cut)
+    return [made for rows in groups.values() for made in _joined(rows, size)]
+
+
+def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
+    """Texts without padding and labels, by length, in few batches: shorter ones are padded at the end, with a mask.
+
+    Args:
+        batches: examples without padding; those that hold more than a row for each token stay as they are.
+        tokens: so many at most in a batch of several texts; no text gets more than a fifth of padding, but where the
+            batch has no more than `SLACK` in all.
+    """
+    texts: list[Batch] = []
+    apart: list[Batch] = []
+    for batch in batches:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        if "input_ids" in inputs and all(x.shape == inputs["input_ids"].shape for x in inputs.values()):
+            texts += [{name: x[i] for name, x in inputs.items()} for i in range(len(inputs["input_ids"]))]
+        else:
+            apart.append(batch)
+    groups: list[list[Batch]] = []
+    for text in sorted(texts, key=lambda text: -len(text["input_ids"])):
+        longest = len(groups[-1][0]["input_ids"]) if groups else 0
+        whole = longest * (len(groups[-1]) + 1) if groups else 0
+        padding = whole - len(text["input_ids"]) - sum(len(t["input_ids"]) for t in groups[-1]) if groups else 0
+        if groups and whole <= tokens and (padding <= SLACK or 5 * len(text["input_ids"]) >= 4 * longest):
+            groups[-1].append(text)
+        else:
+            groups.append([text])
+    return [_padded_batch(group) for group in groups] + apart
+
+
+def first_apart(batches: Sequence[Batch]) -> list[Batch]:
+    """The same examples; an eighth of the first batch is one of its own, which a model is looked at with, unless
+    one is small already.
+
+    Args:
+        batches: those that do not hold a row for each example stay as they are.
+    """
+    first = batches[0] if batches else {}
+    if any(next(iter(batch.values())).numel() <= FEW for batch in batches):
+        return [*batches]
+    count = min(map(len, first.values()), default=0) // 8
+    if count == 0 or len({len(tensor) for tensor in first.values()}) > 1:
+        return [*batches]
+    some, rest = ({name: x[part] for name, x in first.items()} for part in (slice(count), slice(count, None)))
+    return [some, rest, *batches[1:]]
+
+
+def _padded_batch(texts: Sequence[Batch]) -> Batch:
+    """Texts, the longest first, in one batch; with a mask where they are not of one length."""
+    longest, shortest = (len(texts[i]["input_ids"]) for i in (0, -1))
+    marked = [{**t, "attention_mask": torch.ones_like(t["input_ids"])} if shortest < longest else t for t in texts]
+    return {name: torch.stack([_padded(text[name], longest, 0) for text in marked]) for name in marked[0]}
+
+
+def _real(mask: Tensor, source: str) -> tuple[int, int]:
+    """Where the tokens of an example begin and end."""
+    found = mask.nonzero()[:, 0]
+    begin, end = (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)
+    if end - begin != len(found) or not len(found):
+        raise DataError(
+            "an attention mask has holes, or is empty", where=source, remedy="pad examples at one end, not inside"
+        )
+    return begin, end
+
+
+def _joined(rows: list[Batch], size: int) -> list[Batch]:
+    """Examples of one length in batches of at most `size`."""
+    flat = [example for batch in rows for example in one_by_one(batch)]
+    groups = [flat[i : i + size] for i in range(0, len(flat), size)]
+    return [
+        {name: torch.cat([e[name] for e in group if name in e]) for name in dict.fromkeys(n for e in group for n in e)}
+        for group in groups
+    ]

@@ -1,0 +1,195 @@
+"""Loss and accuracy of a model, and of the models on the straight path between two."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import DataError
+from rotation_merge.files.ledger import NOWHERE, Entry, Ledger
+from rotation_merge.run.checked import check_labels
+from rotation_merge.run.curves import Curve
+from rotation_merge.run.data import UNLABELLED, Data
+from rotation_merge.run.functions import Batch
+from rotation_merge.run.metrics import NUMBERS, of_classes, of_labels, of_numbers
+from rotation_merge.run.tables import PAIRS
+
+LOG = logging.getLogger(__name__)
+
+PATH = "path, "
+"""How the words begin that tell of progress on a path."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model reaches on data.
+
+    Attributes:
+        loss: mean, in nats for each token or example; of regressions the mean squared error, of similarities 1 -
+            Spearman's correlation.
+        figures: see `metrics`; the first is the one that counts.
+    """
+
+    loss: float
+    figures: dict[str, float]
+
+    @property
+    def main(self) -> float:
+        return next(iter(self.figures.values()))
+
+
+def evaluate(model: Any, data: Data) -> tuple[float, float]:
+    """Mean loss in nats (for each token or example) and accuracy; of regressions squared error and correlation.
+
+    Raises:
+        DataError: the data have no labels for this model.
+    """
+    found = score(model, data)
+    return found.loss, found.main
+
+
+@torch.no_grad()
+def score(model: Any, data: Data) -> Scores:
+    """Loss and every figure that the data's labels admit.
+
+    Raises:
+        DataError: the data have no labels for this model.
+    """
+    if data.task in UNLABELLED:
+        scored = f"give pairs of texts: columns {PAIRS[0][0]}, {PAIRS[0][1]} and score"
+        raise DataError(
+            f"{type(model).__name__} has no loss on data without labels for every example",
+            where=data.source or None,
+            remedy=scored if data.task == "embedding" else "give labels, or another model class",
+        )
+    check_labels(data.batches, model, data.task, data.source)
+    if data.task in ("regression", "labels", "similarity"):
+        return _of_floats(model, data)
+    total, guesses, truths = 0.0, [], []
+    for batch in data.batches:
+        logits, labels = _answers(model, batch, data.task)
+        kept = labels != -100
+        total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+        guesses.append(logits.argmax(-1)[kept])
+        truths.append(labels[kept])
+    predicted, labels = torch.cat(guesses), torch.cat(truths)
+    if not len(labels):
+        raise DataError("no example has a label", remedy="give more data")
+    if data.task == "class":
+        return Scores(total / len(labels), of_classes(predicted, labels))
+    return Scores(total / len(labels), {"accuracy": float((predicted == labels).double().mean())})
+
+
+def _of_floats(model: Any, data: Data) -> Scores:
+    """Numbers, one for each output, or any number of labels for each example."""
+    found, wanted = [], []
+    for batch in data.batches:
+        logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits.float()
+        labels = batch["labels"].float().reshape(len(batch["labels"]), -1)
+        if logits.shape != labels.shape:
+            raise DataError(
+                f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}",
+                remedy="give one number for each output of the model",
+            )
+        found.append(logits)
+        wanted.append(labels)
+    return of_floats(torch.cat(found), torch.cat(wanted), data.task)
+
+
+def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
+    """What numbers are worth that should be others; (n, outputs) each."""
+    if task == "labels":
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        return Scores(float(loss), of_labels(logits > 0, labels > 0.5))
+    if task in ("similarity", "embedding"):
+        found = of_numbers(logits[:, 0], labels[:, 0])
+        return Scores(1 - found["spearman"], {name: found[name] for name in reversed(NUMBERS)})
+    loss = torch.nn.functional.mse_loss(logits, labels)
+    columns = [of_numbers(x, y) for x, y in zip(logits.T, labels.T, strict=True)]
+    return Scores(float(loss), {name: sum(c[name] for c in columns) / len(columns) for name in NUMBERS})
+
+
+def _answers(model: Any, batch: Batch, task: str) -> tuple[Tensor, Tensor]:
+    """Logits (n, classes) and the labels (n,) they should hit."""
+    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+    labels = batch["labels"]
+    if task == "next token":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    if logits.shape[:-1] != labels.shape:
+        raise DataError(
+            f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}",
+            remedy="give one label for each example (or token)",
+        )
+    if int(labels.max()) >= logits.shape[-1]:
+        raise DataError(f"label {int(labels.max())} is beyond the model's {logits.shape[-1]} classes", remedy="mend it")
+    return logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class StraightPath:
+    """The models on the straight path from a to b, weights (1 - t) a + t b.
+
+    Those between compute with a's config, as a merge does; the ends are a and b themselves.
+
+    Attributes:
+        own: a model whose config and head all of them have, as a body merged for several heads does.
+        kept: its head's parameters.
+    """
+
+    a: Any
+    b: Any
+    data: Data
+    own: Any = None
+    kept: Collection[str] = ()
+
+    @cached_property
+    def _between(self) -> Any:
+        return copy.deepcopy(self.a if self.own is None else self.own)
+
+    @torch.no_grad()
+    def evaluate(self, t: float) -> tuple[float, float]:
+        """Loss and accuracy at t."""
+        first, second = dict(self.a.named_parameters()), dict(self.b.named_parameters())
+        for key, parameter in self._between.named_parameters():
+            if key not in self.kept:
+                parameter.copy_(torch.lerp(first[key], second[key], t))
+        return evaluate(self.b if t == 1 and self.own is None else self._between, self.data)
+
+
+def path(
+    a: Any,
+    b: Any,
+    data: Data,
+    points: int,
+    name: str,
+    tick: Callable[[str, int, int], None] = lambda *_: None,
+    ledger: Ledger = NOWHERE,
+    own: Any = None,
+    kept: Collection[str] = (),
+) -> Curve:
+    """Loss and accuracy at equally spaced models from a to b.
+
+    Args:
+        own, kept: see `StraightPath`.
+        ledger: where what is found is kept, and looked for.
+    """
+    ts = [i / (points - 1) for i in range(points)]
+    entry = ledger.get(PATH)
+    found: list[tuple[float, float]] = [] if entry is None else entry.facts["found"]
+    for done in range(len(found) + 1):
+        tick(f"{PATH}{name}", done, points)
+    models = StraightPath(a, b, data, own, kept)
+    for t in ts[len(found) :]:
+        loss, accuracy = models.evaluate(t)
+        LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
+        found.append((loss, accuracy))
+        ledger.keep(PATH, partial(Entry, {"found": [*found]}))
+        tick(f"{PATH}{name}", len(found), points)
+    return Curve(name, ts, *(list(column) for column in zip(*found, strict=True)))

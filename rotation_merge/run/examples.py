@@ -1,0 +1,217 @@
+"""Examples from files: text, JSON lines, arrays, image folders, dataset directories, and what the demo ships."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import DataError, nearest, short
+from rotation_merge.model.hub import local_file
+from rotation_merge.model.sentence import reading
+from rotation_merge.model.vocabulary import is_hollow
+from rotation_merge.run.arrays import Apart, by_example
+from rotation_merge.run.dataset import is_dataset, read_dataset
+from rotation_merge.run.functions import Batch, local_path, read_config
+from rotation_merge.run.images import preparer, read_images
+from rotation_merge.run.kinds import KINDS as KINDS
+from rotation_merge.run.sentence import is_sentence_model
+from rotation_merge.run.tables import ENDINGS, read_table
+
+ARRAYS = (".npz", ".safetensors")
+
+
+def read_examples(source: str, model_path: str, model: Any, length: int) -> dict[str, Tensor] | list[Batch] | Apart:
+    """All examples of a source: one tensor for each input of the model, or one for each example.
+
+    Raises:
+        DataError: names the file and what it should hold.
+    """
+    if source.startswith("demo:"):
+        return _demo(source, length)
+    path = Path(local_file(source))
+    if not path.exists():
+        raise DataError("no such file", where=source, remedy=f"give {KINDS}")
+    try:
+        if path.is_dir() and is_dataset(path):
+            return _dataset(path, model_path, model, length)
+        if path.is_dir():
+            return read_images(path, local_path(model_path), model.config)
+        if path.suffix in ARRAYS:
+            return by_example(_arrays(path), model, source)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise DataError(f"cannot be read ({error})", where=source, remedy=f"give {KINDS}") from error
+    if path.suffix.lower() in ENDINGS:
+        records = read_table(path)
+        if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):  # what follows a text is its label
+            records = [{name: value for name, value in record.items() if name != "label"} for record in records]
+        return _encoded(records, source, model_path, length, model)
+    if path.suffix in (".jsonl", ".json"):
+        return _records(text, source, model_path, length, model)
+    if is_sentence_model(model):
+        records = [{"text": line} for line in text.splitlines() if line.strip()]
+        return _encoded(records, source, model_path, length, model)
+    return _windows(tokenizer_of(model_path)(text, return_tensors="pt", verbose=False)["input_ids"][0], length, source)
+
+
+def _demo(source: str, length: int) -> dict[str, Tensor]:
+    from rotation_merge.run import demo as data
+
+    name = source.removeprefix("demo:")
+    if name == "digits":
+        _, _, pixels, labels = data.digits()
+        return {"pixel_values": pixels, "labels": labels}
+    if name not in data.NAMES:
+        known = ", ".join(f"demo:{known}" for known in ("digits", *data.NAMES))
+        raise DataError(f"the demo has no data '{name}'", remedy=f"known: {known}")
+    return {"input_ids": data.windows(name, length)}
+
+
+def tokenizer_of(model_path: str) -> Any:
+    """The tokenizer that lies beside a model.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = _processor("AutoTokenizer", model_path)
+    if is_hollow(found):
+        raise DataError("no tokenizer can be loaded (there is none)", where=model_path, remedy="add its files")
+    return found
+
+
+def _processor(name: str, model_path: str) -> Any:
+    """What one of transformers' Auto classes finds beside a model."""
+    import transformers
+
+    try:
+        return getattr(transformers, name).from_pretrained(local_path(model_path), local_files_only=True)
+    except Exception as error:
+        what, folder = "tokenizer" if name == "AutoTokenizer" else "feature extractor", local_path(model_path)
+        if what == "tokenizer" and not any(n.startswith(("tokenizer", "vocab")) for n in os.listdir(folder)):
+            config = read_config(folder)
+            if "image_size" in config and "vocab_size" not in config:
+                remedy = "give a folder of images, or 'synthetic'"
+                raise DataError("takes images, no text", where=model_path, remedy=remedy) from error
+            raise DataError("no tokenizer is there", where=model_path, remedy="add tokenizer.json") from error
+        raise DataError(
+            f"no {what} can be loaded ({short(error)})", where=model_path, remedy="add its files"
+        ) from error
+
+
+def _windows(tokens: Tensor, length: int, source: str) -> dict[str, Tensor]:
+    count = len(tokens) // length
+    if count == 0:
+        raise DataError(f"holds {len(tokens)} tokens, a window takes {length}", where=source, remedy="give more text")
+    return {"input_ids": tokens[: count * length].view(count, length)}
+
+
+def _arrays(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            found = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
+    else:
+        import numpy as np
+
+        if not zipfile.is_zipfile(path):
+            raise ValueError("is no archive of arrays")
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: torch.as_tensor(file[name]) for name in file.files}
+    return {name: array.float() if array.is_floating_point() else array.long() for name, array in found.items()}
+
+
+def _records(text: str, source: str, model_path: str, length: int, model: Any) -> list[Batch]:
+    try:
+        lines = [line for line in text.splitlines() if line.strip()]
+        records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
+    except json.JSONDecodeError as error:
+        raise DataError(f"is no JSON ({error})", where=source, remedy="one object a line") from error
+    return _encoded(records, source, model_path, length, model)
+
+
+def _encoded(records: Sequence[Any], source: str, model_path: str, length: int, model: Any) -> list[Batch]:
+    """Records with `text` (and `text_pair`) or `input_ids`, and a label where there is one, as one batch each.
+
+    Two texts are read as one input, divided; by a model that gives embeddings, as two inputs (2, tokens), each with its
+    default prompt before it.
+    """
+    tokenizer, result, embeds = None, [], is_sentence_model(model)
+    prompt, most = reading(local_path(model_path)) if embeds else ("", None)
+    length = min(length, most or length)
+    pairs = embeds and any(isinstance(record, dict) and record.get("text_pair") is not None for record in records)
+    for number, record in enumerate(records, 1):
+        where = f"{source}, record {number}"
+        if not isinstance(record, dict) or not ({"text", "input_ids"} & set(record)):
+            remedy = 'write {"text": ..., "label": ...} or {"input_ids": [...], "labels": ...}'
+            raise DataError("has neither 'text' nor 'input_ids'", where=where, remedy=remedy)
+        if "text" in record:
+            tokenizer = tokenizer or tokenizer_of(model_path)
+            both = [str(record[name]) for name in ("text", "text_pair") if record.get(name) is not None]
+            if pairs and len(both) < 2:
+                raise DataError("holds one text, other records hold two", where=where, remedy="give pairs, or texts")
+            given = [[prompt + text] for text in both] if embeds else [both]
+            ids: Any = [tokenizer(*texts, truncation=True, max_length=length)["input_ids"] for texts in given]
+            longest = max(map(len, ids))
+            ids = [row + [-1] * (longest - len(row)) for row in ids] if pairs else ids[0]
+        else:
+            ids = record["input_ids"]
+            pairs = pairs or (embeds and isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
+        example = {"input_ids": _tokens(ids, 1 + pairs, where)}
+        label = record.get("labels", record.get("label"))
+        if label is not None:
+            found = _tensor(_number(label, model.config, where) if isinstance(label, str) else label)
+            if found is None:
+                raise DataError(f"its label is {short(label)}", where=where, remedy="give a number, a class, or a row")
+            example["labels"] = found.float() if found.is_floating_point() or embeds else found.long()
+        result.append(example)
+    return result
+
+
+def _tokens(ids: Any, dims: int, where: str) -> Tensor:
+    """A record's token ids, int64, one row (of two texts, two).
+
+    Raises:
+        DataError: it holds none, or something else.
+    """
+    found = _tensor(ids)
+    if found is not None and not found.numel():
+        raise DataError("holds no tokens", where=where, remedy="leave it out")
+    if found is None or found.dtype != torch.long or found.ndim != dims:
+        raise DataError(f"its 'input_ids' are {short(ids)}", where=where, remedy="give a row of token ids: [3, 14, 15]")
+    return found
+
+
+def _tensor(values: Any) -> Tensor | None:
+    """Numbers as a tensor; None of what is no number, and of rows of different lengths."""
+    try:
+        return torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _number(label: str, config: Any, where: str) -> int:
+    """The class that a word names."""
+    known = {str(name).lower(): int(i) for name, i in (getattr(config, "label2id", None) or {}).items()}
+    if label.lower() not in known:
+        raise DataError(f"the model has no class '{label}'", where=where, remedy=nearest(label.lower(), known))
+    return known[label.lower()]
+
+
+def _dataset(path: Path, model_path: str, model: Any, length: int) -> Any:
+    found = read_dataset(
+        path,
+        lambda: preparer(local_path(model_path), model.config),
+        lambda: _processor("AutoFeatureExtractor", model_path),
+    )
+    return _encoded(found, str(path), model_path, length, model) if isinstance(found, list) else found

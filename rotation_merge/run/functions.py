@@ -1,0 +1,255 @@
+"""Models as functions: loading them, inputs of the right kind, what comes out. transformers' own classes only."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.architecture.registry import stores_codes
+from rotation_merge.errors import CheckpointError, DataError, short
+from rotation_merge.model.checkpoint import adapted_state, open_model, parse_reference
+from rotation_merge.model.headers import check_config, check_folder, check_local, read_json
+from rotation_merge.model.hub import downloaded
+from rotation_merge.model.labels import Rows, in_order, label_rows, labels
+from rotation_merge.model.member import Member
+from rotation_merge.model.sentence import module_tensors, read_modules
+from rotation_merge.run.sentence import with_modules
+
+Batch = dict[str, Tensor]
+
+BESIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""Switches of a config that hand out more than what is computed: coordinates of inner spaces."""
+
+SAME = 1e-4
+"""Outputs apart by less than this share of their largest are the same in float32."""
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """A checkpoint's config.json.
+
+    Raises:
+        CheckpointError: there is none, or it is no JSON object.
+    """
+    return read_json(os.path.join(path, "config.json"))
+
+
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def local_path(path: str) -> str:
+    """A directory as it is; a hub model downloaded to the cache. Of `model+adapter`, that of the model.
+
+    Raises:
+        CheckpointError: there is no such directory or model.
+    """
+    part = parse_reference(path).model
+    return downloaded(part.path, part.revision, None, FILES)
+
+
+def predicts_next(model: nn.Module) -> bool:
+    """Whether a model's labels are the tokens that come next, so that the first of a row is nobody's."""
+    name = type(model).__name__
+    sees = "ForConditionalGeneration" in name and not getattr(model.config, "is_encoder_decoder", False)
+    return sees or name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None) -> Any:
+    """The model at a path, in evaluation mode; every weight must be there.
+
+    Args:
+        like: a model in whose order its classes are to stand, where they have the same names.
+
+    Raises:
+        CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
+    """
+    import transformers
+
+    directory = local_path(path)
+    kind = kind_at(path)
+    check_local(directory)
+    check_config(directory)
+    if not stores_codes(read_config(directory)):
+        check_folder(directory)
+    options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
+    state = adapted_state(path)
+    try:
+        if state is None:
+            model, info = kind.from_pretrained(directory, local_files_only=True, **options)
+        else:
+            settings = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+            model, info = kind.from_pretrained(None, config=settings, state_dict=state, **options)
+    except Exception as error:
+        if "ignore_mismatched_sizes" in str(error):
+            open_model(path).architecture  # noqa: B018  (names the tensor)
+        raise CheckpointError(f"cannot be loaded ({short(error)})", where=path, remedy="download it again") from error
+    for what in ("missing_keys", "mismatched_keys"):
+        if wrong := sorted(map(str, info.get(what) or [])):
+            raise CheckpointError(
+                f"{what.replace('_keys', '')} weights, the first is {wrong[0]}",
+                where=path,
+                remedy="the checkpoint is incomplete, or its config.json belongs to another model",
+            )
+    model.config._experts_implementation = "eager"  # grouped products know no double precision
+    if modules := read_modules(directory):
+        with_modules(model, modules, module_tensors(directory, modules) if state is None else state, path)
+    if like is not None:
+        _relabel(model, read_config(local_path(like)), like)
+    hand_out_answers(model.config)
+    return model.eval()
+
+
+def hand_out_answers(config: Any) -> None:
+    """Switch off what a config has a model hand out besides what it computes."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for key in BESIDE:
+            if getattr(part, key, False):
+                setattr(part, key, False)
+
+
+def _relabel(model: nn.Module, config: dict[str, Any], where: str) -> None:
+    """Put a loaded model's classes into the order that another's config gives them, where it names the same ones."""
+    own = cast(Any, model).config.to_dict()
+    ours, theirs = labels(config), labels(own)
+    if ours != theirs and sorted(ours) == sorted(theirs):
+        shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        member = Member(type(model).__name__, own, architecture_of(model), shapes)
+        take_rows(model, label_rows(replace(member, name=where, config=config), member))
+
+
+@torch.no_grad()
+def take_rows(model: nn.Module, rows: Rows) -> None:
+    """Put a loaded model's classes into another order, in place, its config with them (see `model/labels.py`)."""
+    for name, (dim, order) in rows.items():
+        parameter = model.get_parameter(name)
+        parameter.copy_(in_order(parameter, (dim, order)))
+    if rows:
+        config, (_, order) = cast(Any, model).config, next(iter(rows.values()))
+        names = [config.id2label[i] for i in order]
+        config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+
+
+def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:
+    """The architecture of a loaded model, under the names of its own state dict."""
+    config = cast(Any, model).config.to_dict()
+    config["architectures"] = [type(model).__name__]
+    return resolve(config, list(model.state_dict()), type(model).__name__, untie=untie)
+
+
+def model_class(names: Sequence[str] | None, where: str | None = None) -> Any:
+    """transformers' class of a model, as its config names it.
+
+    Raises:
+        CheckpointError: there is none of that name.
+    """
+    import transformers
+
+    kind = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
+    if kind is None or not hasattr(kind, "from_pretrained"):
+        what = f"transformers has no class {names[0] if names else ''}"
+        raise CheckpointError(what, where=where, remedy="update transformers")
+    return kind
+
+
+def kind_at(path: str) -> Any:
+    """transformers' class of the model at a path.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return model_class(read_config(local_path(path)).get("architectures"), path)
+
+
+def stored_dtype(path: str) -> torch.dtype:
+    """What a checkpoint's weights were rounded to, as its config says."""
+    config = read_config(local_path(path))
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+@torch.no_grad()
+def narrowed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A loaded model whose parameters are held in a narrower type, in place, where they are the same numbers in it."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and dtype.itemsize < parameter.dtype.itemsize:
+            narrow = parameter.to(dtype)
+            if torch.equal(narrow.to(parameter.dtype), parameter):
+                parameter.data = narrow
+    return model
+
+
+def check_kind(model: Any, batch: Mapping[str, Tensor], source: str) -> None:
+    """The data hold what the model takes.
+
+    Raises:
+        DataError: they are of another kind.
+    """
+    takes, given = set(inspect.signature(model.forward).parameters), set(batch) - {"labels"}
+    wanted = getattr(model, "main_input_name", None)
+    if not given <= takes or (wanted in takes and wanted not in given and "inputs_embeds" not in given):
+        raise DataError(
+            f"holds {', '.join(sorted(given)) or 'no inputs'}, {type(model).__name__} takes {wanted}",
+            where=source,
+            remedy="give data of the kind that the model was made for",
+        )
+
+
+@torch.no_grad()
+def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
+    """What a model gives back by default: every floating tensor, those of its parts too (`text_model_output.NAME`), but
+    for caches, which are its own affair."""
+    found = dict(_floating("", model(**{k: v for k, v in batch.items() if k != "labels"})))
+    if not found:
+        raise CheckpointError(f"{type(model).__name__} gives nothing to compare")
+    return found
+
+
+def check_answers(model: Any, tensors: Iterable[Tensor], where: str | None = None) -> None:
+    """What a model gives is numbers.
+
+    Raises:
+        CheckpointError: it is NaN.
+    """
+    if any(bool(tensor.isnan().any()) for tensor in tensors):
+        what, remedy = f"{type(model).__name__} answers with NaN", "repair or replace the checkpoint"
+        raise CheckpointError(what, where=where, remedy=remedy)
+
+
+@contextmanager
+def fused_attention(model: Any, batch: Batch) -> Iterator[None]:
+    """torch's own attention in the place of products one after the other, where it computes the same on a batch.
+
+    It is much faster, but leaves out what some families do to their attention (soft caps).
+    """
+    before = getattr(model.config, "_attn_implementation", None)
+    if before == "eager" and getattr(model, "_supports_sdpa", False):
+        plain = outputs(model, batch)
+        model.set_attn_implementation("sdpa")
+        fused = outputs(model, batch)
+        same = fused.keys() == plain.keys() and all(
+            float((fused[name] - x).abs().max()) <= SAME * float(x.abs().max()) for name, x in plain.items()
+        )  # NaN is not the same
+        if not same:
+            model.set_attn_implementation(before)
+    try:
+        yield
+    finally:
+        if getattr(model.config, "_attn_implementation", None) != before:
+            model.set_attn_implementation(before)
+
+
+def _floating(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(found, Tensor):
+        if found.is_floating_point():
+            yield name, found
+    elif name != "past_key_values" and isinstance(found, Mapping | list | tuple):
+        for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
+            yield from _floating(f"{name}.{key}" if name else str(key), value)

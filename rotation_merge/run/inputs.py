@@ -1,0 +1,106 @@
+"""Random inputs of the kind that a model takes: words, pixels, audio features, words around images."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import CheckpointError
+from rotation_merge.run.functions import Batch
+
+SIZE, LENGTH = 2, 24
+"""Examples in a random batch, and words in each."""
+
+IMAGE_TOKENS = ("image_token_id", "image_token_index")
+SPECIAL = (*IMAGE_TOKENS, "video_token_id", "pad_token_id", "boi_token_index", "eoi_token_index")
+"""Entries of a config that name tokens which are no words."""
+
+POSITIONS = ("max_position_embeddings", "max_target_positions")
+
+
+def random_batch(model: Any, generator: torch.Generator) -> Batch:
+    """Random inputs for a model, which may be without weights.
+
+    Raises:
+        CheckpointError: it takes something else.
+    """
+    config = model.config
+    takes = set(inspect.signature(model.forward).parameters)
+    batch: Batch = {}
+    if "input_ids" in takes:
+        batch["input_ids"] = _words(config, generator)
+    if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = _words(config, generator)
+    image = next((getattr(config, key) for key in IMAGE_TOKENS if getattr(config, key, None) is not None), None)
+    if "pixel_values" in takes and "input_ids" in takes and image is not None:
+        return _around_images(config, image, batch, takes, generator)
+    if "pixel_values" in takes:
+        batch["pixel_values"] = _pixels(getattr(config, "vision_config", config), generator)
+    if "input_features" in takes:
+        bins, frames = getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)
+        batch["input_features"] = torch.randn(SIZE, bins, frames, generator=generator)
+    if "input_values" in takes:
+        shape = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else (8000,)
+        batch["input_values"] = torch.randn(SIZE, *shape, generator=generator)
+    if not batch:
+        raise CheckpointError(
+            f"{type(model).__name__} takes {', '.join(sorted(takes))}: no random input is known for that",
+            remedy="give inputs with --data",
+        )
+    return batch
+
+
+def _words(config: Any, generator: torch.Generator) -> Tensor:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = min(getattr(text, key, None) or LENGTH + 4 for key in POSITIONS)
+    length = max(2, min(LENGTH, longest - 4))
+    special = {getattr(part, key, None) for part in (config, text) for key in SPECIAL}
+    words = [token for token in range(text.vocab_size) if token not in special]
+    return torch.tensor(words)[torch.randint(len(words), (SIZE, length), generator=generator)]
+
+
+def _pixels(vision: Any, generator: torch.Generator) -> Tensor:
+    height, width = _both(getattr(vision, "image_size", 224))
+    return torch.randn(SIZE, getattr(vision, "num_channels", 3), height, width, generator=generator)
+
+
+def _both(side: Any) -> tuple[int, int]:
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    return int(height), int(width)
+
+
+def _around_images(config: Any, image: int, words: Batch, takes: Collection[str], generator: torch.Generator) -> Batch:
+    """Words around one image in each example."""
+    vision, given = config.vision_config, Batch()
+    height, width = _both(vision.patch_size)
+    if "image_grid_thw" in takes:  # patches in a row, of images of any size: here two by two of the merged ones
+        tokens, side = 4, 2 * vision.spatial_merge_size
+        channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+        size = channels * vision.temporal_patch_size * height * width
+        given["pixel_values"] = torch.randn(SIZE * side * side, size, generator=generator)
+        given["image_grid_thw"] = torch.tensor([[1, side, side]] * SIZE)
+    elif "image_position_ids" in takes:  # patches with their places, so many of which become one
+        tokens, side = 4, 2 * vision.pooling_kernel_size
+        given["pixel_values"] = torch.rand(SIZE, side * side, 3 * height * width, generator=generator)
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
+        given["image_position_ids"] = places.expand(SIZE, -1, -1).contiguous()
+    elif "image_sizes" in takes and hasattr(config, "spatial_merge_size"):  # images of any size
+        tokens, side = 4, 2 * config.spatial_merge_size
+        shape = SIZE, getattr(vision, "num_channels", 3), side * height, side * width
+        given["pixel_values"] = torch.randn(*shape, generator=generator)
+        given["image_sizes"] = torch.tensor([[side * height, side * width]] * SIZE)
+    else:
+        given["pixel_values"] = _pixels(vision, generator)
+        patches = given["pixel_values"][0, 0].numel() // (height * width)
+        whole = int(getattr(config, "vision_feature_select_strategy", "default") == "full")
+        ratio = float(getattr(config, "downsample_ratio", None) or getattr(vision, "pixel_shuffle_ratio", None) or 1)
+        shrunk = round(patches * ratio**2) + whole
+        tokens = getattr(config, "mm_tokens_per_image", shrunk)
+    text = words["input_ids"]
+    ids = torch.cat([text[:, :2], torch.full((SIZE, tokens), image), text[:, 2:]], 1)
+    kinds = {"mm_token_type_ids": (ids == image).int()} if "mm_token_type_ids" in takes else {}
+    return {"input_ids": ids, **given, **kinds}

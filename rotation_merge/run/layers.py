@@ -1,0 +1,122 @@
+"""Measuring a model that does not fit in memory: the weights and the sums of one layer at a time.
+
+What is seen, and how, is as in `measure`: norms run without gain and shift, hidden states are those of that run. Each
+weight is read once. What needs gradients goes through a model whose layers read their weights whenever they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from rotation_merge.architecture.model import Block
+from rotation_merge.model.checkpoint import Model
+from rotation_merge.run.empty import empty_model
+from rotation_merge.run.maps import linear_maps
+from rotation_merge.run.measure import Measured, MeasureOptions, Probe, check_watched
+from rotation_merge.run.passes import Pass, Progress, Unfinished, stored_in
+from rotation_merge.run.runner import Runner
+from rotation_merge.run.statistics_file import Stored
+from rotation_merge.run.streamed import streamed_model
+from rotation_merge.run.sums import Collector, Wanted, finished
+from rotation_merge.run.tap import Tapped, Watcher
+from rotation_merge.run.written import SELF
+from rotation_merge.workers.memory import give_back
+
+WITHOUT_GRADIENTS = frozenset({"gram", "moments"})
+"""Kinds of statistics that can be measured layer by layer."""
+
+
+def in_layers(checkpoint: Model, options: MeasureOptions, data: str, device: str) -> tuple[Any, bool]:
+    """A model that is not to be in memory as a whole, and whether it is run as one.
+
+    It has no weights at all where it is only to be looked at; where it is to write text, or gradients are to go through
+    it, its layers read their weights as they run.
+
+    Raises:
+        CheckpointError: it cannot be run in that way.
+    """
+    gradients = not WITHOUT_GRADIENTS.issuperset(options.kinds)
+    config = checkpoint.transformers_config
+    if not gradients and data != SELF:
+        return empty_model(config), False
+    name = str(checkpoint.reference)
+    return streamed_model(config, checkpoint, checkpoint.architecture, torch.float32, device, name), gradients
+
+
+class ByLayer:
+    """A model under measurement, layer after layer.
+
+    Args:
+        runner: about to run on the samples, which are without padding.
+    """
+
+    def __init__(self, runner: Runner, options: MeasureOptions, state: Unfinished, progress: Progress) -> None:
+        self.runner, self.options, self.state, self.progress = runner, options, state, progress
+        self.opened = 0
+        self.shared: dict[str, str] = {}
+        self.split: list[str] = []
+        self.behind: list[str] = []
+
+    def run(self) -> Measured:
+        """Everything that the options ask for; a layer that an interrupted run has done is only run through."""
+        found: dict[str, Stored] = {}
+        total = len(self.runner.architecture.blocks)
+        while (block := self.runner.advance()) is not None:
+            self.progress("inputs of the maps, layer by layer", self.opened, total)
+            self.opened += 1
+            found.update(self._block(block))
+            give_back(self.runner.module_of(block))
+        self.progress("inputs of the maps, layer by layer", total, total)
+        uncalled = sorted(set(linear_maps(self.runner.architecture)) - set(self.shared))
+        return Measured(found, self.shared, sorted(self.split), sorted(self.behind), uncalled, None)
+
+    def _block(self, block: Block) -> dict[str, Stored]:
+        """Measure what runs for the first time now that a block is open, and carry the hidden states on."""
+        tapped = Tapped.of(self.runner.model, self.runner.architecture)
+        shared = self._look(block, tapped)
+        everywhere = [other.name for other in self.runner.architecture.blocks]  # `shared` says what is measured now
+        wanted = Wanted(self.options.kinds, self.options.rank, everywhere)
+        one = Pass("inputs of the maps", frozenset({block.name}), 0, lambda *_: None, lambda _: {})
+        part = self.state.part(one)
+        collector = Collector(tapped.maps, {} if part.exists() else shared, wanted)
+        with tapped.split(self._splits), tapped.watched(collector), self.runner.recording():
+            for batch in range(len(self.runner.batches)):
+                self.runner.run(batch)
+        if not part.exists():
+            dtype = torch.promote_types(self.runner.dtype, torch.float32)
+            self.state.done(one, finished(collector.sums, tapped.maps, wanted, dtype))
+        self.shared.update(shared)
+        return dict(stored_in(part))
+
+    def _look(self, block: Block, tapped: Tapped) -> dict[str, str]:
+        """Which maps run for the first time, and whose inputs stand for theirs; settles which norms are split."""
+        probe = Probe()
+        plain = self._outputs(block, tapped, probe)
+        shared = {name: same for name, same in probe.shared(tapped).items() if name not in self.shared}
+        for splits in [shared, ()] if plain else [()]:
+            self._splits: Iterable[str] = splits
+            with tapped.split(splits):
+                split, behind = [name for name in tapped.splits if shared[name] == name], list(tapped.scales)
+                again = self._outputs(block, tapped, Probe())
+            if not plain or check_watched(plain, again, self.runner.model, must=block.index is not None):
+                break
+        self.split += split
+        self.behind += behind
+        return shared
+
+    def _outputs(self, block: Block, tapped: Tapped, watcher: Watcher) -> list[Tensor]:
+        """What a layer (or, outside of the layers, the model) gives for the first batch; nothing where it ends
+        early."""
+        given: list[Any] = []
+        place = self.runner.module_of(block) or self.runner.model
+        hook = place.register_forward_hook(lambda _, __, output: given.append(output))
+        with torch.no_grad(), tapped.watched(watcher):
+            self.runner.run(0)
+        hook.remove()
+        leaves = _pytree.tree_leaves(given[-1]) if given else []
+        return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]

@@ -1,0 +1,131 @@
+"""Which tensors are linear maps, what they read and what they give: told from their labelled axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, Axis, Block, Norm, Scale, TensorInfo
+from rotation_merge.model.fold import times_gain
+
+READERS = ("read", "o", "out", "own")
+"""Roles of an axis that reads activations."""
+
+GIVERS = ("write", "in", "gate", "q", "k", "v", "index")
+"""Roles of an axis that activations come out of."""
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """A weight that multiplies activations.
+
+    Attributes:
+        reads, gives: its dimension of inputs and that of outputs.
+        stacked: whether dimension 0 counts experts, each a map of its own.
+    """
+
+    block: Block
+    info: TensorInfo
+    reads: int
+    gives: int
+    stacked: bool
+
+    @property
+    def inputs(self) -> Axis:
+        return self.info.axes[self.reads]
+
+    @property
+    def outputs(self) -> Axis:
+        return self.info.axes[self.gives]
+
+    @property
+    def norm(self) -> Norm | None:
+        """The norm that feeds it, where its gain and shift can be told from what it normalised."""
+        stem = self.info.key.removesuffix(".weight")
+        return next((n for n in self.block.norms if self.info.key in n.reads or stem in n.reads), None)
+
+    @property
+    def scale(self) -> Scale | None:
+        """The layer scale that multiplies what it gives."""
+        return next((s for s in self.block.scales if self.info.key in s.writes), None)
+
+
+def along_inputs(one: LinearMap, gain: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A norm's gain and shift along the whole axis that a map reads, which may hold the stream several times over."""
+    norm = one.norm
+    size = one.inputs.size
+    if norm is None or size is None:
+        raise KeyError(one.info.key)
+    axis = TensorInfo(one.info.key, one.info.names, (one.inputs,))
+    ones = torch.ones(size, dtype=gain.dtype, device=gain.device)
+    gains = times_gain(ones, axis, gain, norm.stream)
+    if shift is None:
+        return gains, torch.zeros_like(gains)
+    elsewhere = times_gain(ones, axis, torch.zeros_like(gain), norm.stream)
+    return gains, times_gain(ones, axis, shift, norm.stream) - elsewhere
+
+
+def linear_map(block: Block, info: TensorInfo) -> LinearMap | None:
+    """The map that a tensor is, or None: embeddings, biases, gains, convolutions."""
+    axes = info.axes
+    stacked = len(axes) == 3 and _is(axes[0], ("index",))
+    if len(axes) != 2 + stacked:
+        return None
+    first, last = (int(stacked), len(axes) - 1)
+    for reads, gives in ((last, first), (first, last)):
+        if _is(axes[reads], READERS) and not _is(axes[gives], ("gain", "shift")):
+            return LinearMap(block, info, reads, gives, stacked)
+    head = axes[last].label == "fixed" and (axes[first].label in ("fixed", "classes") or _is(axes[first], GIVERS))
+    return LinearMap(block, info, last, first, stacked) if head else None
+
+
+def _is(axis: Axis, roles: tuple[str, ...]) -> bool:
+    return bool(axis.parts) and all(part.role in roles for part in axis.parts)
+
+
+def linear_maps(architecture: Architecture) -> dict[str, LinearMap]:
+    """Every map by the first of its tensor's names."""
+    found = {}
+    for block in architecture.blocks:
+        for info in block.tensors:
+            if (one := linear_map(block, info)) is not None:
+                found[info.name] = one
+    return found
+
+
+def local_parts(axis: Axis) -> tuple[tuple[str, str], ...]:
+    """The parts of an axis by names that do not depend on how a checkpoint spells its layers."""
+    return tuple((part.space.name.rpartition(".")[2], part.role) for part in axis.parts)
+
+
+def same_map(wanted: LinearMap, others: list[LinearMap]) -> tuple[LinearMap, slice] | None:
+    """Where another spelling of the same block has a map: the map, and which of its outputs.
+
+    A checkpoint may hold gate and up apart that a module holds as one tensor, or the other way round.
+    """
+    for other in others:
+        if other.info.key == wanted.info.key:
+            return other, slice(None)
+    for other in others:
+        found = _within(wanted, other)
+        if found is not None:
+            return other, found
+    return None
+
+
+def _within(wanted: LinearMap, other: LinearMap) -> slice | None:
+    """Which outputs of a fused map are those of another, which reads the same."""
+    if wanted.stacked != other.stacked or local_parts(wanted.inputs) != local_parts(other.inputs):
+        return None
+    names, start = local_parts(wanted.outputs), 0
+    if not names and not other.outputs.parts and names != local_parts(wanted.inputs):
+        return slice(None)  # into coordinates that nothing moves
+    if len(names) != 1 or other.outputs.depth or names[0] not in local_parts(other.outputs):
+        return None
+    for part, name in zip(other.outputs.parts, local_parts(other.outputs), strict=True):
+        if name == names[0]:
+            return slice(start, start + part.size)
+        start += part.size
+    return None

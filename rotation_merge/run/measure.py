@@ -1,0 +1,302 @@
+"""Measuring a model: what goes through its maps on samples, and how much its outputs depend on its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotation_merge.architecture.model import Architecture
+from rotation_merge.errors import StatisticsError
+from rotation_merge.run.arrays import one_by_one
+from rotation_merge.run.functions import check_answers
+from rotation_merge.run.passes import Pass, Progress, Unfinished, packed, room, run_passes
+from rotation_merge.run.scores import answers, scores
+from rotation_merge.run.statistics_file import Stored
+from rotation_merge.run.sums import Collector, Sums, Wanted, finished, has_gradient
+from rotation_merge.run.tap import Tapped
+
+Batch = Mapping[str, Tensor]
+
+MOST_DIFFERENCE = 1e-3
+"""Of outputs while the maps are watched, relative to their size; more means that they cannot be watched in this way."""
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is measured.
+
+    Attributes:
+        kinds: of `sums.KINDS`.
+        rank: see `sums.Wanted`.
+        labels: sampled (exact where possible), or data.
+        seed: of drawn labels.
+        memory: bytes that sums may take; None: half of what is free.
+    """
+
+    kinds: tuple[str, ...] = ("gram",)
+    rank: int | None = None
+    labels: str = "sampled"
+    seed: int = 0
+    memory: int | None = None
+
+
+@dataclass
+class Measured:
+    """What was found, under the names of the model's own state dict.
+
+    Attributes:
+        tensors: to be written.
+        shared: by map, the one under whose name its inputs' Gram stands.
+        split: Grams of what norms normalised.
+        behind: maps whose gradients are those behind a layer scale.
+        uncalled: maps that never ran.
+        buffers: tensors that no gradient reaches, as they are no parameters.
+        loss_scale: mean squared gradient of a score by the logits, which no gauge changes.
+    """
+
+    tensors: dict[str, Stored]
+    shared: dict[str, str]
+    split: list[str]
+    behind: list[str]
+    uncalled: list[str]
+    loss_scale: float | None
+    buffers: frozenset[str] = frozenset()
+
+
+class Measurement:
+    """A model under measurement."""
+
+    def __init__(self, model: nn.Module, architecture: Architecture, batches: Sequence[Batch], task: str) -> None:
+        """Look at one example.
+
+        Args:
+            model: in evaluation mode; left as it is.
+            architecture: under the names of its state dict.
+            batches: without padding.
+        """
+        self.model, self.architecture, self.batches, self.task = model, architecture, batches, task
+        self.tapped = Tapped.of(model, architecture)
+        _expert_by_expert(model)
+        self.device = next(model.parameters()).device
+        first = one_by_one(batches[0])[0]
+        probe = Probe()
+        with torch.no_grad(), self.tapped.watched(probe):
+            plain = self.outputs(first)
+        self.shared, self.called = probe.shared(self.tapped), set(probe.inputs)
+        self.layers_only = False
+        for layers_only in (False, True):
+            with torch.no_grad(), self.tapped.split(self.called, layers_only), self.tapped.watched(probe):
+                self.split = sorted(name for name in self.tapped.splits if self.shared[name] == name)
+                self.behind = sorted(self.tapped.scales)
+                if check_watched(_tensors(plain), _tensors(self.outputs(first)), model, must=layers_only):
+                    self.layers_only = layers_only
+                    return
+
+    def outputs(self, batch: Batch) -> Any:
+        """What the model gives for a batch, labels left out.
+
+        Raises:
+            CheckpointError: NaN.
+        """
+        dtype = next(self.model.parameters()).dtype
+        given = {
+            name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in batch.items()
+            if name != "labels"
+        }
+        made = self.model(**given)
+        check_answers(self.model, _tensors(made))
+        return made
+
+    def passes(self, options: MeasureOptions) -> list[Pass]:
+        """What has to be run for all that the options ask for."""
+        return [*self._input_passes(options), *self._fisher_passes(options)]
+
+    def run(self, options: MeasureOptions, state: Unfinished, progress: Progress) -> Measured:
+        """Everything that the options ask for."""
+        found = run_passes(self.passes(options), state, progress)
+        scale = found.pop("loss.scale", None)
+        return Measured(
+            tensors=found,
+            shared=self.shared,
+            split=self.split,
+            behind=self.behind,
+            uncalled=sorted(set(self.tapped.maps) - self.called),
+            loss_scale=None if scale is None else float(scale.load()),
+            buffers=frozenset(name for name, _ in self.model.named_buffers()),
+        )
+
+    def _dtype(self) -> torch.dtype:
+        return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+
+    def _input_passes(self, options: MeasureOptions) -> list[Pass]:
+        if not {"gram", "kfac", "moments"} & set(options.kinds):
+            return []
+        everything = Wanted(options.kinds, options.rank, ())
+        sizes: Counter[str] = Counter()
+        for name in sorted(self.called):
+            one = self.tapped.maps[name]
+            n, out = (one.inputs.size or 0) + 1, one.outputs.size or 0
+            copies = (one.info.axes[0].size or 1) if one.stacked else 1
+            rank = everything.rank_of(one)
+            sizes[one.block.name] += 8 * copies * n * (n if rank is None else rank) * (self.shared[name] == name)
+            sizes[one.block.name] += 8 * copies * out**2 * ("kfac" in options.kinds and has_gradient(one))
+        order = {block.name: sizes[block.name] for block in self.architecture.blocks if sizes[block.name]}
+        return [
+            self._input_pass(options, Wanted(options.kinds, options.rank, blocks), number == 0)
+            for number, blocks in enumerate(packed(order, options.memory or room()))
+        ]
+
+    def _input_pass(self, options: MeasureOptions, wanted: Wanted, first: bool) -> Pass:
+        def run(step: int, sums: Sums) -> None:
+            collector = Collector(self.tapped.maps, self.shared, wanted, sums)
+            with ExitStack() as stack:
+                stack.enter_context(self.tapped.split(self.called, self.layers_only))
+                stack.enter_context(torch.set_grad_enabled("kfac" in options.kinds))
+                with self.tapped.watched(collector):
+                    made = self.outputs(self.batches[step])
+                if "kfac" in options.kinds:
+                    self._gradients(made, step, options, collector, first)
+
+        def finish(sums: Sums) -> dict[str, Tensor]:
+            found = finished(sums, self.tapped.maps, wanted, self._dtype())
+            if "loss.scale" in sums:
+                found["loss.scale"] = sums["loss.scale"] / max(int(sums["loss.count"]), 1)
+            return found
+
+        return Pass("inputs of the maps", frozenset(wanted.blocks), len(self.batches), run, finish)
+
+    def _gradients(self, made: Any, step: int, options: MeasureOptions, collector: Collector, first: bool) -> None:
+        draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
+        heads = list(answers(self.model, made).values())
+        watched = [y for _, _, y in collector.given]
+        found = list(scores(self.model, made, self.batches[step], self.task, options.labels, draw))
+        for number, score in enumerate(found):
+            gradients = torch.autograd.grad(
+                score, [*watched, *heads], retain_graph=number + 1 < len(found), allow_unused=True
+            )
+            collector.add_gradients(list(gradients[: len(watched)]), count=number == 0)
+            if first:
+                scale = sum(float(g.double().square().sum()) for g in gradients[len(watched) :] if g is not None)
+                collector.sums["loss.scale"] = collector.sums.get("loss.scale", torch.zeros(())).double() + scale
+        if first:
+            rows = sum(head.flatten(0, -2).shape[0] for head in heads)
+            collector.sums["loss.count"] = collector.sums.get("loss.count", torch.zeros((), dtype=torch.int64)) + rows
+
+    def _fisher_passes(self, options: MeasureOptions) -> list[Pass]:
+        if "fisher" not in options.kinds:
+            return []
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        parts = [part for batch in self.batches for part in one_by_one(batch)]
+        blocks: dict[str, dict[str, Tensor]] = {}
+        for block in self.architecture.blocks:
+            names = [name for info in block.tensors for name in info.names if name in parameters]
+            blocks[block.name] = {name: parameters[name].requires_grad_() for name in names}
+        sizes = {name: 8 * sum(p.numel() for p in own.values()) for name, own in blocks.items() if own}
+        passes = []
+        for group in packed(sizes, options.memory or room()):
+            own = {name: p for block in sizes if block in group for name, p in blocks[block].items()}
+            passes.append(self._fisher_pass(options, own, group, parts))
+        return passes
+
+    def _fisher_pass(
+        self,
+        options: MeasureOptions,
+        own: dict[str, Tensor],
+        blocks: frozenset[str],
+        parts: Sequence[Batch],
+    ) -> Pass:
+        def run(step: int, sums: Sums) -> None:
+            one = parts[step]
+            draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
+            with torch.enable_grad():
+                made = self.outputs(one)
+                found = list(scores(self.model, made, one, self.task, options.labels, draw))
+            for number, score in enumerate(found):
+                gradients = torch.autograd.grad(
+                    score, list(own.values()), retain_graph=number + 1 < len(found), allow_unused=True
+                )
+                for name, gradient in zip(own, gradients, strict=True):
+                    key = f"{name}.fisher"
+                    if key not in sums:
+                        sums[key] = torch.zeros(own[name].shape, dtype=torch.float64, device=self.device)
+                    if gradient is not None:
+                        sums[key] += gradient.double().square()
+
+        def finish(sums: Sums) -> dict[str, Tensor]:
+            return {key: (total / len(parts)).to(self._dtype()) for key, total in sums.items()}
+
+        return Pass("Fisher", blocks, len(parts), run, finish)
+
+
+def check_watched(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.Module, must: bool) -> bool:
+    """Whether watching maps left what a model (or a layer) gives as it was.
+
+    Raises:
+        StatisticsError: it did not, although it must.
+    """
+    same = _difference(plain, watched) <= MOST_DIFFERENCE
+    if must and not same:
+        raise StatisticsError(
+            f"the maps of {type(model).__name__} cannot be watched without changing what it computes",
+            remedy="its architecture file lists the readers of a norm wrongly; see docs/add-architecture.md",
+        )
+    return same
+
+
+class Probe:
+    """Which maps run, and which of them read the very same tensors."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, list[Tensor]] = {}
+
+    def saw(self, name: str, expert: int | None, x: Tensor) -> None:
+        self.inputs.setdefault(name, []).append(x)
+
+    def gave(self, name: str, expert: int | None, y: Tensor) -> None:
+        pass
+
+    def shared(self, tapped: Tapped) -> dict[str, str]:
+        """By map, the first of its block that reads the same."""
+        leaders: dict[tuple[str, tuple[int, ...]], str] = {}
+        found = {}
+        for name, one in tapped.maps.items():
+            if name in self.inputs:
+                key = one.block.name, tuple(map(id, self.inputs[name]))
+                same = leaders.setdefault(key, name)
+                found[name] = same if _alike(tapped, same, name) else name
+        return found
+
+
+def _alike(tapped: Tapped, first: str, second: str) -> bool:
+    """Whether two maps that read the same read it behind the same norm."""
+    a, b = tapped.maps[first], tapped.maps[second]
+    return a.norm is b.norm and a.stacked == b.stacked
+
+
+def _expert_by_expert(model: nn.Module) -> None:
+    """Have experts run one after the other, so that each one's product is seen."""
+    config: Any = model.config
+    for one in (config, config.get_text_config() if hasattr(config, "get_text_config") else config):
+        one._experts_implementation = "eager"
+
+
+def _tensors(made: Any) -> list[Tensor]:
+    return [x for x in made.values() if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Largest difference of two sets of outputs, relative to the size of each of the first."""
+    return max(
+        (
+            float((b - a).abs().max()) / float(a.abs().max().clamp(min=1e-12))
+            for a, b in zip(first, second, strict=True)
+        ),
+        default=0.0,
+    )

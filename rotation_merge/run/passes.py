@@ -1,0 +1,204 @@
+"""Running a model over samples, in as many passes as memory asks for, and going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rotation_merge.errors import RotationMergeError, SpaceError
+from rotation_merge.run.statistics_file import Stored, unwritten, write_statistics
+from rotation_merge.run.sums import Sums
+from rotation_merge.workers.progress import Progress as Progress
+
+SECONDS = 60.0
+"""Between two times that the state of an unfinished pass is written."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One way through the samples.
+
+    Attributes:
+        name: shown as progress.
+        blocks: names of the blocks that it looks at.
+        steps: how many.
+        run: adds one step to the sums.
+        finish: means out of sums, as they are stored.
+    """
+
+    name: str
+    blocks: frozenset[str]
+    steps: int
+    run: Callable[[int, Sums], None]
+    finish: Callable[[Sums], dict[str, Tensor]]
+
+
+class Unfinished:
+    """What an interrupted measurement has done so far, in a folder beside its file, as a context: it goes where the
+    measurement ends, and with an error in what was given, unless it was there before."""
+
+    def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
+        """Take up the folder, or begin a new one where it is of another measurement."""
+        self.out, self.folder = out, Path(f"{out}.unfinished")
+        text = json.dumps(identity, sort_keys=True, default=str)
+        head = self.folder / "of.json"
+        if self.folder.exists() and not head.exists() and any(self.folder.iterdir()):
+            what = "is there, and no measurement has left it"
+            raise RotationMergeError(
+                what, where=str(self.folder), remedy="move it away, or give another place with --out"
+            )
+        if self.folder.exists() and (not head.exists() or head.read_text(encoding="utf-8") != text):
+            log.warning("%s is of another measurement and is replaced", self.folder)
+            shutil.rmtree(self.folder)
+        self.new = not self.folder.exists()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.new:
+                head.write_text(text, encoding="utf-8")
+        except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise unwritten(out, error) from error
+
+    def __enter__(self) -> Unfinished:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        full = isinstance(error, SpaceError) and any(self.folder.glob("*.safetensors"))
+        if error is None or (self.new and not full and isinstance(error, RotationMergeError)):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def part(self, one: Pass) -> Path:
+        """The file of what a pass found."""
+        return self.folder / f"{self._name(one)}.safetensors"
+
+    def begun(self, one: Pass) -> tuple[int, Sums]:
+        """Steps done in a pass, and their sums."""
+        path = self._running(one)
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                done = int((file.metadata() or {})["done"])
+            return done, load_file(path)
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return 0, {}
+
+    def keep(self, one: Pass, done: int, sums: Sums) -> None:
+        """Write the state of a pass."""
+        write_statistics(self._running(one), stored(sums), {"done": str(done)}, self.out)
+
+    def done(self, one: Pass, tensors: dict[str, Tensor]) -> None:
+        """Write what a pass found."""
+        write_statistics(self.part(one), stored(tensors), {}, self.out)
+        self._running(one).unlink(missing_ok=True)
+
+    def _running(self, one: Pass) -> Path:
+        return self.folder / f"{self._name(one)}.running.safetensors"
+
+    @staticmethod
+    def _name(one: Pass) -> str:
+        return f"{one.name}-{zlib.crc32(' '.join(sorted(one.blocks)).encode()):08x}".replace(" ", "-")
+
+
+def stored(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """Tensors in memory as what is to be written."""
+
+    def load(tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    return {key: Stored(tuple(t.shape), t.dtype, load(t)) for key, t in tensors.items()}
+
+
+def run_passes(passes: Sequence[Pass], state: Unfinished, progress: Progress) -> dict[str, Stored]:
+    """Everything that the passes find, from their files; passes that are there already are not run again."""
+    found: dict[str, Stored] = {}
+    for one in passes:
+        path = state.part(one)
+        if not path.exists():
+            state.done(one, one.finish(_run(one, state, progress)))
+        found.update(stored_in(path))
+    return found
+
+
+def _run(one: Pass, state: Unfinished, progress: Progress) -> Sums:
+    done, sums = state.begun(one)
+    last, marks = time.monotonic(), _marks(sums)
+    progress(one.name, done, one.steps)
+    try:
+        while done < one.steps:
+            one.run(done, sums)
+            done += 1
+            marks = _marks(sums)
+            progress(one.name, done, one.steps)
+            if time.monotonic() - last > SECONDS:
+                state.keep(one, done, sums)
+                last = time.monotonic()
+    except KeyboardInterrupt:
+        if _marks(sums) == marks:  # else a part of a step is in them; what was written last is not
+            state.keep(one, done, sums)
+        raise
+    return sums
+
+
+def _marks(sums: Sums) -> dict[str, tuple[int, int]]:
+    """What tells sums from those to which something has been added, in place or not."""
+    return {key: (id(total), total._version) for key, total in sums.items()}
+
+
+def stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
+    """What a file holds, each tensor read when it is asked for."""
+    with safe_open(str(path), framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 (not a mapping)
+            tensor = file.get_tensor(key)
+            yield key, Stored(tuple(tensor.shape), tensor.dtype, _loader(path, key))
+
+
+def _loader(path: Path, key: str) -> Callable[[], Tensor]:
+    def load() -> Tensor:
+        with safe_open(str(path), framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+    return load
+
+
+def room() -> int:
+    """Bytes that sums may take: half of what memory is free."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
+
+
+def fits(shapes: Mapping[str, Sequence[int]], device: str) -> bool:
+    """Whether a model's weights, in float32, take at most three quarters of the memory that is free."""
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else 2 * room()
+    return 4 * sum(math.prod(shape) for shape in shapes.values()) <= 0.75 * free
+
+
+def packed(sizes: Mapping[str, int], most: int) -> list[frozenset[str]]:
+    """Blocks in order, as many together as fit."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if groups[-1] and used + size > most:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    return [frozenset(group) for group in groups if group]

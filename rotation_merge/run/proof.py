@@ -1,0 +1,125 @@
+"""Do two models compute the same? Judged on random inputs, against what rounding a model's own weights does to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rotation_merge.errors import CheckpointError, RotationMergeError
+from rotation_merge.run.answers import Layered, Whole, answering
+from rotation_merge.run.functions import Batch, stored_dtype
+from rotation_merge.run.inputs import random_batch
+
+ROUNDINGS = 16.0
+"""So many times what rounding the first model's own weights does to its outputs may the two differ."""
+
+BATCHES = 2
+"""Random batches of a proof."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a proof found: the largest difference of outputs and what is allowed, relative to their size; None where
+    none could be run, for the reason given."""
+
+    difference: float | None = None
+    allowed: float | None = None
+    reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.difference is not None and self.allowed is not None and not self.difference <= self.allowed
+
+    @property
+    def words(self) -> str:
+        if self.difference is None or self.allowed is None:
+            return f"not checked: {self.reason}"
+        return (
+            f"outputs on {BATCHES} random batches differ by {self.difference:.2g} of their size at most, "
+            f"{self.allowed:.2g} is allowed ({ROUNDINGS:g} times what rounding the weights does)"
+        )
+
+
+def prove(donor: str, result: str, probabilities: bool = False) -> Proof:
+    """Compare the outputs of a donor and of what was made of it, both from their files, class by class.
+
+    Args:
+        probabilities: logits by the probabilities that they stand for.
+
+    Raises:
+        CheckpointError: what was made cannot be loaded.
+    """
+    try:
+        first = answering(donor)
+        inputs = [random_batch(first.model, torch.Generator().manual_seed(i)) for i in range(BATCHES)]
+        expected = first.on(inputs)
+    except RotationMergeError as error:
+        return Proof(reason=str(error))
+    except Exception as error:  # whatever a model's class raises on inputs that it does not take
+        return Proof(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    coarsest = coarser(stored_dtype(donor), stored_dtype(result))
+    allowed = ROUNDINGS * own_rounding(first, inputs, expected, coarsest, probabilities=probabilities)
+    del first
+    found = answering(result, like=donor).on(inputs)
+    return Proof(float(largest_difference(expected, found, (donor, result), probabilities)["relative"]), allowed)
+
+
+def coarser(*dtypes: torch.dtype) -> torch.dtype:
+    """The type of fewest digits."""
+    return max((d for d in dtypes if d.is_floating_point), key=lambda d: torch.finfo(d).eps, default=torch.float32)
+
+
+def own_rounding(
+    model: Whole | Layered,
+    inputs: list[Batch],
+    expected: list[Batch],
+    dtype: torch.dtype,
+    seed: int = 0,
+    probabilities: bool = False,
+) -> float:
+    """The largest relative difference that rounding a model's weights makes: each is off by up to half a unit in the
+    last place of `dtype`, or of float32 where that is coarser.
+
+    Args:
+        expected: what it answers to the inputs; a model in memory is spent.
+    """
+    unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    rounded = model.rounded(inputs, unit, seed)
+    names = "the model", "the model, rounded"
+    return float(largest_difference(expected, rounded, names, probabilities)["relative"])
+
+
+def largest_difference(
+    a: list[Batch], b: list[Batch], names: tuple[str, str], probabilities: bool = False
+) -> dict[str, Any]:
+    """The largest difference between what two models answer, relative to the size of each output.
+
+    Args:
+        probabilities: compare the logarithms of the probabilities that logits stand for, which a number added to all
+            logits of a token does not change.
+
+    Raises:
+        CheckpointError: their outputs have other names or shapes.
+    """
+    worst: dict[str, Any] = {"absolute": 0.0, "relative": 0.0, "output": "all outputs"}
+    for first, second in zip(a, b, strict=True):
+        for name in dict.fromkeys([*first, *second]):
+            x, y = first.get(name), second.get(name)
+            if x is None or y is None or y.shape != x.shape:
+                seen = ["nothing" if z is None else str(list(z.shape)) for z in (y, x)]
+                raise CheckpointError(
+                    f"output '{name}' is {seen[0]}, that of {names[0]} is {seen[1]}",
+                    where=names[1],
+                    remedy="only models of one class and size can be compared",
+                )
+            if probabilities and name == "logits":
+                x, y = x.log_softmax(-1), y.log_softmax(-1)
+            difference = float((x - y).abs().max())
+            relative = difference / (float(x.square().mean().sqrt()) or 1.0)
+            if not relative <= worst["relative"]:
+                worst = {"absolute": difference, "relative": relative, "output": name}
+            if difference != difference:
+                return {"absolute": float("inf"), "relative": float("inf"), "output": f"{name} (NaN)"}
+    return worst

@@ -1,0 +1,406 @@
+"""Running a model block by block: the weights of one layer in memory at a time, hidden states carried between them.
+
+The model is transformers' own, made without weights, and its own forward is what runs: layers that are done give back
+what they gave before, the present one has its weights, and where the forward would enter a block that has none yet, it
+ends. So masks, positions and whatever else a model hands to its layers are right in every family. What stands outside
+of the layers stays in memory from its turn on. Models that transformers stores in another form than checkpoints have
+(mixtures of experts) are held whole, or joined from their pieces where they must not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from rotation_merge.architecture import Architecture
+from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.source import TensorSource, read_tensor, unstack
+from rotation_merge.model.sources import Renamed, Respelled
+from rotation_merge.run.empty import empty_model, whole_model
+from rotation_merge.run.functions import Batch, architecture_of
+from rotation_merge.run.given import Arguments, Given, Place
+from rotation_merge.run.left import Left
+from rotation_merge.run.store import Store
+
+INNER = ("use_weighted_layer_sum", "vision_feature_layer")
+"""Entries of a config by which a model looks at what its inner layers gave, after the last of them."""
+
+Fill = Callable[[TensorInfo, Tensor], Tensor]
+"""What a tensor becomes on its way from the source into the model."""
+
+
+class Halt(Exception):
+    """Ends a forward where all that was wanted of it has been seen. Hooks may raise it."""
+
+
+class _Unfilled(Halt):
+    def __init__(self, block: Block) -> None:
+        super().__init__(block.name)
+        self.block = block
+
+
+class Runner:
+    """One model on its way through its blocks.
+
+    Attributes:
+        model: without weights but those of the present block, and of blocks outside of the layers that are done.
+        architecture: under the names of the model's own state dict; blocks have their names from here.
+        whole: whether all weights are in memory.
+        block: the present one.
+        batches: what it is run on; `least` is the number of the smallest.
+        stored: its tensors by the names of its checkpoint.
+        each_run: called after every batch that was run.
+
+    Args:
+        config: of the model; not modified.
+        source: its tensors.
+        own: the architecture by whose names the source goes.
+        store: where hidden states wait; None: in memory.
+        prefix: of this model's keys in the store.
+        fill: see `Fill`.
+        untie: give a tied head its own tensor.
+        layered: what a model is called that is not to be held whole: its pieces are joined to transformers' form.
+            None: it may be.
+
+    Raises:
+        CheckpointError: it is not to be held whole, and cannot be run otherwise.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        source: TensorSource,
+        own: Architecture,
+        batches: Sequence[Batch],
+        store: Store | None = None,
+        prefix: str = "",
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        fill: Fill = lambda _, tensor: tensor,
+        untie: bool = False,
+        layered: str | None = None,
+    ) -> None:
+        self.dtype, self.device, self.fill, self.prefix = dtype, torch.device(device), fill, prefix
+        self.store = Store() if store is None else store
+        self.model = empty_model(config, untie)
+        self.architecture = architecture_of(self.model, untie)
+        named = Renamed if layered is None else Respelled
+        self.stored, self.source = source, named(source, own, self.architecture)
+        self.whole = not self._covers()
+        if self.whole and layered is not None:
+            what = f"transformers holds the weights of {type(self.model).__name__} in another form than its files"
+            raise CheckpointError(f"{what}, so it cannot be run one layer at a time", where=layered)
+        if self.whole:
+            self.model = whole_model(self.model, source, own, dtype)
+        self.model.to(self.device) if self.whole else self._buffers()
+        self.batches = [{k: self._input(v) for k, v in batch.items() if k != "labels"} for batch in batches]
+        sizes = [next(iter(batch.values())).numel() for batch in self.batches]
+        self.least = sizes.index(min(sizes)) if sizes else 0
+        self.each_run: Callable[[], None] = lambda: None
+        self.block: Block | None = None
+        self.opened: set[str] = set()
+        self._slots = _slots(self.model, self.architecture)
+        self._claimed = self._claims()
+        self._latest: dict[tuple[str, int], Any] = {}
+        self._last: dict[str, Block] = {}
+        self._every: set[str] = set()
+        self._left = Left(self.store)
+        self._given = Given(self.store, prefix)
+        self._known: dict[int, Place] = {}
+        self._replayed: list[Tensor] = []
+        self._hooks: list[Any] = []
+        self._recording = self._inside = self._opening = False
+        self._batch = self._first = 0
+        self._guard()
+        for info in [] if self.whole else self.architecture.tensors():
+            if "." not in info.name:  # the model's own, which no module below it is entered for
+                self._read(info)
+
+    def advance(self) -> Block | None:
+        """Leave the present block, whose outputs must have been recorded, and open the next; None: there is none."""
+        if self.block is not None:
+            self._leave(self.block)
+        self.block = None
+        self._given.look()
+        self._opening = True
+        self.run(self.least)  # opens the next block where it is entered, and fills what else that enters
+        self._opening = False
+        self._given.looked()
+        return self.block
+
+    def run(self, batch: int) -> None:
+        """Run one batch through the present block (its hooks see it), or as far as a hook lets it.
+
+        What belongs to another block and is entered inside of a layer (T5's first layers use a table of positions that
+        stands before them) is filled as well.
+        """
+        self._run(batch)
+        self.each_run()
+
+    def _run(self, batch: int) -> None:
+        given = self._given.get(self._first + batch, self.device)
+        try:
+            if given is None:
+                self._forward(batch)
+            else:
+                self._again(batch, given)
+        except _Unfilled as stop:
+            if self._inside:
+                self._fill(stop.block)
+                self._run(batch)
+        except Halt:
+            return
+
+    def follow(self, other: Runner, first: int, late: Callable[[Block, TensorInfo], bool]) -> None:
+        """Take up where a runner of the same layers has ended: they give what they gave there.
+
+        Args:
+            first: the other's number of this one's first batch; those after it follow.
+            late: tells tensors, outside of the layers, whose blocks are still to be opened.
+        """
+        self.prefix, self._first, self._latest, self._every = other.prefix, first, other._latest, other._every
+        self._left = other._left
+        for block in self.architecture.blocks:
+            layer = self.module_of(block)
+            if layer is not None:
+                self.opened.add(block.name)
+                self._repeat(layer, block)
+            elif not any(late(block, info) for info in block.tensors):
+                self._fill(block)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """What the present layer gives is kept for the layers after it."""
+        self._recording = True
+        yield
+        self._recording = False
+
+    def is_shared(self, name: str) -> bool:
+        """Whether the model uses a parameter in several places."""
+        return len(self._slots.get(name, ())) > 1
+
+    def module(self, name: str) -> nn.Module:
+        return self.model.get_submodule(name)
+
+    def module_of(self, block: Block) -> nn.Module | None:
+        """The module that is a layer; None for what stands outside of the layers."""
+        return None if block.index is None else self.module(block.name)
+
+    # --- weights -----------------------------------------------------------------------------------------------
+
+    def _covers(self) -> bool:
+        """Whether the source has every parameter of the model in the model's own form."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        stored = {name for info in self.architecture.tensors() if self._stored(info) for name in info.names}
+        found = {id(parameters[name]) for name in stored if name in parameters}
+        return all(id(parameter) in found for parameter in parameters.values())
+
+    def _stored(self, info: TensorInfo) -> bool:
+        names = [info.names] if not info.tied else [info.names, *((tied,) for tied in info.tied)]
+        return any(all(name in self.source for name in some) for some in names)
+
+    def fill_all(self, late: Collection[str] = ()) -> Any:
+        """The model with all of its weights but those tensors that come late, run as a whole from now on."""
+        for block in self.architecture.blocks:
+            if not self.whole:
+                self._fill(block, late)
+        for hook in self._hooks:
+            hook.remove()
+        return self.model
+
+    def _claims(self) -> dict[str, Block]:
+        """By tensor name: the first block that has the parameter, under whatever name."""
+        first: dict[Any, Block] = {}
+        found = {}
+        for block in self.architecture.blocks:
+            for info in block.tensors:
+                for name in info.names:
+                    slots = self._slots.get(name)
+                    found[name] = first.setdefault((id(slots[0][0]), slots[0][1]) if slots else name, block)
+        return found
+
+    def _buffers(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
+
+    def _open(self, block: Block) -> None:
+        self.block = block
+        done = self._last.get(block.module)
+        if block.index is not None:
+            self._last[block.module] = block
+        elif done is not None and any(b.name not in self.opened for b in self.architecture.layers(block.module)):
+            self._keep_every(done)
+        self._fill(block)
+
+    def _keep_every(self, done: Block) -> None:
+        """What stands outside of the layers reads the stream between two of them: from here on each keeps its own."""
+        if done.module in self._every or self._stack(done) == done.name:
+            return
+        for batch in range(len(self.batches)):
+            self.store.put(self._key(done.name, batch), self.store.get(self._key(done.module, batch)))
+            self._latest[done.name, batch] = self._latest[done.module, batch]
+        self._every.add(done.module)
+        layer = self.module_of(done)
+        if layer is not None:
+            self._repeat(layer, done)
+
+    def _fill(self, block: Block, late: Collection[str] = ()) -> None:
+        self.opened.add(block.name)
+        if self.whole:
+            return
+        for info in block.tensors:
+            if self._claimed[info.name] is block and "." in info.name and info.name not in late:
+                self._read(info)
+
+    @torch.no_grad()
+    def _read(self, info: TensorInfo) -> None:
+        tensor = read_tensor(info, self.source)
+        for name, piece in {} if tensor is None else unstack(info, self.fill(info, tensor)).items():
+            self.set(name, piece)
+
+    def weights(self, blocks: Collection[str]) -> dict[str, Tensor]:
+        """What blocks hold, parameters and buffers, and the model's own, by their names in the model."""
+        found = dict(self.model.named_buffers()) | {n: p._parameters[s] for n, [(p, s), *_] in self._slots.items()}
+        names = {name for b in self.architecture.blocks if b.name in blocks for i in b.tensors for name in i.names}
+        return {name: tensor for name, tensor in found.items() if name in names or "." not in name}
+
+    def set(self, name: str, tensor: Tensor) -> None:
+        """Give a parameter (or a buffer that holds weights) a value, wherever the model uses it."""
+        owner, _, leaf = name.rpartition(".")
+        module = self.module(owner)
+        kept = tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+        if leaf in module._buffers:
+            module._buffers[leaf] = kept
+            return
+        parameter = nn.Parameter(kept, requires_grad=False)
+        for place, slot in self._slots[name]:
+            place._parameters[slot] = parameter
+
+    def _leave(self, block: Block) -> None:
+        """A layer that is done gives what it gave, and needs no weights for that."""
+        layer = self.module_of(block)
+        if layer is None:
+            return
+        self._repeat(layer, block)
+        if self.whole:
+            return
+        for info in block.tensors:
+            for name in info.names:
+                for place, slot in self._slots.get(name, ()):
+                    old = place._parameters[slot]
+                    if old is not None:
+                        place._parameters[slot] = nn.Parameter(torch.empty_like(old, device="meta"), False)
+
+    def _repeat(self, layer: nn.Module, block: Block) -> None:
+        """From now on a layer gives what it gave."""
+        stack = self._stack(block)
+        layer.forward = lambda *_, **given: self._replay(stack, block, given)
+
+    # --- forwards ----------------------------------------------------------------------------------------------
+
+    def _guard(self) -> None:
+        """Let the forward end where it would enter a block that is not open.
+
+        What several blocks share (an embedding tied to a head) belongs to the first of them.
+        """
+        blocks: dict[nn.Module, list[Block]] = {}
+        for block in self.architecture.blocks:
+            layer = self.module_of(block)
+            names = [name for info in block.tensors for name in info.names if self._claimed[info.name] is block]
+            places = [place for name in names for place, _ in self._slots.get(name, ())]
+            for place in [*([layer] if layer is not None else []), *places]:
+                if place is not self.model and block not in blocks.setdefault(place, []):
+                    blocks[place].append(block)
+        for place, some in blocks.items():
+            self._hooks.append(place.register_forward_pre_hook(lambda *_, some=some: self._check(some)))
+        for block in self.architecture.blocks:
+            layer = self.module_of(block)
+            if layer is not None:
+                enter, keep = partial(self._enter, block), partial(self._keep, block)
+                self._hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+                self._hooks.append(layer.register_forward_hook(keep, with_kwargs=True))
+
+    def _check(self, blocks: Sequence[Block]) -> None:
+        unopened = next((block for block in blocks if block.name not in self.opened), None)
+        if unopened is not None and not self._opening:
+            raise _Unfilled(unopened)
+        if unopened is not None:
+            self._opening = False
+            self._open(unopened)
+        self._inside = self._inside or any(block is self.block for block in blocks if block.index is not None)
+
+    def _enter(self, block: Block, _: nn.Module, arguments: Any, given: dict[str, Any]) -> None:
+        self._left.entered(given)
+        if block is self.block:
+            self._given.entered(self._batch, (arguments, given), self._known)
+
+    def _keep(self, block: Block, _: nn.Module, __: Any, given: dict[str, Any], output: Any) -> None:
+        self._inside = self._inside and block is not self.block
+        if not self._recording or block is not self.block:
+            return
+        leaves, form = _pytree.tree_flatten(output)
+        self._given.drop(self._batch)
+        self._left.keep(self._key(f"{block.name}:left"), given)
+        self.store.put(self._key(self._stack(block)), [x for x in leaves if isinstance(x, Tensor)])
+        still = [None if isinstance(x, Tensor) else x for x in leaves]
+        self._latest[self._stack(block), self._batch] = (still, [isinstance(x, Tensor) for x in leaves], form)
+
+    def _stack(self, block: Block) -> str:
+        """Whose latest output a layer gives back: its stack's, or its own where a head looks at all layers."""
+        every = any(getattr(self.model.config, key, None) not in (None, False) for key in INNER)
+        return block.name if every or block.module in self._every else block.module
+
+    def _replay(self, stack: str, block: Block, given: dict[str, Any]) -> Any:
+        self._left.put_back(self._key(f"{block.name}:left"), given, self.device)
+        still, moving, form = self._latest[stack, self._batch]
+        found = self.store.get(self._key(stack), self.device)
+        self._replayed = found  # alive, so that nothing else has their ids
+        self._known = {id(tensor): (self._key(stack), number) for number, tensor in enumerate(found)}
+        tensors = iter(found)
+        return _pytree.tree_unflatten([next(tensors) if m else x for x, m in zip(still, moving, strict=True)], form)
+
+    def _key(self, stack: str, batch: int | None = None) -> str:
+        return f"{self.prefix}:{stack}:{self._batch if batch is None else batch}"
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    @torch.no_grad()
+    def _forward(self, batch: int) -> None:
+        self._batch, self._inside = self._first + batch, False
+        self._known = {}
+        self._given.begins()
+        self.model(**self.batches[batch])
+
+    @torch.no_grad()
+    def _again(self, batch: int, given: Arguments) -> None:
+        """Run the present layer by itself."""
+        self._batch, self._inside = self._first + batch, False
+        arguments, named = given
+        assert self.block is not None
+        self.module(self.block.name)(*arguments, **named)
+
+
+def filled_model(config: Any, source: TensorSource, own: Architecture, dtype: torch.dtype, device: str = "cpu") -> Any:
+    """A model with all of its weights, read from any source; see `Runner`."""
+    return Runner(config, source, own, [], dtype=dtype, device=device).fill_all()
+
+
+def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple[nn.Module, str]]]:
+    """By tensor name: every place in the model that holds the same parameter."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, leaf))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: places[id(parameters[name])] for name in architecture.named() if name in parameters}

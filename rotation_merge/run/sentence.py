@@ -1,0 +1,134 @@
+"""Models of sentence-transformers as functions: tokens in, embeddings out, or of pairs their cosine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from rotation_merge.architecture.sentence import KEY, dense, modes
+from rotation_merge.errors import CheckpointError
+
+
+class DenseMap(nn.Module):
+    """A dense module: a linear map and an activation; its tensors are named as its file names them."""
+
+    def __init__(self, linear: nn.Linear, activation: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.activation = linear, activation
+
+    def forward(self, states: Tensor) -> Tensor:
+        found: Tensor = self.activation(self.linear(states))
+        return found
+
+
+def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mapping[str, Tensor], where: str) -> Any:
+    """A loaded transformer with what stands behind it; its class gets a `forward` that gives embeddings.
+
+    Tokens (n, length) become `text_embeds` (n, size); pairs of texts (n, 2, length) the cosine of their embeddings as
+    `logits` (n, 1). Dense modules are submodules under their folders' names, so that the state dict names them as
+    `checkpoints.sentence` does.
+
+    Args:
+        tensors: of the dense modules.
+
+    Raises:
+        CheckpointError: an activation or a shape that does not fit.
+    """
+    like = next(model.parameters())
+    model = with_empty_modules(model, modules, where)
+    for module in dense(modules):
+        _fill(model.get_submodule(module["path"]), module, tensors, where)
+        model.get_submodule(module["path"]).to(like)
+    return model
+
+
+def with_empty_modules(model: nn.Module, modules: list[dict[str, Any]], where: str | None = None) -> Any:
+    """A transformer with what stands behind it, as `with_modules`; the weights of dense maps are not set.
+
+    Raises:
+        CheckpointError: an activation that is not known.
+    """
+    for module in dense(modules):
+        kind = getattr(nn, module["activation"], None)
+        if kind is None:
+            what = f"the activation {module['activation']} of its module {module['path']} is not known"
+            raise CheckpointError(what, where=where, remedy="use one of torch.nn")
+        linear = nn.Linear(module["in"], module["out"], bias=module["bias"])
+        model.add_module(module["path"], DenseMap(linear, kind()))
+    setattr(cast(Any, model).config, KEY, modules)
+    model.__class__ = _embedding_class(cast(Any, type(model)))
+    return model
+
+
+@functools.cache
+def _embedding_class(kind: type) -> type:
+    return type(kind.__name__, (kind,), {"forward": _forward, "sentence_encoder": kind})
+
+
+def _forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **given: Any) -> ModelOutput:
+    shape, modules = input_ids.shape, getattr(self.config, KEY)
+    ids = input_ids.reshape(-1, shape[-1])
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask.reshape(-1, shape[-1])
+    states = self.sentence_encoder.forward(self, input_ids=ids, attention_mask=mask).last_hidden_state
+    found = pool(states, mask, modes(modules))
+    for module in modules:
+        if module["type"] == "Dense":
+            found = self.get_submodule(module["path"])(found)
+        elif module["type"] == "Normalize":
+            found = nn.functional.normalize(found, p=2, dim=-1)
+    if len(shape) == 2:
+        return ModelOutput(text_embeds=found)
+    first, second = found.reshape(*shape[:2], -1).unbind(1)
+    return ModelOutput(logits=nn.functional.cosine_similarity(first, second, dim=-1)[:, None])
+
+
+@torch.no_grad()
+def _fill(dense_map: nn.Module, module: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Give a dense map its weights."""
+    path = f"{module['path']}.linear"
+    weight, bias = tensors.get(f"{path}.weight"), tensors.get(f"{path}.bias")
+    if weight is None or tuple(weight.shape) != (module["out"], module["in"]):
+        shape = "missing" if weight is None else str(list(weight.shape))
+        what = f"the weight of its module {module['path']} is {shape}, its config says {module['out']} x {module['in']}"
+        raise CheckpointError(what, where=where, remedy="download it again")
+    linear = cast(nn.Linear, dense_map.get_submodule("linear"))
+    if (linear.bias is None) != (bias is None):
+        what = f"the bias of its module {module['path']} is {'missing' if bias is None else 'not in its config'}"
+        raise CheckpointError(what, where=where, remedy="download it again")
+    linear.weight.copy_(weight)
+    if bias is not None:
+        linear.bias.copy_(bias)
+
+
+def is_sentence_model(model: Any) -> bool:
+    return type(model).__dict__.get("forward") is _forward
+
+
+def pool(states: Tensor, mask: Tensor, chosen: list[str]) -> Tensor:
+    """One vector a text, of several ways of pooling side by side.
+
+    Args:
+        states: (n, length, size); mask: (n, length), 1 for tokens.
+    """
+    wide = mask[..., None].to(states.dtype)
+    count = wide.sum(1).clamp(min=1e-9)
+    found = []
+    for mode in chosen:
+        if mode == "cls":
+            found.append(states[torch.arange(len(states)), mask.argmax(1)])
+        elif mode == "max":
+            found.append(states.masked_fill(wide == 0, -1e9).amax(1))
+        elif mode == "lasttoken":
+            last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+            found.append(states[torch.arange(len(states)), last])
+        elif mode == "weightedmean":
+            place = torch.arange(1, mask.shape[1] + 1, dtype=states.dtype)[None, :, None].to(states.device) * wide
+            found.append((states * place).sum(1) / place.sum(1).clamp(min=1e-9))
+        else:
+            found.append((states * wide).sum(1) / (count if mode == "mean" else count.sqrt()))
+    return torch.cat(found, -1)

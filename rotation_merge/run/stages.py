@@ -1,0 +1,274 @@
+"""What goes through the linear maps of one block and along its stream while a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from transformers.pytorch_utils import Conv1D
+
+from rotation_merge.architecture.model import Block
+from rotation_merge.run.maps import LinearMap, linear_map
+from rotation_merge.run.runner import Halt, Runner
+from rotation_merge.run.settled import Settled
+
+LAYER = "layer"
+"""What the place is called where a layer gives the stream to the next one."""
+
+
+@dataclass
+class Seen:
+    """What one run of a block showed, by key of the map or name of the place.
+
+    Attributes:
+        inputs, outputs: of the maps.
+        stream: what entered a norm, and what the layer gave.
+        order: keys and places in the order in which they were seen.
+    """
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    stream: dict[str, Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+
+    def part(self, whole: frozenset[str], given: frozenset[str], mask: Tensor | None) -> Seen:
+        """What some maps read and gave, or only gave, and the stream at places among them, without padding."""
+        real: dict[int, Tensor] = {}
+        at = None if mask is None else mask.flatten().nonzero()[:, 0]
+
+        def cut(found: dict[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+            some = {name: x for name, x in found.items() if name in names}
+            if mask is None or at is None:
+                return some
+            for x in some.values():
+                if id(x) not in real:
+                    real[id(x)] = _real(x, mask, at)
+            return {name: real[id(x)] for name, x in some.items()}
+
+        every = whole | given
+        return Seen(cut(self.inputs, whole), cut(self.outputs, every), cut(self.stream, every), self.order)
+
+
+class Taps:
+    """Hooks on one block of a model.
+
+    Attributes:
+        maps: the linear maps that are modules of their own, by key.
+        modules: those modules.
+        places: where the stream can be looked at: keys of norms, and LAYER.
+        settled: what is not run again.
+    """
+
+    def __init__(self, runner: Runner, block: Block) -> None:
+        self.runner = runner
+        self.maps: dict[str, LinearMap] = {}
+        self.modules: dict[str, nn.Module] = {}
+        for info in block.tensors:
+            one = linear_map(block, info)
+            module = None if one is None or one.stacked else _submodule(runner, info.name)
+            if one is not None and isinstance(module, nn.Linear | Conv1D) and info.name.endswith(".weight"):
+                self.maps[info.key], self.modules[info.key] = one, module
+        names = {info.key: info.name for info in block.tensors}
+        norms = {norm.gain: _submodule(runner, names.get(norm.gain, "")) for norm in block.norms}
+        self.places: dict[str, nn.Module] = {key: module for key, module in norms.items() if module is not None}
+        self.layer = runner.module_of(block)
+        self.settled = Settled(runner.store, runner.prefix, self.modules, self.layer)
+
+    @contextmanager
+    def watching(self, until: frozenset[str] = frozenset(), disturb: dict[str, Tensor] | None = None) -> Iterator[Seen]:
+        """See what runs.
+
+        Args:
+            until: end the forward when all of these (keys or places) have been seen.
+            disturb: what to add to the outputs of maps.
+        """
+        seen = Seen()
+
+        def note(name: str) -> None:
+            seen.order.append(name)
+            if until and until.issubset(seen.order):
+                raise Halt
+
+        def gave(key: str, given: Any, output: Tensor) -> Tensor:
+            if disturb and key in disturb:
+                output = output + disturb[key]
+            seen.inputs[key], seen.outputs[key] = given[0], output
+            note(key)
+            return output
+
+        def entered(place: str, given: Any) -> None:
+            seen.stream[place] = given[0]
+            note(place)
+
+        def left(output: Any) -> None:
+            seen.stream[LAYER] = next(x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor))
+            note(LAYER)
+
+        hooks = [
+            module.register_forward_hook(lambda _, given, output, key=key: gave(key, given, output))
+            for key, module in self.modules.items()
+        ]
+        hooks += [
+            module.register_forward_pre_hook(lambda _, given, place=place: entered(place, given))
+            for place, module in self.places.items()
+        ]
+        if self.layer is not None:
+            hooks.append(self.layer.register_forward_hook(lambda _, __, output: left(output)))
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def first(self, disturb: dict[str, Tensor] | None = None) -> Seen:
+        """What the smallest batch shows, padding and all."""
+        with self.watching(disturb=disturb) as seen, self.settled.counting():
+            self.runner.run(self.runner.least)
+        return seen
+
+    def see(self, batch: int, until: frozenset[str] = frozenset(), also: frozenset[str] = frozenset()) -> Seen:
+        """What one batch shows; of a padded one only the real positions, (positions, width).
+
+        Args:
+            until: end the forward when all of these have been seen, and show them, with what such maps read.
+            also: keys and places that are shown, whatever else runs.
+        """
+        with self.settled.replaying(batch, self.runner.device), self.watching(until) as seen:
+            self.runner.run(batch)
+        return seen.part(until, also, self.runner.batches[batch].get("attention_mask"))
+
+    def pass_on(self, batch: int, also: frozenset[str] = frozenset()) -> Seen:
+        """What one batch shows of some keys and places; what a layer gives to it is kept for those after it.
+
+        Outside of the layers the forward ends where all of these have been seen.
+        """
+        if self.layer is None:
+            return self.see(batch, also)
+        with self.runner.recording():
+            return self.see(batch, also=also)
+
+    def forget(self) -> None:
+        """Let go what is settled: nothing more is to be seen here."""
+        self.settled.forget()
+
+
+def _submodule(runner: Runner, tensor: str) -> nn.Module | None:
+    """The module that owns a tensor, where the model has it."""
+    try:
+        return runner.module(tensor.rpartition(".")[0]) if "." in tensor else None
+    except AttributeError:
+        return None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """How what a map writes reaches the stream.
+
+    Attributes:
+        place: where the stream is looked at.
+        gain: by how much each coordinate of the map's output counts there, shape (out,).
+        others: keys of maps that write to the same place after it, with their gains.
+    """
+
+    place: str
+    gain: Tensor
+    others: tuple[tuple[str, Tensor], ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Maps that read one and the same input, which are solved together."""
+
+    keys: tuple[str, ...]
+    branches: dict[str, Branch]
+
+    @property
+    def until(self) -> frozenset[str]:
+        """What a run must show for this stage."""
+        return frozenset(self.keys).union(*map(self.aims, self.keys))
+
+    def aims(self, key: str) -> frozenset[str]:
+        """Of what a map needs the answers: of its output, or of the stream and what else is added there."""
+        branch = self.branches.get(key)
+        return frozenset([key] if branch is None else [branch.place, *(other for other, _ in branch.others)])
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Of what answers are needed."""
+        return frozenset().union(*map(self.aims, self.keys))
+
+
+LINEAR = 1e-2
+"""A place follows a map's output if all but this share of its answer is the output times a gain for each coordinate."""
+
+
+def stages(taps: Taps, keys: set[str]) -> list[Stage]:
+    """The stages of a block in the order of its forward; a map that runs twice, or not at all, is in none.
+
+    Args:
+        keys: of the maps to be solved.
+    """
+    if not keys:
+        return []
+    seen = taps.first()
+    once = [key for key in seen.order if key in keys and seen.order.count(key) == 1]
+    groups: dict[Any, list[str]] = {}
+    for key in once:
+        x = seen.inputs[key]
+        groups.setdefault((x.data_ptr(), tuple(x.shape), x.stride()), []).append(key)
+    writers = [key for key in once if _writes(taps.maps[key])]
+    found = {key: _places(taps, key, seen) for key in writers}
+    branches = {key: _branch(key, found, seen) for key in writers if found[key]}
+    return [Stage(tuple(g), {key: branches[key] for key in g if key in branches}) for g in groups.values()]
+
+
+def _writes(one: LinearMap) -> bool:
+    return any(part.role == "write" for part in one.outputs.parts)
+
+
+def _places(taps: Taps, key: str, seen: Seen) -> dict[str, Tensor]:
+    """Places that follow a map's output, with the gains: found out by disturbing it."""
+    output = seen.outputs[key]
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(output.shape, generator=draw).to(output) * output.detach().std().clamp_min(1e-6)
+    other, given = taps.first({key: noise}), rows(noise)
+    found = {}
+    for place in seen.order[seen.order.index(key) + 1 :]:
+        answer = other.stream[place] - seen.stream[place] if place in seen.stream else None
+        if answer is None or rows(answer).shape != given.shape or seen.order.count(place) != 1:
+            continue
+        flat = rows(answer)
+        gain = (flat * given).sum(0) / given.square().sum(0)
+        if float((flat - gain * given).norm()) <= LINEAR * float(flat.norm()) and float(gain.abs().max()) > 0:
+            found[place] = torch.where(gain.abs() < LINEAR * gain.abs().max(), torch.zeros_like(gain), gain)
+    return found
+
+
+def _real(x: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """The positions that are no padding, (positions, width); what has no positions as it is.
+
+    Args:
+        mask: (texts, positions), 1 where they are real.
+        at: where they are among all of them.
+    """
+    if x.ndim > 2 and x.shape[:2] == mask.shape:
+        return x.flatten(0, 1).index_select(0, at)
+    return x.index_select(0, at) if len(x) == mask.numel() else x
+
+
+def rows(x: Tensor) -> Tensor:
+    """All positions of all samples, (positions, width)."""
+    return x.flatten(0, -2)
+
+
+def _branch(key: str, found: dict[str, dict[str, Tensor]], seen: Seen) -> Branch:
+    """The first place that follows a map's output, and what else is added to it in between."""
+    place = next(iter(found[key]))
+    between = seen.order[seen.order.index(key) + 1 : seen.order.index(place)]
+    others = tuple((other, found[other][place]) for other in between if place in found.get(other, {}))
+    return Branch(place, found[key][place], others)

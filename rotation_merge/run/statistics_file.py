@@ -1,0 +1,196 @@
+"""Statistics as a file: written tensor by tensor, whole or not at all, and read tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rotation_merge.errors import RotationMergeError, SpaceError, StatisticsError, no_space, short
+from rotation_merge.files import durable
+from rotation_merge.linalg.finite import all_finite
+
+FORMAT = "rotation_merge.statistics.1"
+
+NAME = "statistics.safetensors"
+"""What the file is called beside a model."""
+
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Second moments of what a map reads.
+
+    Attributes:
+        matrix: of (x, 1), (..., n + 1, n + 1); None where the two below stand for it.
+        diagonal, factor: of x: ``diag(diagonal) + factor @ factor^T``, (..., n) and (..., n, rank).
+        count: rows that were seen, one number for each expert.
+        split: whether x is what a norm normalised, before gain and shift.
+    """
+
+    matrix: Tensor | None
+    diagonal: Tensor | None
+    factor: Tensor | None
+    count: Tensor
+    split: bool
+
+    def to(self, device: str) -> Gram:
+        """The same on a device."""
+        matrix, diagonal, factor = (
+            None if x is None else x.to(device) for x in (self.matrix, self.diagonal, self.factor)
+        )
+        return Gram(matrix, diagonal, factor, self.count, self.split)
+
+
+@dataclass
+class Statistics:
+    """A statistics file, opened.
+
+    Attributes:
+        made: how it was made: model, fingerprint, family, data, samples, tokens, labels, versions.
+        inputs: by tensor name, the name that the Gram of its inputs is stored under.
+        split: names of Grams of what norms normalised.
+        behind: maps whose gradients are those behind a layer scale.
+        uncalled: maps that never ran on the samples.
+    """
+
+    path: str
+    made: dict[str, Any]
+    inputs: dict[str, str]
+    split: frozenset[str]
+    behind: frozenset[str]
+    uncalled: frozenset[str]
+    keys: frozenset[str]
+    _file: Any = field(default=None, repr=False)
+
+    @classmethod
+    def open(cls, path: Path | str) -> Statistics:
+        """Read the head of a file.
+
+        Raises:
+            StatisticsError: it cannot be read, or is none.
+        """
+        try:
+            file = safe_open(str(path), framework="pt")
+            meta = file.metadata() or {}
+            keys = frozenset(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise StatisticsError(f"cannot be read ({short(error)})", where=str(path), remedy=ANEW) from error
+        if meta.get("format") != FORMAT:
+            raise StatisticsError("is no statistics file of this version", where=str(path), remedy=ANEW)
+        try:
+            made, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
+            split, behind, uncalled = (frozenset(json.loads(meta[name])) for name in ("split", "behind", "uncalled"))
+        except (KeyError, ValueError) as error:
+            raise StatisticsError(f"its head is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
+        return cls(str(path), made, inputs, split, behind, uncalled, keys, file)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys
+
+    def __getitem__(self, key: str) -> Tensor:
+        """One tensor; it must hold finite numbers.
+
+        Raises:
+            StatisticsError: it holds NaN or infinity, or cannot be read.
+        """
+        try:
+            tensor: Tensor = self._file.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise StatisticsError(f"'{key}' cannot be read ({short(error)})", where=self.path, remedy=ANEW) from error
+        if not all_finite([tensor]):
+            raise StatisticsError(f"'{key}' holds NaN or infinity", where=self.path, remedy=ANEW)
+        return tensor
+
+    def gram(self, name: str) -> Gram | None:
+        """Of the inputs of the map that a tensor is; None where it has none."""
+        key = self.inputs.get(name)
+        if key is None:
+            return None
+        found = {what: self[f"{key}.{what}"] for what in ("gram", "diagonal", "factor") if f"{key}.{what}" in self}
+        if not found:
+            return None
+        count = self[f"{key}.count"]
+        return Gram(found.get("gram"), found.get("diagonal"), found.get("factor"), count, key in self.split)
+
+    def is_half(self, name: str) -> bool:
+        """Whether a map that ran has no Gram of gradients, or none of its inputs but a sketch."""
+        ran = name in self.inputs and name not in self.uncalled
+        return ran and not (f"{name}.gradient" in self and f"{self.inputs[name]}.gram" in self)
+
+
+ANEW = "measure anew with 'rotation-merge measure'"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor to write: its shape and dtype now, itself when its turn comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+
+
+def write_statistics(
+    path: Path | str, tensors: Mapping[str, Stored], meta: Mapping[str, str], where: Path | str | None = None
+) -> None:
+    """Write a safetensors file, one tensor in memory at a time; it takes its place when it is whole.
+
+    Args:
+        where: what to call it in errors, if not by its path.
+
+    Raises:
+        StatisticsError: it cannot be written, or a number is none; nothing is left behind.
+    """
+    head: dict[str, Any] = {"__metadata__": {"format": FORMAT, **meta}}
+    begin = 0
+    for key in sorted(tensors):
+        stored = tensors[key]
+        end = begin + torch.Size(stored.shape).numel() * stored.dtype.itemsize
+        head[key] = {"dtype": _DTYPES[stored.dtype], "shape": list(stored.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(head, separators=(",", ":"), sort_keys=True).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for key in sorted(tensors):
+            tensor = tensors[key].load().to("cpu", tensors[key].dtype).contiguous()
+            if not all_finite([tensor]):
+                what, remedy = f"'{key}' would hold NaN or infinity", "look at the model's weights, and at the samples"
+                raise StatisticsError(what, where=str(where or path), remedy=remedy)
+            file.write(tensor.numpy().tobytes())
+
+
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[Any]:
+    """A file that takes another's place once it is whole and on disk.
+
+    Raises:
+        StatisticsError: it cannot be written; nothing is left behind.
+    """
+    try:
+        with durable.replacing(path) as temporary, open(temporary, "wb") as file:
+            yield file
+    except OSError as error:
+        raise unwritten(path, error) from error
+
+
+SPACE = "free some space (the same command goes on), or give another place with --out"
+"""What there is to do where the disk of a measurement is full."""
+
+
+def unwritten(path: Path | str, error: OSError) -> RotationMergeError:
+    """What to say where a file cannot be written."""
+    what = f"cannot be written ({(error.strerror or str(error)).lower()})"
+    if no_space(error):
+        return SpaceError(what, where=str(path), remedy=SPACE)
+    return StatisticsError(what, where=str(path), remedy="give another place with --out")

@@ -1,0 +1,233 @@
+"""What goes into the linear maps of a model and what comes out, while the model runs: any model of any class.
+
+Every product of activations with a weight of the module that is running is seen, whatever function makes it (a linear
+layer, GPT-2's Conv1D, the experts of one fused tensor, a router). Where a norm feeds maps, it is run without gain and
+shift, which are applied on the way into each of its readers: so what is seen there is what was normalised, and the
+model computes what it always did. Layer scales likewise: they are applied on the way out of the map before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rotation_merge.architecture.model import Architecture, Norm, Scale
+from rotation_merge.run.maps import LinearMap, along_inputs, linear_maps
+
+_PRODUCTS = {
+    torch.nn.functional.linear: 0,
+    torch.addmm: 1,
+    torch.mm: 0,
+    torch.matmul: 0,
+    torch.bmm: 0,
+    Tensor.mm: 0,
+    Tensor.matmul: 0,
+    Tensor.__matmul__: 0,
+}
+"""Functions that multiply activations by a weight, and the place of the activations among their arguments."""
+
+
+class Watcher(Protocol):
+    """Told about every map that runs."""
+
+    def saw(self, name: str, expert: int | None, x: Tensor) -> None:
+        """What goes into a map: (..., inputs), before gain and shift where the norm is split."""
+
+    def gave(self, name: str, expert: int | None, y: Tensor) -> None:
+        """What comes out: (..., outputs), behind a layer scale."""
+
+
+@dataclass
+class _Owned:
+    """A parameter of a module that is a map, or one expert's."""
+
+    leaf: str
+    name: str
+    expert: int | None
+
+
+@dataclass
+class Tapped:
+    """A model whose maps can be watched.
+
+    Attributes:
+        model: in evaluation mode.
+        architecture: under the names of the model's own state dict.
+        maps: by the first name of their tensors.
+        splits: by map: its norm's gain and shift, where that norm is split.
+        scales: by map: the layer scale behind it.
+    """
+
+    model: nn.Module
+    architecture: Architecture
+    maps: dict[str, LinearMap]
+    splits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    scales: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, architecture: Architecture) -> Tapped:
+        return cls(model, architecture, linear_maps(architecture))
+
+    @contextmanager
+    def split(self, called: Iterable[str], layers_only: bool = False) -> Iterator[None]:
+        """Run norms without gain and shift, and layer scales as one, where all that they feed is seen.
+
+        Args:
+            called: the maps that run at all.
+            layers_only: leave the norm behind the layers as it is, which some models give back to their caller.
+        """
+        seen, kept = set(called), []
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for block in self.architecture.blocks:
+            if layers_only and block.index is None:
+                continue
+            names = {info.key: info.name for info in block.tensors}
+            for norm in block.norms:
+                readers = [m for m in self.maps.values() if m.block is block and m.norm is norm]
+                if readers and self._readable(norm, names, seen):
+                    gain, shift = parameters[names[norm.gain]], parameters.get(names.get(norm.shift or "", ""))
+                    own = gain.detach() + norm.offset, None if shift is None else shift.detach().clone()
+                    self.splits.update({m.info.name: along_inputs(m, *own) for m in readers})
+                    kept.append((gain, gain.detach().clone(), 1.0 - norm.offset))
+                    kept += [] if shift is None else [(shift, shift.detach().clone(), 0.0)]
+            for scale in block.scales:
+                if (written := self._written(scale, names, seen)) is not None:
+                    gain = parameters[names[scale.gain]]
+                    self.scales[written] = gain.detach().clone()
+                    kept.append((gain, gain.detach().clone(), 1.0))
+        try:
+            with torch.no_grad():
+                for parameter, _, value in kept:
+                    parameter.fill_(value)
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, stored, _ in kept:
+                    parameter.copy_(stored)
+            self.splits.clear()
+            self.scales.clear()
+
+    def _readable(self, norm: Norm, names: dict[str, str], seen: set[str]) -> bool:
+        """Whether every tensor that reads the norm is a map that runs."""
+        stems = {key.removesuffix(".weight"): name for key, name in names.items() if not key.endswith(".bias")}
+        readers = [stems[stem] for stem in (r.removesuffix(".weight") for r in norm.reads) if stem in stems]
+        return norm.gain in names and bool(readers) and all(name in seen for name in readers)
+
+    @staticmethod
+    def _written(scale: Scale, names: dict[str, str], seen: set[str]) -> str | None:
+        found = [names[key] for key in scale.writes if names.get(key) in seen]
+        return found[0] if found and scale.gain in names else None
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """Tell the watcher about every map that runs."""
+        stack: list[nn.Module] = []
+        owned = self._owned()
+        hooks: list[Any] = []
+
+        def left(module: nn.Module, *_: Any) -> None:
+            if stack and stack[-1] is module:  # a hook before ours may have ended the forward where it would enter
+                stack.pop()
+
+        for module in owned:
+            hooks.append(module.register_forward_pre_hook(lambda m, _: stack.append(m)))
+            hooks.append(module.register_forward_hook(left, always_call=True))
+        try:
+            with _Mode(self, watcher, stack, owned):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _owned(self) -> dict[nn.Module, list[_Owned]]:
+        """The modules that hold weights of maps."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        found: dict[nn.Module, list[_Owned]] = {}
+        for name, one in self.maps.items():
+            for number, stored in enumerate(one.info.names):
+                owner, _, leaf = stored.rpartition(".")
+                if owner in modules and isinstance(getattr(modules[owner], leaf, None), Tensor):
+                    expert = number if len(one.info.names) > 1 else None
+                    found.setdefault(modules[owner], []).append(_Owned(leaf, name, expert))
+        return found
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(
+        self, tapped: Tapped, watcher: Watcher, stack: list[nn.Module], owned: dict[nn.Module, list[_Owned]]
+    ) -> None:
+        super().__init__()
+        self.tapped, self.watcher, self.stack, self.owned = tapped, watcher, stack, owned
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = _PRODUCTS.get(func)
+        if place is not None and self.stack and len(args) > place + 1:
+            found = self._owner(args[place + 1])
+            if found is not None and func is torch.bmm:
+                return self._experts(found[0], *args)
+            if found is not None:
+                return self._product(func, place, found, args, kwargs)
+        result = func(*args, **kwargs)
+        if func is Tensor.__getitem__ and self.stack and args[0].ndim == 3:
+            self._mark_expert(args, result)
+        return result
+
+    def _product(self, func: Any, place: int, found: tuple[str, int | None], args: Any, kwargs: Any) -> Any:
+        name, expert = found
+        x = args[place]
+        self.watcher.saw(name, expert, x)
+        split = self.tapped.splits.get(name)
+        if split is not None:
+            args = (*args[:place], x * split[0] + split[1], *args[place + 1 :])
+        y = func(*args, **kwargs)
+        scale = self.tapped.scales.get(name)
+        if scale is not None:
+            y = y * scale
+        self.watcher.gave(name, expert, y)
+        return y
+
+    def _experts(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
+        """One product of all experts (n, inputs, outputs) with all tokens (n, tokens, inputs), in which those that are
+        not routed to an expert are zero: expert by expert."""
+        made = []
+        for expert, (rows, matrix) in enumerate(zip(x, weight, strict=True)):
+            routed = rows.detach().abs().amax(-1).nonzero()[:, 0]
+            y = self._product(torch.mm, 0, (name, expert), (rows[routed], matrix), {})
+            made.append(y.new_zeros(len(rows), matrix.shape[-1]).index_put((routed,), y))
+        return torch.stack(made)
+
+    def _owner(self, weight: Any) -> tuple[str, int | None] | None:
+        """The map that a tensor is the weight of."""
+        if not isinstance(weight, Tensor):
+            return None
+        marked: tuple[str, int] | None = getattr(weight, "_tapped", None)
+        if marked is not None:
+            return marked
+        for one in self.owned[self.stack[-1]]:
+            parameter = getattr(self.stack[-1], one.leaf)
+            if weight.data_ptr() == 0 or not _within(weight, parameter):
+                continue
+            if parameter.ndim == 3 and weight.ndim == 2:
+                return one.name, (weight.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
+            return one.name, one.expert
+        return None
+
+    def _mark_expert(self, args: Any, result: Any) -> None:
+        """A weight taken out of a stack by a tensor's index is a copy: remember what it was."""
+        index = args[1]
+        if not isinstance(index, Tensor) or index.numel() != 1 or not isinstance(result, Tensor) or result.ndim > 3:
+            return
+        for one in self.owned[self.stack[-1]]:
+            if args[0] is getattr(self.stack[-1], one.leaf):
+                result._tapped = (one.name, int(index))  # type: ignore[attr-defined]
+
+
+def _within(weight: Tensor, parameter: Tensor) -> bool:
+    return weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()

@@ -1,0 +1,137 @@
+"""Samples that need no data: text that a language model writes itself, images made of smooth noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import DataError
+from rotation_merge.run import kinds
+from rotation_merge.run.examples import tokenizer_of
+from rotation_merge.run.functions import Batch, check_answers, fused_attention, local_path, outputs
+from rotation_merge.run.images import normalisation
+from rotation_merge.workers.progress import listener
+
+SOURCES = SELF, SYNTHETIC = kinds.SOURCES
+"""Words that stand where a file may."""
+
+AT_ONCE = 64
+"""Sequences that are written together."""
+
+
+def write_samples(source: str, model: Any, model_path: str, count: int, length: int, seed: int) -> Batch:
+    """Samples of the model's own kind: `self` for language models, `synthetic` for image models.
+
+    Args:
+        count: how many.
+        length: tokens in each text.
+
+    Raises:
+        DataError: the model takes something else.
+    """
+    if source == SELF:
+        return {"input_ids": self_written(model, model_path, count, length, seed)}
+    return {"pixel_values": synthetic_images(model, model_path, count, seed)}
+
+
+def writes_text(model: Any) -> bool:
+    """Whether a model predicts the next token."""
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+@torch.no_grad()
+def self_written(model: Any, model_path: str, count: int, length: int = 128, seed: int = 0) -> Tensor:
+    """Token ids sampled from a causal language model itself, int64, (count, length).
+
+    Every sequence begins with the tokenizer's BOS; with a token drawn uniformly only where there is none.
+
+    Raises:
+        DataError: the model does not write text.
+    """
+    if not writes_text(model):
+        remedy = "give a file, or '--data synthetic' for image models"
+        raise DataError(f"{type(model).__name__} does not write text", remedy=remedy)
+    text = model.config.get_text_config()
+    length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    draw = torch.Generator().manual_seed(seed)
+    first = _begin(model_path)
+    if first is None or first >= text.vocab_size:
+        begins = torch.randint(text.vocab_size, (count, 1), generator=draw)
+    else:
+        begins = torch.full((count, 1), first)
+    device = next(model.parameters()).device
+    some = torch.arange(min(length, 32), device=device)[None] % text.vocab_size
+    check_answers(model, outputs(model, {"input_ids": some}).values(), model_path)
+    parts, written = begins.split(AT_ONCE), []
+    tell = listener()
+    with fused_attention(model, {"input_ids": some}):
+        for number, part in enumerate(parts):
+            first_token = number * length
+
+            def tick(tokens: int, first_token: int = first_token) -> None:
+                tell("writing samples", first_token + tokens, len(parts) * length)
+
+            written.append(_continued(model, part, length, draw, tick))
+    return torch.cat(written)
+
+
+def _begin(model_path: str) -> int | None:
+    try:
+        found: int | None = tokenizer_of(model_path).bos_token_id
+    except DataError:
+        return None
+    return found
+
+
+def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, tick: Callable[[int], None]) -> Tensor:
+    """Sequences (count, length) that begin with these ids; `tick` is told how many tokens of each are there."""
+    device = next(model.parameters()).device
+    step, past = ids, None
+    while ids.shape[1] < length:
+        made = model(input_ids=step.to(device), past_key_values=past, use_cache=True)
+        past = getattr(made, "past_key_values", None)
+        token = torch.multinomial(made.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw)
+        ids = torch.cat([ids, token], 1)
+        tick(ids.shape[1])
+        step = ids if past is None else token
+    return ids
+
+
+SCALES = (1, 2, 3, 4, 6, 8)
+"""Noise is drawn on grids of so many cells a side (and of the full size), and enlarged."""
+
+
+def synthetic_images(model: Any, model_path: str, count: int, seed: int = 0) -> Tensor:
+    """Noise of several scales, contrasts and brightnesses, squashed into the range of real pixels; float32, NCHW.
+
+    Args:
+        model_path: where the preprocessor lies, which says what black and white become.
+
+    Raises:
+        DataError: the model does not take images.
+    """
+    vision = getattr(model.config, "vision_config", model.config)
+    if not hasattr(vision, "image_size"):
+        raise DataError(
+            f"{type(model).__name__} does not take images",
+            remedy="'--data synthetic' is for image models, or give a file",
+        )
+    side = vision.image_size
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    channels = getattr(vision, "num_channels", 3)
+    draw = torch.Generator().manual_seed(seed)
+    scales = [scale for scale in SCALES if scale < min(height, width)] + [min(height, width)]
+    made = []
+    for number in range(count):
+        cells = scales[number % len(scales)]
+        noise = torch.randn(1, channels, cells, cells, generator=draw)
+        shape = (height, width)
+        image = torch.nn.functional.interpolate(noise, size=shape, mode="bicubic" if cells > 1 else "nearest")
+        contrast, brightness = 0.5 + 2.5 * torch.rand(1, generator=draw), torch.randn(1, generator=draw)
+        made.append(torch.sigmoid(contrast * image + brightness))
+    factor, mean, deviation = normalisation(local_path(model_path), channels)
+    white = 255.0 if factor == 1.0 else 1.0
+    return (torch.cat(made) * white - mean) / deviation

@@ -1,1 +1,0 @@
-"""Inputs for models: reading data, batches, models as functions, losses."""

@@ -1,0 +1,98 @@
+"""How long a candidate will take: by what this machine took so far, and by how much there is to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rotation_merge.architecture import Architecture
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
+from rotation_merge.report.estimate import estimate
+from rotation_merge.search.candidates import FAR, Candidate
+
+WRITING = 1.3
+"""A model takes so much longer to write a text than to read it, many texts at once."""
+
+REFIT = 7.0
+"""A refit takes so many times what its models take to read their samples: they answer, and each layer of the merge runs
+before each of its solves."""
+
+STATISTICS = 3.0
+"""Measuring Grams takes so many times what reading the samples takes."""
+
+SEEN = 8.0
+"""Matching on samples takes so many times what matching on weights alone takes, until one has been measured."""
+
+
+@dataclass
+class Costs:
+    """What is known of times.
+
+    Attributes:
+        architecture, shapes: of the anchor.
+        per_token: seconds that a model takes to read a token (or an image).
+        tokens: of each model's samples to merge with.
+        judging: seconds that judging a merge takes, from loading it on.
+        written: whether models write their samples whenever they are merged with.
+        relation: how the models lie to each other.
+        done: seconds of the candidates so far, by name.
+        kinds: by kind, what was expected of each of them, and what it took.
+    """
+
+    architecture: Architecture
+    shapes: Mapping[str, tuple[int, ...]]
+    per_token: float
+    tokens: float
+    judging: float = 0.0
+    written: bool = False
+    relation: str = FAR
+    done: dict[str, float] = field(default_factory=dict)
+    kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def took(self, candidate: Candidate, seconds: float) -> None:
+        """What a candidate took."""
+        expected = self._work(candidate, 0.0)
+        self.done[candidate.name] = seconds
+        plain = self.done.get("plain", 0.0)
+        self.kinds.setdefault(candidate.kind, []).append((expected, max(seconds - plain, 0.0)))
+
+    def expected(self, candidate: Candidate, left: float) -> float:
+        """Seconds that a candidate will take.
+
+        Args:
+            left: of the budget, of which learning takes half.
+        """
+        plain = self.done.get("plain")
+        if plain is None:
+            return self._matching(candidate) + self.judging + self._work(candidate, left)
+        known = [(before, took) for before, took in self.kinds.get(candidate.kind, ()) if before > 0.1]
+        rate = known[-1][1] / known[-1][0] if known and candidate.kind != "learned" else 1.0
+        return plain + rate * self._work(candidate, left)
+
+    def _work(self, candidate: Candidate, left: float) -> float:
+        """Seconds beyond what a plain merge of the same models takes."""
+        read = self.per_token * self.tokens * len(candidate.models)
+        write = WRITING * read if self.written else 0.0
+        matching = self._matching(candidate)
+        matching -= min(matching, self._plain)
+        extra = {
+            "learned": left / 2,
+            "refit": REFIT * read + write,
+            "seen": REFIT * read + write + (SEEN - 1) * matching,
+            "regmean": STATISTICS * read + write,
+        }
+        return matching + extra.get(candidate.kind, 0.0)
+
+    @property
+    def _plain(self) -> float:
+        return self._seconds(AlignConfig(attention="none", heads="none", ffn="none", rescale=False))
+
+    def _matching(self, candidate: Candidate) -> float:
+        """The estimate for aligning its donors and averaging."""
+        chosen = {name: candidate.parameters[name] for name in OPTIONS if name in candidate.parameters}
+        return self._seconds(AlignConfig(**chosen)) * (len(candidate.models) - 1)
+
+    def _seconds(self, options: AlignConfig) -> float:
+        found = estimate(self.architecture, dict(self.shapes), options, 4, 4)
+        return found.seconds if self.relation == FAR else found.near_seconds

@@ -1,0 +1,336 @@
+"""What models are worth on held-out samples: by labels, or without any by likeness to the parents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotation_merge.errors import DataError
+from rotation_merge.run.curves import FIGURES
+from rotation_merge.run.data import Data
+from rotation_merge.run.evaluate import of_floats
+from rotation_merge.run.functions import Batch
+from rotation_merge.search.readers import Reader
+from rotation_merge.workers.progress import listener
+
+MOST_KEPT = 1 << 27
+"""Numbers of the parents' answers that are kept, in half precision; of more, positions evenly spread."""
+AT_ONCE = 256
+"""Positions whose probabilities are computed together."""
+FLOATS = ("regression", "labels", "similarity", "embedding")
+"""Tasks whose answers are numbers."""
+CERTAIN = 3.5
+"""A model that is worse than the best one by so many standard errors of the mean difference cannot win: one in two
+hundred would be as bad by chance on eight examples, fewer on more."""
+LEAST_EXAMPLES = 8
+"""So many have to be seen before a model is given up."""
+LEAST_LOG = -100.0
+"""The least log-probability; that of what a model has no token for."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one model is worth.
+
+    Attributes:
+        score: what decides, less is better: the mean loss over the sets of samples (nats a token, or a byte where
+            models divide text differently; squared error; of pairs 1 - Spearman's correlation), or without labels the
+            mean over the parents, on the parent's own samples, of KL(parent || model); of embeddings, of 1 - Spearman's
+            correlation of how alike texts are to both.
+        accuracy: where there are labels: share of right answers; of numbers, the correlation.
+        each: the score on every set of samples.
+        examples: by set, the loss of every example.
+        unfinished: whether the model was given up after its first samples.
+    """
+
+    score: float
+    accuracy: float | None
+    each: list[float]
+    examples: list[list[float]] = field(default_factory=list, repr=False)
+    unfinished: bool = False
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A model's answers to one batch.
+
+    Attributes:
+        logits: by position (positions, classes); of tasks of numbers, the numbers.
+        positions: of those that count.
+        examples: for each of these, whose it is.
+        columns: see `Reader`.
+    """
+
+    logits: Tensor
+    positions: Tensor
+    examples: Tensor
+    columns: Tensor | None = None
+
+    def logs(self) -> Iterator[Tensor]:
+        """Log-probabilities in the anchor's order of tokens, (some positions, classes) at a time."""
+        for some in self.positions.split(AT_ONCE):
+            logs = self.logits.index_select(0, some).float().log_softmax(-1).clamp_min(LEAST_LOG)
+            yield logs if self.columns is None else _in_columns(logs, self.columns)
+
+
+def _in_columns(logs: Tensor, columns: Tensor) -> Tensor:
+    lacking = (columns < 0) | (columns >= logs.shape[1])
+    return logs.index_select(1, columns.masked_fill(lacking, 0)).masked_fill(lacking, LEAST_LOG)
+
+
+@torch.no_grad()
+def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) -> Answers:
+    """What a model answers to a batch.
+
+    Raises:
+        DataError: the model has no logits.
+    """
+    outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+    logits = _cosines(outputs) if task == "embedding" else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        what = f"{type(model).__name__} has no logits to be judged by"
+        raise DataError(what, remedy="name models with their head, or use barrier")
+    if task in FLOATS:
+        rows = torch.arange(len(logits))
+        return Answers(logits.float(), rows, rows)
+    if logits.shape[-1] == 1:
+        what = f"{type(model).__name__} gives one number, which says nothing without a score to compare it with"
+        raise DataError(what, remedy="give data with labels or scores")
+    counting = _counting(batch, task, logits)
+    if task == "next token":
+        logits = logits[:, : counting.shape[1]]
+    flat = logits.reshape(-1, logits.shape[-1])
+    positions = counting.reshape(-1).nonzero()[:, 0]
+    return Answers(flat, positions, positions // max(1, counting[0].numel()), columns)
+
+
+def _counting(batch: Batch, task: str, logits: Tensor) -> Tensor:
+    """Which positions count, of each example: those with a label; where there are none, those that are no padding."""
+    labels = labels_of(batch, task)
+    if labels is not None:
+        return labels != -100
+    shape = logits.shape[:-1] if task != "next token" else (logits.shape[0], logits.shape[1] - 1)
+    mask = batch.get("attention_mask")
+    if mask is None or logits.ndim < 3:
+        return torch.ones(shape, dtype=torch.bool)
+    mask = mask[:, 1:] if task == "next token" else mask
+    return mask == 1 if mask.shape == shape else torch.ones(shape, dtype=torch.bool)
+
+
+def labels_of(batch: Batch, task: str) -> Tensor | None:
+    """Labels at the positions whose answers they are; None where there are none."""
+    labels = batch.get("labels") if task != "none" else None
+    return labels[:, 1:] if labels is not None and task == "next token" else labels
+
+
+def _cosines(outputs: Any) -> Tensor:
+    """How alike the texts of each pair are, (pairs, 1); of single texts, those of a batch with each other."""
+    if "logits" in outputs:
+        pairs: Tensor = outputs.logits.float()
+        return pairs
+    unit = torch.nn.functional.normalize(outputs.text_embeds.float(), dim=-1)
+    rows, columns = torch.triu_indices(len(unit), len(unit), 1)
+    return (unit @ unit.T)[rows, columns][:, None]
+
+
+class Judge:
+    """Measures models on samples of the parents.
+
+    Args:
+        sets: samples, one set for all parents or one for each, in the first parent's token ids.
+        labelled: judge by the labels; else each parent's own answers are what is wanted, and there is a set for each.
+        readers: how each parent, and a merge into it, reads the samples; empty where all have the same ids.
+    """
+
+    def __init__(self, sets: Sequence[Data], labelled: bool, readers: Mapping[str, Reader] | None = None) -> None:
+        self.sets, self.labelled, self.readers = sets, labelled, readers or {}
+        self.task = sets[0].task
+        self.by_bytes = self.task == "next token" and any(reader.by_text for reader in self.readers.values())
+        self.wanted: list[list[Tensor]] = []
+        self._read: dict[tuple[str, int], tuple[Data, list[Tensor] | None]] = {}
+
+    @property
+    def figure(self) -> str:
+        """What `Figures.accuracy` is called."""
+        return FIGURES.get(self.task, "accuracy")
+
+    @property
+    def unit(self) -> str:
+        """What `Figures.score` is."""
+        names = {"regression": "squared error", "similarity": "1 - Spearman", "embedding": "1 - Spearman"}
+        words = "loss (nats a byte)" if self.by_bytes else "loss (nats)"
+        return names.get(self.task, words if self.labelled else "divergence (nats)")
+
+    def parents(self, models: Mapping[str, Any]) -> tuple[dict[str, Figures], Figures | None]:
+        """What the parents are worth alone, and the mean of their probabilities; None where they divide text
+        differently. Without labels, their answers are from here on what is wanted."""
+        tallies = {name: _Tally(self, name) for name in models}
+        together = None if self.by_bytes else _Tally(self, "")
+        self.wanted = [[] for _ in self.sets]
+        for i, j in self._order():
+            given = [self._answers(model, name, i, j) for name, model in models.items()]
+            if not self.labelled:
+                self.wanted[i].append(self._kept(given[i]))
+            for tally, one in zip(tallies.values(), given, strict=True):
+                tally.add(i, j, one)
+            if together is not None:
+                together.add(i, j, _Ensemble(given))
+        figures = {name: tally.figures() for name, tally in tallies.items()}
+        return figures, None if together is None else together.figures()
+
+    def measure(self, model: Any, reader: str = "", best: Figures | None = None) -> Figures:
+        """What a model is worth.
+
+        Args:
+            reader: the parent whose token ids it has.
+            best: of the best model so far: one that is surely worse is given up early.
+        """
+        tally = _Tally(self, reader)
+        rounds = list(self._order())
+        for number, (i, j) in enumerate(rounds):
+            tally.add(i, j, self._answers(model, reader, i, j))
+            whole = number + 1 == len(rounds) or rounds[number + 1][1] > j
+            if best is not None and whole and number + 1 < len(rounds) and hopeless(tally.examples, best.examples):
+                return tally.figures(unfinished=True)
+        return tally.figures()
+
+    def _order(self) -> Iterator[tuple[int, int]]:
+        """Every batch, as (set, number): the first ones of all sets, then the second ones."""
+        tell = listener()
+        places = [(i, j) for i, data in enumerate(self.sets) for j in range(len(data.batches))]
+        for done, place in enumerate(sorted(places, key=lambda place: (place[1], place[0]))):
+            tell("held-out batches", done, len(places))
+            yield place
+        tell("held-out batches", len(places), len(places))
+
+    def data(self, reader: str, i: int) -> tuple[Data, list[Tensor] | None]:
+        """A set of samples as a model reads it; see `Reader.read`."""
+        if reader not in self.readers:
+            return self.sets[i], None
+        if (reader, i) not in self._read:
+            self._read[reader, i] = self.readers[reader].read(self.sets[i])
+        return self._read[reader, i]
+
+    def _answers(self, model: Any, name: str, i: int, j: int) -> Answers:
+        data = self.data(name, i)[0]
+        reader = self.readers.get(name)
+        given = answers(model, data.batches[j], data.task, None if reader is None else reader.columns)
+        if self.labelled or data.task in FLOATS:
+            return given
+        positions = sum(b["input_ids"].numel() if "input_ids" in b else 1 for d in self.sets for b in d.batches)
+        step = math.ceil(positions * given.logits.shape[-1] / MOST_KEPT)
+        return Answers(given.logits, given.positions[::step], given.examples[::step], given.columns)
+
+    def _kept(self, given: Answers) -> Tensor:
+        if self.task in FLOATS:
+            return given.logits
+        return torch.cat([logs.half() for logs in given.logs()])
+
+    def labels(self, i: int, j: int, reader: str) -> Tensor:
+        """The labels that count."""
+        labels = labels_of(self.data(reader, i)[0].batches[j], self.task)
+        assert labels is not None
+        return labels[labels != -100]
+
+    def numbers(self, i: int) -> Tensor:
+        """What the answers to a set of samples should be: labels, or without any the parent's own answers."""
+        labels = [b["labels"].float().reshape(len(b["labels"]), -1) for b in self.sets[i].batches if self.labelled]
+        wanted = torch.cat(labels if self.labelled else self.wanted[i])
+        if len(wanted) < 2:
+            raise DataError("embeddings are compared within a batch", remedy="--batch-size 2, or more")
+        return wanted
+
+
+@dataclass(frozen=True)
+class _Ensemble:
+    """The mean of several models' probabilities; of numbers, the mean."""
+
+    models: Sequence[Answers]
+
+    @property
+    def logits(self) -> Tensor:
+        return torch.stack([one.logits for one in self.models]).mean(0)
+
+    @property
+    def examples(self) -> Tensor:
+        return self.models[0].examples
+
+    def logs(self) -> Iterator[Tensor]:
+        for some in zip(*(one.logs() for one in self.models), strict=True):
+            yield torch.logsumexp(torch.stack(some), 0) - math.log(len(some))
+
+
+class _Tally:
+    """Adds up what one model is worth.
+
+    Attributes:
+        reader: the parent whose token ids it has.
+        examples: see `Figures`.
+        losses, sizes: by set, sums over what was added: of losses, and of what these are divided by.
+    """
+
+    def __init__(self, judge: Judge, reader: str) -> None:
+        self.judge, self.reader = judge, reader
+        count = len(judge.sets)
+        self.examples: list[list[float]] = [[] for _ in range(count)]
+        self.losses, self.sizes = [0.0] * count, [0.0] * count
+        self.right = self.positions = 0.0
+        self.values: list[list[Tensor]] = [[] for _ in range(count)]
+
+    def add(self, i: int, j: int, given: Answers | _Ensemble) -> None:
+        """The answers to batch j of set i."""
+        if self.judge.task in FLOATS:
+            self.values[i].append(given.logits)
+            return
+        losses = self._losses(i, j, given)
+        read = self.judge.data(self.reader, i)[1]
+        count = int(given.examples.max()) + 1 if len(given.examples) else 0
+        zeros = torch.zeros(count, dtype=torch.float64)
+        sums = zeros.index_add(0, given.examples, losses)
+        sizes = zeros.index_add(0, given.examples, torch.ones_like(losses)) if read is None else read[j][:count]
+        self.examples[i] += (sums / sizes.clamp_min(1)).tolist()
+        self.losses[i] += float(sums.sum())
+        self.sizes[i] += float(sizes.sum())
+
+    def _losses(self, i: int, j: int, given: Answers | _Ensemble) -> Tensor:
+        """The loss at every position, float64."""
+        losses, first = [torch.zeros(0, dtype=torch.float64)], 0
+        labels = self.judge.labels(i, j, self.reader) if self.judge.labelled else None
+        for logs in given.logs():
+            part = slice(first, first + len(logs))
+            first = part.stop
+            if labels is not None:
+                losses.append(-logs.gather(1, labels[part, None])[:, 0].double())
+                self.right += float((logs.argmax(-1) == labels[part]).sum())
+            else:
+                wanted = self.judge.wanted[i][j][part].float().log_softmax(-1)
+                losses.append((wanted.exp() * (wanted - logs)).sum(-1).double())
+        self.positions += first
+        return torch.cat(losses)
+
+    def figures(self, unfinished: bool = False) -> Figures:
+        """What has been added so far."""
+        judge = self.judge
+        if judge.task in FLOATS:
+            found = [of_floats(torch.cat(v), judge.numbers(i), judge.task) for i, v in enumerate(self.values)]
+            scores = [one.loss for one in found]
+            accuracy = sum(one.main for one in found) / len(found) if judge.labelled else None
+            return Figures(sum(scores) / len(scores), accuracy, scores)
+        scores = [loss / max(size, 1) for loss, size in zip(self.losses, self.sizes, strict=True)]
+        counts = judge.labelled and not judge.by_bytes and self.positions
+        accuracy = self.right / self.positions if counts else None
+        return Figures(sum(scores) / len(scores), accuracy, scores, self.examples, unfinished)
+
+
+def hopeless(examples: Sequence[Sequence[float]], best: Sequence[Sequence[float]]) -> bool:
+    """Whether a model is surely worse than the best one, by the losses of the examples that both have seen."""
+    apart = [x - y for own, theirs in zip(examples, best, strict=False) for x, y in zip(own, theirs, strict=False)]
+    if len(apart) < LEAST_EXAMPLES:
+        return False
+    values = torch.tensor(apart, dtype=torch.float64)
+    return float(values.mean()) > CERTAIN * float(values.std()) / math.sqrt(len(apart))

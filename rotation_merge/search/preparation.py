@@ -1,0 +1,303 @@
+"""The models of a search before anything is merged: how they lie to each other, samples, what they are worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotation_merge.architecture import Architecture
+from rotation_merge.errors import DataError
+from rotation_merge.matching.open_pair import Pair, open_pair
+from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.matching.written import match_pair
+from rotation_merge.mergekit_plugin.planning.presets import RELATED, likeness
+from rotation_merge.model.naming import shortened
+from rotation_merge.model.vocabulary import token_ids_differ
+from rotation_merge.record import SMALL_GAIN
+from rotation_merge.run.data import UNLABELLED, Data, read_batches
+from rotation_merge.run.examples import tokenizer_of
+from rotation_merge.run.functions import load
+from rotation_merge.run.measuring import checkpoint_of
+from rotation_merge.run.written import SELF, SOURCES
+from rotation_merge.search.candidates import FAR, NEAR, SHARED
+from rotation_merge.search.clock import Clock
+from rotation_merge.search.config import SearchConfig
+from rotation_merge.search.costs import WRITING, Costs
+from rotation_merge.search.held_out import Sets, split, tokens_in, with_batches, write_data
+from rotation_merge.search.judge import Figures, Judge
+from rotation_merge.search.readers import Reader, readers_of, texts
+
+WRITTEN_APART = 7919
+"""Added to the seed for held-out samples that models write themselves, so that no merge has seen them."""
+FOR_MEASURING = 0.3
+"""Share of the budget that samples and measuring the parents may take, where there are samples to spare."""
+LEAST_TEXTS, LEAST_TOKENS = 4, 32
+"""No fewer held-out texts, and no shorter ones, are written for want of time."""
+LOOKED_AT = 3
+"""So many layers are matched to see whether the models share their coordinates."""
+
+
+@dataclass(frozen=True)
+class Parents:
+    """The models of a search, measured.
+
+    Attributes:
+        tied: whether the output shares the embeddings' tensor.
+        relations: of every other model: mean cosine of its matrices to the first one's.
+        relation: how they lie to each other: shared, near or far (see `candidates`).
+        other_ids: whether their token ids differ.
+        readers: how each reads the samples then.
+        training: samples to merge with, read; none where the models make them.
+        data: for each model, where its samples to merge with lie, or the word that makes them.
+        deciding, reporting: what judges.
+        figures, ensemble: what they are worth alone, and side by side, on the samples that only report.
+        order: the models in the order of what they are worth on the samples that decide.
+        costs: what is known of times.
+        notes: what there is to know of the figures.
+    """
+
+    architecture: Architecture
+    tied: bool
+    relations: Mapping[str, float]
+    relation: str
+    other_ids: bool
+    readers: Mapping[str, Reader]
+    training: Sequence[Data]
+    data: Mapping[str, str]
+    deciding: Judge
+    reporting: Judge
+    figures: Mapping[str, Figures]
+    ensemble: Figures | None
+    order: Sequence[str]
+    costs: Costs
+    notes: Sequence[str] = field(default_factory=list)
+
+
+class Preparation:
+    """Opens the models of a search, gets samples and measures the models on them.
+
+    Args:
+        files: where samples are kept that merges read.
+    """
+
+    def __init__(self, config: SearchConfig, clock: Clock, files: Path) -> None:
+        self.config, self.clock, self.files, self.say = config, clock, files, clock.say
+        self.made_up = config.data[0] in SOURCES
+        self.other_ids = False
+        self.notes: list[str] = []
+
+    def run(self) -> Parents:
+        """
+        Raises:
+            RotationMergeError: models that do not fit together, data without use.
+        """
+        models = self.config.models
+        with self.clock.step("opening the models"):
+            pairs = {model: open_pair(models[0], model, NOTHING) for model in models[1:]}
+            relations = {model: self._relate(pair, model) for model, pair in pairs.items()}
+            anchor = checkpoint_of(models[0])
+            architecture = anchor.architecture
+            self.other_ids = any(token_ids_differ(anchor, pair.donor) for pair in pairs.values())
+            relation = self._relation(architecture, relations)
+            loaded = {model: load(model, like=models[0]) for model in models}
+        with self.clock.step("reading the samples"):
+            given = [] if self.made_up else self._given(loaded[models[0]])
+            per_token = self._pace(loaded[models[0]], given)
+            sets = self._sampled(loaded, per_token) if self.made_up else self._split(given, per_token)
+            readers = self._readers([*sets.deciding, *sets.reported])
+        by_text = any(reader.by_text for reader in readers.values())
+        labelled = by_text if self.made_up else all(data.task not in UNLABELLED for data in sets.deciding)
+        parts = [self._for_each(part, labelled) for part in (sets.deciding, sets.reported)]
+        deciding, reporting = (Judge(part, labelled, readers) for part in parts)
+        seconds = per_token * len(loaded) * sum(map(tokens_in, parts))
+        examples = sum(data.examples for part in parts for data in part)
+        self.say(f"measuring {len(loaded)} models on {examples} samples, about {seconds:.0f} s ...")
+        with self.clock.step("measuring the models", seconds):
+            chosen, _ = deciding.parents(loaded)
+            figures, ensemble = reporting.parents(loaded)
+        costs = Costs(
+            architecture,
+            anchor.shapes,
+            per_token,
+            tokens_in(sets.training[:1]) or self.config.samples * self.config.length,
+            per_token * tokens_in(deciding.sets),
+            self.made_up,
+            relation,
+        )
+        return Parents(
+            architecture,
+            anchor.tied_head is not None,
+            relations,
+            relation,
+            self.other_ids,
+            readers,
+            sets.training,
+            self._files(sets.training),
+            deciding,
+            reporting,
+            figures,
+            ensemble,
+            sorted(models, key=lambda name: chosen[name].score),
+            costs,
+            self.notes,
+        )
+
+    def _for_each(self, part: list[Data], labelled: bool) -> list[Data]:
+        """One set of samples for each model, where each is asked for its own answers."""
+        return part * len(self.config.models) if len(part) == 1 and not labelled else part
+
+    def _relate(self, pair: Pair, model: str) -> float:
+        """Say how a model lies to the first one: coordinates, and configs that differ."""
+        cosine = likeness(pair.anchor, pair.donor)
+        kind = "a fine-tune of one base" if cosine >= RELATED else "other coordinates, or another base"
+        names = shortened(self.config.models)
+        anchor = names[self.config.models[0]]
+        self.say(f"{names[model]}: {kind} (mean cosine of its matrices to those of {anchor}: {cosine:.2f})")
+        for warning in pair.checked.warnings:
+            self.say(f"warning: {warning}")
+        return cosine
+
+    def _relation(self, architecture: Architecture, relations: Mapping[str, float]) -> str:
+        """How the models lie to each other: a few layers are matched where they are near."""
+        if any(cosine < RELATED for cosine in relations.values()):
+            return FAR
+        layers = sorted({block.index for block in architecture.blocks if block.index is not None})
+        some = sorted({layers[(len(layers) - 1) * i // (LOOKED_AT - 1)] for i in range(LOOKED_AT)}) if layers else []
+        if not some:
+            return NEAR
+        options = AlignConfig(heads="permutation", layers=",".join(map(str, some)))
+        for model in self.config.models[1:]:
+            pair = open_pair(self.config.models[0], model, options)
+            before, after = match_pair(pair, self.clock.tick)[1].relative_distances(str(pair.donor.reference))
+            if before - after > SMALL_GAIN * before:
+                return NEAR
+        return SHARED
+
+    def _given(self, model: Any) -> list[Data]:
+        config = self.config
+        if len(config.data) not in (1, len(config.models)):
+            what = f"{len(config.data)} data for {len(config.models)} models"
+            raise DataError(what, remedy="give one, or one for each")
+        limit = config.samples * 2
+        return [
+            read_batches(
+                source, config.models[0], model, limit, config.batch_size, config.length, config.seed, mixed=True
+            )
+            for source in config.data
+        ]
+
+    @torch.no_grad()
+    def _pace(self, model: Any, given: Sequence[Data]) -> float:
+        """Seconds that a model takes to read a token (or an image): of a first batch."""
+        config = self.config
+        if given:
+            data = with_batches(given[0], given[0].batches[:1])
+        elif config.data[0] == SELF:
+            vocabulary = model.config.get_text_config().vocab_size
+            ids = torch.arange(config.batch_size * config.length).view(config.batch_size, -1) % vocabulary
+            data = Data([{"input_ids": ids}], "none", config.batch_size)
+        else:
+            data = read_batches(config.data[0], config.models[0], model, config.batch_size, config.batch_size)
+        (batch,) = data.batches[:1]
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        model(**{name: tensor[:1] for name, tensor in inputs.items()})
+        begin = time.perf_counter()
+        model(**inputs)
+        return (time.perf_counter() - begin) / tokens_in([replace(data, batches=[batch])])
+
+    def _split(self, given: Sequence[Data], per_token: float) -> Sets:
+        """The parts of the samples, with as many held-out batches as there is time for to measure the models on."""
+        sets = split(given, self.config.seed)
+        held_out = [*sets.deciding, *sets.reported]
+        share = self._share(per_token * len(self.config.models) * tokens_in(held_out))
+        if share >= 1:
+            return sets
+
+        def fewer(data: Data) -> Data:
+            return with_batches(data, data.batches[: max(1, int(share * len(data.batches)))])
+
+        found = Sets(sets.training, [*map(fewer, sets.deciding)], [*map(fewer, sets.reported)])
+        count = sum(data.examples for data in (*found.deciding, *found.reported))
+        self.say(
+            f"short of time: {count} of {sum(data.examples for data in held_out)} held-out samples judge; a longer "
+            "--budget judges better"
+        )
+        return found
+
+    def _share(self, seconds: float) -> float:
+        """What part of so many seconds of measuring there is time for."""
+        return FOR_MEASURING * self.clock.left / max(seconds, 1e-9)
+
+    def _sampled(self, loaded: dict[str, Any], per_token: float) -> Sets:
+        """Held-out samples that the models write (or noise), apart from those that the merges are made with."""
+        config = self.config
+        count, length = self._texts(len(loaded), per_token)
+        parts: tuple[list[Data], list[Data]] = ([], [])
+        for k, (name, model) in enumerate(loaded.items()):
+            seed = config.seed + WRITTEN_APART + k
+            size = min(config.batch_size, count)
+            data = read_batches(config.data[0], name, model, 2 * count, size, length, seed)
+            if self.other_ids:
+                data = self._in_anchors_ids(data, name)
+            half = len(data.batches) // 2
+            for part, batches in zip(parts, (data.batches[:half], data.batches[half:]), strict=True):
+                part.append(with_batches(data, batches))
+        return Sets([], *parts)
+
+    def _texts(self, models: int, per_token: float) -> tuple[int, int]:
+        """How many texts every model writes for each part, and of how many tokens."""
+        config = self.config
+        count, length = max(config.samples // 4, min(config.batch_size, LEAST_TEXTS)), config.length
+        count = -(-count // min(config.batch_size, count)) * min(config.batch_size, count)  # whole batches
+        if config.data[0] != SELF:
+            return count, length
+        tokens = 2 * count * length * models
+        share = self._share(per_token * tokens * (WRITING + models))
+        if share >= 1:
+            return count, length
+        fewer = max(LEAST_TEXTS, int(count * share))
+        shorter = max(min(LEAST_TOKENS, length), min(length, int(length * share * count / fewer)))
+        self.say(
+            f"short of time: {2 * fewer} texts of {shorter} tokens of each model judge, not {2 * count} of {length}; "
+            "a longer --budget judges better"
+        )
+        return fewer, shorter
+
+    def _in_anchors_ids(self, data: Data, model: str) -> Data:
+        """Text that a model has written, as the anchor's tokenizer reads it."""
+        writer, anchor = tokenizer_of(model), tokenizer_of(self.config.models[0])
+        batches = []
+        for batch in data.batches:
+            rows = [anchor(text)["input_ids"][: self.config.length] or [0] for text in texts(batch, writer)]
+            longest = max(map(len, rows))
+            ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+            mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+            batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+        return replace(data, batches=batches)
+
+    def _readers(self, held_out: Sequence[Data]) -> dict[str, Reader]:
+        """How each model reads the samples, where token ids differ; said once."""
+        if not self.other_ids:
+            return {}
+        readers = readers_of(self.config.models, held_out)
+        if any(reader.by_text for reader in readers.values()):
+            words = "the models divide text into other tokens: each reads text with its own tokenizer"
+            if held_out[0].task == "next token":
+                words += "; losses are nats a byte, and there is no ensemble of them"
+        else:
+            words = "the models' token ids differ: samples, and merges, take them by token"
+        self.notes.append(f"{words[0].upper()}{words[1:]}.")
+        self.say(words)
+        return readers
+
+    def _files(self, training: Sequence[Data]) -> dict[str, str]:
+        """For each model, where its samples to merge with lie (or the word that makes them)."""
+        if not training:
+            return dict.fromkeys(self.config.models, self.config.data[0])
+        paths = [str(write_data(data, self.files / f"{i}.safetensors")) for i, data in enumerate(training)]
+        return {model: paths[i % len(paths)] for i, model in enumerate(self.config.models)}

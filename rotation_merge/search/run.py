@@ -1,0 +1,333 @@
+"""Trying candidates within a budget, and writing the best: from models and samples to a merge with its recipe."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.files.durable import write_text
+from rotation_merge.mergekit_plugin.console import OneLineError
+from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.model.card import class_of, renewed
+from rotation_merge.model.headers import reason
+from rotation_merge.model.output import staged
+from rotation_merge.report.html import REPORT_FILE, read_report
+from rotation_merge.run.data import data_hash
+from rotation_merge.run.functions import load
+from rotation_merge.run.measuring import keep_figures
+from rotation_merge.run.written import SELF, SYNTHETIC
+from rotation_merge.search.candidates import FIRST_PART, Candidate, Planner, with_models
+from rotation_merge.search.clock import Clock, OutOfTime
+from rotation_merge.search.config import SearchConfig
+from rotation_merge.search.judge import Figures
+from rotation_merge.search.making import Maker
+from rotation_merge.search.outcome import Outcome, Tried
+from rotation_merge.search.preparation import Preparation
+
+MARKED = re.compile(r"[0-9a-f]{8}")
+"""How the folders of searches are called, beside OUT: all else there is somebody else's."""
+RECIPE, CARD = "recipe.yml", "README.md"
+KEY, FIGURES = ".key", ".json"
+"""Ends of the names of what stands beside a merge that was tried: of what it is, and what it is worth."""
+WRITTEN = "written.json"
+"""Says that a search had begun to write OUT, and which one."""
+MEASURES = {"loss (nats)": "loss", "squared error": "mse"}
+"""Units of scores that are measures, by what the hub calls them."""
+SPARE = 1.0
+"""Seconds that are kept for what ends a search beside measuring."""
+
+
+class Search:
+    """One search. Finished candidates are kept in `OUT.unfinished`, so that an interrupted search goes on."""
+
+    def __init__(self, config: SearchConfig, clock: Clock) -> None:
+        self.config, self.clock, self.say = config, clock, clock.say
+        self.work = Path(f"{config.out}.unfinished")
+        self.mark = config.key()
+        self.files = Path(f"{os.path.abspath(config.out)}-samples") / self.mark
+        self.left_out: dict[str, str] = {}
+        self.tail = SPARE
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """The place for what is tried is there before anything takes time; if nothing comes of it, it goes again.
+
+        Raises:
+            RotationMergeError: nothing can be written there.
+        """
+        try:
+            self.work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"cannot be written ({reason(error)})"
+            raise RotationMergeError(what, where=self.config.out, remedy="write somewhere else") from error
+        try:
+            yield
+        except RotationMergeError:
+            if not any(self.work.iterdir()):
+                self.clean(written=False)
+            raise
+
+    def goes_on(self) -> bool:
+        """Whether this search was interrupted once it had begun to write OUT."""
+        try:
+            found = json.loads((self.work / WRITTEN).read_text(encoding="utf-8"))
+            return bool(found["mark"] == self.mark)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def prepare(self) -> None:
+        """Open the models, and measure them.
+
+        Raises:
+            RotationMergeError: models that do not fit together, data without use.
+        """
+        config = self.config
+        self.parents = parents = Preparation(config, self.clock, self.files).run()
+        self.data, self.deciding, self.reporting = parents.data, parents.deciding, parents.reporting
+        self.maker = Maker(config, parents.data, parents.training, self.files, parents.tied, parents.readers)
+        self.samples_mark = data_hash([batch for data in self.deciding.sets for batch in data.batches])
+
+    def _load(self, model: str | Path) -> Any:
+        """A model, its classes in the order that the samples are read in."""
+        return load(str(model), like=self.config.models[0])
+
+    # --- candidates --------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Try what the budget allows, and measure the best one on the samples that only report."""
+        tried: list[tuple[Candidate, Tried]] = []
+        self.plain: Figures | None = None
+        planner = self._planner()
+        planned = planner.candidates()
+        self.left_out |= planner.left_out()
+        for name, why in self.left_out.items():
+            self.say(f"left out: {name} ({why})")
+        parts = next((i for i, candidate in enumerate(planned) if candidate.name == FIRST_PART), len(planned))
+        for number, candidate in enumerate(planned):
+            if number == parts:
+                self._soup(tried)
+            self._try(candidate, tried, len(planned) - number - 1)
+        if parts == len(planned):
+            self._soup(tried)
+        if not tried:
+            raise RotationMergeError("no merge could be made", remedy=next(iter(self.left_out.values()), "check"))
+        best, figures = self._best(tried)
+        reported = self.plain if best.name == "plain" and self.plain else self._report(best)
+        outcome = Outcome(
+            self.reporting.labelled,
+            sorted((t for _, t in tried), key=lambda t: (t.figures.unfinished, t.figures.score)),
+            dict(self.parents.figures),
+            self.parents.ensemble,
+            reported,
+            self.plain,
+            self.left_out,
+            dict(self.parents.relations),
+            self.reporting.unit,
+            self.reporting.figure,
+            self._samples_words(),
+            list(self.parents.notes),
+        )
+        self.best, self.text, self.outcome = best, figures.recipe, outcome
+        return outcome
+
+    def _planner(self) -> Planner:
+        own, parents = len(set(self.data.values())) > 1 or self.config.data[0] == SELF, self.parents
+        return Planner(
+            self.config.models,
+            parents.architecture,
+            parents.tied,
+            self.data,
+            {"samples": self.config.samples, "targets": "own" if own else "mean"},
+            bool(parents.training) and not parents.other_ids,
+            parents.relation,
+            parents.other_ids,
+        )
+
+    def _samples_words(self) -> str:
+        """What the samples are that only report."""
+        count = sum(data.examples for data in self.reporting.sets)
+        sources = ", ".join(os.path.basename(source.rstrip("/")) for source in self.config.data)
+        whose = {SELF: "that the models wrote", SYNTHETIC: "of noise"}.get(self.config.data[0], f"of {sources}")
+        return " ".join(filter(None, (f"{count} samples", whose, "that no merge has seen")))
+
+    @staticmethod
+    def _best(tried: Sequence[tuple[Candidate, Tried]]) -> tuple[Candidate, Tried]:
+        return min((p for p in tried if not p[1].figures.unfinished), key=lambda pair: pair[1].figures.score)
+
+    def _place(self, candidate: Candidate) -> Path:
+        """Where a merge that was tried lies."""
+        mark = hashlib.blake2b(json.dumps([candidate.name, candidate.models]).encode(), digest_size=4).hexdigest()
+        return self.work / ("".join(c if c.isalnum() else "-" for c in candidate.name)[:60] + f"-{mark}")
+
+    def _soup(self, tried: list[tuple[Candidate, Tried]]) -> None:
+        """Of three and more models: add one after the other, in the order of their worth, and keep those that help."""
+        if len(self.parents.order) < 3 or not tried:
+            return
+        best, kept, score = self._best(tried)[0], self.parents.order[:1], math.inf
+        for model in self.parents.order[1:]:
+            models = [*kept, model]
+            if len(models) == len(self.parents.order):
+                return  # that one has been tried
+            found = self._try(with_models(best, models), tried, 0)
+            if found is not None and found.figures.score < score:
+                kept, score = models, found.figures.score
+
+    def _try(self, candidate: Candidate, tried: list[tuple[Candidate, Tried]], behind: int) -> Tried | None:
+        left = max(self.clock.left - self.tail, 0.0)
+        expected = self.parents.costs.expected(candidate, left)
+        if tried and expected > left:
+            self.left_out[candidate.name] = f"would take {expected:.0f} s, {left:.0f} s of the budget are left"
+            return None
+        more = f", {behind} more to try in {left:.0f} s" if behind else ""
+        self.say(f"{candidate.name}, about {expected:.0f} s{more} ...")
+        try:
+            with self.clock.step(candidate.name, expected, left if tried else None):
+                found = self._tried(candidate, left, self._best(tried)[1].figures if tried else None)
+                if candidate.name == "plain":
+                    self.plain = self._report(candidate)
+        except OutOfTime:
+            self.left_out[candidate.name] = f"was not done within the budget, {left:.0f} s were left"
+        except (RotationMergeError, OneLineError) as error:
+            out_of_time = isinstance(error.__context__, OutOfTime) or isinstance(error.__cause__, OutOfTime)
+            late = f"was not done within the budget, {left:.0f} s were left"
+            self.left_out[candidate.name] = late if out_of_time else str(error)
+        else:
+            found.expected = expected
+            self.parents.costs.took(candidate, found.seconds)
+            tried.append((candidate, found))
+            self.say(self._words(found))
+            return found
+        self.say(f"{candidate.name}: left out, {self.left_out[candidate.name]}")
+        return None
+
+    def _words(self, tried: Tried) -> str:
+        figures = tried.figures
+        words = f"{figures.score:.4f} {self.deciding.unit}"
+        words += "" if figures.accuracy is None else f", {self.deciding.figure} {figures.accuracy:.3f}"
+        words += " on its first samples, given up" if figures.unfinished else ""
+        return f"{tried.name}: {words} ({tried.seconds:.0f} s)"
+
+    def _tried(self, candidate: Candidate, left: float, best: Figures | None) -> Tried:
+        """A candidate as it was tried before the search was interrupted, or is tried now."""
+        begin = time.perf_counter()
+        text = self.maker.ready(candidate, max(left / 2, 1.0)).recipe(self.config.dtype)
+        found, place = self._kept(candidate, text), self._place(candidate)
+        if found is not None:
+            return found
+        if not self._is_merged(place, text):
+            merge_recipe(text, str(place), tokenizer=True)
+            write_text(Path(f"{place}{KEY}"), self._key(text))
+        figures = self.deciding.measure(self._load(place), candidate.anchor, best)
+        found = Tried(candidate.name, figures, time.perf_counter() - begin, text)
+        write_text(Path(f"{place}{FIGURES}"), json.dumps({"key": self._key(text, self.samples_mark), **asdict(found)}))
+        return found
+
+    def _kept(self, candidate: Candidate, text: str) -> Tried | None:
+        """What an interrupted search found for the same recipe and samples."""
+        place = self._place(candidate)
+        try:
+            kept = json.loads(Path(f"{place}{FIGURES}").read_text(encoding="utf-8"))
+            if kept.pop("key") != self._key(text, self.samples_mark) or not self._is_merged(place, text):
+                return None
+            return Tried(**{**kept, "figures": Figures(**kept["figures"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _is_merged(self, place: Path, text: str) -> bool:
+        """Whether an interrupted search has made this merge; a merge's folder is there whole, or not at all."""
+        try:
+            return place.is_dir() and Path(f"{place}{KEY}").read_text(encoding="utf-8") == self._key(text)
+        except OSError:
+            return False
+
+    def _key(self, *of: str) -> str:
+        return hashlib.blake2b(json.dumps([self.mark, *of]).encode(), digest_size=16).hexdigest()
+
+    def _report(self, candidate: Candidate) -> Figures:
+        """What a merge that was tried is worth on the samples that only report."""
+        begin = time.perf_counter()
+        figures = self.reporting.measure(self._load(self._place(candidate)), candidate.anchor)
+        self.tail = SPARE + 1.2 * (time.perf_counter() - begin)
+        return figures
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def worth(self, model: str) -> Figures:
+        """What a model in the best merge's token ids is worth on the samples that only report."""
+        return self.reporting.measure(self._load(model), self.best.anchor)
+
+    def write(self) -> None:
+        """The best merge, which its recipe made as stock mergekit-yaml does, and the recipe beside it.
+
+        What is there before it is whole is the merge that was there before, or none.
+        """
+        write_text(self.work / WRITTEN, json.dumps({"mark": self.mark}))
+        with staged(self.config.out) as staging:
+            shutil.copytree(self._place(self.best), staging, copy_function=_linked, dirs_exist_ok=True)
+            self._complete(Path(staging))
+
+    def _complete(self, folder: Path) -> None:
+        """What stands beside the weights: recipe, figures, the verdict in report and card."""
+        write_text(folder / RECIPE, self.text)
+        if self.reporting.labelled and not self.reporting.by_bytes:
+            self._keep_figures(folder)
+        report = replace(read_report(str(folder / REPORT_FILE)), search=self.outcome.verdict)
+        write_text(folder / REPORT_FILE, report.text())
+        card, name = folder / CARD, Path(self.config.out).name
+        if card.exists():
+            title = f"# {self._place(self.best).name}\n"
+            text = card.read_text(encoding="utf-8").replace(title, f"# {name}\n", 1)
+            write_text(card, renewed(text, report, name, class_of(str(folder))))
+
+    def _keep_figures(self, folder: Path) -> None:
+        """What the merge is worth on the samples that only report, for its card."""
+        sets, best = self.reporting.sets, self.outcome.best
+        figures = {} if best.accuracy is None else {self.reporting.figure.lower(): best.accuracy}
+        if name := MEASURES.get(self.reporting.unit):
+            figures[name] = best.score
+        facts = {"data": ", ".join(self.config.data), "task": sets[0].task, "examples": sum(d.examples for d in sets)}
+        keep_figures(str(folder), "pixel_values" in sets[0].batches[0], facts, figures)
+
+    def clean(self, written: bool) -> None:
+        """Remove what an interrupted search would have gone on from, and files that the recipe does not need.
+
+        A recipe needs the files that it names, and the samples that these were made from.
+        """
+        shutil.rmtree(self.work, ignore_errors=True)
+        named = _words(self.text) if written else set()
+        if any(str(file) in named for file in self.files.rglob("*")):
+            named |= set(self.data.values())
+        searches = [folder for folder in self.files.parent.glob("*") if MARKED.fullmatch(folder.name)]
+        for folder in searches if written else [self.files]:  # those of another search may be what its merge names
+            for file in sorted(folder.rglob("*")):
+                if file.is_file() and str(file) not in named:
+                    file.unlink()
+        for folder in (*searches, self.files.parent):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def _words(recipe: str) -> set[str]:
+    """Every word of a recipe, as YAML has it."""
+    return {event.value for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent)}
+
+
+def _linked(source: str, target: str) -> None:
+    """A file under another name; a copy where the file system has no such thing."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

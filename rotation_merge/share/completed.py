@@ -1,0 +1,80 @@
+"""A recipe in which files that were found beside the models are named, so that it says all where they are not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.mergekit_plugin.recipe.places import reference
+
+STATISTICS = "statistics of "
+"""How the entries of a report begin that say what a model was measured on."""
+
+Edit = tuple[int, int, str]
+"""From where to where in the text, and what comes there."""
+
+
+def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
+    """The recipe with `statistics: FILE` under each model whose statistics lay beside it; all else as it was written.
+
+    Args:
+        used: what the report says of data; `file` where the recipe did not name it.
+
+    Raises:
+        RotationMergeError: the recipe has no place for one.
+    """
+    files = {str(x["of"]).removeprefix(STATISTICS): str(x["file"]) for x in used if x.get("file")}
+    if not files:
+        return recipe
+    edits: dict[int, Edit] = {}
+    placed = set()
+    for root in yaml.compose_all(recipe, Loader=yaml.SafeLoader):
+        for name, entry in _entries(root):
+            if name not in files:
+                continue
+            edit = _edit(recipe, entry, files[name])
+            if edits.setdefault(edit[0], edit) == edit:  # an alias stands for the parameters of two models
+                placed.add(name)
+    for name in files:
+        if name not in placed:
+            what = f"its statistics, '{files[name]}', lie beside it, and the recipe has no place to name them"
+            raise RotationMergeError(what, where=name, remedy="write 'statistics: FILE' under its own parameters")
+    for start, end, text in sorted(edits.values(), reverse=True):
+        recipe = f"{recipe[:start]}{text}{recipe[end:]}"
+    return recipe
+
+
+def _entries(node: yaml.Node | None) -> Iterator[tuple[str, yaml.MappingNode]]:
+    """What names a model beside its parameters, as far as it is written as one word."""
+    if isinstance(node, yaml.MappingNode):
+        own = next((v for k, v in node.value if k.value == "model" and isinstance(v, yaml.ScalarNode)), None)
+        if own is not None and (model := reference(own.value)) is not None:
+            yield str(model), node
+        for _, value in node.value:
+            yield from _entries(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _entries(item)
+
+
+def _edit(text: str, entry: yaml.MappingNode, file: str) -> Edit:
+    """What brings a file into an entry's parameters."""
+    line = f"statistics: {json.dumps(file, ensure_ascii=False)}"
+    parameters = next((value for key, value in entry.value if key.value == "parameters"), None)
+    if parameters is None:
+        return _before(entry, f"parameters: {{{line}}}")
+    if isinstance(parameters, yaml.MappingNode) and parameters.value:
+        return _before(parameters, line)
+    start, end = parameters.start_mark.index, parameters.end_mark.index  # nothing, or an empty mapping
+    return start, end, f"{'' if text[start - 1 : start].isspace() else ' '}{{{line}}}"
+
+
+def _before(node: yaml.MappingNode, line: str) -> Edit:
+    """A line before the first key of a mapping."""
+    first = node.value[0][0].start_mark
+    end = ", " if node.flow_style else "\n" + " " * first.column
+    return first.index, first.index, f"{line}{end}"

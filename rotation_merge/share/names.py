@@ -1,0 +1,155 @@
+"""Local names in recipes, reports and cards, and what they are called on the hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rotation_merge.diagnose.sources import files, references
+from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.mergekit_plugin.recipe.document import documents
+from rotation_merge.mergekit_plugin.recipe.places import at
+from rotation_merge.model.hub import HubFile, is_hub_name
+
+TARGET = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+(?:/[\w./-]+)?(?:@[\w./-]+)?")
+"""What a local name may become: org/name@revision, a file there, or one of a dataset."""
+
+WORD = re.compile(r"[\w-]+")
+"""A name that might be a word of any text."""
+
+
+def given_names(texts: Iterable[str]) -> dict[str, str]:
+    """What `--as LOCAL=org/name@revision` says.
+
+    Raises:
+        RotationMergeError: one is no such thing.
+    """
+    found = {}
+    for text in texts:
+        local, sign, target = text.rpartition("=")
+        if not sign or not local or not TARGET.fullmatch(target):
+            raise RotationMergeError(f"--as {text} says nothing", remedy="write --as LOCAL=org/name@revision")
+        found[local.rstrip("/") or local] = target
+    return found
+
+
+def same_places(given: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+    """What `--as` says, also of other spellings of the same place: `./donor` where a recipe says `donor`."""
+    places = {os.path.realpath(name): target for name, target in given.items() if os.path.exists(name)}
+    others = {name: os.path.realpath(name) for name in known if os.path.exists(name)}
+    return {**{name: places[place] for name, place in others.items() if place in places}, **given}
+
+
+def models_in(recipe: str, report: Mapping[str, Any]) -> list[str]:
+    """Every model that a recipe or a report names, each adapter by itself; without revisions."""
+    names = [name for document in _documents(recipe) for _, name in references(document)]
+    names += [str(source) for document in _documents(recipe) if (source := _tokenizer(document))]
+    names += [name for name, facts in report.get("models", {}).items() for name in (name, _adapter(facts)) if name]
+    parts = [part for name in names for part in (name.split("+") if not os.path.exists(name) else [name])]
+    return list(dict.fromkeys(part if os.path.exists(part) else part.partition("@")[0] for part in parts))
+
+
+def _adapter(facts: Mapping[str, Any]) -> str | None:
+    return (facts.get("adapter") or {}).get("name")
+
+
+def _tokenizer(document: Mapping[str, Any]) -> str | None:
+    """A model that a tokenizer is taken from."""
+    found = document.get("tokenizer_source") or at(document, ("tokenizer", "source"))
+    return found if isinstance(found, str) and found not in ("base", "union") else None
+
+
+def files_in(recipe: str) -> dict[str, str]:
+    """Files that a recipe reads and that are here, by name: alignment, statistics or data."""
+    found = {}
+    for document in _documents(recipe):
+        for path, name in files(document):
+            if HubFile.of(name) is None and not name.startswith("datasets/"):
+                found[name] = str(path[-1])
+    return found
+
+
+def written_in(recipe: str) -> list[str]:
+    """Files and folders that a recipe writes: they travel as files, or not at all."""
+    found = [at(d, ("parameters", name)) for d in _documents(recipe) for name in ("save_alignment", "spill")]
+    return [name for name in found if isinstance(name, str)]
+
+
+def _documents(recipe: str) -> list[Mapping[str, Any]]:
+    try:
+        return [d.value for d in documents(recipe) if isinstance(d.value, Mapping)] if recipe.strip() else []
+    except RecipeError as error:
+        raise RecipeError(error.what, where="the recipe of this merge", remedy=error.remedy) from error
+
+
+def known_names(report: Mapping[str, Any]) -> dict[str, str]:
+    """Models whose place on the hub the report knows, because they were read out of its cache."""
+    found = {}
+    for name, facts in report.get("models", {}).items():
+        adapter = facts.get("adapter")
+        parts = [(name if adapter is None else name.partition("+")[0], facts)]
+        parts += [] if adapter is None else [(str(adapter.get("name")), adapter)]
+        for part, own in parts:
+            if own.get("hub") and own.get("revision"):
+                local = part if os.path.exists(part) else part.partition("@")[0]
+                found[local] = f"{own['hub']}@{own['revision']}"
+    return found
+
+
+def is_local(name: str) -> bool:
+    """Whether a model's name means something on this machine only."""
+    return os.path.exists(name) or not is_hub_name(name)
+
+
+BY_NAME = ("models", "fingerprints", "files", "whole", "summary")
+"""Entries of reports and of heads of files whose keys are models."""
+
+
+class Renaming:
+    """Local names to names of the hub, wherever they stand in texts; the longest first.
+
+    A folder may be called as a word of any text is (`a`, `anchor`): such a name is one only where something sets it
+    apart, as an entry of YAML, in quotes or in a table.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = {name: target for name, target in names.items() if name != target}
+        paths, words = _alternatives(self.names, words=False), _alternatives(self.names, words=True)
+        before, after = r"(?<![\w./~@-])", r"(?![\w/@-])(?!\.\w)"
+        apart = r"(?:(?<=[`'\"])|(?<=[|:*-] )|(?<= of )|(?<= to ))", r"(?=\s*(?:[`'\"|,}\]#]|$))"
+        known = [f"{before}(?:{paths}){after}"] if paths else []
+        known += [f"{apart[0]}(?:{words}){apart[1]}"] if words else []
+        self._pattern = re.compile("|".join(known), re.MULTILINE) if known else None
+
+    def text(self, text: str) -> str:
+        return self._pattern.sub(lambda found: self.names[found[0]], text) if self._pattern else text
+
+    def value(self, value: Any, within: str = "") -> Any:
+        """The same of JSON: of words, and of keys where these are paths, or models by what they stand `within`."""
+        if isinstance(value, str):
+            return self.names.get(value) or self.text(value)
+        if isinstance(value, Mapping):
+            by_name = within in BY_NAME
+            return {self._key(str(key), by_name): self.value(item, str(key)) for key, item in value.items()}
+        return [self.value(item, within) for item in value] if isinstance(value, list) else value
+
+    def _key(self, key: str, by_name: bool) -> str:
+        return key if WORD.fullmatch(key) and not by_name else self.names.get(key) or self.text(key)
+
+
+def _alternatives(names: Iterable[str], words: bool) -> str:
+    chosen = (name for name in names if bool(WORD.fullmatch(name)) == words)
+    return "|".join(re.escape(name) for name in sorted(chosen, key=len, reverse=True))
+
+
+def left_over(text: str, local: Iterable[str]) -> str | None:
+    """A path of this machine that a text still holds: a local name, what lies beside one, or the home directory."""
+    folders = {os.path.dirname(os.path.abspath(name)) for name in local if os.path.isabs(name)}
+    folders |= {os.path.expanduser("~")}
+    for folder in sorted(folders - {"/", os.sep}):
+        found = re.search(rf"(?<![\w./~-]){re.escape(folder)}(?:/[^\s\"'`|,;)<\\]*)?(?![\w-])", text)
+        if found:
+            return found[0]
+    return None

@@ -1,0 +1,91 @@
+"""The paths in a recipe from elsewhere: names of the hub, and files beside the recipe; nothing else is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rotation_merge.errors import RecipeError, RotationMergeError
+from rotation_merge.mergekit_plugin.recipe.document import Path, documents, dotted
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, FILE, FOLDER, MODEL, NEW_FILE
+from rotation_merge.share.contents import PART
+
+MODELS = (
+    *("base_model", "model", "lora", "path", "source", "tokenizer_source", "name"),
+    *(name for name, key in BY_NAME.items() if MODEL in key.values),
+)
+FILES = tuple(name for name, key in BY_NAME.items() if {FILE, NEW_FILE, FOLDER} & set(key.values))
+"""Keys of recipes whose values name models (`name`: one that mergekit-multi writes), and files or folders to read or to
+write."""
+
+TEXTS = ("chat_template", "filter", "token")
+"""Keys of texts, which may begin with a slash."""
+
+REPOSITORY = r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*"
+MODEL_NAME = re.compile(rf"{REPOSITORY}(@[\w./-]+)?(\+{REPOSITORY}(@[\w./-]+)?)?")
+FILE_NAME = re.compile(rf"(datasets/)?{REPOSITORY}(/[A-Za-z0-9_][\w.-]*)+@[\w./-]+")
+"""Names of the hub: a model, with an adapter, and a file at a revision."""
+
+REMEDY = "ask who published it; do not run it"
+
+
+def check_paths(text: str, name: str) -> None:
+    """Refuse a recipe that names anything but models of the hub, files of it, and files beside the recipe.
+
+    Args:
+        name: what the recipe is called.
+
+    Raises:
+        RotationMergeError: names the entry, with what stands there.
+    """
+    try:
+        found = documents(text)
+    except RecipeError as error:
+        raise RotationMergeError(f"{error.where}: {error.what}", where=name, remedy=REMEDY) from error
+    for document in found:
+        if not isinstance(document.value, dict):
+            raise RotationMergeError("is no recipe", where=name, remedy=REMEDY)
+        for path, value in _scalars(document.value, ()):
+            if isinstance(value, str):
+                _check(value, path, name)
+            elif value is not None and not isinstance(value, int | float):
+                what = f"holds a {type(value).__name__}, which no recipe has"
+                raise RotationMergeError(what, where=f"{name}, {dotted(path)}", remedy=REMEDY)
+
+
+def words_of(text: str) -> list[str]:
+    """Every word of a recipe."""
+    scalars = (scalar for document in documents(text) for _, scalar in _scalars(document.value, ()))
+    return [scalar for scalar in scalars if isinstance(scalar, str)]
+
+
+def _scalars(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _scalars(item, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _scalars(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _check(text: str, path: Path, name: str) -> None:
+    key = next((step for step in reversed(path) if step in (*FILES, *MODELS, *TEXTS)), "")
+    allowed: object
+    if key in FILES:
+        allowed = PART.fullmatch(text) or FILE_NAME.fullmatch(text) or re.fullmatch(r"demo:\w+", text)
+    elif key in MODELS:
+        allowed = PART.fullmatch(text) or MODEL_NAME.fullmatch(text)
+    else:
+        allowed = key in TEXTS or not _leads_out(text)
+    if not allowed:
+        what = f"names '{text}', which is no name of the hub and no file beside the recipe"
+        raise RotationMergeError(what, where=f"{name}, {dotted(path)}", remedy=REMEDY)
+
+
+def _leads_out(text: str) -> bool:
+    """Whether a text is a path that is absolute, of a home directory, of a drive, or has a folder above."""
+    parts = re.split(r"[/\\]", text)
+    return text.startswith(("/", "\\", "~")) or ".." in parts or bool(re.match(r"[A-Za-z]:[/\\]", text))

@@ -1,0 +1,451 @@
+"""What is published of a folder that a merge wrote: every file, local names replaced, and the manifest of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from glob import escape, glob
+from typing import Any
+
+from rotation_merge.errors import RotationMergeError, named, short
+from rotation_merge.files.scratch import Scratch
+from rotation_merge.model.card import class_of, measured_in, renewed
+from rotation_merge.model.hub import no_answer, reachable
+from rotation_merge.model.markdown import plain
+from rotation_merge.model.origin import licence
+from rotation_merge.record import MANIFEST_FILE, REPORT_FILE, MergeReport
+from rotation_merge.report.html import read_report
+from rotation_merge.run.measuring import checkpoint_of
+from rotation_merge.run.statistics_file import Statistics
+from rotation_merge.share.completed import STATISTICS as MEASURED
+from rotation_merge.share.completed import completed
+from rotation_merge.share.contents import chosen_files, included, is_statistics, published_name
+from rotation_merge.share.manifest import Manifest, sum_of
+from rotation_merge.share.names import (
+    Renaming,
+    files_in,
+    given_names,
+    is_local,
+    known_names,
+    left_over,
+    models_in,
+    same_places,
+    written_in,
+)
+from rotation_merge.share.remeasure import Measurement, base_name, is_source
+
+CARD, RECIPE, CONFIG = "README.md", "recipe.yml", "mergekit_config.yml"
+STATISTICS = "statistics"
+WORDS = (".json", ".yml", ".yaml", ".md", ".txt", ".html", ".svg", ".jinja", ".csv")
+"""Endings of files that are looked through for local names."""
+UNKNOWN = "REVISION"
+"""Stands in a dry run for the commit that the first upload will make."""
+
+
+NAMED = 4
+"""So many names that have to be mapped are written out."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file to publish: what is here, or its content where that had to change."""
+
+    place: str
+    source: str | bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.source) if isinstance(self.source, bytes) else os.path.getsize(self.source)
+
+    @property
+    def changed(self) -> bool:
+        return isinstance(self.source, bytes)
+
+    @property
+    def text(self) -> str:
+        assert isinstance(self.source, bytes)
+        return self.source.decode("utf-8")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A folder that is to be published.
+
+    Attributes:
+        files: of the folder that are published, by their places in it.
+        left: those that stay here.
+        names: local names of models (and of data) by what they are on the hub.
+        beside: files from elsewhere that the recipe reads, by name; the place that each gets.
+        unpublished: statistics that the recipe reads, and samples that they were measured on, which stay here; what
+            each is called where the recipe is published.
+        recipe: as it was run.
+        work: where files whose head had to change are put together.
+    """
+
+    folder: str
+    repo: str
+    files: Mapping[str, str]
+    left: Sequence[str]
+    report: MergeReport
+    names: Mapping[str, str]
+    beside: Mapping[str, str]
+    unpublished: Mapping[str, str]
+    recipe: str
+    work: Scratch = field(default_factory=Scratch, repr=False)
+
+    def _renaming(self, commit: str) -> Renaming:
+        travelling = {name: f"{self.repo}/{place}@{commit}" for name, place in self.beside.items()}
+        written = {name: os.path.basename(name) for name in written_in(self.recipe)}
+        known = {**written, **self.unpublished, **self.names, **travelling}
+        known |= {plain(name): target for name, target in known.items()}  # as cards have them
+        whole = {os.path.abspath(name): target for name, target in known.items() if os.path.exists(name)}
+        return Renaming({**whole, **known, os.path.abspath(self.folder): self.repo})
+
+    def first(self) -> list[Item]:
+        """What the recipe refers to, which is published first: the recipe names the commit that it is in."""
+        renaming = self._renaming("main")
+        return [self._item(place, name, renaming) for name, place in self.beside.items()]
+
+    def items(self, commit: str) -> list[Item]:
+        """Everything else, card, recipe and manifest last."""
+        renaming, early = self._renaming(commit), self.first()
+        taken = {item.place for item in early} | {CARD, RECIPE, MANIFEST_FILE}
+        found = [self._item(place, path, renaming) for place, path in self.files.items() if place not in taken]
+        if self.recipe and self.report.relation == "merge":
+            found.append(Item(RECIPE, renaming.text(self.recipe).encode()))
+        statistics = self.statistics(renaming)
+        found.append(Item(CARD, self.card(renaming, statistics).encode()))
+        self._check([*early, *found])
+        sums = {item.place: (sum_of(item.source), item.size) for item in [*early, *found]}
+        manifest = Manifest(self.repo, sums, self.report.versions, statistics)
+        return [*found, Item(MANIFEST_FILE, manifest.text().encode())]
+
+    def statistics(self, renaming: Renaming) -> list[Measurement]:
+        """How the statistics that the recipe reads and that stay here are measured again.
+
+        Raises:
+            RotationMergeError: a file of them does not say it.
+        """
+        models = {mark: name for name, mark in self.report.fingerprints.items()}
+        known = {entry.file: entry for entry in _pulled(self.folder)}
+        entries = []
+        for path in files_in(self.recipe):
+            if path not in self.unpublished:
+                continue
+            if not os.path.isfile(path):
+                entries.append(known[path])
+                continue
+            made = Statistics.open(path).made
+            model = renaming.text(models.get(str(made.get("fingerprint")), str(made.get("model"))))
+            data = renaming.value(str(made.get("data")))
+            try:
+                entries.append(
+                    Measurement.checked({**made, "file": self.unpublished[path], "model": model, "data": data})
+                )
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                what = f"its head does not say how it was made ({short(error)})"
+                raise RotationMergeError(what, where=path, remedy="measure anew, or add --with-data") from error
+        return entries
+
+    def card(self, renaming: Renaming, statistics: Sequence[Measurement] = ()) -> str:
+        """The card, its metadata and our section written anew, with figures that are of these very weights."""
+        try:
+            with open(os.path.join(self.folder, CARD), encoding="utf-8") as file:
+                text = file.read()
+        except FileNotFoundError:
+            text = f"# {self.repo.partition('/')[2]}\n"
+        report = MergeReport.from_dict(renaming.value(self._facts()))
+        figures = measured_in(self.folder)
+        if figures:
+            mark = checkpoint_of(self.folder).fingerprint
+            figures = [renaming.value(one) for one in figures if one["fingerprint"] == mark]
+        old, new = (os.path.basename(os.path.abspath(self.folder)), self.repo.partition("/")[2])
+        text = re.sub(rf"(?m)^# {re.escape(old)}$", f"# {new}", text, count=1)
+        first = [measurement.command for measurement in statistics]
+        return renewed(renaming.text(text), report, self.repo, class_of(self.folder), figures, self.report, first)
+
+    def _facts(self) -> dict[str, Any]:
+        """The report, models known by their new names too."""
+        content = self.report.to_dict()
+        models = {name: dict(facts) for name, facts in self.report.models.items()}
+        for name, facts in models.items():
+            parts = [(name.partition("+")[0] if facts.get("adapter") else name, facts)]
+            if facts.get("adapter"):
+                facts["adapter"] = dict(facts["adapter"])
+                parts.append((str(facts["adapter"].get("name")), facts["adapter"]))
+            for part, own in parts:
+                target = self.names.get(part)
+                if target and not own.get("hub"):
+                    hub, _, revision = target.partition("@")
+                    own.update(hub=hub, revision=revision or None)
+                    own["license"] = own.get("license") or _licence(hub, revision or None)
+        return {**content, "models": models}
+
+    def _item(self, place: str, path: str, renaming: Renaming) -> Item:
+        if place == REPORT_FILE:
+            content = json.dumps(renaming.value(self._facts()), indent=1) + "\n"
+            return Item(place, content.encode())
+        if place.endswith(".safetensors"):
+            return Item(place, _with_header(path, renaming, self.work.path) or path)
+        if not place.endswith(WORDS):
+            return Item(place, path)
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            text = file.read()
+        adapter = os.path.basename(place) == "adapter_config.json"
+        changed = _adapter_config(text, renaming) if adapter else renaming.text(text)
+        return Item(place, path if changed == text else changed.encode("utf-8", errors="surrogateescape"))
+
+    def _check(self, items: Sequence[Item]) -> None:
+        """
+        Raises:
+            RotationMergeError: a file still names a path of this machine.
+        """
+        local = [*self.names, *self.beside, *self.unpublished, os.path.abspath(self.folder)]
+        for item in items:
+            if isinstance(item.source, bytes):
+                text = item.source.decode("utf-8", errors="replace")
+            elif item.place.endswith(".safetensors"):
+                text = json.dumps(_head(item.source).get("__metadata__", {}))
+            elif item.place.endswith(WORDS):
+                with open(item.source, encoding="utf-8", errors="replace") as file:
+                    text = file.read()
+            else:
+                continue
+            if found := left_over(text, local):
+                raise RotationMergeError(
+                    f"names '{found}', a path of this machine",
+                    where=item.place,
+                    remedy=f"add --as {found}=org/name@revision, or take it out",
+                )
+
+
+def draft(folder: str, repo: str, given: Sequence[str], with_data: bool = False, include: Sequence[str] = ()) -> Draft:
+    """What would be published of a folder.
+
+    Args:
+        given: `LOCAL=org/name@revision`, for names that mean nothing elsewhere.
+        with_data: samples and statistics that the recipe reads travel, too.
+        include: patterns of files that are published although a merge has no such files.
+
+    Raises:
+        RotationMergeError: there is no report; a local name is left that nothing is known of; a link leads out.
+    """
+    published, left = chosen_files(folder, include) if os.path.exists(os.path.join(folder, REPORT_FILE)) else ({}, [])
+    report = _report(folder)
+    recipe = completed(_recipe(folder, report), report.data)
+    facts = report.to_dict()
+    used = [str(one["source"]) for one in report.data]
+    models = models_in(recipe, facts)
+    read = {name: "data" for name in used if os.path.exists(name)} | files_in(recipe)
+    names = {**known_names(facts), **same_places(given_names(given), [*models, *read])}
+    unpublished = {} if with_data else _unpublished(folder, report, files_in(recipe), names)
+    if not with_data:
+        left += [place for place in published if is_statistics(place) and not included(place, include)]
+        published = {place: path for place, path in published.items() if place not in left}
+    beside: dict[str, str] = {}
+    missing: list[str] = []
+    for name, kind in read.items():
+        if name in names or name in unpublished:
+            continue
+        if not os.path.isfile(name) or (kind == "data" and not with_data):
+            missing.append(name)
+        else:
+            inside = os.path.relpath(name, folder)
+            taken = inside in published
+            beside[name] = inside if taken else published_name(kind, len(beside), os.path.basename(name))
+    here = {name for name, own in report.models.items() if not own.get("hub")}
+    missing += [name for name in models if (is_local(name) or name in here) and name not in names]
+    if missing:
+        raise _unknown(folder, missing, [n for n in missing if read.get(n) == "data" and os.path.isfile(n)])
+    pinned = {name: _pinned(target) for name, target in names.items()}
+    left = [place for place in left if place != MANIFEST_FILE]
+    return Draft(folder, repo, published, left, report, pinned, beside, unpublished, recipe)
+
+
+def _unpublished(folder: str, report: MergeReport, read: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """Statistics that a recipe reads, and samples that nothing but these was made from, by what they are called there.
+
+    Args:
+        read: files that the recipe reads, with the key that each stands under.
+        names: what has a name on the hub.
+    """
+    known = {entry.file for entry in _pulled(folder)}
+    files = [name for name, kind in read.items() if kind == STATISTICS and name not in names]
+    unpublished = {}
+    for number, name in enumerate(files):
+        if os.path.isfile(name):
+            unpublished[name] = published_name(STATISTICS, number, os.path.basename(name)).partition("/")[2]
+        elif name in known:
+            unpublished[name] = name
+    other = {str(used["source"]) for used in report.data if not str(used["of"]).startswith(MEASURED)}
+    for used in report.data:
+        source = str(used["source"])
+        elsewhere = source in names or source in read or source in other or is_source(source)
+        if not elsewhere and unpublished:
+            unpublished[source] = base_name(source)
+    return unpublished
+
+
+def _pulled(folder: str) -> Sequence[Measurement]:
+    """How statistics are measured again that a folder which was pulled came without."""
+    path = os.path.join(folder, MANIFEST_FILE)
+    return Manifest.read(path).statistics if os.path.isfile(path) else ()
+
+
+def _unknown(folder: str, missing: Sequence[str], data: Sequence[str]) -> RotationMergeError:
+    """What only this machine knows, and how each is to be mapped; `data`: the samples among it."""
+    names = list(dict.fromkeys(missing))
+    others = [name for name in names if name not in data]
+    words = " ".join(f"--as {name}=org/name@revision" for name in others[:NAMED])
+    upload = f" (not on the hub yet: 'hf upload org/name {others[-1]}')" if others else ""
+    samples = "--with-data to publish samples, or --as FILE=datasets/org/name/file@revision" if data else ""
+    remedy = f"add {' and '.join(filter(None, (f'{words}{upload}', samples)))}"
+    return RotationMergeError(f"only this machine knows {named(names)}", where=folder, remedy=remedy)
+
+
+def _report(folder: str) -> MergeReport:
+    """
+    Raises:
+        RotationMergeError: there is none; names folders inside that have one.
+    """
+    inside = sorted(glob(os.path.join(escape(folder), "*", REPORT_FILE)))
+    if inside and not os.path.exists(os.path.join(folder, REPORT_FILE)):
+        first = os.path.dirname(inside[0])
+        raise RotationMergeError(f"holds {len(inside)} models", where=folder, remedy=f"push each, as {first}")
+    return read_report(os.path.join(folder, REPORT_FILE))
+
+
+def _recipe(folder: str, report: MergeReport) -> str:
+    for name in (RECIPE, CONFIG):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8") as file:
+                return file.read()
+    return report.recipe if report.relation == "merge" else ""
+
+
+def _pinned(target: str) -> str:
+    """A model of the hub at a revision; the newest, where none was given.
+
+    Raises:
+        RotationMergeError: the hub does not say.
+    """
+    if "@" in target or target.count("/") != 1:
+        return target
+    from huggingface_hub import HfApi
+
+    remedy = f"write {target}@REVISION"
+    if not reachable():
+        raise RotationMergeError(f"no revision of it is known ({no_answer()[0]})", where=target, remedy=remedy)
+    try:
+        return f"{target}@{HfApi().model_info(target).sha}"
+    except Exception as error:  # as in `_asked`
+        what = f"no revision of it is known ({short(error)})"
+        raise RotationMergeError(what, where=target, remedy=remedy) from error
+
+
+def _licence(hub: str, revision: str | None) -> str | None:
+    """What a repository's card says of its licence, if it can be asked."""
+    from huggingface_hub import hf_hub_download
+
+    if not reachable():
+        return None
+    try:
+        return licence(os.path.dirname(hf_hub_download(hub, "README.md", revision=revision)))
+    except Exception:  # as in `_asked`
+        return None
+
+
+def _head(path: str) -> dict[str, Any]:
+    """The head of a safetensors file."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return dict(json.loads(file.read(length)))
+
+
+def _with_header(path: str, renaming: Renaming, work: str) -> str | None:
+    """A copy of a file of ours, local names in its head replaced; None where there is nothing to replace. Tensors stay
+    as they are."""
+    head = _head(path)
+    entries = head.get("__metadata__", {})
+    changed = {name: _entry(text, renaming) for name, text in entries.items()} if "made" in entries else entries
+    if changed == entries:
+        return None
+    head["__metadata__"] = changed
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    copy = os.path.join(work, hashlib.sha256(f"{path} {changed}".encode()).hexdigest())
+    if not os.path.exists(copy):
+        with open(path, "rb") as file, open(copy, "wb") as out:
+            (length,) = struct.unpack("<Q", file.read(8))
+            file.seek(8 + length)
+            out.write(struct.pack("<Q", len(text)) + text)
+            shutil.copyfileobj(file, out, 1 << 22)
+    return copy
+
+
+def _entry(text: str, renaming: Renaming) -> str:
+    """An entry of a file's head, local names in it replaced: JSON, or a word."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return renaming.text(text)
+    renamed = renaming.value(value)
+    return text if renamed == value else json.dumps(renamed)
+
+
+def _adapter_config(text: str, renaming: Renaming) -> str:
+    """peft keeps a base and its revision apart."""
+    content = json.loads(text)
+    base = renaming.text(str(content.get("base_model_name_or_path")))
+    hub, _, revision = base.partition("@")
+    if renaming.text(text) == text or not revision:
+        return text
+    return (
+        json.dumps({**renaming.value(content), "base_model_name_or_path": hub, "revision": revision}, indent=2) + "\n"
+    )
+
+
+def publish(plan: Draft, private: bool = False) -> str:
+    """Upload everything; gives the commit.
+
+    Raises:
+        RotationMergeError: the hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api, commit = HfApi(), ""
+
+    def send(items: Sequence[Item], message: str) -> str:
+        operations = [CommitOperationAdd(item.place, item.source) for item in items]
+        return str(_asked(plan.repo, api.create_commit, plan.repo, operations, commit_message=message).oid)
+
+    early = plan.first()
+    plan.items(UNKNOWN)  # what it refuses is refused before anything is sent
+    if not reachable():
+        raise RotationMergeError(
+            f"cannot be published: {no_answer()[0]}", where=plan.repo, remedy="check the connection"
+        )
+    _asked(plan.repo, api.create_repo, plan.repo, private=private, exist_ok=True)
+    if early:
+        commit = send(early, "What the recipe reads")
+    return send(plan.items(commit), "Merge, recipe, report and card")
+
+
+def _asked(repo: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """What the hub says.
+
+    Raises:
+        RotationMergeError: it refuses, or cannot be reached.
+    """
+    try:
+        return function(*given, **named)
+    except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
+        remedy = "log in with 'hf auth login', and check the repository's name"
+        raise RotationMergeError(f"cannot be published ({short(error)})", where=repo, remedy=remedy) from error

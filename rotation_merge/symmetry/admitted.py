@@ -1,0 +1,277 @@
+"""Which group a local space admits: the one answer that matching, gauges, learning, estimates and tables go by.
+
+What an architecture file says of a space (rotary dimensions, norm of queries and keys, gate, activation) picks a row of
+these tables; what a recipe asks for takes from it. To add a group is to write it in a file of this folder and to name
+it here, in the row of the norm (or of the values) that leaves it. Residual streams: `stream.StreamGroup`, which an
+architecture makes from its norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rotation_merge.errors import ArchitectureError, nearest
+from rotation_merge.symmetry.convolution import ConvolutionGroup
+from rotation_merge.symmetry.direct_sum import Split
+from rotation_merge.symmetry.experts import ExpertGroup
+from rotation_merge.symmetry.gains import CoordinateExchange, PairExchange
+from rotation_merge.symmetry.group import Group
+from rotation_merge.symmetry.heads import HeadGroup
+from rotation_merge.symmetry.invertible import InvertibleGroup
+from rotation_merge.symmetry.latent import LatentGroup
+from rotation_merge.symmetry.mixer import MixerGroup
+from rotation_merge.symmetry.monomial import CoordinateOrder, GatedOrder
+from rotation_merge.symmetry.neurons import NeuronGroup
+from rotation_merge.symmetry.ordered import OrderedExchange, OrderedSigns
+from rotation_merge.symmetry.planar import PlanarGroup
+from rotation_merge.symmetry.scaled import OrthogonalGroup
+from rotation_merge.symmetry.signs import CoordinateSigns, Fixed, HeadSign, PairSigns
+from rotation_merge.symmetry.space import SpaceGroup
+from rotation_merge.symmetry.translation import TranslationGroup
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which groups may be used; the names and values of the recipe (DESIGN section 4).
+
+    Attributes:
+        attention: maps inside heads: none, permutation, rotation (the largest compact group the layer admits), or
+            invertible.
+        heads: order of heads: none, permutation, or spectral (TransFusion's pairing, for comparison).
+        ffn: order of FFN neurons and of experts.
+        rescale: positive (where allowed, signed) rescaling; `sequential` rotates first and scales then, as the
+            ICML 2025 paper does, instead of solving for both.
+        residual: group of the residual stream.
+        shift_head: one vector added to all rows of a head of its own, which changes logits and no probability.
+    """
+
+    attention: str = "rotation"
+    heads: str = "none"
+    ffn: str = "permutation"
+    rescale: bool | str = True
+    residual: str = "none"
+    shift_head: bool = False
+
+
+LARGEST = Wanted(heads="permutation")
+"""The largest compact groups, with rescaling."""
+
+
+WIDEST = Wanted(attention="invertible", heads="permutation", shift_head=True)
+"""Everything that any recipe may ask for, or a file hold."""
+
+
+class Facts(Protocol):
+    """What is known of a local space (`architectures.model.Space`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def sizes(self) -> dict[str, int]: ...
+    @property
+    def rotary(self) -> int: ...
+    @property
+    def interleaved(self) -> bool: ...
+    @property
+    def rotary_parts(self) -> int: ...
+    @property
+    def norm(self) -> str | None: ...
+    @property
+    def values(self) -> str: ...
+    @property
+    def free_order(self) -> bool: ...
+    @property
+    def free_groups(self) -> bool: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def degree(self) -> int: ...
+    @property
+    def head(self) -> bool: ...
+
+
+def _maps(space: Facts, wanted: Wanted) -> Group:
+    """Maps that nothing but the pairing of two coordinate systems restricts."""
+    return (InvertibleGroup if wanted.attention == "invertible" else OrthogonalGroup)(wanted.rescale)
+
+
+def _turns(space: Facts, wanted: Wanted) -> Group:
+    """What commutes with rotary embedding."""
+    planar = PlanarGroup(wanted.rescale, space.interleaved)
+    return _beside_rotary(space, planar, _maps(space, wanted))
+
+
+def _signs(space: Facts, wanted: Wanted) -> Group:
+    """What commutes with a gained RMSNorm and rotary embedding."""
+    return _beside_rotary(space, PairSigns(space.interleaved), CoordinateSigns())
+
+
+def _ordered(space: Facts, wanted: Wanted) -> Group:
+    """The same where gains may change places with the coordinates that rotary embedding leaves alone."""
+    return _beside_rotary(space, PairSigns(space.interleaved), OrderedSigns())
+
+
+def _turns_alone(space: Facts, wanted: Wanted) -> Group:
+    """What commutes with rotary embedding and a norm without a gain: maps that keep lengths."""
+    return _beside_rotary(space, PlanarGroup(False, space.interleaved), OrthogonalGroup(False))
+
+
+def _beside_rotary(space: Facts, turned: Group, rest: Group) -> Group:
+    if space.rotary == 0:
+        return rest
+    if space.rotary_parts == 2:
+        return Split(turned, turned, space.rotary // 2)
+    return turned if space.rotary == space.sizes["head_dim"] else Split(turned, rest, space.rotary)
+
+
+Choose = Callable[[Facts, Wanted], Group]
+
+QUERIES: dict[str | None, Choose] = {
+    None: _turns,
+    "rms_head": _ordered,
+    "rms_all": _ordered,
+    "rms_turned": _signs,
+    "rms_clipped": _signs,
+    "l2_head": _turns_alone,
+    "layer_head": lambda space, wanted: HeadSign(),
+    "affine_head": lambda space, wanted: Fixed(),
+    "shared": lambda space, wanted: Fixed(),
+}
+"""The group of query and key coordinates, by the norm between their projection and their product."""
+
+
+def _exchanged(space: Facts, wanted: Wanted) -> Group:
+    """What the gains of norms before rotary embedding may exchange."""
+    return _beside_rotary(space, PairExchange(space.interleaved), CoordinateExchange())
+
+
+def _ordered_gains(space: Facts, wanted: Wanted) -> Group:
+    """The same of gains that change places with their coordinates."""
+    pairs = PairExchange(space.interleaved) if wanted.rescale else Fixed()
+    return _beside_rotary(space, pairs, OrderedExchange(bool(wanted.rescale)))
+
+
+GAINS: dict[str | None, Choose] = {
+    "rms_head": _ordered_gains,
+    "rms_all": _ordered_gains,
+    "rms_turned": lambda space, wanted: CoordinateExchange() if wanted.rescale else Fixed(),
+    "affine_head": lambda space, wanted: _exchanged(space, wanted) if wanted.rescale else Fixed(),
+}
+"""The group of the gains of that norm; none where it has no gains, or others for each head. Of a norm over all heads,
+each KV group exchanges its own."""
+
+VALUES: dict[str, Choose] = {
+    "free": _maps,
+    "normed": lambda space, wanted: OrthogonalGroup(False),
+    "gated": lambda space, wanted: GatedOrder(wanted.rescale),
+    "fixed": lambda space, wanted: Fixed(),
+}
+"""The group of value and output coordinates, by what an architecture file says of them."""
+
+
+def admitted(space: Facts, wanted: Wanted = LARGEST) -> SpaceGroup:
+    """The group of a local space that a recipe's wishes leave.
+
+    Raises:
+        ArchitectureError: nothing is known of the space's kind, norm or values; names it.
+    """
+    if space.kind not in _KINDS:
+        raise _unknown(space, "kind", space.kind, _KINDS)
+    return _KINDS[space.kind](space, wanted)
+
+
+def heads(space: Facts, wanted: Wanted = LARGEST) -> HeadGroup:
+    """`admitted` for an attention space."""
+    for what, given, known in (("norm", space.norm, QUERIES), ("values", space.values, VALUES)):
+        if given not in known:
+            raise _unknown(space, what, given, [word for word in known if word])
+    qk, vo = QUERIES[space.norm](space, wanted), VALUES[space.values](space, wanted)
+    gains = GAINS[space.norm](space, wanted) if space.norm in GAINS else Fixed()
+    if wanted.attention == "none":
+        qk, vo, gains = Fixed(), Fixed(), Fixed()
+    if wanted.attention == "permutation" or wanted.heads == "spectral":
+        qk, vo, gains = _orders(qk), _orders(vo), _orders(gains)
+    sizes = {name: space.sizes[name] for name in ("groups", "per_group", "head_dim", "value_dim")}
+    order = wanted.heads if wanted.heads == "none" or space.free_order else "fixed"
+    shared = space.norm != "rms_all"
+    exchanged = None if isinstance(gains, Fixed) else gains
+    return HeadGroup(**sizes, order=order, qk=qk, vo=vo, gains=exchanged, shared=shared, inside=not space.free_groups)
+
+
+def _orders(group: Group) -> Group:
+    """The permutations in a group: none where rotary embedding or a norm ties coordinates to their places.
+
+    Git Re-Basin (2023) and TransFusion (2025) permute the coordinates of a head.
+    """
+    if isinstance(group, GatedOrder):
+        return type(group)(False)
+    if isinstance(group, OrderedSigns):
+        return OrderedSigns(signs=False)
+    if isinstance(group, Split):
+        parts = _orders(group.first), _orders(group.second)
+        return Fixed() if parts == (Fixed(), Fixed()) else Split(*parts, group.at)
+    return CoordinateOrder() if isinstance(group, OrthogonalGroup) else Fixed()
+
+
+def neurons(space: Facts, wanted: Wanted = LARGEST) -> NeuronGroup:
+    """`admitted` for an FFN; for experts, that of the neurons of each."""
+    degree = space.degree if wanted.rescale else 0
+    return NeuronGroup(space.sizes["size"], wanted.ffn != "none", degree, space.gated, space.sizes.get("count", 1))
+
+
+def latent(space: Facts, wanted: Wanted = LARGEST) -> LatentGroup:
+    """`admitted` for a latent, whose gains are folded where those of the residual streams are."""
+    kind = "rotation" if wanted.residual == "rotation" else "signed_permutation"
+    kind = {"none": "none", "permutation": "permutation"}.get(wanted.attention, kind)
+    return LatentGroup(kind, space.sizes["size"], fixes_ones=False)
+
+
+def mixer(space: Facts, wanted: Wanted = LARGEST) -> MixerGroup:
+    """`admitted` for a mixer."""
+    sizes = {name: space.sizes[name] for name in ("groups", "per_group", "shared", "own")}
+    return MixerGroup(**sizes, order=wanted.heads != "none", channels=wanted.attention != "none")
+
+
+def convolution(space: Facts, wanted: Wanted = LARGEST) -> ConvolutionGroup:
+    """`admitted` for the channels of a gated convolution, which count as neurons."""
+    return ConvolutionGroup(space.sizes["size"], wanted.ffn != "none", bool(wanted.rescale))
+
+
+def translation(space: Facts, wanted: Wanted = LARGEST) -> TranslationGroup:
+    """`admitted` for rows that only a softmax sees: of routers with the experts, of heads where asked for."""
+    return TranslationGroup(space.sizes["size"], wanted.shift_head if space.head else wanted.ffn != "none")
+
+
+_KINDS: dict[str, Callable[[Facts, Wanted], SpaceGroup]] = {
+    "attention": heads,
+    "ffn": neurons,
+    "experts": lambda space, wanted: ExpertGroup(neurons(space, wanted), space.sizes.get("groups", 1)),
+    "latent": latent,
+    "mixer": mixer,
+    "convolution": convolution,
+    "translation": translation,
+}
+
+
+def asks(space: Facts, wanted: Wanted) -> bool:
+    """Whether a recipe asks to match a local space."""
+    if space.kind in ("attention", "mixer"):
+        return wanted.attention != "none" or wanted.heads != "none"
+    if space.kind == "latent":
+        return wanted.attention != "none"
+    if space.kind == "translation":
+        return translation(space, wanted).moves
+    if space.kind == "convolution":
+        return convolution(space, wanted).words != "none"
+    group = neurons(space, wanted)
+    return group.permute or group.degree > 0
+
+
+def _unknown(space: Facts, what: str, given: object, known: Iterable[str]) -> ArchitectureError:
+    return ArchitectureError(
+        f"no group is known for the {what} '{given}'", where=f"space '{space.name}'", remedy=nearest(str(given), known)
+    )

@@ -1,0 +1,242 @@
+"""Pieces of work done by the workers of a Ray cluster, on this machine or on others.
+
+A worker gets what the pieces have in common once, and keeps it open from piece to piece; files it reads itself, from
+storage that all machines see. Ray starts a worker in the place of one that dies and does its piece again; what others
+have found stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from rotation_merge import __version__
+from rotation_merge.errors import RotationMergeError, WorkerError, no_space, short
+from rotation_merge.workers.pieces import HERE, Over, Work
+
+LOG = logging.getLogger(__name__)
+
+RETRIES = 3
+"""How often a piece is done again whose worker has died."""
+PYTHON = 1 << 29
+"""Bytes that a worker takes before it has read anything."""
+AHEAD = 2
+"""Pieces that are asked for in advance, for each worker."""
+PATIENCE = 10.0
+"""Seconds in which a cluster has to answer."""
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""What keeps Ray from reporting to its makers, and from a warning about coming versions."""
+MEND = "fewer workers on a machine ('ray start --num-cpus'), or machines with more memory"
+FULL = ("ObjectStoreFullError", "OutOfDiskError")
+"""What Ray calls it where its memory for objects, and the disk behind it, are full."""
+ROOM = "free some space in its folder for temporary files, or name another ('ray start --temp-dir', RAY_TMPDIR)"
+INSTALL = "pip install 'rotation-merge[ray]'"
+
+
+@contextmanager
+def spread(address: str | None, device: str = "cpu") -> Iterator[Over]:
+    """Who does pieces of work: the workers of a cluster, or where there is no address this process.
+
+    Args:
+        address: `auto` (the cluster that this machine belongs to, or that RAY_ADDRESS names), `local` (one that is
+            started here, and ends with the block), or HOST:PORT.
+        device: where workers compute: cpu, cuda or auto.
+
+    Raises:
+        RotationMergeError: Ray is not installed, or nobody answers.
+    """
+    if address is None:
+        yield HERE
+        return
+    cluster = Cluster(address, device)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+class Cluster:
+    """The workers of a Ray cluster; see `spread`."""
+
+    apart = True
+
+    def __init__(self, address: str, device: str) -> None:
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        try:
+            import ray
+        except ImportError as error:
+            raise RotationMergeError("--ray needs Ray", remedy=INSTALL) from error
+        self.ray, self.address = ray, address
+        self._given: tuple[Work, Parcel] | None = None
+        self._own = not ray.is_initialized()
+        if self._own:
+            self._connect()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self.device = device if device != "auto" else "cuda" if any(node.get("GPU") for node in nodes) else "cpu"
+        self.kind = "GPU" if self.device == "cuda" else "CPU"
+        nodes = [node for node in nodes if node.get(self.kind)]
+        self.workers = int(sum(node[self.kind] for node in nodes))
+        self.memory = int(max((node.get("memory", 0) for node in nodes), default=0))
+        if not self.workers:
+            self.close()
+            raise RotationMergeError(f"the cluster has no {self.kind}", where=f"--ray {address}", remedy="add a worker")
+        LOG.info("%d workers of the Ray cluster %s", self.workers, address)
+
+    def _connect(self) -> None:
+        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if self.address == "local":
+            settings["include_dashboard"] = False
+        else:
+            _answers(self.address)
+        try:
+            self.ray.init(address=self.address, **settings)
+        except Exception as error:  # Ray raises errors of many classes here
+            raise _silent(self.address, short(error)) from error
+
+    def each(self, work: Work, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+        """See `Over`.
+
+        Raises:
+            RotationMergeError: what a worker says went wrong, with the name of its machine.
+        """
+        do = self._remote(work)
+        if self._given is None or self._given[0] is not work:
+            self._given = work, self._put(work.on(self.device, "cpu") if self.kind == "GPU" else work)
+        given, wanted = self._given[1], self._put(step)
+        waiting: deque[Any] = deque()
+        try:
+            for item in items:
+                waiting.append(do.remote(__version__, given, wanted, item))
+                if len(waiting) > AHEAD * self.workers:
+                    yield self._result(waiting.popleft())
+            while waiting:
+                yield self._result(waiting.popleft())
+        finally:
+            for left in waiting:
+                self.ray.cancel(left)
+
+    def _remote(self, work: Work) -> Any:
+        needed = PYTHON + work.size
+        if needed > self.memory:
+            sizes = f"{needed / 1e9:.1f} GB, the largest machine gives {self.memory / 1e9:.1f} GB"
+            raise RotationMergeError(f"a worker needs {sizes}", where=f"--ray {self.address}", remedy=MEND)
+        gpus = {"num_gpus": 1} if self.kind == "GPU" else {}
+        return self.ray.remote(do_piece).options(num_cpus=1, memory=needed, max_retries=RETRIES, **gpus)
+
+    def _put(self, value: Any) -> Parcel:
+        try:
+            return Parcel(uuid.uuid4().hex, [self.ray.put(value)])
+        except self.ray.exceptions.RayError as error:
+            raise _died(error, self.address) from error
+
+    def _result(self, reference: Any) -> Any:
+        try:
+            found = self.ray.get(reference)
+        except self.ray.exceptions.RayError as error:
+            raise _died(error, self.address) from error
+        if isinstance(found, Failure):
+            LOG.debug("%s", found.traceback)
+            raise found.error
+        return found
+
+    def close(self) -> None:
+        """Leave the cluster, or end the one that was started here."""
+        if self._own:
+            self.ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Something in Ray's store, by its key; in a list, so that Ray does not open it for every piece."""
+
+    key: str
+    reference: list[Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong with a piece, as it is said to the user, and for those who want to know where."""
+
+    error: RotationMergeError
+    traceback: str
+
+
+_OPEN: dict[str, tuple[str, Any]] = {}
+"""In a worker: the latest work and the latest step, with their keys."""
+
+
+def do_piece(version: str, work: Parcel, step: Parcel, item: Any) -> Any:
+    """In a worker: one piece, or the failure to do it."""
+    import ray
+
+    torch.set_num_threads(1)  # as blocks are matched anywhere else, so that the bytes are the same
+    try:
+        if version != __version__:
+            what = f"rotation-merge is {__version__} here, and {version} where the command runs"
+            raise WorkerError(what, remedy="install the same version on every machine")
+        for name, parcel in (("work", work), ("step", step)):
+            if name not in _OPEN or _OPEN[name][0] != parcel.key:
+                _OPEN.pop(name, None)  # before the next one takes its memory
+                _OPEN[name] = parcel.key, ray.get(parcel.reference[0])
+        return _OPEN["work"][1].piece(_OPEN["step"][1], item)
+    except Exception as error:
+        return Failure(_said(error, socket.gethostname()), traceback.format_exc())
+
+
+def _said(error: Exception, host: str) -> RotationMergeError:
+    """An error of a worker, with the name of its machine."""
+    where = f"worker {host}"
+    if isinstance(error, RotationMergeError):
+        return type(error)(error.what, where=f"{error.where}, {where}" if error.where else where, remedy=error.remedy)
+    if no_space(error):
+        return WorkerError(f"the disk is full ({short(error)})", where=where, remedy="free some space there")
+    if isinstance(error, OSError) and error.filename:
+        return WorkerError(short(error.strerror), where=f"{error.filename}, {where}", remedy="check the storage")
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        return WorkerError("out of memory", where=where, remedy=MEND)
+    remedy = "check the storage" if isinstance(error, OSError | SafetensorError) else "run again with -vv to see where"
+    return WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=remedy)
+
+
+def _died(error: Exception, address: str) -> RotationMergeError:
+    """What is to be said of a piece that no worker brought to its end, or that could not be handed over."""
+    if type(error).__name__ in FULL:
+        what = f"Ray has no room for what it hands over ({short(error)})"
+        return WorkerError(what, where=f"--ray {address}", remedy=ROOM)
+    if "rotation_merge" in str(error) and "No module named" in str(error):
+        what, remedy = "a worker has no rotation_merge", "install it on every machine, or set PYTHONPATH there"
+        return WorkerError(what, where=f"--ray {address}", remedy=remedy)
+    what = f"workers died {RETRIES + 1} times on the same piece ({type(error).__name__})"
+    return WorkerError(what, where=f"--ray {address}", remedy=MEND)
+
+
+def _answers(address: str) -> None:
+    """Ray waits a minute for those who do not answer, and then ends the process."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), PATIENCE):
+            pass
+    except (OSError, ValueError) as error:
+        raise _silent(address, short(error)) from error
+
+
+def _silent(address: str, why: str) -> RotationMergeError:
+    remedy = "start one with 'ray start --head', or use --ray local"
+    if address != "auto":
+        remedy += "; where it asks for a token, set RAY_AUTH_MODE=token"
+    what = f"no Ray cluster answers ({why.partition('. ')[0]})"
+    return RotationMergeError(what, where=f"--ray {address}", remedy=remedy)

@@ -1,0 +1,89 @@
+"""Pieces of work that need nothing of each other, and who does them: threads of this process, one device each, or (in
+`cluster.py`) the workers of other machines.
+
+Whoever does them, it is the same work on the same pieces, and what they find comes in the order of the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from rotation_merge.workers.threads import in_order
+
+
+class Work(Protocol):
+    """What the pieces have in common: models that they are about, say, and how these are read.
+
+    Where others than this process are to do them it can be pickled: small where it can say where files lie instead of
+    holding what is in them, and it opens them where it arrives.
+    """
+
+    @property
+    def at_once(self) -> int:
+        """How many pieces this process may do at once; 0: one after the other, on the thread that asks."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that a process takes which does one piece after the other."""
+
+    def on(self, device: str, home: str) -> Work:
+        """The same on another device; what is found is brought home."""
+
+    def piece(self, step: Any, item: Any) -> Any:
+        """Do one piece.
+
+        Args:
+            step: what is to be done; small, or needed for every piece.
+            item: says which piece.
+        """
+
+
+class Over(Protocol):
+    """Who does pieces of work."""
+
+    apart: bool
+    """Whether they are done by other processes, which share no memory with this one."""
+
+    def each(self, work: Work, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+        """What the pieces find, in order; as many are under way as there is room for."""
+
+
+class Here:
+    """This process, on as many threads as the work allows."""
+
+    apart = False
+
+    def each(self, work: Work, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+        return in_order(lambda item: work.piece(step, item), items, work.at_once)
+
+
+HERE = Here()
+
+
+class Devices:
+    """The devices of this machine, each of which does one piece after the other.
+
+    Args:
+        names: of the devices; what is found is brought to the first.
+    """
+
+    apart = False
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+
+    def each(self, work: Work, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+        free: SimpleQueue[Work] = SimpleQueue()
+        for name in self.names:
+            free.put(work.on(name, self.names[0]))
+
+        def one(item: Any) -> Any:
+            chosen = free.get()
+            try:
+                return chosen.piece(step, item)
+            finally:
+                free.put(chosen)
+
+        return in_order(one, items, len(self.names))

@@ -1,0 +1,57 @@
+"""Biases that a config promises and the weights do not hold are told, in every command that looks at a pair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_models as tiny
+import torch
+from cli_support import run
+from plugin_support import make, mergekit_yaml, recipe_for, write_recipe
+
+import rotation_merge as rm
+from rotation_merge.architecture import resolve
+from rotation_merge.architecture.bias_flags import FLAGS, missing_biases
+
+PROMISING = [case for case in tiny.ALL if any(case.config.get(flag) for flag in FLAGS)]
+
+
+@pytest.mark.parametrize("case", PROMISING, ids=lambda case: f"{case.family}-{case.name}")
+def test_models_that_transformers_makes_keep_the_promise(case: tiny.Case) -> None:
+    """Also where only some of the linear maps have a bias; without their biases some of the promise is broken."""
+    with torch.device("meta"):
+        model = case.model_class(case.model_class.config_class(**case.config))
+    config, names = {**model.config.to_dict(), "architectures": [case.model_class.__name__]}, list(model.state_dict())
+    assert not list(missing_biases(config, resolve(config, names, "model"), names))
+    bare = [name for name in names if not name.endswith(".bias")]
+    assert list(missing_biases(config, resolve(config, names, "model"), bare))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models without biases; the second's config says that it has some."""
+    folder = tmp_path_factory.mktemp("biases")
+    plain, promising = (make("llama", folder / name, seed) for seed, name in enumerate(("plain", "promising")))
+    file = promising / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_bias": True}))
+    return plain, promising
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_every_way_says_it(models: tuple[Path, Path], order: int, tmp_path: Path) -> None:
+    """Of an anchor and of a donor: check, merge, align and Python."""
+    anchor, donor = models[::order]
+    recipe = recipe_for("linear", anchor, donor)
+    words = "'attention_bias' is true, and no such bias is stored for"
+    assert words in " ".join(run("check", write_recipe(recipe, tmp_path / "recipe.yml")).output.split())
+    done = mergekit_yaml(recipe, tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert words in (tmp_path / "out" / "README.md").read_text()
+    done = run("align", anchor, donor, tmp_path / "aligned")
+    assert done.exit_code == 0, done.output
+    assert words in done.output
+    report = rm.align(str(anchor), str(donor)).report
+    assert report is not None
+    assert any(words in note for note in report.notes)

@@ -1,0 +1,517 @@
+"""Merges by statistics: twins give the anchor, whatever moved them; what does not fit is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from cli_support import parsed, run
+from plugin_support import EVERYTHING, build, from_file, make, merged, mergekit_yaml, one_error, recipe_for, save, twin
+from residual_support import Checkpoint, checkpoint, recipe, report
+from residual_support import twin as residual_twin
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import RwkvConfig, RwkvForCausalLM
+
+from rotation_merge.architecture import families
+from rotation_merge.averaging.methods import Fisher, Kfac, RegMean, Source
+from rotation_merge.run.scores import scores
+from rotation_merge.run.statistics_file import NAME, Statistics
+
+TOLERANCE = 2e-4
+
+
+def data_for(path: Path, where: Path, rows: int = 24) -> str:
+    """A file of random inputs of a tiny checkpoint's kind, with labels where it has classes."""
+    from rotation_merge.run.functions import load
+    from rotation_merge.run.inputs import random_batch
+
+    model, draw = load(str(path)), torch.Generator().manual_seed(0)
+    batches = [random_batch(model, draw) for _ in range(rows // 2)]
+    arrays = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}  # as processors give
+    np.savez(where, **arrays)
+    return str(where)
+
+
+def state(where: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint, and not the statistics beside them."""
+    return load_file(where / "model.safetensors")
+
+
+def measure(path: Path, data: str, *options: str) -> dict[str, Any]:
+    return parsed("measure", path, "--data", data, "--kinds", "gram,kfac,fisher", *options)
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Largest difference of two sets of tensors, relative to each one's size."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp(min=1e-6)) for n in wanted)
+
+
+FAMILIES = ["llama", "qwen2", "bert"]
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "num_hidden_layers": 1},
+    "bert": {"num_hidden_layers": 1},
+}
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False, "residual": "none"}
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, Path]]:
+    """Of each family an anchor, a twin moved in every local space, and one moved as far as diagonals survive."""
+    found = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        anchor = make(family, folder / "anchor")
+        still = {"attention": "none", "heads": "permutation", "ffn": "permutation", "rescale": True}
+        models = anchor, twin(anchor, folder / "twin"), twin(anchor, folder / "monomial", seed=2, **still)
+        data = data_for(anchor, folder / "data.npz")
+        for model in models:
+            measure(model, data)
+        found[family] = models
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("delegate", ["regmean", "kfac"])
+def test_twins_give_the_anchor(delegate: str, family: str, twins: dict[str, tuple[Path, ...]], tmp_path: Path):
+    anchor, moved, other = twins[family]
+    plain = state(anchor)
+    for models in ((moved,), (moved, other)):
+        result = merged(_weighted(delegate, anchor, *models), tmp_path / str(len(models)))
+        assert worst(result, plain) < TOLERANCE
+        half = any("averaged as by regmean" in note for note in report(tmp_path / str(len(models)))["notes"])
+        assert half == (delegate == "kfac" and family == "llama")  # whose head goes into a vocabulary, and is not tied
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twins_give_the_anchor_by_fisher(family: str, twins: dict[str, tuple[Path, ...]], tmp_path: Path):
+    anchor, moved, monomial = twins[family]
+    result = merged(_weighted("fisher", anchor, monomial, attention="none"), tmp_path / "out")
+    assert worst(result, state(anchor)) < TOLERANCE
+    refused = mergekit_yaml(_weighted("fisher", anchor, moved), tmp_path / "refused")
+    assert refused.exit_code == 2
+    assert "attention: none" in one_error(refused.output)
+    assert not (tmp_path / "refused").exists()
+
+
+CLASSIFIERS = ("bert", "deberta_v2", "distilbert", "eurobert", "modernbert", "mpnet")
+"""Families whose first tiny model predicts masked words, for which measuring asks a tokenizer."""
+
+HEADLESS = ("clip", "dinov3", "siglip")
+"""Families whose first tiny model gives no probabilities, hence no gradients that kfac could take."""
+
+
+@pytest.mark.parametrize("family", sorted(set(families()) - {"nomic_bert"}))  # nomic_bert is refused: see below
+def test_twins_give_the_anchor_in_every_family(family: str, tmp_path: Path):
+    """Measured into files, carried, and averaged by whole merges; in memory: tests/carrying/test_carry.py."""
+    kinds, delegate = ("gram", "regmean") if family in HEADLESS else ("gram,kfac", "kfac")
+    if family in CLASSIFIERS:
+        anchor = checkpoint(family, "classifier", tmp_path / "anchor").path
+    else:
+        anchor = _first(family, tmp_path / "anchor").path
+    moved = twin(anchor, tmp_path / "twin")
+    data = data_for(anchor, tmp_path / "data.npz", rows=2)
+    for path in (anchor, moved):
+        parsed("measure", path, "--data", data, "--kinds", kinds)
+    assert worst(merged(_weighted(delegate, anchor, moved), tmp_path / "out"), state(anchor)) < TOLERANCE
+
+
+def test_experts_that_write_into_coordinates_that_nothing_moves(tmp_path: Path):
+    """Nemotron-H's latent experts: stacked where they run, apart in files."""
+    anchor = checkpoint("nemotron_h", "latent experts", tmp_path / "anchor").path
+    moved = twin(anchor, tmp_path / "twin")
+    data = data_for(anchor, tmp_path / "data.npz", rows=2)
+    for path in (anchor, moved):
+        parsed("measure", path, "--data", data, "--kinds", "gram,kfac")
+    for delegate in ("regmean", "kfac"):
+        assert worst(merged(_weighted(delegate, anchor, moved), tmp_path / delegate), state(anchor)) < TOLERANCE
+
+
+def test_an_architecture_that_nobody_knows_has_no_maps(tmp_path: Path):
+    """With 'unsupported: merge' it would be the plain mean under another name."""
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        RwkvForCausalLM(RwkvConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2)).save_pretrained(
+            tmp_path / str(seed)
+        )
+    for delegate in ("regmean", "kfac", "ot_fusion", "refit"):
+        recipe = _weighted(delegate, tmp_path / "0", tmp_path / "1", unsupported="merge")
+        done = mergekit_yaml(recipe, tmp_path / "out")
+        assert f"delegate {delegate} does not know this architecture" in one_error(done.output)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_runs_in_parts_is_refused(tmp_path: Path):
+    """nomic-bert's file holds as one tensor what transformers runs, and measures, as three maps."""
+    anchor = checkpoint("nomic_bert", "classifier", tmp_path / "anchor").path
+    moved = twin(anchor, tmp_path / "twin")
+    for path in (anchor, moved):
+        assert run("measure", path, "--data", data_for(path, tmp_path / "data.npz", rows=2)).exit_code == 0
+    said = one_error(mergekit_yaml(_weighted("regmean", anchor, moved), tmp_path / "out").output)
+    assert "runs it in parts, use 'refit'" in said
+    assert not (tmp_path / "out").exists()
+
+
+def _weighted(delegate: str, anchor: Path, *donors: Path, **parameters: Any) -> dict[str, Any]:
+    made = recipe_for("linear", anchor, *donors, **parameters)
+    made["parameters"]["delegate"] = delegate
+    return made
+
+
+@pytest.mark.parametrize(("family", "delegate"), [("llama", "kfac"), ("gpt2", "regmean"), ("mixtral", "kfac")])
+def test_twins_moved_in_the_stream_give_the_anchor(family: str, delegate: str, tmp_path: Path):
+    """Gains folded, stream turned, experts reordered: what a plain average of the aligned twin gives, this gives."""
+    anchor = _first(family, tmp_path / "anchor")
+    moved = residual_twin(anchor, tmp_path / "twin", "rotation")
+    data = data_for(anchor.path, tmp_path / "data.npz")
+    for one in (anchor, moved):
+        measure(one.path, data)
+    extra = {"untie": True} if anchor.untied else {}
+    made = recipe(anchor, moved, residual="rotation", **extra)
+    plain = merged(made, tmp_path / "linear")
+    made["parameters"]["delegate"] = delegate
+    assert worst(merged(made, tmp_path / delegate), plain) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_statistics_go_along_with_a_donor_into_a_merge(family: str, tmp_path: Path):
+    """Of models that differ, with biases: the same as of models that were aligned before they were measured."""
+    residual = {"llama": "rotation", "bert": "permutation"}[family]
+    matched = {**EVERYTHING, "residual": residual}
+    models = [make(family, tmp_path / str(i), seed=i, **CHANGES[family]) for i in range(2)]
+    data, flags = data_for(models[0], tmp_path / "data.npz", rows=8), ("--residual", residual, "--heads", "permutation")
+    aligned = []
+    for model in models:
+        aligned.append(tmp_path / f"aligned-{model.name}")
+        assert run("align", models[0], model, aligned[-1], *flags, "--no-verify").exit_code == 0
+    for model in (*models, *aligned):
+        parsed("measure", model, "--data", data, "--kinds", "kfac")
+    found = []
+    for name, some, options in (("carried", models, matched), ("measured", aligned, STILL)):
+        made = _weighted("kfac", *some, **options, shrink=0.9)
+        for share, entry in zip((0.3, 0.7), made["models"], strict=True):
+            entry["parameters"]["weight"] = share
+        found.append(merged(made, tmp_path / name))
+    assert worst(*found) < 1e-4
+
+
+def _first(family: str, where: Path) -> Checkpoint:
+    from tiny_models import ALL
+
+    name = next(c.name for c in ALL if c.family == family)
+    found = checkpoint(family, name, where)
+    tied = any(t.tied and t.name not in found.state for t in Checkpoint(found.case, where, True).architecture.tensors())
+    return Checkpoint(found.case, where, tied)
+
+
+def test_regmean_is_the_least_squares_optimum(tmp_path: Path):
+    """Without shrinking each map gives, on both models' inputs, what the two maps gave, as nearly as can be."""
+    first, second = (make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    data = data_for(first, tmp_path / "data.npz", rows=64)
+    for path in (first, second):
+        measure(path, data)
+    made = _weighted("regmean", first, second, attention="none", heads="none", ffn="none", rescale=False)
+    made["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
+    result = merged(made, tmp_path / "out")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights, grams = [], []
+    for path in (first, second):
+        found, tensors = Statistics.open(path / NAME), state(path)
+        gram, gain = found.gram(name), tensors["model.layers.0.input_layernorm.weight"].double()
+        assert gram is not None
+        assert gram.split
+        grams.append(gain[:, None] * gram.matrix.double()[:-1, :-1] * gain)
+        weights.append(tensors[name].double())
+    best = sum(w @ g for w, g in zip(weights, grams, strict=True)) @ torch.linalg.inv(sum(grams))
+    torch.testing.assert_close(result[name].double(), best, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_averages_by_hand(count: int):
+    """Shares, ridges in both sums, shrinking, scales of losses, norms and floors: against the formulas, spelled out."""
+    draw = torch.Generator().manual_seed(count)
+
+    def some(*size: int) -> Tensor:
+        return torch.randn(*size, generator=draw, dtype=torch.float64)
+
+    def whole(matrix: Tensor) -> Tensor:
+        off = 0.8 * matrix + 0.2 * torch.diag(matrix.diagonal())
+        return off + 0.05 * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=torch.float64)
+
+    shares, parameters = (0.2, 0.3, 0.5)[:count], {"shrink": 0.8, "ridge": 0.05, "normalize": True, "floor": 0.4}
+    sources = []
+    for number, share in enumerate(shares):
+        inputs, gradients = (x.T @ x for x in (some(9, 4), some(9, 3)))
+        held = {"dense": inputs, "gradient": gradients, "fisher": some(3, 4).square()}
+        sources.append(Source(some(3, 4), share, held, {"loss_scale": 2.0 + number, "fisher_norm": 3.0 - number}))
+    grams = [s.share * whole(s.held["dense"]) for s in sources]
+    best = sum(s.weight @ g for s, g in zip(sources, grams, strict=True)) @ torch.linalg.inv(sum(grams))
+    torch.testing.assert_close(RegMean().average(sources, parameters), best)
+    krons = [
+        s.share / s.made["loss_scale"] * torch.kron(whole(s.held["gradient"]), whole(s.held["dense"])) for s in sources
+    ]
+    right = sum(k @ s.weight.flatten() for k, s in zip(krons, sources, strict=True))
+    best = torch.linalg.solve(sum(krons), right).reshape(3, 4)
+    torch.testing.assert_close(Kfac().average(sources, parameters), best, rtol=1e-6, atol=1e-6)
+    floors = [0.4, 0.0, 0.0]
+    rows = [
+        s.share / s.made["fisher_norm"] * s.held["fisher"].clamp(min=f) for s, f in zip(sources, floors, strict=False)
+    ]
+    best = sum(r * s.weight for r, s in zip(rows, sources, strict=True)) / sum(rows)
+    torch.testing.assert_close(Fisher().average(sources, parameters), best)
+
+
+def test_storage_does_not_matter(twins: dict[str, tuple[Path, ...]], tmp_path: Path):
+    """bfloat16 output, and a donor in shards."""
+    anchor, moved, _ = twins["llama"]
+    from transformers import LlamaForCausalLM
+
+    sharded = tmp_path / "sharded"
+    save(LlamaForCausalLM.from_pretrained(moved), sharded, max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    made = _weighted("regmean", anchor, sharded)
+    made["models"][1]["parameters"]["statistics"] = str(moved / NAME)
+    made["dtype"] = "bfloat16"
+    merged(made, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert worst({n: x.float() for n, x in found.items()}, state(anchor)) < 0.01
+
+
+def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = make("llama", tmp_path / "model")
+    once = parsed("measure", path, "--data", "self", "--samples", "8", "--length", "12", "--batch-size", "2")
+    first = (path / NAME).read_bytes()
+    assert once["samples"] == 8
+    from rotation_merge.run.measure import Measurement
+
+    stock, calls = Measurement.outputs, []
+
+    def interrupted(self: Any, batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return stock(self, batch)
+
+    (path / NAME).unlink()
+    arguments = ("measure", path, "--data", "self", "--samples", 8, "--length", 12, "--batch-size", 2)
+    monkeypatch.setattr(Measurement, "outputs", interrupted)
+    assert run(*arguments).exit_code != 0
+    assert not (path / NAME).exists()
+    calls.clear()
+    assert (tmp_path / "model" / f"{NAME}.unfinished").is_dir()
+    calls.extend([None] * 5)
+    assert run(*arguments).exit_code == 0
+    assert len(calls) == 5 + 2 + 2  # two looks at the maps, and the two batches that were left
+    assert (path / NAME).read_bytes() == first
+    assert not (tmp_path / "model" / f"{NAME}.unfinished").exists()
+
+
+def test_neurons_may_be_kept_at_low_rank(tmp_path: Path):
+    """With a rank that holds everything seen, the sketch solves as the whole Gram does."""
+    first = make("llama", tmp_path / "0", intermediate_size=96)
+    second = make("llama", tmp_path / "1", seed=1, intermediate_size=96)
+    results = {}
+    for rank in ((), ("--rank", "40")):
+        for path in (first, second):
+            assert run("measure", path, "--data", "self", "--samples", 4, "--length", 8, *rank).exit_code == 0
+        results[rank] = merged(_weighted("regmean", first, second), tmp_path / f"out{len(rank)}")
+    assert Statistics.open(first / NAME).gram("model.layers.0.mlp.down_proj.weight").matrix is None
+    assert worst(results[("--rank", "40")], results[()]) < 1e-3
+
+
+@pytest.mark.parametrize("task", ["regression", "labels"])
+def test_scores_of_the_datas_own_numbers(task: str):
+    """Of a likelihood that grows where the data are: its gradient by the outputs is what they lack."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 1 if task == "regression" else 3, generator=draw, requires_grad=True)
+    labels = torch.rand(5, generator=draw) if task == "regression" else torch.tensor([[1.0, 0, 1]] * 5)
+    model = build("bert", num_labels=logits.shape[1])
+    (score,) = scores(model, {"logits": logits}, {"labels": labels}, task, "data", draw)
+    (found,) = torch.autograd.grad(score, logits)
+    given = logits if task == "regression" else logits.sigmoid()
+    torch.testing.assert_close(found, labels.reshape(logits.shape) - given)
+
+
+class TestBadInput:
+    """One line each, nothing half written."""
+
+    @pytest.fixture
+    def pair(self, twins: dict[str, tuple[Path, ...]]) -> tuple[Path, Path]:
+        return twins["llama"][0], twins["llama"][1]
+
+    def refused(self, made: dict[str, Any], where: Path) -> str:
+        done = mergekit_yaml(made, where / "out")
+        assert done.exit_code == 2, done.output
+        assert not (where / "out").exists()
+        return one_error(done.output)
+
+    def test_none(self, pair: tuple[Path, Path], tmp_path: Path):
+        bare = save(build("llama", 5), tmp_path / "bare")
+        said = self.refused(_weighted("regmean", pair[0], bare), tmp_path)
+        assert f"rotation-merge measure {bare} --data DATA" in said
+        said = self.refused(_weighted("kfac", pair[0], bare), tmp_path)
+        assert "--kinds kfac" in said
+        other = save(build("llama", 6), tmp_path / "other")
+        said = self.refused(_weighted("regmean", bare, other), tmp_path)
+        assert all(f"rotation-merge measure {model} --data DATA" in said for model in (bare, other))
+
+    def test_a_model_without_weight_needs_none(self, pair: tuple[Path, Path], tmp_path: Path):
+        bare = save(build("llama", 5), tmp_path / "bare")
+        made = _weighted("regmean", bare, pair[0])
+        made["models"][0]["parameters"]["weight"] = 0.0
+        merged(made, tmp_path / "out")
+
+    def test_of_a_donor_whose_change_samples_carry(self, pair: tuple[Path, Path], tmp_path: Path):
+        made = _weighted("regmean", *pair)
+        made["models"][1]["parameters"] |= {"finetuned_from": str(pair[1]), "carry": "refit"}
+        said = self.refused(made, tmp_path)
+        assert "samples carry its change" in said
+        assert "measure and merge what that writes" in said
+
+    def test_of_other_weights(self, pair: tuple[Path, Path], tmp_path: Path):
+        made = _weighted("regmean", *pair)
+        made["models"][1]["parameters"]["statistics"] = str(pair[0] / NAME)
+        said = self.refused(made, tmp_path)
+        assert "was measured on other weights" in said
+        assert "name the file that it writes" in said
+        made["models"][1]["parameters"]["statistics"] = "none.safetensors"
+        assert "--data DATA --out none.safetensors'" in self.refused(made, tmp_path)
+
+    def test_of_another_kind(self, pair: tuple[Path, Path], tmp_path: Path):
+        file = tmp_path / "gram.safetensors"
+        run("measure", pair[1], "--data", "self", "--samples", 2, "--length", 8, "--out", file)
+        made = _weighted("fisher", *pair, attention="none")
+        made["models"][1]["parameters"]["statistics"] = str(file)
+        assert "needs fisher" in self.refused(made, tmp_path)
+
+    @pytest.mark.parametrize("harm", ["truncated", "no statistics", "NaN"])
+    def test_damaged(self, harm: str, pair: tuple[Path, Path], tmp_path: Path):
+        file = tmp_path / "damaged.safetensors"
+        whole = (pair[1] / NAME).read_bytes()
+        if harm == "truncated":
+            file.write_bytes(whole[: len(whole) // 2])
+        elif harm == "no statistics":
+            file = pair[1] / "model.safetensors"
+        else:
+            place = whole.index(b"{") + int.from_bytes(whole[:8], "little")
+            file.write_bytes(whole[:place] + b"\xff" * (len(whole) - place))
+        made = _weighted("regmean", *pair)
+        made["models"][1]["parameters"]["statistics"] = str(file)
+        words = {"truncated": "cannot be read", "no statistics": "is no statistics file", "NaN": "NaN"}
+        assert words[harm] in self.refused(made, tmp_path)
+
+    def test_too_few_samples(self, tmp_path: Path):
+        paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+        for path in paths:
+            done = run("measure", path, "--data", "self", "--samples", 1, "--length", 4)
+            assert "singular" in done.output
+        made = _weighted("regmean", *paths)
+        made["parameters"] |= {"shrink": 1.0, "ridge": 0.0}
+        assert "set 'ridge'" in self.refused(made, tmp_path)
+
+    def test_parameters(self, pair: tuple[Path, Path], tmp_path: Path):
+        made = _weighted("regmean", *pair, shrink=2.0)
+        assert "shrink" in self.refused(made, tmp_path)
+        made = _weighted("kfac", *pair)
+        made["models"][1]["parameters"]["weight"] = -0.5
+        assert f"{pair[1]}: its weight is -0.5" in self.refused(made, tmp_path)
+
+    def test_stock_recipes_get_a_line(self, pair: tuple[Path, Path], tmp_path: Path):
+        made = _weighted("regmean", *pair) | {"merge_method": "regmean"}
+        made["parameters"] = {}
+        assert "delegate: regmean" in self.refused(made, tmp_path)
+
+    def test_data(self, pair: tuple[Path, Path], tmp_path: Path):
+        model = pair[0]
+        pixels, empty = tmp_path / "pixels.npz", tmp_path / "empty.jsonl"
+        np.savez(pixels, pixel_values=np.zeros((2, 3, 8, 8), dtype=np.float32))
+        empty.write_text("")
+        out = tmp_path / "out.safetensors"
+        for data, words in (
+            (pixels, "takes input_ids"),
+            (empty, "no examples"),
+            (tmp_path / "none.txt", "no such file"),
+        ):
+            done = run("measure", model, "--data", data, "--out", out)
+            assert done.exit_code == 2
+            assert words in one_error(done.output)
+            assert not out.exists()
+
+    def test_a_model_that_answers_with_nan(self, tmp_path: Path):
+        model, data = build("llama", 5), tmp_path / "data.jsonl"
+        model.model.norm.weight.data[0] = float("nan")
+        broken, whole = save(model, tmp_path / "broken"), save(build("llama", 6), tmp_path / "whole")
+        data.write_text('{"input_ids": [3, 4, 5, 6]}\n' * 4)
+        for source in ("self", data):
+            measured = run("measure", broken, "--data", source)
+            polished = run("polish", whole, tmp_path / "out", "--teachers", broken, "--data", source)
+            assert [done.exit_code for done in (measured, polished)] == [2, 2]
+            assert all("answers with NaN" in one_error(done.output) for done in (measured, polished))
+        assert "answers with NaN" in one_error(run("polish", broken, tmp_path / "out", "--teachers", whole).output)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "data.jsonl", "whole"]
+        assert not (broken / NAME).exists()
+
+    def test_nan_that_shows_late(self, tmp_path: Path):
+        """In the last of the samples, or in the sums alone: nothing stays, not even for going on."""
+        model, data = build("llama", 5), tmp_path / "data.jsonl"
+        model.model.embed_tokens.weight.data[39] = float("nan")
+        broken = save(model, tmp_path / "broken")
+        data.write_text('{"input_ids": [3, 4, 5, 6]}\n' * 17 + '{"input_ids": [3, 39, 5, 6]}\n')
+        before = sorted(broken.iterdir())
+        for flags in (("--kinds", "gram"), ("--kinds", "fisher"), ("--by-layer",)):
+            done = run("measure", broken, "--data", data, *flags)
+            assert done.exit_code == 2
+            assert "NaN" in one_error(done.output)
+            assert sorted(broken.iterdir()) == before
+
+    def test_a_full_disk(self, pair: tuple[Path, Path], tmp_path: Path):
+        done = run("measure", pair[0], "--data", "self", "--samples", 2, "--length", 8, "--out", "/dev/full/x")
+        assert done.exit_code == 2
+        one_error(done.output)
+
+
+def test_adapters_alignment_files_and_several_stages(tmp_path: Path):
+    """A donor that is a model and its adapter merges as what the two make; so it does by a file, and in a stage."""
+    from peft import LoraConfig, get_peft_model
+    from plugin_support import write_recipe
+    from transformers import LlamaForCausalLM
+
+    base = make("llama", tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
+    tuned = get_peft_model(LlamaForCausalLM.from_pretrained(base), config)
+    draw = torch.Generator().manual_seed(0)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=draw)
+    tuned.save_pretrained(tmp_path / "adapter")
+    whole = save(tuned.merge_and_unload(), tmp_path / "whole")
+    adapted = f"{base}+{tmp_path / 'adapter'}"
+    options = ("--data", "self", "--samples", 8, "--length", 12)
+    for model in (base, whole, adapted):
+        assert run("measure", model, *options).exit_code == 0
+    assert (tmp_path / "adapter" / NAME).exists()
+    wanted = merged(_weighted("regmean", base, whole), tmp_path / "wanted")
+    assert worst(merged(_weighted("regmean", base, adapted), tmp_path / "lora"), wanted) < 1e-4
+    file = tmp_path / "alignment.safetensors"
+    assert run("align", base, whole, "--alignment", file, "--heads", "permutation").exit_code == 0
+    assert worst(merged(from_file(_weighted("regmean", base, whole), file), tmp_path / "file"), wanted) < 1e-4
+    first = _weighted("linear", base, base) | {"name": "first"}
+    second = _weighted("regmean", base, whole)
+    second["models"].append({"model": "first", "parameters": {"weight": 0.0}})
+    from click.testing import CliRunner
+    from mergekit.scripts.multimerge import main as mergekit_multi
+
+    first["models"] = [{"model": str(base), "parameters": {"weight": 1.0}}]
+    stages = write_recipe(yaml.safe_dump_all([first, second]), tmp_path / "stages.yml")
+    arguments = [str(stages), "-I", str(tmp_path / "work"), "--out-path", str(tmp_path / "multi")]
+    done = CliRunner().invoke(mergekit_multi, arguments)
+    assert done.exit_code == 0, done.output
+    assert worst(state(tmp_path / "multi"), wanted) < 1e-4

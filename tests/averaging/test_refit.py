@@ -1,0 +1,462 @@
+"""Refit: the rule, in every family; through mergekit; what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from memory_support import alive, forget
+from plugin_support import merged, mergekit_yaml, one_error, state
+from residual_support import Checkpoint, checkpoint, recipe, report, twin
+from tiny_models import ALL, Case, exactly, inputs, make, save
+from torch import Tensor
+
+from rotation_merge.architecture import Architecture, resolve
+from rotation_merge.averaging.refit import EXPERTS, UNSEEN, Refit, Refitted, Teachers
+from rotation_merge.linalg.ridge import ridge_change
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.source import transform_state
+from rotation_merge.run.data import together
+from rotation_merge.run.runner import Runner
+from rotation_merge.run.stages import Taps, stages
+from rotation_merge.run.store import Store
+
+FIRST = list({case.family: case for case in reversed(ALL)}.values())
+State = dict[str, Tensor]
+
+
+class Few:
+    """Tiny models of one class, in float64, and what a refit of their average gives."""
+
+    def __init__(self, case: Case, folder: Path, seeds: tuple[int, ...] = (0, 3)) -> None:
+        models = [make(case, seed) for seed in seeds]
+        self.given = [inputs(case, models[0], seed=i) for i in range(1, 1 + len(models))]
+        found = [save(model, folder / str(i)) for i, model in enumerate(models)]
+        self.states = [one[1] for one in found]
+        self.config: Any = transformers.AutoConfig.from_pretrained(folder / "0")
+        self.architecture: Architecture = resolve(found[0][0], list(self.states[0]), case.name)
+
+    def average(self) -> State:
+        first = self.states[0]
+        mean = {name: sum(s[name] for s in self.states) / len(self.states) for name in first}
+        return {name: mean[name] if x.is_floating_point() else x for name, x in first.items()}  # type: ignore[misc]
+
+    def runner(self, of: State, batches: list[Any], store: Store, name: str) -> Runner:
+        return Runner(self.config, of, self.architecture, batches, store, name, torch.float64)
+
+    def refit(
+        self, ridge: float = 0.01, mean: bool = False, batches: list[Any] | None = None, store: Store | None = None
+    ) -> tuple[State, Refitted]:
+        """Each model answers to its own samples, or all to all (`batches`)."""
+        store = store or Store()
+        given = batches or self.given
+        count = len(self.states)
+        if mean:
+            who = [[(k, i, 1 / count) for k in range(count)] for i in range(len(given))]
+            teachers = [self.runner(s, given, store, str(k)) for k, s in enumerate(self.states)]
+        else:
+            who = [[(k, 0, 1.0)] for k in range(count)]
+            teachers = [self.runner(s, [given[k]], store, str(k)) for k, s in enumerate(self.states)]
+        start, out = self.average(), {}
+
+        def write(name: str, tensor: Tensor) -> Tensor:
+            assert tensor.shape == start[name].shape, name
+            out[name] = tensor.clone()
+            return tensor
+
+        merge = self.runner(start, given, store, "merge")
+        with exactly():
+            done = Refit(
+                merge, self.architecture, Teachers(teachers, who, store), [1.0] * len(given), ridge, write
+            ).run()
+        return {**start, **out}, done
+
+
+def case_of(family: str, name: str | None = None) -> Case:
+    return next(c for c in ALL if c.family == family and name in (None, c.name))
+
+
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.family)
+def test_refit_of_planted_twins_is_the_anchor(case: Case, tmp_path: Path) -> None:
+    """In every family: a donor that is the anchor again, brought back from other coordinates, changes nothing."""
+    few = Few(case, tmp_path, (0,))
+    anchor = few.states[0]
+    maps = random_gauge(few.architecture, AlignConfig(heads="permutation"), torch.Generator().manual_seed(1))
+    there = transform_state(few.architecture, anchor, maps)
+    back = transform_state(few.architecture, there, {name: t.inverse() for name, t in maps.items()})
+    few.states, few.given = [anchor, back], [few.given[0], inputs(case, make(case), seed=7)]
+    found, done = few.refit(ridge=1e-3)
+    assert max(float((found[name] - anchor[name]).abs().max()) for name in anchor) <= 1e-6
+    maps_kept = [name for names in done.kept.values() for name in names]
+    assert len(done.maps) > len(maps_kept) or EXPERTS in done.kept or UNSEEN in done.kept
+    assert done.maps
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bart"])
+def test_equal_models_stay_bit_for_bit(family: str, mean: bool, tmp_path: Path) -> None:
+    """On whatever processor: nothing is solved, so nothing is rounded."""
+    few = Few(case_of(family), tmp_path, (0,))
+    few.states, few.given = few.states * 2, [few.given[0]] * 2
+    found, done = few.refit(mean=mean)
+    assert {(one.before, one.after) for one in done.maps} == {(0.0, 0.0)}
+    assert all(torch.equal(found[name], few.states[0][name]) for name in found)
+
+
+def test_what_comes_before_the_first_difference_stays_bit_for_bit(tmp_path: Path) -> None:
+    """Models that share their first layer: it is theirs, and what differs is solved."""
+    few = Few(case_of("llama"), tmp_path)
+    shared = {name: x for name, x in few.states[0].items() if "embed" in name or "layers.0." in name}
+    few.states[1] |= shared
+    found, done = few.refit(mean=True)
+    assert all(torch.equal(found[name], x) for name, x in shared.items())
+    assert {"layers.0." in one.name for one in done.maps if one.before == 0} == {True}
+    assert any(one.before > one.after > 0 for one in done.maps if "layers.1." in one.name)
+
+
+PLACES = {
+    ("llama", "llama"): ("post_attention_layernorm", "layer", 1.0),
+    ("llama", "granite"): ("post_attention_layernorm", "layer", 0.5),
+    ("bert", "bare"): ("attention.output.LayerNorm", "output.LayerNorm", 1.0),
+    ("gemma2", "tied"): ("post_attention_layernorm", "post_feedforward_layernorm", 1.0),
+    ("opt", "tied"): ("final_layer_norm", "layer", 1.0),
+}
+"""Pre-norm, with a multiplier; post-norm; sandwich: where the two writers of a layer are seen, and what they count."""
+
+
+@pytest.mark.parametrize("key", PLACES, ids="-".join)
+def test_where_writers_aim(key: tuple[str, str], tmp_path: Path) -> None:
+    few = Few(case_of(*key), tmp_path, (0,))
+    run = few.runner(few.states[0], few.given, Store(), "one")
+    branches = {}
+    with exactly():
+        while (block := run.advance()) is not None and block.index != 0:
+            continue
+        assert block is not None
+        taps = Taps(run, block)
+        for stage in stages(taps, set(taps.maps)):
+            branches.update(stage.branches)
+    assert len(branches) == 2
+    for branch, place in zip(branches.values(), PLACES[key], strict=False):
+        assert place in branch.place
+        assert torch.allclose(branch.gain, torch.full_like(branch.gain, PLACES[key][2]))
+
+
+def test_layer_scales_and_parallel_branches(tmp_path: Path) -> None:
+    """A layer scale is found as the gain of each coordinate; attention leaves the MLP of its own layer out."""
+    few = Few(case_of("dinov2", "bare"), tmp_path / "dino", (0,))
+    run = few.runner(few.states[0], few.given, Store(), "one")
+    with exactly():
+        while (block := run.advance()) is not None and block.index != 0:
+            continue
+        assert block is not None
+        found = [b for s in stages(Taps(run, block), set(Taps(run, block).maps)) for b in s.branches.values()]
+    scales = [few.states[0][name] for name in sorted(few.states[0]) if "layer.0.layer_scale" in name]
+    assert all(torch.allclose(b.gain, scale) for b, scale in zip(found, scales, strict=True))
+    few = Few(case_of("phi"), tmp_path / "phi", (0,))
+    run = few.runner(few.states[0], few.given, Store(), "one")
+    with exactly():
+        while (block := run.advance()) is not None and block.index != 0:
+            continue
+        assert block is not None
+        found = [b for s in stages(Taps(run, block), set(Taps(run, block).maps)) for b in s.branches.values()]
+    assert [[key.rpartition("mlp")[2] for key, _ in b.others] for b in found] == [[".fc2.weight"], []]
+
+
+def reference(few: Few, ridge: float, mean: bool) -> State:
+    """The rule once more on whole Llamas, every stage running all of them again (RESULTS H's plain version)."""
+    kind = getattr(transformers, few.config.architectures[0])
+
+    def model(of: State) -> Any:
+        made = kind(few.config).double().eval()
+        made.load_state_dict(of)
+        return made
+
+    def seen(one: Any, names: list[str], batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        hooks = [
+            one.get_submodule(n).register_forward_hook(
+                lambda _, x, y, n=n: found.__setitem__(n, (x[0].flatten(0, -2), y.flatten(0, -2)))
+            )
+            for n in names
+        ]
+        with torch.no_grad():
+            one(**batch)
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    layers = few.config.num_hidden_layers
+    plan: list[tuple[list[str], str | None]] = []
+    for i in range(layers):
+        p, after = f"model.layers.{i}.", f"model.layers.{i + 1}.input_layernorm" if i + 1 < layers else "model.norm"
+        plan += [([f"{p}self_attn.{x}_proj" for x in "qkv"], None)]
+        plan += [([f"{p}self_attn.o_proj"], f"{p}post_attention_layernorm")]
+        plan += [([f"{p}mlp.gate_proj", f"{p}mlp.up_proj"], None), ([f"{p}mlp.down_proj"], after)]
+    plan.append((["lm_head"], None))
+    names = [n for maps, place in plan for n in [*maps, *([place] if place else [])]]
+    donors, merge = [model(s) for s in few.states], model(few.average())
+    answers = []
+    for i, batch in enumerate(few.given):
+        each = [seen(d, names, batch) for d in (donors if mean else [donors[i]])]
+        answers.append({n: tuple(sum(e[n][k] for e in each) / len(each) for k in (0, 1)) for n in names})
+    for maps, place in plan:
+        mine = [seen(merge, names, batch) for batch in few.given]
+        for name in maps:
+            x = torch.cat([m[name][0] for m in mine])
+            target = torch.cat([a[name][1] for a in answers])  # type: ignore[misc]
+            if place:
+                stream = torch.cat([a[place][0] for a in answers])  # type: ignore[misc]
+                target = stream - torch.cat([m[place][0] - m[name][1] for m in mine])
+            weight = merge.get_submodule(name).weight.data
+            gram = x.T @ x + ridge * (x * x).sum(0).mean() * torch.eye(x.shape[1], dtype=x.dtype)
+            weight += torch.linalg.solve(gram, x.T @ (target - x @ weight.T)).T
+    return dict(merge.state_dict())
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_the_rule(mean: bool, tmp_path: Path) -> None:
+    few = Few(case_of("llama"), tmp_path)
+    with exactly():
+        expected = reference(few, 0.03, mean)
+    found, _ = few.refit(0.03, mean)
+    start = few.average()
+    apart = {name: float((found[name] - expected[name]).abs().max()) for name in found}
+    assert max(apart.values()) <= 1e-6, apart
+    assert sum(not torch.equal(found[name], start[name]) for name in found) == 15
+
+
+def test_how_samples_are_cut_and_where_they_wait_changes_nothing(tmp_path: Path) -> None:
+    few = Few(case_of("llama", "qwen2"), tmp_path)
+    ids = torch.randint(3, 50, (6, 9), generator=torch.Generator().manual_seed(0))
+    once, _ = few.refit(mean=True, batches=[{"input_ids": ids}])
+    cut, _ = few.refit(mean=True, batches=[{"input_ids": part} for part in ids.split([1, 3, 2])])
+    spilled, _ = few.refit(mean=True, batches=[{"input_ids": ids}], store=Store(str(tmp_path / "spill")))
+    texts = [{"input_ids": row[None, :length]} for row, length in zip(ids, (9, 8, 8, 7, 9, 3), strict=True)]
+    alone, padded = (few.refit(mean=True, batches=batches)[0] for batches in (texts, together(texts, 30)))
+    assert max(float((alone[name] - padded[name]).abs().max()) for name in alone) <= 1e-9
+    assert max(float((once[name] - cut[name]).abs().max()) for name in once) <= 1e-9
+    assert max(float((once[name] - spilled[name]).abs().max()) for name in once) <= 1e-9
+
+
+def test_a_batch_goes_through_each_map_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is solved and after; beside that only when stages are looked for, on the first batch."""
+    counts: dict[int, int] = {}
+    plain = torch.nn.Linear.forward
+
+    def counted(self: torch.nn.Linear, x: Tensor) -> Tensor:
+        counts[id(self)] = counts.get(id(self), 0) + 1
+        return plain(self, x)
+
+    few = Few(case_of("llama"), tmp_path)
+    monkeypatch.setattr(torch.nn.Linear, "forward", counted)
+    few.refit(mean=True, batches=[{"input_ids": ids[None]} for ids in torch.arange(60).view(10, 6) % 40])
+    assert max(counts.values()) <= 2 * 10 + 4
+
+
+def test_least_squares_optimum() -> None:
+    """Without a ridge each map is the optimum that lstsq finds; too few samples are told."""
+    draw = torch.Generator().manual_seed(0)
+    x, r = (torch.randn(40, n, generator=draw, dtype=torch.float64) for n in (7, 5))
+    found = ridge_change(x.T @ x, x.T @ r, torch.zeros(7))
+    assert found is not None
+    assert torch.allclose(found.T, torch.linalg.lstsq(x, r).solution)
+    few = x[:5]
+    assert ridge_change(few.T @ few, few.T @ r[:5], torch.zeros(7)) is None
+
+
+FIRST_MAPS = {
+    "llama": "model.layers.0.self_attn.q_proj.weight",
+    "nomic_bert": "encoder.layers.0.attn.Wqkv.weight",  # one tensor of the file, three maps of the module
+}
+
+
+@pytest.mark.parametrize("family", FIRST_MAPS)
+def test_enough_samples_and_no_ridge_leave_nothing_to_gain(family: str, tmp_path: Path) -> None:
+    """The first maps of a merge whose embeddings agree read what the donor reads: they become the donor's."""
+    few = Few(case_of(family), tmp_path, (0,))
+    name = next(name for name in few.states[0] if name.endswith(FIRST_MAPS[family]))
+    ids = torch.arange(48).view(4, 12) % 40 + 2
+    average = Few.average
+
+    def other(self: Few) -> State:
+        return {n: x + 0.1 * torch.sin(7 * x) if n == name else x for n, x in average(self).items()}
+
+    few.average = other.__get__(few)  # type: ignore[method-assign]
+    assert float((few.average()[name] - few.states[0][name]).abs().max()) > 0.01
+    found, _ = few.refit(ridge=0.0, batches=[{"input_ids": ids}])
+    assert torch.allclose(found[name], few.states[0][name], atol=1e-8)
+
+
+class Copies(dict[str, Tensor]):
+    """Tensors that are read anew each time, as from files."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name).clone()
+
+
+def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
+    """Two layers or eight: one layer of each model, and its sums; hidden states are on disk."""
+    peaks, case = [], case_of("llama")
+    for layers in (2, 5):
+        sizes = {**case.config, "num_hidden_layers": layers}
+        few = Few(replace(case, config=sizes), tmp_path / str(layers), (0, 3))
+        seen: list[int] = []
+
+        def write(_: str, tensor: Tensor, seen: list[int] = seen) -> Tensor:
+            seen.append(alive())
+            return tensor
+
+        forget()
+        with exactly():
+            store = Store(str(tmp_path / "states"))
+            teachers = [few.runner(Copies(few.states[k]), [few.given[k]], store, str(k)) for k in range(2)]
+            merge = few.runner(Copies(few.states[0]), few.given, store, "merge")
+            answers = Teachers(teachers, [[(k, 0, 1.0)] for k in range(2)], store)
+            Refit(merge, few.architecture, answers, [1.0, 1.0], 0.01, write).run()
+        peaks.append(max(seen))
+    assert 0 < peaks[1] <= 1.02 * peaks[0]
+
+
+# --- through mergekit --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return checkpoint("llama", "llama", tmp_path_factory.mktemp("refit") / "anchor")
+
+
+def refit_recipe(*models: Checkpoint, residual: str = "none", **parameters: Any) -> dict[str, Any]:
+    return recipe(*models, residual=residual, **{"delegate": "refit", "samples": 4, **parameters})
+
+
+@pytest.mark.parametrize("residual", ["none", "rotation"])
+def test_twin_through_mergekit(llama: Checkpoint, residual: str, tmp_path: Path) -> None:
+    """A twin in other coordinates, on text that both write: the merge is the anchor."""
+    other = twin(llama, tmp_path / "twin", residual)
+    found = merged(refit_recipe(llama, other, residual=residual), tmp_path / "out")
+    expected = llama.folded() if residual == "rotation" else llama.state
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 2e-5
+    assert found.keys() == expected.keys()
+    notes = "\n".join(report(tmp_path / "out")["notes"])
+    assert "15 linear maps were solved" in notes
+    assert "own model" in notes
+
+
+def test_more_models_weights_bf16_and_spill(llama: Checkpoint, tmp_path: Path) -> None:
+    others = [twin(llama, tmp_path / str(seed), "none", seed=seed, noise=0.05) for seed in (1, 2)]
+    made = refit_recipe(llama, *others, targets="mean", ridge=0.1, spill=str(tmp_path / "spill"))
+    for share, entry in zip((0.0, 0.75, 0.25), made["models"], strict=True):
+        entry["parameters"]["weight"] = share
+    found = merged({**made, "dtype": "bfloat16"}, tmp_path / "out")
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert list((tmp_path / "spill").iterdir()) == []
+    notes = "\n".join(report(tmp_path / "out")["notes"])
+    assert "mean of all models' answers" in notes
+    assert f"`{llama.path}` self" not in notes
+    again = merged({**made, "dtype": "bfloat16"}, tmp_path / "again")
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+def test_weights_are_shares_of_samples_or_of_answers(llama: Checkpoint, tmp_path: Path) -> None:
+    """A model of twice the weight is one whose own samples count twice; answers of all are on a line."""
+    other = checkpoint("llama", "llama", tmp_path / "other", seed=4)
+    texts = [torch.randint(3, 40, (4, 8), generator=torch.Generator().manual_seed(i)).tolist() for i in range(2)]
+    files = [tmp_path / f"{name}.jsonl" for name in ("first", "second", "twice")]
+    for file, rows in zip(files, (*texts, texts[1] * 2), strict=True):
+        file.write_text("\n".join(json.dumps({"input_ids": row}) for row in rows))
+
+    def found(share: float, data: Path, targets: str) -> dict[str, Tensor]:
+        made = refit_recipe(llama, other, targets=targets, start="anchor", samples=8)
+        for weight, source, entry in zip((1 - share, share), (files[0], data), made["models"], strict=True):
+            entry["parameters"] |= {"weight": weight, "data": str(source)}
+        return merged(made, tmp_path / f"{targets}-{share}-{data.stem}")
+
+    once, twice = found(2 / 3, files[1], "own"), found(0.5, files[2], "own")
+    assert all(torch.allclose(once[name], twice[name], rtol=1e-3, atol=1e-4) for name in once)
+    a, b, c = (found(s, files[1], "mean")["model.layers.0.self_attn.q_proj.weight"] for s in (0.25, 0.5, 0.75))
+    assert float((c - a).norm()) > 0.1
+    assert torch.allclose(c - b, b - a, atol=1e-4)
+
+
+def test_excluded_tensors_and_the_start(llama: Checkpoint, tmp_path: Path) -> None:
+    other = checkpoint("llama", "llama", tmp_path / "other", seed=4)
+    found = merged(refit_recipe(llama, other, exclude="lm_head, layers.1.", start="anchor"), tmp_path / "out")
+    own = llama.state
+    still = [name for name in own if "proj" not in name or "layers.1." in name]
+    assert all(torch.equal(found[name], own[name]) for name in still)
+    assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], own["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_a_tied_head_keeps_the_average(tmp_path: Path) -> None:
+    a, b = (checkpoint("llama", "qwen2", tmp_path / str(seed), seed=seed) for seed in (0, 4))
+    found = merged(refit_recipe(a, b), tmp_path / "out")
+    assert "lm_head.weight" not in found
+    assert "tied" in "\n".join(report(tmp_path / "out")["notes"])
+    untied = merged(refit_recipe(a, b, untie=True), tmp_path / "untied")
+    assert not torch.equal(untied["lm_head.weight"], untied["model.embed_tokens.weight"])
+    assert torch.equal(untied["model.embed_tokens.weight"], found["model.embed_tokens.weight"])
+
+
+def test_experts_are_named(tmp_path: Path) -> None:
+    a, b = (checkpoint("mixtral", "untied", tmp_path / str(seed), seed=seed) for seed in (0, 4))
+    merged(refit_recipe(a, b), tmp_path / "out")
+    notes = "\n".join(report(tmp_path / "out")["notes"])
+    assert "experts and routers" in notes
+    assert "block_sparse_moe.gate.weight" in notes
+    assert "held each model whole" in notes
+
+
+def test_pictures(tmp_path: Path) -> None:
+    """ViTs answer to synthetic images, which are one pool."""
+    a, b = (checkpoint("vit", "classifier", tmp_path / str(seed), seed=seed) for seed in (0, 4))
+    found = merged(refit_recipe(a, b), tmp_path / "out")
+    assert state(a.path).keys() == found.keys()
+    notes = "\n".join(report(tmp_path / "out")["notes"])
+    assert "synthetic" in notes
+    assert "mean of all models' answers" in notes
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "data": ({"data": "nowhere.txt"}, "no such file"),
+    "kind": ({"data": "synthetic"}, "does not take images"),
+    "targets": ({"targets": "all"}, "'targets' is 'all'"),
+    "pool": ({"data": "demo:python", "targets": "own"}, "'targets: own' needs samples of each model's own"),
+    "ridge": ({"ridge": -1.0}, "'ridge' is -1"),
+    "samples": ({"samples": 0}, "'samples' is 0"),
+    "weights": ({"weight": 0.0}, "weights are shares"),
+    "few": ({"ridge": 0.0, "samples": 1, "data": "few.jsonl", "spill": "spill"}, "do not determine"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(name: str, llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("few.jsonl").write_text('{"input_ids": [3, 4, 5, 6]}\n')
+    parameters, expected = BAD[name]
+    made = refit_recipe(llama, checkpoint("llama", "llama", tmp_path / "b", seed=2), **parameters)
+    if name == "weights":
+        for entry in made["models"]:
+            entry["parameters"]["weight"] = 0.0
+    done = mergekit_yaml(made, tmp_path / "out")
+    assert done.exit_code == 2
+    assert expected in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("spill/*"))
+
+
+def test_slices_and_task_vectors_are_refused(llama: Checkpoint, tmp_path: Path) -> None:
+    made = refit_recipe(llama)
+    made.pop("models")
+    source = {"model": str(llama.path), "layer_range": [0, 1], "parameters": {"weight": 1.0}}
+    made["slices"] = [{"sources": [source]}, {"sources": [source]}]
+    assert "refit runs whole models" in one_error(mergekit_yaml(made, tmp_path / "slices").output)
+    tuned = refit_recipe(llama, checkpoint("llama", "llama", tmp_path / "b", seed=2))
+    tuned["models"][1]["parameters"]["finetuned_from"] = str(llama.path)
+    assert "asks models for answers" in one_error(mergekit_yaml(tuned, tmp_path / "tuned").output)

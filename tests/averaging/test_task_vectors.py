@@ -1,0 +1,222 @@
+"""Delegates that merge task vectors: optimal, equivariant, exact where the answer is known; in recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from plugin_support import merged, mergekit_yaml, one_error
+from residual_support import Checkpoint, checkpoint, report, twin
+from torch import Tensor
+
+from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, both_sides, evened, mean_of, one_side
+from rotation_merge.cli.app import app
+
+BY_NAME = {method.spec.name: method for method in TASK_VECTORS}
+
+
+def defaults(method: TaskVectorMethod, **values: Any) -> dict[str, Any]:
+    return {parameter.name: parameter.default for parameter in method.spec.parameters} | values
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def orthogonal(size: int, seed: int) -> Tensor:
+    return torch.linalg.qr(random(size, size, seed=seed))[0]
+
+
+CASES = [("wudi", {}), ("wudi", {"sides": "both"}), ("wudi", {"gram_norm": "trace"}), ("tsv", {}), ("iso", {})]
+CASES += [("iso", {"share": 0.5})]
+
+
+@pytest.mark.parametrize(("name", "values"), CASES)
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
+def test_merged_changes_follow_rotations(name: str, values: dict[str, Any], shape: tuple[int, int]) -> None:
+    """f(L D R^T) = L f(D) R^T: merging commutes with an alignment."""
+    method = BY_NAME[name]
+    changes = [random(*shape, seed=seed) for seed in range(3)]
+    left, right = orthogonal(shape[0], 7), orthogonal(shape[1], 8)
+    parameters, weights = defaults(method, **values), [1.0, 2.0, 0.5]
+    merged_change = method.change(changes, weights, parameters)
+    turned = method.change([left @ d @ right.T for d in changes], weights, parameters)
+    torch.testing.assert_close(turned, left @ merged_change @ right.T, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["wudi", "tsv"])
+def test_one_change_is_kept(name: str) -> None:
+    method, change = BY_NAME[name], random(5, 7)
+    torch.testing.assert_close(method.change([change], [1.0], defaults(method)), change, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["wudi", "tsv"])
+def test_changes_that_do_not_meet_are_all_kept(name: str) -> None:
+    """Two tasks that read and write different directions: the merged change does what each of them does."""
+    u, v = orthogonal(8, 1), orthogonal(8, 2)
+    changes = [u[:, :3] @ random(3, 3, seed=3) @ v[:, :3].T, u[:, 3:6] @ random(3, 3, seed=4) @ v[:, 3:6].T]
+    method = BY_NAME[name]
+    parameters = defaults(method, **({"ridge": 1e-10} if name == "wudi" else {}))
+    merged_change = method.change(changes, [1.0, 1.0], parameters)
+    for change, inputs in zip(changes, (v[:, :3], v[:, 3:6]), strict=True):
+        torch.testing.assert_close(merged_change @ inputs, change @ inputs, atol=1e-6, rtol=1e-6)
+
+
+def test_one_side_is_the_minimum_of_its_objective() -> None:
+    """sum_t a_t |(D - D_t) D_t^T|^2 + l |D - M|^2: the gradient vanishes."""
+    changes, shares = [random(4, 6, seed=seed) for seed in range(3)], [0.2, 0.5, 1.0]
+    prior = mean_of(changes, shares)
+    merged_change = one_side(changes, shares, prior, 0.1)
+    grams = [a * d.T @ d for a, d in zip(shares, changes, strict=True)]
+    penalty = 0.1 * float(torch.stack(grams).sum(0).diagonal().mean())
+    x = merged_change.clone().requires_grad_()
+    objective = sum(a * ((x - d) @ d.T).square().sum() for a, d in zip(shares, changes, strict=True))
+    (objective + penalty * (x - prior).square().sum()).backward()
+    assert x.grad is not None
+    assert float(x.grad.abs().max()) < 1e-9
+
+
+def test_both_sides_solve_their_equation() -> None:
+    changes, weights = [random(5, 4, seed=seed) for seed in range(2)], [1.0, 3.0]
+    merged_change = both_sides(changes, weights, 0.1)
+    left = [5 * d @ d.T / d.square().sum() for d in changes]
+    right = [4 * d.T @ d / d.square().sum() for d in changes]
+    start, ridge = 0.7 * sum(changes), 0.1 * sum(weights)
+    rest = sum(w * a @ (d - merged_change) @ b for w, a, d, b in zip(weights, left, changes, right, strict=True))
+    torch.testing.assert_close(rest + ridge * (start - merged_change), torch.zeros(5, 4).double(), atol=1e-8, rtol=0)
+
+
+def test_iso_evens_all_singular_values() -> None:
+    method = BY_NAME["iso"]
+    values = torch.linalg.svdvals(method.change([random(4, 6), random(4, 6, seed=1)], [1.0, 1.0], defaults(method)))
+    torch.testing.assert_close(values, values[0].expand(4))
+
+
+def test_lengths_are_evened_where_they_differ_by_more_than_two() -> None:
+    short, long = random(3, 3), 10 * random(3, 3, seed=1)
+    even, ratio = evened([short, long, torch.zeros(3, 3).double()])
+    assert ratio == pytest.approx(float(long.norm() / short.norm()))
+    assert float(even[0].norm()) == pytest.approx(float(even[1].norm()))
+    assert not even[2].any()
+    assert torch.equal(evened([short, 1.5 * short])[0][0], short)
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def tuned(base: Checkpoint, where: Path, seed: int, noise: float = 0.01) -> Checkpoint:
+    generator = torch.Generator().manual_seed(seed)
+    moved = {name: x + noise * torch.randn(x.shape, generator=generator) for name, x in base.state.items()}
+    return base.write(moved, where)
+
+
+def recipe(base: Path, *models: Path, dtype: str = "float32", **parameters: Any) -> dict[str, Any]:
+    return {
+        "merge_method": "rotation_merge",
+        "base_model": str(base),
+        "models": [{"model": str(model)} for model in models],
+        "parameters": {"attention": "none", "ffn": "none", "rescale": False, **parameters},
+        "dtype": dtype,
+    }
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Checkpoint]:
+    """A base and two fine-tunes of it."""
+    base = checkpoint("llama", "llama", tmp_path / "base")
+    return [base, tuned(base, tmp_path / "one", 1), tuned(base, tmp_path / "two", 2)]
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_recipes_merge_the_changes_of_every_map(name: str, three: list[Checkpoint], tmp_path: Path) -> None:
+    base, one, two = three
+    result = merged(recipe(base.path, one.path, two.path, delegate=name, **{"lambda": 1.2}), tmp_path / "out")
+    start, first, second = (c.state for c in three)
+    method = BY_NAME[name]
+    for tensor in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
+        changes = [(state[tensor] - start[tensor]).double() for state in (first, second)]
+        wanted = start[tensor] + 1.2 * method.change(changes, [1.0, 1.0], defaults(method))
+        torch.testing.assert_close(result[tensor].double(), wanted.double(), atol=1e-5, rtol=1e-5)
+    norm = "model.norm.weight"
+    mean = start[norm] + 1.2 * ((first[norm] + second[norm]) / 2 - start[norm])
+    torch.testing.assert_close(result[norm], mean, atol=1e-6, rtol=1e-5)
+    notes = " ".join(report(tmp_path / "out")["notes"])
+    assert f"Delegate {name} merged the changes of" in notes
+
+
+def test_conv1d_is_merged_as_the_map_that_it_is(tmp_path: Path) -> None:
+    """GPT-2 stores (inputs, outputs): the rule is not the same along the other side."""
+    base = checkpoint("gpt2", "untied", tmp_path / "base")
+    models = [tuned(base, tmp_path / str(seed), seed) for seed in (1, 2)]
+    result = merged(recipe(base.path, *(m.path for m in models), delegate="wudi"), tmp_path / "out")
+    name = next(n for n in base.state if n.endswith("h.0.mlp.c_fc.weight"))
+    changes = [(m.state[name] - base.state[name]).double().T for m in models]
+    method = BY_NAME["wudi"]
+    wanted = base.state[name].double() + method.change(changes, [1.0, 1.0], defaults(method)).T
+    torch.testing.assert_close(result[name].double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_equal_models_stay_bit_for_bit(three: list[Checkpoint], tmp_path: Path) -> None:
+    base = three[0]
+    copies = [base.write(base.state, tmp_path / name) for name in ("copy", "another")]
+    result = merged(recipe(base.path, *(copy.path for copy in copies), delegate="wudi"), tmp_path / "out")
+    assert all(torch.equal(result[name], tensor) for name, tensor in base.state.items())
+
+
+def test_a_twins_fine_tune_is_merged_as_if_made_in_the_anchors_coordinates(tmp_path: Path) -> None:
+    base = checkpoint("llama", "llama", tmp_path / "base")
+    models = [tuned(base, tmp_path / str(seed), seed) for seed in (1, 2)]
+    moved = twin(models[1], tmp_path / "moved", "permutation", attention="rotation")
+    plain = merged(recipe(base.path, *(m.path for m in models), delegate="wudi"), tmp_path / "plain")
+    asked = {"attention": "rotation", "ffn": "permutation", "heads": "permutation", "residual": "permutation"}
+    aligned = recipe(base.path, models[0].path, moved.path, delegate="wudi", rescale=True, **asked)
+    found = merged(aligned, tmp_path / "aligned")
+    name = "model.layers.0.mlp.up_proj.weight"
+    change = (plain[name] - base.state[name]).norm()
+    assert float((found[name] - plain[name]).norm() / change) < 0.2  # the match is of noisy weights
+
+
+def test_storage_is_rounded_once_and_weights_count(three: list[Checkpoint], tmp_path: Path) -> None:
+    base, one, two = (c.path for c in three)
+    entry = recipe(base, one, two, dtype="bfloat16", delegate="wudi")
+    entry["models"][1]["parameters"] = {"weight": 0.0}
+    result = merged(entry, tmp_path / "out")
+    state = three[1].state
+    for name, tensor in result.items():
+        torch.testing.assert_close(tensor, state[name].bfloat16(), atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"lengths": "evn"}, "'lengths' is 'evn'.*auto, keep"),
+        ({"ridge": -1}, "'ridge' is -1"),
+        ({"sides": "two"}, "'sides' is 'two'.*one, both"),
+        ({"others": "median"}, "'others' is 'median'"),
+    ],
+)
+def test_bad_values_are_one_line(
+    parameters: dict[str, Any], words: str, three: list[Checkpoint], tmp_path: Path
+) -> None:
+    base, one, two = (c.path for c in three)
+    result = mergekit_yaml(recipe(base, one, two, delegate="wudi", **parameters), tmp_path / "out")
+    assert result.exit_code == 2
+    import re
+
+    assert re.search(words, one_error(result.output))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_base_is_required_and_alone_no_merge(three: list[Checkpoint], tmp_path: Path) -> None:
+    base = three[0].path
+    result = mergekit_yaml(recipe(base, base, delegate="tsv"), tmp_path / "out")
+    assert result.exit_code == 2
+    assert "delegate tsv" in one_error(result.output)
+
+
+def test_delegates_are_listed() -> None:
+    result = CliRunner().invoke(app, ["inspect", "--methods"])
+    assert all(name in result.output for name in BY_NAME)

@@ -1,0 +1,200 @@
+"""Statistics carried along with a donor are those of the donor: over all families, in float64."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import ALL, Case, exactly, inputs, make
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture
+from rotation_merge.averaging.methods import Averaging, Kfac, RegMean
+from rotation_merge.averaging.moved_statistics import carried_fisher, carried_gradient, carried_gram, feeding
+from rotation_merge.errors import StatisticsError
+from rotation_merge.matching.engine import untie_heads
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.mergekit_plugin.planning.averages import AverageTensor
+from rotation_merge.model.fold import Fold, Folded
+from rotation_merge.model.source import read_block, transform_state
+from rotation_merge.run.functions import architecture_of
+from rotation_merge.run.maps import LinearMap, linear_map
+from rotation_merge.run.measure import Measured, Measurement, MeasureOptions
+from rotation_merge.run.passes import Unfinished
+from rotation_merge.run.statistics_file import Gram
+
+FAMILIES = list({case.family: case for case in ALL}.values())
+STILL = ("signed_permutation", "permutation", "none")
+LOCAL = {"heads": "permutation", "attention": "invertible"}
+
+
+def measured(model: torch.nn.Module, case: Case, architecture: Architecture, where: Path, *kinds: str, **options):
+    with exactly():
+        found = Measurement(model, architecture, [inputs(case, model)], "none")
+        return found.run(MeasureOptions(kinds, **options), Unfinished(where, {}), lambda *_: None)
+
+
+def gram(found: Measured, name: str) -> Gram | None:
+    key = found.shared.get(name)
+    parts = [found.tensors.get(f"{key}.{what}") for what in ("gram", "diagonal", "factor", "count")]
+    loaded = [None if part is None else part.load() for part in parts]
+    return None if loaded[3] is None else Gram(*loaded, split=key in found.split)
+
+
+def pair(case: Case, options: AlignConfig, untie: bool = True):
+    """A model, the same moved by a random gauge, and the gauge; both of one class, heads untied where need be."""
+    model, other = make(case), make(case)
+    architecture = architecture_of(model)
+    if untie:
+        for one in (model, other):
+            untie_heads(one, architecture)
+        architecture = architecture_of(model, untie=True)
+    streams = architecture.folds(dict.fromkeys(architecture.streams, options.residual))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen = Folded(architecture, state, streams)
+    folded = {name: seen[name] if name in architecture.named() else state[name] for name in state}
+    gauge = random_gauge(architecture, options, torch.Generator().manual_seed(3))
+    moved = transform_state(architecture, folded, gauge)
+    other.load_state_dict({name: moved[name].to(tensor.dtype) for name, tensor in other.state_dict().items()})
+    return model, other, architecture, gauge, Fold(architecture, streams) if streams else None
+
+
+def admits(architecture: Architecture, group: str) -> bool:
+    return all(group in groups for groups in architecture.stream_groups.values())
+
+
+def residual_of(case: Case) -> str:
+    architecture = architecture_of(make(case))
+    return next(
+        g for g in ("rotation", "signed_permutation", "permutation", "none") if g == "none" or admits(architecture, g)
+    )
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_carrying_equals_measuring_after_alignment(case: Case, tmp_path: Path):
+    options = AlignConfig(residual=residual_of(case), **LOCAL)
+    model, other, architecture, gauge, fold = pair(case, options)
+    kinds = ("gram", "kfac") if gives_logits(case, model) else ("gram",)
+    own, theirs = (measured(m, case, architecture, tmp_path / str(i), *kinds) for i, m in enumerate((model, other)))
+    compared = 0
+    for block in architecture.blocks:
+        tensors, after = (read_block(block, m.state_dict()) for m in (model, other))
+        for info in block.tensors:
+            one = linear_map(block, info)
+            if one is None or info.name not in own.shared:
+                continue
+            before, behind = feeding(tensors, one, fold), feeding(after, one, None)
+            carried = carried_gram(one, gram(own, info.name), gauge, before)["dense"]
+            again = carried_gram(one, gram(theirs, info.name), {}, behind)["dense"]
+            torch.testing.assert_close(carried, again, rtol=1e-7, atol=1e-7 * float(again.abs().max()))
+            held: list[dict[str, Tensor]] = [{"dense": again}, {"dense": carried}]
+            key = f"{info.name}.gradient"
+            if key in own.tensors:
+                matrices = [
+                    carried_gradient(one, found.tensors[key].load(), info.name in found.behind, maps, fed)
+                    for found, maps, fed in ((own, gauge, before), (theirs, {}, behind))
+                ]
+                size = float(matrices[1].abs().max())
+                torch.testing.assert_close(*matrices, rtol=1e-6, atol=1e-6 * size)
+                held = [{**own_held, "gradient": m} for own_held, m in zip(held, reversed(matrices), strict=True)]
+            weigh_alike(RegMean() if len(held[0]) == 1 else Kfac(), one, after[info.key], held)
+            compared += 1
+    assert compared >= 4
+
+
+def weigh_alike(method: Averaging, one: LinearMap, weight: Tensor, held: list[dict[str, Tensor]]) -> None:
+    """By the statistics of twins, each weight counts as much as the other: two weights average to their mean."""
+    books = tuple(SimpleNamespace(statistics=SimpleNamespace(made={"loss_scale": 1.0})) for _ in held)
+    other = weight + torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
+    task = AverageTensor.model_construct(
+        **{"method": method, "order": (0, 1), "shares": (0.5, 0.5), "carried": books, "label": "", "piece": None},
+        parameters={"shrink": 0.9, "ridge": 0.1},
+        flipped=one.reads < one.gives,
+    )
+    found = task.execute({0: weight, 1: other}, held0=held[0], held1=held[1])
+    torch.testing.assert_close(found, (weight + other) / 2, rtol=0, atol=1e-4 * float(other.abs().max()))
+
+
+def gives_logits(case: Case, model: torch.nn.Module) -> bool:
+    with exactly(), torch.no_grad():
+        return any(key.endswith("logits") for key in model(**inputs(case, model)))
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_a_fisher_diagonal_survives_permutations_signs_and_scales(case: Case, tmp_path: Path):
+    architecture = architecture_of(make(case))
+    residual = next(g for g in STILL if g == "none" or admits(architecture, g))
+    options = AlignConfig(residual=residual, heads="permutation", attention="none")
+    model, other, architecture, gauge, _ = pair(case, options)
+    if not gives_logits(case, model):
+        return
+    own, theirs = (measured(m, case, architecture, tmp_path / str(i), "fisher") for i, m in enumerate((model, other)))
+    compared = 0
+    for info in architecture.tensors():
+        if f"{info.names[0]}.fisher" not in own.tensors:
+            continue
+        before, after = (_stacked(found, info) for found in (own, theirs))
+        carried = carried_fisher(info, before, gauge)
+        torch.testing.assert_close(carried, after, rtol=1e-6, atol=1e-6 * float(after.abs().max().clamp(min=1e-12)))
+        compared += 1
+    assert compared >= 4
+
+
+def _stacked(found: Measured, info) -> Tensor:
+    pieces = [found.tensors[f"{name}.fisher"].load() for name in info.names]
+    return torch.stack(pieces) if info.stacked else pieces[0]
+
+
+def test_what_a_rotation_destroys_is_refused():
+    case = next(c for c in FAMILIES if c.family == "llama")
+    _, _, architecture, gauge, _ = pair(case, AlignConfig(**LOCAL))
+    info = next(i for i in architecture.tensors() if i.name.endswith("v_proj.weight"))
+    with pytest.raises(StatisticsError, match=r"does not survive the rotation.*attention: none"):
+        carried_fisher(info, torch.ones([axis.size for axis in info.axes]), gauge)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_what_norms_and_scales_do_is_put_back_by_multiplication(case: Case, tmp_path: Path):
+    """From what was normalised, and from gradients behind layer scales: what maps really read, and get back."""
+    model = make(case)
+    architecture = architecture_of(model)
+    kinds = ("gram", "kfac") if gives_logits(case, model) else ("gram",)
+    own = measured(model, case, architecture, tmp_path / "own", *kinds)
+    with exactly():
+        plain = Measurement(model, architecture, [inputs(case, model)], "none")
+        plain.tapped.split = lambda *_: contextlib.nullcontext()  # type: ignore[method-assign]
+        plain.split, plain.behind = [], []
+        raw = plain.run(MeasureOptions(kinds), Unfinished(tmp_path / "raw", {}), lambda *_: None)
+    for block in architecture.blocks:
+        tensors = read_block(block, model.state_dict())
+        for info in block.tensors:
+            one = linear_map(block, info)
+            if one is None or info.name not in own.shared:
+                continue
+            fed = feeding(tensors, one, None)
+            found = carried_gram(one, gram(own, info.name), {}, fed)["dense"]
+            wanted = gram(raw, info.name).matrix[..., :-1, :-1]
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8 * float(wanted.abs().max()))
+            key = f"{info.name}.gradient"
+            if key in own.tensors:
+                found = carried_gradient(one, own.tensors[key].load(), info.name in own.behind, {}, fed)
+                wanted = raw.tensors[key].load()
+                torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-7 * float(wanted.abs().max()))
+
+
+def test_expectations_over_labels_are_exact(tmp_path: Path):
+    """Of a classifier's logits the Fisher matrix is diag(p) - p p^T: so are those of its head's bias and gradients."""
+    case = next(c for c in ALL if c.family == "bert" and c.class_name == "BertForSequenceClassification")
+    model = make(case)
+    found = measured(model, case, architecture_of(model), tmp_path / "x", "kfac", "fisher")
+    with exactly(), torch.no_grad():
+        p = model(**inputs(case, model)).logits.softmax(-1)
+    variances = (p * (1 - p)).mean(0)
+    torch.testing.assert_close(found.tensors["classifier.bias.fisher"].load(), variances)
+    whole = torch.diag(p.mean(0)) - p.T @ p / len(p)
+    torch.testing.assert_close(found.tensors["classifier.weight.gradient"].load(), whole)
+    assert found.loss_scale == pytest.approx(float(variances.sum()))

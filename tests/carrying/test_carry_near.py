@@ -1,0 +1,139 @@
+"""Bases that share their coordinates: work is used as it is, by the command, in recipes and in Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import parsed, run
+from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_recipe, write_state
+
+from rotation_merge import transfer
+from rotation_merge.model.lora import Written
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base, its next release (near), one of moved neurons only, a fine-tune and an adapter of the first."""
+    folder = tmp_path_factory.mktemp("near")
+    old = make("llama", folder / "old")
+    draw = torch.Generator().manual_seed(2)
+
+    def changed(by: float, name: str) -> Path:
+        tensors = {n: t + by * torch.randn(t.shape, generator=draw) for n, t in state(old).items()}
+        return write_state(tensors, old, folder / name)
+
+    found = {"old": old, "new": changed(0.1, "new"), "tuned": changed(0.02, "tuned")}
+    found["neurons"] = twin(old, folder / "neurons", attention="none", ffn="permutation", rescale=False)
+    module = "base_model.model.model.layers.1.mlp.up_proj"
+    factors = {f"{module}.lora_A.weight": torch.randn(2, 32), f"{module}.lora_B.weight": torch.randn(48, 2)}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(old)}
+    Written(config, factors).write(str(folder / "adapter"))
+    records = [{"input_ids": [(7 * i + j * j) % 40 for j in range(10)]} for i in range(32)]
+    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return {**found, "adapter": folder / "adapter", "texts": folder / "texts.jsonl"}
+
+
+def command(models: dict[str, Path], out: Path, *more: object, work: str = "adapter", **changed: str) -> list[object]:
+    given = {"old": "old", "new": "new", **changed}
+    return ["carry", models[work], out, "--from", models[given["old"]], "--to", models[given["new"]], *more]
+
+
+@pytest.mark.parametrize("more", [(), ("--heads", "permutation"), ("--carry", "refit"), ("--scale", "auto")])
+def test_an_adapter_can_be_used_as_it_is(models: dict[str, Path], tmp_path: Path, more: tuple[str, ...]) -> None:
+    done = run(*command(models, tmp_path / "out", *more))
+    assert done.exit_code == 0, done.output
+    assert f"{models['adapter']} can be used on {models['new']} as it is" in done.output
+    assert "Written to" not in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_fine_tune_changed_can_be_added(models: dict[str, Path], tmp_path: Path) -> None:
+    """By the recipe that is named, which is plain addition."""
+    found = parsed(*command(models, tmp_path / "out", work="tuned"))
+    assert not found["written"]
+    (unmoved,) = found["usable_as_they_are"]
+    assert "merge_method: task_arithmetic" in unmoved["lines"][0]
+    weights = {"tuned": 1, "old": -1}
+    listed = [{"model": str(models[name]), "parameters": {"weight": weight}} for name, weight in weights.items()]
+    recipe = {"merge_method": "task_arithmetic", "base_model": str(models["new"]), "models": listed}
+    result = merged({**recipe, "parameters": {"normalize": False}, "dtype": "float32"}, tmp_path / "merged")
+    assert_added(result, models)
+
+
+def added(models: dict[str, Path]) -> Tensors:
+    old, new, tuned = (state(models[name]) for name in ("old", "new", "tuned"))
+    return {name: new[name] + tuned[name] - old[name] for name in new}
+
+
+def assert_added(result: Tensors, models: dict[str, Path]) -> None:
+    for name, tensor in added(models).items():
+        torch.testing.assert_close(result[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+def test_what_asks_for_more_gets_it(models: dict[str, Path], tmp_path: Path) -> None:
+    """--force, and --data; bases of which one kind of matrix was moved."""
+    data = ("--data", models["texts"], "--samples", 32, "--scale", "auto")
+    for name, given in {"forced": ("--force",), "judged": data}.items():
+        done = run(*command(models, tmp_path / name, *given))
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / name / "adapter_model.safetensors").exists()
+    assert parsed(*command(models, tmp_path / "moved", new="neurons"))["written"]
+
+
+def test_an_adapter_of_another_base_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    asked = command(models, tmp_path / "out", old="neurons", new="old")
+    done = run(*asked)
+    assert done.exit_code == 2
+    assert f"is an adapter of {models['old']}, not of {models['neurons']}" in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+    judged = run(*asked, "--data", models["texts"], "--samples", 32, "--scale", "auto")
+    assert judged.exit_code == 2
+    assert run(*asked, "--force").exit_code == 0
+    made = recipe(models, f"{models['neurons']}+{models['adapter']}", "neurons")
+    done = mergekit_yaml(made, tmp_path / "merged")
+    assert "is an adapter of" in one_error(done.output)
+    assert not (tmp_path / "merged").exists()
+    checked = run("check", write_recipe(made, tmp_path / "recipe.yml"))
+    assert checked.exit_code == 1
+    assert "is an adapter of" in checked.output
+    assert mergekit_yaml(made, tmp_path / "forced", "--allow-crimes").exit_code == 0
+
+
+def recipe(models: dict[str, Path], donor: str, origin: str = "old", **options: Any) -> dict[str, Any]:
+    made = recipe_for("task_arithmetic", models["new"])
+    own = {"weight": 1.0, "finetuned_from": str(models[origin])}
+    return {
+        **made,
+        "models": [{"model": donor, "parameters": own}],
+        "parameters": {"delegate": "task_arithmetic"} | options,
+    }
+
+
+def test_recipes_add_the_change_as_it_is(models: dict[str, Path], tmp_path: Path) -> None:
+    """And match where they ask for it, which report and `check` do not keep to themselves."""
+    assert_added(merged(recipe(models, str(models["tuned"])), tmp_path / "merged"), models)
+    report = (tmp_path / "merged" / "rotation_merge.json").read_text()
+    assert "share their coordinates" in report
+    assert "is added as it is" in report
+    asked = recipe(models, str(models["tuned"]), heads="permutation")
+    checked = run("check", write_recipe(asked, tmp_path / "recipe.yml"))
+    assert checked.exit_code == 0
+    assert "'heads' asks for more" in " ".join(checked.output.split())
+
+
+def test_python_adds_the_change_as_it_is(models: dict[str, Path]) -> None:
+    config = json.loads((models["old"] / "config.json").read_text())
+    states = [(state(models[name]), config) for name in ("tuned", "old", "new")]
+    carried = transfer(*states)
+    assert_added(carried.state_dict(), models)
+    assert "nothing was matched" in " ".join(carried.notes)
+    assert "nothing was matched" not in " ".join(transfer(*states, heads="permutation").notes)
+    assert_added(transfer(*(models[name] for name in ("tuned", "old", "new"))).state_dict(), models)
+    far = [(state(models[name]), config) for name in ("tuned", "old", "neurons")]
+    assert not transfer(*far).notes

@@ -1,0 +1,425 @@
+"""Adapters carried, as peft itself runs them: forms of LoRA, whole modules, biases, DoRA; what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from carry_support import other_coordinates
+from cli_support import run
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_models import ALL, Case, make, outputs, save
+from tiny_models import inputs as given_inputs
+from torch import Tensor
+
+from rotation_merge.architecture import resolve
+from rotation_merge.carrying.adapters_carried import Carried, carry_adapter
+from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.lora_of_tuned import lora_of_tuned
+from rotation_merge.carrying.tuned import Tuned, share
+from rotation_merge.errors import AlignmentError, CheckpointError, RotationMergeError
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.adapters import Adapter
+
+ROTATION = AlignConfig(heads="permutation", residual="rotation")
+PERMUTATION = AlignConfig(heads="permutation", residual="permutation")
+ORDERS = AlignConfig(attention="none", heads="permutation", residual="permutation")
+
+
+class Home:
+    """An old base, a new one that computes the same in other coordinates, and adapters of the old one, run by peft."""
+
+    def __init__(self, family: str, name: str, where: Path) -> None:
+        self.case: Case = next(c for c in ALL if (c.family, c.name) == (family, name))
+        self.where = where
+        model = make(self.case)
+        self.given = given_inputs(self.case, model)
+        self.config, self.state = save(model, where / "old")
+        self.architecture = resolve(self.config, list(self.state), name, untie=True)
+
+    def new(self, options: AlignConfig) -> tuple[dict[str, Tensor], Alignment]:
+        state, alignment = other_coordinates(self.architecture, self.state, options)
+        folder = self.where / "new"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text((self.where / "old" / "config.json").read_text())
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        return state, alignment
+
+    def base(self, name: str) -> Any:
+        loaded = self.case.model_class.from_pretrained(
+            self.where / name, dtype=torch.float64, attn_implementation="eager"
+        )
+        loaded.config._experts_implementation = "eager"
+        return loaded.eval()
+
+    def adapter(self, **config: Any) -> tuple[Adapter, Tensor]:
+        """An adapter with everything trainable made random, and what the old base computes with it."""
+        torch.manual_seed(0)
+        wanted = LoraConfig(**{"r": 2, "lora_alpha": 3, **config})
+        model = get_peft_model(self.base("old"), wanted, autocast_adapter_dtype=False)
+        for _, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data + 0.3 * torch.randn_like(parameter)
+        model.save_pretrained(self.where / "adapter", save_embedding_layers=False)
+        return Adapter(str(self.where / "adapter")), self.logits(model)
+
+    def carried(self, adapter: Adapter, options: AlignConfig, **others: Any) -> tuple[Carried, Tensor]:
+        """The adapter on the new base, and what that computes with it."""
+        state, alignment = self.new(options)
+        carrier = Carrier(self.architecture, self.state, state, alignment)
+        result = carry_adapter(adapter, carrier, self.config, str(self.where / "new"), **others)
+        result.adapter.write(str(self.where / "carried"))
+        model = PeftModel.from_pretrained(self.base("new"), self.where / "carried", autocast_adapter_dtype=False)
+        return result, self.logits(model)
+
+    def logits(self, model: Any) -> Tensor:
+        return outputs(model.eval(), self.given)["logits"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home("llama", "llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home("gpt2", "untied", tmp_path_factory.mktemp("gpt2"))
+
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+FORMS: dict[str, tuple[str, AlignConfig, dict[str, Any]]] = {
+    "lora": ("llama", ROTATION, {"target_modules": LINEAR}),
+    "rank-stabilised, ranks of their own": (
+        "llama",
+        ROTATION,
+        {"target_modules": LINEAR, "use_rslora": True, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"up_proj": 7}},
+    ),
+    "embedding and head": ("llama", ROTATION, {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
+    "whole modules": ("llama", ROTATION, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "down_proj"]}),
+    "whole norms": (
+        "llama",
+        PERMUTATION,
+        {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "norm", "embed_tokens"]},
+    ),
+    "dora": ("llama", ORDERS, {"target_modules": LINEAR, "use_dora": True}),
+    "dora of what is not turned": ("llama", ROTATION, {"target_modules": ["gate_proj", "up_proj"], "use_dora": True}),
+    "shifts left over": ("gpt2", ROTATION, {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
+    "a bias already": (
+        "gpt2",
+        ROTATION,
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "lora_bias": True},
+    ),
+    "trained biases": (
+        "gpt2",
+        ROTATION,
+        {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "bias": "lora_only"},
+    ),
+    "all biases": ("gpt2", PERMUTATION, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"}),
+    "dora of layers stored the other way": (
+        "gpt2",
+        ORDERS,
+        {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_peft_runs_the_carried_adapter(form: str, request: pytest.FixtureRequest) -> None:
+    family, options, config = FORMS[form]
+    home = request.getfixturevalue(family)
+    adapter, expected = home.adapter(**config)
+    assert float((home.logits(home.base("old")) - expected).abs().max()) > 1e-2
+    result, found = home.carried(adapter, options)
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-8)
+    assert {x.dtype for x in result.adapter.tensors.values()} == {torch.float64}
+
+
+REFUSED: dict[str, tuple[str, AlignConfig, dict[str, Any], str]] = {
+    "dora under rotations": ("llama", ROTATION, {"target_modules": ["v_proj"], "use_dora": True}, "outputs are turned"),
+    "norms under rotations": (
+        "llama",
+        ROTATION,
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+        r"'model.*norm.weight' cannot be carried where the stream is turned",
+    ),
+    "constants beside embeddings": (
+        "gpt2",
+        ROTATION,
+        {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True},
+        "leave constants over",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_forms_that_cannot_express_it_are_refused(form: str, request: pytest.FixtureRequest) -> None:
+    family, options, config, words = REFUSED[form]
+    home = request.getfixturevalue(family)
+    with pytest.raises(AlignmentError, match=words):
+        home.carried(home.adapter(**config)[0], options)
+
+
+def test_scale(llama: Home) -> None:
+    adapter, _ = llama.adapter(target_modules=["q_proj", "down_proj"])
+    once, twice = (llama.carried(adapter, ROTATION, scale=scale)[0] for scale in (1.0, 2.0))
+    key = next(key for key in once.adapter.tensors if "lora_B" in key)
+    torch.testing.assert_close(twice.adapter.tensors[key], 2 * once.adapter.tensors[key])
+
+
+def test_a_gain_of_zero_is_refused(llama: Home) -> None:
+    adapter, _ = llama.adapter(target_modules=["q_proj"])
+    state, alignment = llama.new(ROTATION)
+    state["model.layers.0.input_layernorm.weight"][3] = 0
+    with pytest.raises(AlignmentError, match=r"entry 3 of the gain.*near zero"):
+        carry_adapter(adapter, Carrier(llama.architecture, llama.state, state, alignment), llama.config, "new")
+
+
+class TestBadInput:
+    @pytest.fixture(scope="class")
+    def folder(self, llama: Home) -> Path:
+        llama.adapter(target_modules=["q_proj"])
+        llama.new(ROTATION)
+        return llama.where
+
+    def refused(
+        self, where: Path, out: Path, adapter: Path | None = None, old: object = None, new: object = None
+    ) -> str:
+        done = run(
+            "carry", adapter or where / "adapter", "--from", old or where / "old", "--to", new or where / "new", out
+        )
+        assert done.exit_code == 2, done.output
+        assert len(done.output.strip().splitlines()) == 1, done.output
+        assert not out.exists()
+        return done.output
+
+    def changed(self, folder: Path, to: Path, tensors: Any = None, **config: Any) -> Path:
+        to.mkdir()
+        old = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+        (to / "adapter_config.json").write_text(json.dumps({**old, **config}))
+        stored = load_file(folder / "adapter" / "adapter_model.safetensors")
+        save_file(tensors(stored) if tensors else stored, to / "adapter_model.safetensors")
+        return to
+
+    def test_nothing_there(self, folder: Path, tmp_path: Path):
+        (tmp_path / "empty").mkdir()
+        assert "no weights are there" in self.refused(folder, tmp_path / "out", tmp_path / "empty")
+
+    def test_missing_base(self, folder: Path, tmp_path: Path):
+        assert "no such directory" in self.refused(folder, tmp_path / "out", old=tmp_path / "nothing")
+
+    def test_other_kinds(self, folder: Path, tmp_path: Path):
+        other = self.changed(folder, tmp_path / "ia3", peft_type="IA3")
+        assert "not a LoRA" in self.refused(folder, tmp_path / "out", other)
+
+    def test_ranks_that_disagree(self, folder: Path, tmp_path: Path):
+        def cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {k: x[:1].contiguous() if "lora_A" in k else x for k, x in tensors.items()}
+
+        other = self.changed(folder, tmp_path / "ranks", cut)
+        assert "the factors of" in self.refused(folder, tmp_path / "out", other)
+
+    def test_another_base(self, folder: Path, tmp_path: Path):
+        def wider(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {k: torch.cat([x, x], 1) if "lora_A" in k else x for k, x in tensors.items()}
+
+        other = self.changed(folder, tmp_path / "wide", wider)
+        assert "its base says" in self.refused(folder, tmp_path / "out", other)
+
+    def test_numbers_that_are_none(self, folder: Path, tmp_path: Path):
+        def spoilt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {k: x / 0 if "layers.1" in k else x for k, x in tensors.items()}
+
+        other = self.changed(folder, tmp_path / "spoilt", spoilt)
+        assert "holds NaN or infinity" in self.refused(folder, tmp_path / "out", other)
+
+    def test_modules_that_are_not_there(self, folder: Path, tmp_path: Path):
+        def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {k.replace("q_proj", "query"): x for k, x in tensors.items()}
+
+        other = self.changed(folder, tmp_path / "names", renamed)
+        assert "which its base has not" in self.refused(folder, tmp_path / "out", other)
+
+    def test_quantised_base(self, folder: Path, tmp_path: Path):
+        base = tmp_path / "int4"
+        base.mkdir()
+        config = json.loads((folder / "new" / "config.json").read_text())
+        quantised = {**config, "quantization_config": {"quant_method": "gptq"}}
+        (base / "config.json").write_text(json.dumps(quantised))
+        (base / "model.safetensors").write_bytes((folder / "new" / "model.safetensors").read_bytes())
+        assert "gptq" in self.refused(folder, tmp_path / "out", new=base)
+
+    def test_two_to_one_place(self, folder: Path, tmp_path: Path):
+        twice = [folder / "adapter"] * 2
+        done = run("carry", *twice, "--from", folder / "old", "--to", folder / "new", tmp_path / "out")
+        assert done.exit_code == 2
+        assert "one by one" in done.output
+        done = run("carry", *twice, "--from", folder / "old", "--to", folder / "new", folder, "--force")
+        assert "one of the inputs" in done.output
+
+
+def test_command(llama: Home, tmp_path: Path) -> None:
+    """Two adapters at once, each exactly and in its own ranks; without and with a file of maps."""
+    first, second = llama.where / "adapter", tmp_path / "second"
+    ranks = {"r": 3, "rank_pattern": {"layers.0.mlp.up_proj": 1}}
+    home = {second: llama.adapter(target_modules=["up_proj", "v_proj"], **ranks)[1]}
+    shutil.copytree(first, second)
+    (second / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
+    home[first] = llama.adapter(target_modules=["q_proj", "down_proj"])[1]
+    llama.new(ROTATION)
+    bases = ("--from", llama.where / "old", "--to", llama.where / "new")
+    done = run("carry", first, second, *bases, tmp_path / "both", "--heads", "permutation")
+    assert done.exit_code == 0, done.output
+    for path, expected in home.items():
+        there = tmp_path / "both" / path.name
+        before, after = (load_file(folder / "adapter_model.safetensors") for folder in (path, there))
+        assert {name: x.shape for name, x in after.items()} == {name: x.shape for name, x in before.items()}
+        found = llama.logits(PeftModel.from_pretrained(llama.base("new"), there, autocast_adapter_dtype=False))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    card = (tmp_path / "both" / "second" / "README.md").read_text()
+    assert "\nbase_model_relation: adapter\n" in card
+    assert f"carried to `{llama.where / 'new'}`" in card
+    assert "nothing beside peft" in card
+    assert "\nlicense: other\n" in card, "the base states none"
+    assert f"| {second} |  | cc-by-nc-4.0 |" in card
+    config = json.loads((tmp_path / "both" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(llama.where / "new")
+    maps = tmp_path / "maps.safetensors"
+    aligned = run(
+        *("align", llama.where / "new", llama.where / "old", "--alignment", maps),
+        *("--heads", "permutation", "--residual", "rotation"),
+    )
+    assert aligned.exit_code == 0, aligned.output
+    done = run("carry", first, *bases, tmp_path / "half", "--alignment", maps, "--scale", 0.5, "--lora", 7)
+    assert done.exit_code == 0, done.output
+    assert "multiplied by 0.5" in (tmp_path / "half" / "README.md").read_text()
+    assert "stays an adapter of rank 2" in done.output
+    done = run("carry", first, *bases, tmp_path / "one", "--alignment", maps)
+    assert done.exit_code == 0, done.output
+    one, two = (load_file(tmp_path / p / "adapter_model.safetensors") for p in ("one", "both/adapter"))
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3)
+
+
+def test_an_adapter_of_another_base(llama: Home, tmp_path: Path) -> None:
+    """Told by the weights of the base that its config names, or by its name where that is not here; of one that was
+    carried before, by the weights of the base it was carried to."""
+    llama.adapter(target_modules=["q_proj"])
+    llama.new(ROTATION)
+    adapter, old, new, gone = (llama.where / "adapter", llama.where / "old", llama.where / "new", tmp_path / "gone")
+    moved, named, alike = tmp_path / "moved", tmp_path / "another", tmp_path / "alike" / "new"
+    shutil.copytree(new, moved)
+    shutil.copytree(old, named)
+    shutil.copytree(old, alike)
+    shutil.copytree(adapter, gone)
+    config = json.loads((gone / "adapter_config.json").read_text())
+    (gone / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "no/such/old"}))
+    groups = ("--heads", "permutation")
+
+    def refused(work: Path, home: Path, to: Path, out: str) -> str:
+        done = run("carry", work, "--from", home, "--to", to, tmp_path / out, *groups)
+        assert done.exit_code == (2 if "Error" in done.output else 0), done.output
+        return done.output if done.exit_code else ""
+
+    assert not refused(adapter, old, new, "there")
+    assert not refused(adapter, named, new, "a"), "the same weights by another name"
+    assert "is an adapter of" in refused(adapter, new, old, "b")
+    assert not refused(gone, old, new, "c"), "nothing but the name to go by"
+    assert "is an adapter of no/such/old" in refused(gone, named, new, "d")
+    assert not refused(tmp_path / "there", moved, old, "back")
+    assert "whose weights were not those of" in refused(tmp_path / "there", alike, new, "e")
+
+
+class TestWholeFineTunes:
+    def tuned(self, home: Home, norms: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+        """A fine-tune of the old base, and what it computes."""
+        generator = torch.Generator().manual_seed(3)
+        state = {
+            name: x + 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype) if norms or x.ndim > 1 else x
+            for name, x in home.state.items()
+        }
+        folder = home.where / "tuned"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text((home.where / "old" / "config.json").read_text())
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        return state, home.logits(home.base("tuned"))
+
+    @pytest.mark.parametrize("options", [ROTATION, PERMUTATION], ids=["rotation", "permutation"])
+    def test_at_full_rank_an_adapter_says_it_all(self, llama: Home, options: AlignConfig) -> None:
+        """Changed norms go into what reads them where the stream is turned, else into modules_to_save."""
+        state, expected = self.tuned(llama)
+        new, alignment = llama.new(options)
+        tuned = Tuned(Carrier(llama.architecture, llama.state, new, alignment), state)
+        config = {**llama.config, "architectures": [llama.case.class_name]}
+        base = SimpleNamespace(config=config, reference=llama.where / "new", tied_head=None)
+        written, kept = lora_of_tuned(tuned, 64, base)
+        assert share(kept) == pytest.approx(1.0, abs=1e-9)
+        written.write(str(llama.where / "lora"))
+        model = PeftModel.from_pretrained(llama.base("new"), llama.where / "lora", autocast_adapter_dtype=False)
+        torch.testing.assert_close(llama.logits(model), expected, atol=1e-4, rtol=1e-4)
+        _, less = lora_of_tuned(tuned, 4, base)
+        assert 0.1 < share(less) < 0.9
+
+    def test_biases_and_what_has_no_place(self, gpt2: Home) -> None:
+        """Beside biases peft has no place for embeddings: their change is counted as lost."""
+        state, _ = self.tuned(gpt2)
+        new, alignment = gpt2.new(ROTATION)
+        tuned = Tuned(Carrier(gpt2.architecture, gpt2.state, new, alignment), state)
+        config = {**gpt2.config, "architectures": [gpt2.case.class_name]}
+        base = SimpleNamespace(config=config, reference=gpt2.where / "new", tied_head=None)
+        written, kept = lora_of_tuned(tuned, 96, base)
+        lost = {key for key, (norm, rest) in kept.items() if rest < 0.5 * norm}
+        assert lost
+        assert all("wte" in key or "wpe" in key or "ln_f" in key or "lm_head" in key for key in lost), lost
+        written.write(str(gpt2.where / "lora"))
+        PeftModel.from_pretrained(gpt2.base("new"), gpt2.where / "lora")
+
+    def test_commands(self, llama: Home, tmp_path: Path) -> None:
+        _, expected = self.tuned(llama)
+        llama.new(ROTATION)
+        bases = ("--from", llama.where / "old", "--to", llama.where / "new", "--heads", "permutation")
+        done = run("carry", llama.where / "tuned", *bases, tmp_path / "whole")
+        assert done.exit_code == 0, done.output
+        assert "task vector" in done.output
+        assert "base_model_relation: finetune" in (tmp_path / "whole" / "README.md").read_text()
+        found = llama.case.model_class.from_pretrained(
+            tmp_path / "whole", dtype=torch.float64, attn_implementation="eager"
+        )
+        torch.testing.assert_close(llama.logits(found), expected, atol=1e-2, rtol=1e-2)  # maps are stored in single
+        done = run("carry", llama.where / "tuned", *bases, tmp_path / "lora", "--lora", 4)
+        assert done.exit_code == 0, done.output
+        assert "keeps" in done.output
+        assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
+
+    def test_an_embedding_that_is_the_head_stays_the_new_bases(self, tmp_path: Path) -> None:
+        """peft would change one of the two; the adapter is one that our own commands take."""
+        tied = Home("llama", "llama, tied, biases", tmp_path)
+        self.tuned(tied, norms=False)
+        tied.new(PERMUTATION)
+        bases = (
+            "--from",
+            tmp_path / "old",
+            "--to",
+            tmp_path / "new",
+            "--heads",
+            "permutation",
+            "--residual",
+            "permutation",
+        )
+        done = run("carry", tmp_path / "tuned", *bases, tmp_path / "lora", "--lora", 64)
+        assert done.exit_code == 0, done.output
+        assert "`lm_head.weight` is tied to it" in (tmp_path / "lora" / "README.md").read_text()
+        done = run("verify", f"{tmp_path / 'new'}+{tmp_path / 'lora'}", tmp_path / "new")
+        assert "differ" in done.output, done.output
+
+
+def test_errors_are_of_our_own() -> None:
+    assert issubclass(CheckpointError, RotationMergeError)

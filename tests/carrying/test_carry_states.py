@@ -1,0 +1,40 @@
+"""`rotation_merge.transfer`: state dicts and modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import ALL, difference, outputs, planted
+
+import rotation_merge
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.source import transform_state
+
+LLAMA = next(case for case in ALL if case.family == "llama" and not case.config.get("tie_word_embeddings"))
+
+
+@pytest.mark.parametrize("residual", ["signed_permutation", None])
+def test_what_is_carried_computes_what_it_computed_at_home(residual: str | None) -> None:
+    model = planted(LLAMA)
+    generator = torch.Generator().manual_seed(0)
+    noise = {name: 0.02 * torch.randn(x.shape, generator=generator, dtype=x.dtype) for name, x in model.state.items()}
+    norms = [name for name in noise if noise[name].ndim == 1]  # a change of gains is not carried under rotations
+    tuned = {name: x if name in norms else x + noise[name] for name, x in model.state.items()}
+    expected = outputs(model.holding(tuned), model.given)
+    options = AlignConfig(heads="permutation", residual="signed_permutation")
+    new = transform_state(model.architecture, model.state, random_gauge(model.architecture, options, generator))
+    given = {} if residual is None else {"residual": residual}
+    models = [(state, model.config) for state in (tuned, model.state, new)]
+    carried = rotation_merge.transfer(*models, heads="permutation", **given)
+    assert difference(outputs(model.holding(carried.state_dict()), model.given), expected) <= 1e-5
+    assert carried.report.relative_distances("old")[1] <= 1e-5
+    none = rotation_merge.transfer(*models, scale=0.0, heads="permutation", **given)
+    assert model.differs(none.state_dict()) <= 1e-5
+
+
+def test_what_has_no_counterpart_is_named() -> None:
+    model = planted(LLAMA)
+    less = {name: x for name, x in model.state.items() if name != "lm_head.weight"}
+    with pytest.raises(rotation_merge.RotationMergeError, match=r"lm_head\.weight"):
+        rotation_merge.transfer(*((state, model.config) for state in (less, model.state, model.state)))

@@ -1,0 +1,289 @@
+"""Task vectors carried to another base: what arrives, at which scale, under which delegate, in which vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from plugin_support import merged, mergekit_yaml, one_error
+from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.carrying import carrier as carry
+from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.tuned import Tuned
+from rotation_merge.cli.app import app
+from rotation_merge.matching.alignment import aligned_tensors
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.mergekit_plugin.planning import tasks
+from rotation_merge.model import biases, slices
+from rotation_merge.model.apply import transform_tensor
+
+
+def tuned(base: Checkpoint, where: Path, size: float = 0.02, seed: int = 0) -> Checkpoint:
+    """A fine-tune of a base: every matrix changed."""
+    generator = torch.Generator().manual_seed(seed)
+    changed = {
+        name: x + size * x.std() * torch.randn(x.shape, generator=generator) if x.ndim > 1 else x
+        for name, x in base.state.items()
+    }
+    return base.write(changed, where)
+
+
+CASES = [
+    ("llama", "llama", "rotation"),
+    ("llama", "qwen2", "signed_permutation"),
+    ("gpt2", "untied", "rotation"),
+    ("vit", "classifier", "rotation"),
+    ("bert", "classifier", "permutation"),
+    ("gemma2", "tied", "signed_permutation"),
+    ("llama", "llama", "none"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "residual"), CASES, ids=lambda x: x.replace(" ", "_"))
+def test_fine_tune_of_a_moved_base_arrives(family: str, name: str, residual: str, tmp_path: Path) -> None:
+    """The old base computes what the anchor computes: anchor + map(fine-tune - old base) computes the fine-tune."""
+    anchor = checkpoint(family, name, tmp_path / "anchor")
+    old = twin(anchor, tmp_path / "old", residual)
+    fine = tuned(old, tmp_path / "fine")
+    assert fine.differs(anchor.path) > 1e-2
+    merged(transport(anchor, (fine, old), residual=residual), tmp_path / "out")
+    assert fine.differs(tmp_path / "out") <= 1e-3
+    notes = report(tmp_path / "out")["notes"]
+    assert any("task vector" in note and "far" not in note for note in notes)
+
+
+def test_tied_models_with_untie(tmp_path: Path) -> None:
+    anchor = checkpoint("llama", "qwen2", tmp_path / "anchor", untied=True)
+    old = twin(anchor, tmp_path / "old", "rotation")
+    fine = tuned(old, tmp_path / "fine")
+    merged(transport(anchor, (fine, old), residual="rotation", untie=True), tmp_path / "out")
+    assert fine.differs(tmp_path / "out") <= 1e-3
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoint, Checkpoint]:
+    folder = tmp_path_factory.mktemp("trio")
+    anchor = checkpoint("llama", "llama", folder / "anchor")
+    old = twin(anchor, folder / "old", "rotation")
+    return anchor, old, tuned(old, folder / "fine")
+
+
+DELEGATES: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "ties": {"density": 1.0},
+    "dare_linear": {"density": 1.0},
+    "della_linear": {"density": 1.0, "epsilon": 0.0},
+    "breadcrumbs": {"density": 1.0, "gamma": 0.0},
+}
+
+
+@pytest.mark.parametrize("delegate", sorted(DELEGATES))
+def test_any_delegate_sees_anchor_plus_moved_change(delegate: str, trio: Any, tmp_path: Path) -> None:
+    anchor, old, fine = trio
+    expected = merged(transport(anchor, (fine, old), residual="rotation"), tmp_path / "plain")
+    document = transport(anchor, (fine, old), residual="rotation")
+    if delegate == "linear":
+        document["models"].append({"model": str(anchor.path), "parameters": {"weight": 0.0}})
+    document["parameters"].update(delegate=delegate, **DELEGATES[delegate])
+    found = merged(document, tmp_path / "out")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+def test_weight_scales_the_task_vector(trio: Any, tmp_path: Path) -> None:
+    anchor, old, fine = trio
+    states = {}
+    for scale in (0.0, 0.5, 1.0):
+        document = transport(anchor, (fine, old), residual="rotation")
+        document["models"][0]["parameters"]["weight"] = scale
+        states[scale] = merged(document, tmp_path / str(scale))
+    assert anchor.differs(tmp_path / "0.0") <= 1e-5
+    for name, tensor in states[0.5].items():
+        torch.testing.assert_close(tensor, (states[0.0][name] + states[1.0][name]) / 2, atol=1e-5, rtol=1e-4)
+
+
+def test_long_vocabularies_are_moved_in_slices(
+    trio: tuple[Checkpoint, Checkpoint, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `align`, by `carry` and in a recipe, with the same result and no widened copy of one."""
+    anchor, old, fine = trio
+    architecture, anchors, olds, fines = anchor.architecture, anchor.state, old.state, fine.state
+    found = match_model(architecture, anchors, olds, AlignConfig(residual="rotation"))
+    tuned = Tuned(Carrier(architecture, olds, anchors, found), fines)
+    largest: dict[str, int] = {}
+
+    def watch(module: ModuleType) -> None:
+        def watched(tensor: Tensor, info: TensorInfo, *rest: Any, **named: Any) -> Tensor:
+            if info.vocabulary_axis is not None:
+                largest[module.__name__] = max(largest.get(module.__name__, 0), tensor.numel())
+            return transform_tensor(tensor, info, *rest, **named)
+
+        monkeypatch.setattr(module, "transform_tensor", watched)
+
+    for module in (biases, carry, tasks):
+        watch(module)
+    states, norms, seen = list[dict[str, Tensor]](), list[float](), list[dict[str, int]]()
+    for most in (slices.LONG, 1000):
+        monkeypatch.setattr(slices, "LONG", most)
+        carried = [*tuned.tensors()]
+        merge = merged(transport(anchor, (fine, old), residual="rotation"), tmp_path / str(most))
+        states.append({f"align {n}": x for n, x in aligned_tensors(architecture, olds, found, anchors)})
+        states[-1].update((f"carry {n}", x) for _, pieces, *_ in carried for n, x in pieces.items())
+        states[-1].update((f"recipe {n}", x) for n, x in merge.items())
+        norms += [change for *_, change, before in carried]
+        seen.append(dict(largest))
+        largest.clear()
+    assert len(seen[0]) == 3
+    assert all(seen[1][name] <= 1000 < size for name, size in seen[0].items())
+    assert norms[: len(norms) // 2] == pytest.approx(norms[len(norms) // 2 :], rel=1e-5)
+    torch.testing.assert_close(states[1], states[0], atol=1e-6, rtol=0)
+
+
+def test_two_fine_tunes_of_two_old_bases(trio: Any, tmp_path: Path) -> None:
+    """Task vectors from different bases add up in the anchor's coordinates."""
+    anchor, old, fine = trio
+    other = twin(anchor, tmp_path / "other", "rotation", seed=9)
+    fine_too = tuned(other, tmp_path / "fine-too", seed=3)
+    one, two, both = (
+        merged(transport(anchor, *pairs, residual="rotation", normalize=False), tmp_path / name)
+        for name, pairs in {
+            "one": [(fine, old)],
+            "two": [(fine_too, other)],
+            "both": [(fine, old), (fine_too, other)],
+        }.items()
+    )
+    base = anchor.folded()
+    name = "model.layers.0.mlp.down_proj.weight"
+    torch.testing.assert_close(both[name], one[name] + two[name] - base[name], atol=1e-5, rtol=1e-4)
+    assert set(report(tmp_path / "both")["summary"]) == {
+        f"{fine.path} (carried over from {old.path})",
+        f"{fine_too.path} (carried over from {other.path})",
+    }
+
+
+def test_far_task_vectors_are_called_far(trio: Any, tmp_path: Path) -> None:
+    anchor, old, _ = trio
+    far = tuned(old, tmp_path / "far", size=0.9)
+    merged(transport(anchor, (far, old), residual="rotation"), tmp_path / "out")
+    assert any("little of it arrives" in note for note in report(tmp_path / "out")["notes"])
+
+
+def test_excluded_tensors_are_the_anchors(trio: Any, tmp_path: Path) -> None:
+    anchor, old, fine = trio
+    result = merged(transport(anchor, (fine, old), residual="permutation", exclude="embed_tokens"), tmp_path / "out")
+    assert torch.equal(result["model.embed_tokens.weight"], anchor.state["model.embed_tokens.weight"])
+
+
+# --- vocabularies -----------------------------------------------------------------------------------------------------
+
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def tokenizer(words: list[str], where: Path) -> None:
+    """A tokenizer that knows these words."""
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0]).save_pretrained(where)
+
+
+def other_vocabulary(model: Checkpoint, where: Path, rows: list[int], extra: int) -> Checkpoint:
+    """The model with its tokens in another order, some left out, some new ones added."""
+    import json
+
+    state = model.state
+    generator = torch.Generator().manual_seed(1)
+    for name in VOCABULARY:
+        new = torch.randn(extra, state[name].shape[1], generator=generator)
+        state[name] = torch.cat([state[name][rows], new])
+    result = model.write(state, where)
+    config = json.loads((where / "config.json").read_text())
+    (where / "config.json").write_text(json.dumps({**config, "vocab_size": len(rows) + extra}))
+    return result
+
+
+@pytest.fixture(scope="module")
+def words(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoint, Checkpoint, list[int]]:
+    """Anchor, old base and fine-tune; the last two speak another vocabulary. And the anchor's row of each old token."""
+    folder = tmp_path_factory.mktemp("words")
+    anchor, old, _ = trio
+    size = anchor.config["vocab_size"]
+    rows = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:44].tolist()
+    mine = anchor.write(anchor.state, folder / "anchor")
+    theirs = other_vocabulary(old, folder / "old", rows, extra=9)
+    fine = tuned(theirs, folder / "fine")
+    tokenizer([f"w{i}" for i in range(size)], folder / "anchor")
+    for name in ("old", "fine"):
+        tokenizer([*(f"w{i}" for i in rows), *(f"new{i}" for i in range(9))], folder / name)
+    return mine, theirs, fine, rows
+
+
+@pytest.mark.parametrize("residual", ["rotation", "signed_permutation", "none"])
+def test_task_vector_into_another_vocabulary(residual: str, words: Any, tmp_path: Path) -> None:
+    """Shared tokens get their change; tokens that the old base lacks stay as they are."""
+    anchor, old, fine, rows = words
+    document = transport(anchor, (fine, old), residual=residual)
+    result = merged(document, tmp_path / "out")
+    before = anchor.folded() if residual == "rotation" else anchor.state
+    kept = [i for i in range(len(before[VOCABULARY[0]])) if i not in rows]
+    for name in VOCABULARY:
+        assert result[name].shape == before[name].shape
+        torch.testing.assert_close(result[name][kept], before[name][kept], atol=1e-5, rtol=1e-4)
+        change = (result[name] - before[name])[rows]
+        wanted = (fine.state[name] - old.state[name])[: len(rows)]
+        assert float(change.norm()) > 0
+        if residual != "none":
+            factor = 1.0 if name == VOCABULARY[0] or residual != "rotation" else None
+            if factor is not None:
+                torch.testing.assert_close(change.norm(dim=1), wanted.norm(dim=1), atol=1e-4, rtol=1e-3)
+    checked = CliRunner().invoke(app, ["check", str(tmp_path / "out.yml")])
+    assert checked.exit_code == 0, checked.output
+    assert any("share 44 tokens" in note for note in report(tmp_path / "out")["notes"])
+    if residual == "rotation":
+        found = report(tmp_path / "out")["summary"][f"{fine.path} (carried over from {old.path})"]
+        assert found["relative_after"] <= 1e-4
+
+
+def test_carrying_and_resizing_do_not_go_together(words: Any, tmp_path: Path) -> None:
+    anchor, old, fine, _ = words
+    document = {**transport(anchor, (fine, old), residual="rotation"), "tokenizer_source": "base"}
+    assert "leave out 'tokenizer'" in one_error(mergekit_yaml(document, tmp_path / "out").output)
+    document = transport(anchor, (fine, old), residual="rotation")
+    document["models"][-1]["parameters"]["carry"] = "refit"
+    line = one_error(mergekit_yaml(document, tmp_path / "out").output)
+    assert "samples mean other things to the two" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_donor_of_another_vocabulary(mean: bool, words: Any, tmp_path: Path) -> None:
+    """mergekit brings the vocabularies together after the alignment, which looks at shared tokens."""
+    anchor, old, _, rows = words
+    document = recipe(anchor, old, residual="rotation", **({"anchor": "mean"} if mean else {}))
+    result = merged({**document, "tokenizer": {"source": "base"}}, tmp_path / "out")
+    before: dict[str, Tensor] = anchor.folded()
+    for name in result:
+        there = rows if name in VOCABULARY else slice(None)
+        torch.testing.assert_close(result[name][there], before[name][there].float(), atol=1e-4, rtol=1e-3)
+
+
+def test_vocabularies_that_cannot_be_compared(words: Any, tmp_path: Path) -> None:
+    anchor, old, fine, _ = words
+    mute = {name: model.write(model.state, tmp_path / name) for name, model in (("old", old), ("fine", fine))}
+    for model in mute.values():
+        (model.path / "config.json").write_text((old.path / "config.json").read_text())
+    document = transport(anchor, (mute["fine"], mute["old"]), residual="rotation")
+    message = one_error(mergekit_yaml(document, tmp_path / "out").output)
+    assert "no tokenizer tells" in message
+    tokenizer([f"other{i}" for i in range(53)], mute["old"].path)
+    message = one_error(mergekit_yaml(document, tmp_path / "out").output)
+    assert "shares 0 tokens" in message

@@ -1,0 +1,391 @@
+"""No option and no key replaces what the same run reads: every one that names a file or folder to write, against every
+input, taken from the commands' own parameters and the table of the recipe's keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from cli_support import run
+from click.testing import CliRunner
+from plugin_support import one_error, recipe_for, twin, write_recipe
+
+from rotation_merge.cli.app import COMMANDS, app
+from rotation_merge.cli.paths import MODEL, Reads, ReadsModelsAndWrites, Word, Writes
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.files.outputs import FILE, FOLDER
+from rotation_merge.mergekit_plugin.recipe.names import KEYS, NEITHER, READ, WRITTEN, Kind
+from rotation_merge.record import MANIFEST_FILE
+
+
+def command(name: str) -> click.Command:
+    found = app.get_command(click.Context(app), name)
+    assert found is not None
+    return found
+
+
+def parameters(name: str) -> list[click.Parameter]:
+    return [parameter for parameter in command(name).params if parameter.name != "help"]
+
+
+NUMBERS = (click.types.IntParamType, click.types.FloatParamType, click.types.BoolParamType, click.Choice)
+"""Values that name nothing; ranges of numbers are among them."""
+
+FLAGS_THAT_WRITE = {
+    ("align", "html"): "report.html in OUT",
+    ("evaluate", "keep"): "evaluation.json beside each model",
+    ("merge", "polish"): "OUT-polished",
+}
+OTHER_FLAGS = {
+    *("as_json", "force", "untie", "verbose", "half", "widths", "verify", "fingerprint", "report", "draft", "methods"),
+    *("architectures", "double", "probabilities", "anyway", "merge_lora", "permutations", "checkpointing", "by_layer"),
+    *("with_data", "private", "yes", "no_weights"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_parameter_is_known_to_read_to_write_or_neither(name: str) -> None:
+    """A new one that takes text gets one of the types of `cli/paths.py`; a new flag stands in one of the two lists."""
+    for parameter in parameters(name):
+        if isinstance(parameter.type, click.types.BoolParamType):
+            known = (name, parameter.name) in FLAGS_THAT_WRITE or parameter.name in OTHER_FLAGS
+            assert known, f"{name} --{parameter.name}: does it write a file?"
+        elif not isinstance(parameter.type, NUMBERS):
+            known = isinstance(parameter.type, Word | Reads | Writes | ReadsModelsAndWrites)
+            assert known, f"{name} {parameter.name}: give it a type of rotation_merge/cli/paths.py"
+    written = [p for p in parameters(name) if hasattr(p.type, "outputs")]
+    assert not written or "force" in [p.name for p in parameters(name)] or name == "demo"
+
+
+def test_every_kind_of_value_is_known_to_be_read_written_or_neither() -> None:
+    kinds = {kind for key in KEYS for kind in key.values if isinstance(kind, Kind)}
+    assert {kind.role for kind in kinds} <= {READ, WRITTEN, NEITHER}
+    assert {key.name for key in KEYS if True in key.values} == {
+        *("save_alignment", "report"),  # write beside the model
+        *("rescale", "shift_head", "widths", "untie", "prove"),  # do not
+    }
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+
+def folder(path: Path) -> Path:
+    """What is taken for a model, as far as anything looks before it writes."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"weights of " + path.name.encode())
+    return path
+
+
+def make(place: Path, kind: str) -> Path:
+    """An input of a kind at a place."""
+    if kind == "model":
+        return folder(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(f"{kind}: {place.name}")
+    return place
+
+
+def snapshot(root: Path) -> dict[str, bytes | str]:
+    """Every file and link below a folder."""
+    paths = [path for path in sorted(root.rglob("*")) if path.is_symlink() or path.is_file()]
+    return {str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
+
+
+def outputs(name: str) -> list[click.Parameter]:
+    return [p for p in parameters(name) if hasattr(p.type, "outputs")]
+
+
+def inputs(name: str) -> list[click.Parameter]:
+    return [p for p in parameters(name) if hasattr(p.type, "inputs")]
+
+
+def writes_of(parameter: click.Parameter) -> Writes:
+    found = parameter.type.writes if isinstance(parameter.type, ReadsModelsAndWrites) else parameter.type
+    assert isinstance(found, Writes)
+    return found
+
+
+def kind_of(parameter: click.Parameter) -> str:
+    return parameter.type.kind if isinstance(parameter.type, Reads) else MODEL.kind
+
+
+def relations(written: Writes, kind: str) -> Iterator[tuple[str, str, str]]:
+    """How an output may lie to an input: a name for it, the place of the input, and what the option is given."""
+    if written.within:
+        yield "as", f"in/{written.within}", "in"
+    else:
+        yield "as", "in/it", "in/it"
+        yield "as a link", "in/it", "link"
+        yield "with another spelling", "in/it", "in/../in/./it"
+    if kind == "model" and not written.within:
+        yield "inside", "in/it", "in/it/model.safetensors" if written.kind == FILE else "in/it/sub"
+        yield "inside a link", "in/it", "link/config.json" if written.kind == FILE else "link/sub"
+        if not written.beside:
+            yield "inside, new", "in/it", "in/it/new"
+    if written.kind == FOLDER:
+        yield "around", "in/it", "in"
+        yield "far around", "in/deep/er/it", "in"
+    for ending in written.work:
+        inner = f"/{written.within}" if written.within else ""
+        yield f"what is kept under {ending}", f"in/it{inner}{ending}", "in/it"
+        yield f"in what is kept under {ending}", f"in/it{inner}{ending}/deep/it", "in/it"
+
+
+def cases() -> Iterator[Any]:
+    for name in COMMANDS:
+        for output in outputs(name):
+            for read in inputs(name):
+                for relation, place, value in relations(writes_of(output), kind_of(read)):
+                    label = f"{name} {output.name} against {read.name}: {relation}"
+                    yield pytest.param(name, output, read, place, value, id=label)
+
+
+def call(name: str, root: Path, given: dict[str, str]) -> list[str]:
+    """A call of a command, every text parameter given: inputs that are there, outputs that are not."""
+    arguments: list[str] = []
+    for parameter in parameters(name):
+        assert parameter.name is not None
+        at = root / "other" / parameter.name
+        if isinstance(parameter.type, ReadsModelsAndWrites):
+            models = [given.get(parameter.name) or str(make(at, "model")), str(make(root / "other" / "b", "model"))]
+            value = [*models, given.get("out of models", str(root / "new"))]
+        elif isinstance(parameter.type, Reads):
+            value = [given.get(parameter.name) or str(make(at, parameter.type.kind))]
+        elif isinstance(parameter.type, Writes):
+            value = [given.get(parameter.name, str(root / "new" / parameter.name))]
+        elif isinstance(parameter, click.Argument):
+            value = ["org/name"]
+        else:
+            continue
+        if isinstance(parameter, click.Option):
+            value = [word for one in value for word in (parameter.opts[0], one)]
+        arguments += value
+    return arguments
+
+
+@pytest.mark.parametrize(("name", "output", "read", "place", "value"), cases())
+def test_no_option_replaces_an_input(
+    name: str, output: click.Parameter, read: click.Parameter, place: str, value: str, tmp_path: Path
+) -> None:
+    """With --force; whatever is read stays, and the error names it."""
+    path = make(tmp_path / place, kind_of(read))
+    (tmp_path / "link").symlink_to(path)
+    out = "out of models" if isinstance(output.type, ReadsModelsAndWrites) else str(output.name)
+    named = f"a={path}" if read.name == "compare" else str(path)
+    arguments = call(name, tmp_path, {str(read.name): named, out: str(tmp_path / value)})
+    before = snapshot(tmp_path)
+    force = ["--force"] if "force" in [p.name for p in parameters(name)] else []
+    result = run(name, *arguments, *force)
+    assert result.exit_code == 2, result.output
+    error = one_error(result.output)
+    assert "one of the inputs" in error, error
+    assert snapshot(tmp_path) == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_table_is_not_empty() -> None:
+    found = {(case.values[0], case.values[1].name) for case in cases()}
+    assert found >= {
+        *(("align", "out"), ("align", "alignment_file"), ("carry", "out"), ("polish", "out"), ("merge", "models")),
+        *(("fit", "out"), ("measure", "out"), ("barrier", "plot"), ("barrier", "save"), ("inspect", "html")),
+    }
+
+
+# --- recipes -----------------------------------------------------------------------------------------------------
+
+
+def recipe(base: Path, donor: Path, **parameters: Any) -> dict[str, Any]:
+    models = [{"model": str(base)}, {"model": str(donor), "parameters": {}}]
+    settings = {"weight": 0.5, **parameters}
+    return {"merge_method": "rotation_merge", "base_model": str(base), "models": models, "parameters": settings}
+
+
+def under_the_donor(found: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    found["models"][1]["parameters"].update(settings)
+    return found
+
+
+def sliced(base: Path, donor: Path) -> dict[str, Any]:
+    sources = [{"model": str(model), "layer_range": [0, 1]} for model in (base, donor)]
+    found = {**recipe(base, donor), "slices": [{"sources": sources}]}
+    del found["models"]
+    return found
+
+
+NAMED = {
+    "base_model": ("model", lambda a, b, it: recipe(it, b)),
+    "model": ("model", lambda a, b, it: recipe(a, it)),
+    "adapter": ("model", lambda a, b, it: recipe(a, Path(f"{b}+{it}"))),
+    "base of an adapter": ("model", lambda a, b, it: recipe(a, Path(f"{it}+{b}"))),
+    "a slice": ("model", lambda a, b, it: sliced(a, it)),
+    "tokenizer_source": ("model", lambda a, b, it: {**recipe(a, b), "tokenizer_source": str(it)}),
+    "tokenizer": ("model", lambda a, b, it: {**recipe(a, b), "tokenizer": {"source": str(it)}}),
+    "a token": ("model", lambda a, b, it: {**recipe(a, b), "tokenizer": {"tokens": {"<s>": {"source": str(it)}}}}),
+    "finetuned_from": ("model", lambda a, b, it: under_the_donor(recipe(a, b), finetuned_from=str(it))),
+    "alignment": ("file", lambda a, b, it: under_the_donor(recipe(a, b), alignment=str(it))),
+    "statistics": ("file", lambda a, b, it: under_the_donor(recipe(a, b, delegate="regmean"), statistics=str(it))),
+    "data": ("file", lambda a, b, it: under_the_donor(recipe(a, b, delegate="refit"), data=str(it))),
+    "data of all": ("file", lambda a, b, it: recipe(a, b, delegate="refit", data=str(it))),
+}
+"""Where a recipe names what it reads; a key that reads and is not here fails the next test."""
+
+PLACES = {
+    "OUT as": ("in/it", "in/it", {}),
+    "OUT as a link": ("in/it", "link", {}),
+    "OUT around": ("in/deep/it", "in", {}),
+    "OUT with its unfinished work": ("out.matching.unfinished/it", "out", {}),
+    "OUT inside": ("in/it", "in/it/sub", {}),
+    "save_alignment as": ("in/it", "out", {"save_alignment": "in/it"}),
+    "save_alignment inside": ("in/it", "out", {"save_alignment": "in/it/maps"}),
+    "spill inside": ("in/it", "out", {"spill": "in/it/states"}),
+    "spill as": ("in/it", "out", {"spill": "in/it"}),
+}
+
+
+def test_every_key_that_reads_or_writes_is_tried() -> None:
+    role = {key.name: {kind.role for kind in key.values if isinstance(kind, Kind)} for key in KEYS}
+    assert {name for name, roles in role.items() if READ in roles} <= set(NAMED)
+    assert {name for name, roles in role.items() if WRITTEN in roles} == {"save_alignment", "spill"}
+
+
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("relation", PLACES)
+def test_no_key_replaces_an_input(named: str, relation: str, tmp_path: Path) -> None:
+    kind, build = NAMED[named]
+    place, out, written = PLACES[relation]
+    if kind == "file" and "inside" in relation:
+        pytest.skip("nothing lies in a file")
+    path = make(tmp_path / place, kind)
+    (tmp_path / "link").symlink_to(path)
+    a, b = folder(tmp_path / "other" / "a"), folder(tmp_path / "other" / "b")
+    found = build(a, b, path)
+    found["parameters"].update({name: str(tmp_path / value) for name, value in written.items()})
+    if "spill" in written:
+        found["parameters"].setdefault("delegate", "refit")
+        if found["parameters"]["delegate"] != "refit":
+            pytest.skip("spill is read by refit alone")
+    text = write_recipe(found, tmp_path / "recipe.yml")
+    before = snapshot(tmp_path)
+    result = mergekit(text, tmp_path / out)
+    assert result.exit_code == 2, result.output
+    error = one_error(result.output)
+    assert "one of the inputs" in error or (relation == "spill as" and kind == "file"), error
+    assert snapshot(tmp_path) == before
+
+
+def mergekit(path: Path, out: Path) -> Any:
+    from mergekit.scripts.run_yaml import main
+
+    return CliRunner().invoke(main, [str(path), str(out), "--quiet"])
+
+
+FOREIGN = {
+    "a file": "save_alignment",
+    "a file of the second donor": "save_alignment",
+    "a file of align": "save_alignment",
+    "beside the model": "save_alignment",
+    "a page": "report",
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_keys_replace_nothing_that_they_did_not_write(what: str, tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    """`save_alignment: ../home/victim.cfg` replaced what was there; check calls it a fault, too."""
+    victim, out, asked = tmp_path / "home" / "victim.cfg", tmp_path / "out", str(tmp_path / "home" / "victim.cfg")
+    donors = [pair[1]]
+    if what == "a file of the second donor":
+        donors, victim = [pair[1], twin(pair[0], tmp_path / "third", 5)], tmp_path / "home" / "victim-2.cfg"
+    elif what != "a file":
+        victim = out / ("report.html" if what == "a page" else "alignment.safetensors")
+        asked = str(victim) if what == "a file of align" else True
+    victim.parent.mkdir(parents=True)
+    victim.write_text("mine")
+    if what == "a file of align":
+        assert run("align", *pair, "--alignment", victim, "--force").exit_code == 0
+    found = recipe_for("linear", pair[0], *donors, **{FOREIGN[what]: asked})
+    text = write_recipe(found, tmp_path / "recipe.yml")
+    before = snapshot(tmp_path)
+    result = mergekit(text, out)
+    assert result.exit_code == 2
+    assert f"{victim}: is there already" in one_error(result.output)
+    if asked is not True:
+        assert "is there already" in run("check", text).output
+    assert snapshot(tmp_path) == before
+
+
+def test_keys_replace_what_they_wrote_themselves(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    """For the same models; the same file is not theirs to replace in a recipe of others."""
+    found = recipe_for("linear", *pair, save_alignment=str(tmp_path / "maps"), report=True)
+    text = write_recipe(found, tmp_path / "recipe.yml")
+    for _ in range(2):
+        result = mergekit(text, tmp_path / "out")
+        assert result.exit_code == 0, result.output
+    assert run("check", text).exit_code == 0
+    other = recipe_for("linear", pair[0], twin(pair[0], tmp_path / "third", 5), save_alignment=str(tmp_path / "maps"))
+    result = mergekit(write_recipe(other, tmp_path / "other.yml"), tmp_path / "another")
+    assert "is there already" in one_error(result.output)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("save_alignment", "../maps"), ("save_alignment", "/tmp/maps"), ("save_alignment", "away/maps"), ("spill", "..")],
+)
+def test_a_pulled_recipe_writes_below_the_folder_it_is_run_in(
+    key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = folder(tmp_path / "a"), folder(tmp_path / "b")
+    here, pulled = tmp_path / "here", tmp_path / "here" / "pulled"
+    pulled.mkdir(parents=True)
+    (pulled / MANIFEST_FILE).write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (here / "away").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.chdir(here)
+    settings = {key: value, **({"delegate": "refit"} if key == "spill" else {})}
+    text = write_recipe(recipe(a, b, **settings), pulled / "recipe.yml")
+    before = snapshot(tmp_path)
+    result = mergekit(text, here / "out")
+    assert result.exit_code == 2
+    assert "the recipe was pulled" in one_error(result.output)
+    assert snapshot(tmp_path) == before
+
+
+def test_from_python_and_from_several_recipes(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    from mergekit.scripts.multimerge import main
+
+    from rotation_merge.mergekit_plugin.merging import merge_recipe
+
+    text = yaml.safe_dump(recipe_for("linear", *pair))
+    before = snapshot(pair[0].parent)
+    with pytest.raises(RotationMergeError, match="holds one of the inputs"):
+        merge_recipe(text, str(pair[0].parent))
+    with pytest.raises(RotationMergeError, match="is one of the inputs"):
+        merge_recipe(text, str(pair[1]))
+    many = write_recipe(f"name: first\n{text}", tmp_path / "many.yml")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "first").symlink_to(pair[1])
+    result = CliRunner().invoke(main, [str(many), "-I", str(tmp_path / "work"), "--no-lazy"])
+    assert "one of the inputs" in one_error(result.output)
+    assert snapshot(pair[0].parent) == before
+
+
+def test_options_replace_nothing_without_force(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    """Neither the files of further donors, nor places that are not named."""
+    (tmp_path / "maps-2.safetensors").write_text("mine")
+    third = twin(pair[0], tmp_path / "third", 5)
+    arguments = ["fit", *pair, third, "--data", "self", "--alignment", tmp_path / "maps.safetensors"]
+    assert "maps-2.safetensors: is there already" in one_error(run(*arguments).output)
+    (third / "statistics.safetensors").write_text("mine")
+    assert "statistics.safetensors: lies in one of" in one_error(run("measure", third, "--data", "self").output)
+    assert (third / "statistics.safetensors").read_text() == "mine"
+    (tmp_path / "barrier.json").write_text("[]")
+    arguments = ["barrier", *pair, "--data", "self", "--save", tmp_path]
+    assert "barrier.json: is there already" in one_error(run(*arguments).output)
+    (tmp_path / "path.svg").write_text("mine")
+    arguments = ["barrier", *pair, "--data", "self", "--plot", tmp_path / "path.svg"]
+    assert "path.svg: is there already" in one_error(run(*arguments).output)

@@ -1,0 +1,137 @@
+"""Damage to tensors of a merge whose parents are named: each kind is called by its name, in families of all layouts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from plugin_support import state
+from safetensors.torch import save_file
+from tiny_models import ALL, Case, make
+
+from rotation_merge.diagnose.doctor import diagnose, open_case
+
+Tensors = dict[str, torch.Tensor]
+Damage = Callable[[Tensors, Case], None]
+
+FAMILIES = ("llama", "qwen3", "mixtral", "gemma", "cohere")
+"""With queries and keys of their own and RoPE; Cohere's pairs stand side by side, the others' in halves."""
+
+
+def head_size(case: Case) -> int:
+    config = case.model_class.config_class(**case.config)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def other_rope(tensors: Tensors, case: Case) -> None:
+    """Halves become neighbours, or neighbours halves."""
+    size = head_size(case)
+    shape = (size // 2, 2) if case.family == "cohere" else (2, size // 2)
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight"))]:
+        weight = tensors[name]
+        turned = weight.view(-1, *shape, weight.shape[1]).transpose(1, 2)
+        tensors[name] = turned.reshape(weight.shape).contiguous()
+
+
+def shuffled(ending: str, axis: int) -> Damage:
+    """Heads of one layer stand in another order, in one of its tensors."""
+
+    def damage(tensors: Tensors, case: Case) -> None:
+        name = next(name for name in tensors if name.endswith(ending))
+        heads = tensors[name].unflatten(axis, (-1, head_size(case)))
+        tensors[name] = heads.roll(1, axis).flatten(axis, axis + 1).contiguous()
+
+    return damage
+
+
+def changed(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    """The first of all tensors whose names end so."""
+
+    def damage(tensors: Tensors, case: Case) -> None:
+        for name in [name for name in tensors if name.endswith(ending)][: None if ending == "" else 1]:
+            tensors[name] = change(tensors[name]).contiguous()
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[str, Damage]] = {
+    "queries and keys in the other layout": ("RoPE layout", other_rope),
+    "query heads of one layer": ("order of heads", shuffled("q_proj.weight", 0)),
+    "outputs of one layer's heads": ("order of heads", shuffled("o_proj.weight", 1)),
+    "all weights halved": ("scale", changed("", lambda x: x / 2)),
+    "one tensor three times as large": ("scale", changed("o_proj.weight", lambda x: 3 * x)),
+    "one tensor drawn anew": ("unlike its parents", changed("o_proj.weight", lambda x: torch.randn_like(x) * x.std())),
+}
+
+
+@pytest.fixture(scope="module")
+def merges(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Case, Path, list[Path]]]:
+    """By family: its case, a merge of two near models, and these."""
+    folder, made = tmp_path_factory.mktemp("damage"), dict[str, tuple[Case, Path, list[Path]]]()
+
+    def merge(family: str) -> tuple[Case, Path, list[Path]]:
+        if family not in made:
+            case = next(case for case in ALL if case.family == family)
+            base, tuned, merged = (folder / family / name for name in ("base", "tuned", "merged"))
+            make(case).float().save_pretrained(base)
+            before, draw = state(base), torch.Generator().manual_seed(1)
+            after = {n: t + 0.03 * torch.randn(t.shape, generator=draw) for n, t in before.items()}
+            written(after, base, tuned)
+            written({name: (before[name] + after[name]) / 2 for name in before}, base, merged)
+            made[family] = case, merged, [base, tuned]
+        return made[family]
+
+    return merge
+
+
+def written(tensors: Tensors, like: Path, where: Path) -> Path:
+    shutil.copytree(like, where, dirs_exist_ok=True)
+    save_file(tensors, where / "model.safetensors", {"format": "pt"})
+    return where
+
+
+def causes(out: Path, parents: list[Path]) -> list[str]:
+    return [cause.name for cause in diagnose(open_case(str(out), [str(parent) for parent in parents]))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_called_by_its_name(damage: str, family: str, merges: Callable, tmp_path: Path) -> None:
+    """And by no other."""
+    case, merged, parents = merges(family)
+    tensors = state(merged)
+    name, change = DAMAGES[damage]
+    torch.manual_seed(0)
+    change(tensors, case)
+    out = written(tensors, merged, tmp_path / "out")
+    assert causes(out, parents) == [name]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_computes_the_same_is_no_damage(family: str, merges: Callable, tmp_path: Path) -> None:
+    """A whole merge; and one whose neurons stand in another order together."""
+    _, merged, parents = merges(family)
+    assert causes(merged, parents) == []
+    tensors = state(merged)
+    for name in tensors:
+        if ".layers.0.mlp." in name and name.endswith("weight") and "experts" not in name:
+            axis = 1 if "down_proj" in name else 0
+            tensors[name] = tensors[name].flip(axis) if "gate.weight" not in name else tensors[name]
+    assert causes(written(tensors, merged, tmp_path / "out"), parents) == []
+
+
+def test_a_parent_in_the_other_layout(merges: Callable, tmp_path: Path) -> None:
+    """Seen before anything is merged."""
+    case, merged, (base, tuned) = merges("llama")
+    tensors = state(tuned)
+    other_rope(tensors, case)
+    other = written(tensors, merged, tmp_path / "other")
+    recipe = tmp_path / "recipe.yml"
+    models = "".join(f"  - {{model: {path}, parameters: {{weight: 0.5}}}}\n" for path in (base, other))
+    recipe.write_text(f"merge_method: linear\nmodels:\n{models}dtype: float32\n")
+    (cause, *_) = diagnose(open_case(str(recipe)))
+    assert cause.name == "RoPE layout"
+    assert str(other) in cause.where

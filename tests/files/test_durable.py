@@ -1,0 +1,133 @@
+"""Outputs, alignment files and states are on disk before they take another's place."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matching_support import save_for
+from plugin_support import make, merged, recipe_for, twin
+
+from rotation_merge.files.durable import name_when_whole, replacing, write_text
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.fit_records import FitReport
+from rotation_merge.matching.resume import State
+from rotation_merge.model.output import staged
+from rotation_merge.run import statistics_file as statistics
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is synced and what is moved, in order; a sync by the path it was opened with."""
+    found: list[tuple[str, str]] = []
+    real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
+
+    def fsync(handle: int) -> None:
+        found.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        real["fsync"](handle)
+
+    def move(name: str) -> Any:
+        def moving(old: Any, new: Any, **options: Any) -> None:
+            found.append(("move", f"{old} -> {new}"))
+            real[name](old, new, **options)
+
+        return moving
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", move("replace"))
+    monkeypatch.setattr(os, "rename", move("rename"))
+    return found
+
+
+def assert_file_was_kept(steps: list[tuple[str, str]], path: Path) -> None:
+    (_, temporary), *_ = steps
+    assert name_when_whole(temporary) == str(path) != temporary
+    assert steps == [
+        ("sync", temporary),
+        ("move", f"{temporary} -> {path}"),
+        ("sync", str(path.parent)),
+    ]
+
+
+def test_files(steps: list[tuple[str, str]], tmp_path: Path) -> None:
+    write_text(tmp_path / "page.html", "text")
+    assert_file_was_kept(steps, tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == "text"
+
+
+def test_an_alignment_file(steps: list[tuple[str, str]], tmp_path: Path) -> None:
+    from rotation_merge.architecture.model import Architecture
+
+    architecture = Architecture("llama", {}, {}, (), {})
+    save_for(tmp_path / "a.safetensors", Alignment({}), architecture, "one", "two")
+    assert_file_was_kept(steps, tmp_path / "a.safetensors")
+
+
+def test_a_state_of_a_fit(steps: list[tuple[str, str]], tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    optimiser = torch.optim.Adam(module.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimiser)
+    state = State(tmp_path / "fit.unfinished", module, optimiser, schedule, torch.Generator(), "mark")
+    state.save(1, {}, FitReport("identity", "labels", *(0.0,) * 5, 0, 0.0))
+    assert_file_was_kept(steps, tmp_path / "fit.unfinished")
+
+
+def test_statistics(steps: list[tuple[str, str]], tmp_path: Path) -> None:
+    with statistics.replacing(tmp_path / "s") as file:
+        file.write(b"numbers")
+    assert_file_was_kept(steps, tmp_path / "s")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_model(steps: list[tuple[str, str]], there: bool, tmp_path: Path) -> None:
+    """Every file and both folders before the first move; the place it came to after the last."""
+    anchor = make("llama", tmp_path / "anchor", num_hidden_layers=1)
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+    recipe = recipe_for("linear", anchor, twin(anchor, tmp_path / "donor"))
+    steps.clear()
+    merged(recipe, out)
+    ends = [Path(words.split(" -> ")[-1]) for _, words in steps]
+    begin = next(i for i, end in enumerate(ends) if steps[i][0] == "move" and out in (end, end.parent))
+    synced = {Path(words).name for what, words in steps[:begin] if what == "sync"}
+    assert {"model.safetensors", "config.json", "rotation_merge.json", "README.md", "out"} <= synced
+    assert ("sync", str(out)) in steps[begin:]
+    assert steps[-1] == ("sync", str(tmp_path))
+
+
+def interrupted(path: Path) -> None:
+    path.write_text("half")
+    raise KeyboardInterrupt
+
+
+def test_what_goes_wrong_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
+        interrupted(Path(temporary))
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(KeyboardInterrupt), staged(str(tmp_path / "model")) as folder:
+        interrupted(Path(folder) / "half")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_model_and_an_adapter_are_never_in_one_place(tmp_path: Path) -> None:
+    kinds = {"model": ("config.json", "model.safetensors"), "adapter": ("adapter_config.json", "adapter_model.bin")}
+    for kind in ("model", "adapter", "model"):
+        with staged(str(tmp_path / "out")) as folder:
+            for name in kinds[kind]:
+                (Path(folder) / name).write_text(kind)
+        assert {entry.name for entry in (tmp_path / "out").iterdir()} == set(kinds[kind])
+
+
+def test_permissions_stay_those_of_a_new_file(tmp_path: Path) -> None:
+    write_text(tmp_path / "one", "text")
+    (tmp_path / "two").write_text("text")
+    assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == stat.S_IMODE((tmp_path / "two").stat().st_mode)

@@ -1,0 +1,305 @@
+"""Matching that was interrupted goes on from what was found, to the same bytes; by anything else it is not used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_support import run
+from click.testing import Result
+from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin
+from tiny_models import ALL, planted
+
+from rotation_merge.files import ledger
+from rotation_merge.files.ledger import Entry, Ledger, kept_beside
+from rotation_merge.matching import both
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.packed import packed
+from rotation_merge.mergekit_plugin.planning import tasks
+from rotation_merge.run.evaluate import StraightPath
+
+
+class Counted:
+    """Calls of what matches blocks and of what solves for streams, and the first call that runs out of memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.last, self._lock = 0, 10**9, threading.Lock()
+        for module in (both, tasks):
+            monkeypatch.setattr(module, "match_block", self._counted(module.match_block))
+
+    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            with self._lock:
+                self.calls += 1
+                if self.calls > self.last:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return real(*given, **more)
+
+        return call
+
+    def of(self, do: Callable[[], Any], last: int = 10**9) -> int:
+        """How many blocks something matches, which may match so many."""
+        self.calls, self.last = 0, last
+        do()
+        return min(self.calls, last)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Everything is kept at once; blocks are matched one after the other."""
+    monkeypatch.setattr(ledger, "SECONDS", 0.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    return Counted(monkeypatch)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def assert_goes_on(
+    begin: Callable[[Path], Result], folder: Path, counted: Counted, again: int, first: float = 0.84
+) -> None:
+    """Something that is interrupted twice writes what it would have written, and matches no more than `again` blocks
+    twice; `first`: after which share of its blocks."""
+    out, place = folder / "out", folder / "out.matching.unfinished"
+    whole = counted.of(lambda: begin(folder / "whole"))
+    matched = 0
+    for last in (int(whole * first), whole // 12):
+        matched += counted.of(lambda: failed(begin(out)), last)
+        assert place.is_dir()
+        assert not out.exists()
+    matched += counted.of(lambda: done(begin(out)))
+    assert not place.exists()
+    assert weights(out) == weights(folder / "whole")
+    assert whole <= matched <= whole + again
+
+
+def failed(result: Result) -> None:
+    assert result.exit_code == 2
+    error = one_error(result.output)
+    assert error.startswith("Error: the GPU ran out of memory (tried to allocate 2.00 GiB); match on another device")
+
+
+def done(result: Result) -> None:
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of other weights than a pair."""
+    return make("llama", tmp_path_factory.mktemp("far") / "far", seed=3, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def four(far: Path) -> tuple[Path, Path]:
+    """A model of four layers and a twin of it in other coordinates."""
+    anchor = make("llama", far.parent / "anchor", num_hidden_layers=4)
+    return anchor, twin(anchor, far.parent / "twin")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "again", "first"),
+    [({}, 0, 0.5), ({"residual": "rotation"}, 2, 0.6)],
+    ids=["local", "rotation, in a pass"],
+)
+def test_align(
+    chosen: dict[str, str],
+    again: int,
+    first: float,
+    four: tuple[Path, Path],
+    far: Path,
+    tmp_path: Path,
+    counted: Counted,
+) -> None:
+    """What a part of a pass has found is kept when the part is whole."""
+    given = [
+        "--no-verify",
+        "--heads",
+        "permutation",
+        *(x for name, value in chosen.items() for x in (f"--{name}", value)),
+    ]
+    assert_goes_on(lambda out: run("align", four[0], far, out, *given), tmp_path, counted, again, first)
+
+
+def test_align_on_samples(pair: tuple[Path, Path], tmp_path: Path, counted: Counted) -> None:
+    np.savez(tmp_path / "data.npz", input_ids=np.random.default_rng(0).integers(0, 40, (8, 12)))
+    given = ["--no-verify", "--match-on", "both", "--data", tmp_path / "data.npz", "--samples", 8]
+    assert_goes_on(lambda out: run("align", *pair, out, *given), tmp_path, counted, 0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "again"),
+    [({}, 4), ({"residual": "signed_permutation"}, 2), ({"anchor": "mean"}, 0)],
+    ids=["local", "signed", "mean"],
+)
+def test_a_recipe_with_two_donors(
+    chosen: dict[str, Any], again: int, four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted
+) -> None:
+    """Blocks that were begun ahead of one that failed are matched again."""
+    recipe = recipe_for("linear", *four, far, heads="permutation")
+    recipe["parameters"].update(chosen)
+    assert_goes_on(lambda out: mergekit_yaml(recipe, out), tmp_path, counted, again)
+
+
+def test_spaces_that_span_layers(tmp_path: Path, counted: Counted) -> None:
+    """What later layers of a span take from its first is known again."""
+    model = planted(next(case for case in ALL if (case.family, case.name) == ("gemma4", "shared keys")))
+    draw = torch.Generator().manual_seed(3)
+    donor = {n: x + 0.5 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
+    options = AlignConfig(heads="permutation", residual="signed_permutation")
+    match = partial(match_model, model.architecture, model.state, donor, options)
+    found: list[Alignment] = []
+    whole = counted.of(lambda: found.append(match()))
+
+    def again() -> None:
+        with kept_beside(str(tmp_path / "out"), lambda: "mark") as kept:
+            found.append(match(ledger=kept))
+
+    for last in (whole - 7, 4):
+        with pytest.raises(torch.OutOfMemoryError):
+            counted.of(again, last)
+    assert counted.of(again) < whole // 2
+    one, other = (packed(alignment.transforms)[0] for alignment in found)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_carry(four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted) -> None:
+    given = ["--residual", "signed_permutation"]
+    begin = partial(run, "carry", four[1], "--from", four[0], "--to", far)
+    assert_goes_on(lambda out: begin(out, *given), tmp_path, counted, 2)
+
+
+def test_a_barrier(
+    four: tuple[Path, Path], far: Path, tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two donors, six paths on each of two curves; it ends among the blocks, on a path, and on a later one."""
+    np.savez(tmp_path / "data.npz", input_ids=np.random.default_rng(0).integers(0, 40, (4, 8)))
+    given = ["barrier", *four, far, "--data", tmp_path / "data.npz", "--points", 3, "--residual", "permutation"]
+    points: list[float] = []
+    real = StraightPath.evaluate
+
+    def evaluate(self: StraightPath, t: float) -> tuple[float, float]:
+        if len(points) == most[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        points.append(t)
+        return real(self, t)
+
+    most, told = [1000], list[Result]()
+    monkeypatch.setattr(StraightPath, "evaluate", evaluate)
+    whole = counted.of(lambda: told.append(run(*given, "--json")))
+    wanted, every, matched = json.loads(told[0].stdout), len(points), 0
+    points.clear()
+    for last, most[0] in ((whole // 2, 1000), (1000, every // 2 + 2), (1000, every - 2)):
+        matched += counted.of(lambda: failed(run(*given, "--save", tmp_path)), last)
+        assert (tmp_path / "barrier.json.matching.unfinished").is_dir()
+    most[0] = 1000
+    matched += counted.of(lambda: done(run(*given, "--save", tmp_path)))
+    assert len(points) == every
+    assert whole <= matched <= whole + 6
+    assert json.loads((tmp_path / "barrier.json").read_text()) == wanted
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["barrier.json", "data.npz"]
+
+
+def interrupted(pair: tuple[Path, Path], out: Path, counted: Counted, last: int = 3) -> Path:
+    """The folder of an alignment that was interrupted."""
+    counted.of(lambda: run("align", *pair, out, "--no-verify"), last)
+    place = Path(f"{out}.matching.unfinished")
+    assert sum(path.suffix == ".safetensors" for path in place.iterdir()) == last
+    return place
+
+
+@pytest.mark.parametrize("changed", ["options", "weights"])
+def test_what_is_of_something_else_is_not_used(
+    changed: str, four: tuple[Path, Path], tmp_path: Path, counted: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    donor = shutil.copytree(four[1], tmp_path / "donor")
+    given = (four[0], donor)
+    place = interrupted(given, tmp_path / "out", counted)
+    if changed == "weights":
+        os.utime(donor / "model.safetensors", (1, 1))
+    options = ["--heads", "permutation"] if changed == "options" else []
+    assert counted.of(lambda: done(run("align", *given, tmp_path / "out", "--no-verify", *options))) == 4
+    assert [r.message for r in caplog.records if "replaced" in r.message] == [
+        f"{place} is of other weights, options or versions, and is replaced"
+    ]
+
+
+def test_damaged_files_are_not_used(
+    four: tuple[Path, Path], tmp_path: Path, counted: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = interrupted(four, tmp_path / "out", counted)
+    first, second, _ = sorted(place.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-40])
+    second.write_bytes(b"")
+    assert counted.of(lambda: done(run("align", *four, tmp_path / "out", "--no-verify"))) == 3
+    told = [record.message for record in caplog.records if " is damaged (" in record.message]
+    assert [message.split(" is damaged (")[0] for message in told] == [str(first), str(second)]
+    run("align", *four, tmp_path / "whole", "--no-verify")
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+def test_what_takes_no_minute_writes_nothing(
+    four: tuple[Path, Path], tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "SECONDS", 60.0)
+    counted.of(lambda: failed(run("align", *four, tmp_path / "out", "--no-verify")), 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_waits_is_written_when_the_run_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of what was found the first two are written after a minute, the third by Ctrl-C; what is too large to wait is
+    not kept."""
+    clock, out = [0.0], str(tmp_path / "out")
+    monkeypatch.setattr(ledger.time, "monotonic", lambda: clock[0])
+
+    def work(found: Ledger) -> None:
+        for name, moment in (("a", 0.0), ("b", 61.0), ("c", 62.0)):
+            clock[0] = moment
+            found.keep(name, lambda name=name: Entry({"name": name}, {"x": torch.ones(2, 3).mT}))  # type: ignore[misc]
+        found.keep("large", lambda: Entry({}), large=True)
+        assert len(list((tmp_path / "out.matching.unfinished").glob("*.safetensors"))) == 2
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), kept_beside(out, lambda: "mark") as found:
+        work(found)
+    assert caplog.records[-1].message.endswith("the same command goes on from there")
+    with kept_beside(out, lambda: "mark") as found:
+        entries = [found.get(name) for name in ("a", "b", "c", "large")]
+    assert [entry.facts["name"] for entry in entries if entry is not None] == ["a", "b", "c"]
+    assert entries[0] is not None
+    assert entries[0].tensors["x"].stride() == torch.ones(2, 3).mT.stride()  # sums of it are added in the same order
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_keeps_nobody_from_matching(
+    four: tuple[Path, Path],
+    tmp_path: Path,
+    counted: Counted,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(tensors: Any, path: str, metadata: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(ledger, "save_file", full)
+    done(run("align", *four, tmp_path / "out", "--no-verify"))
+    told = [record.message for record in caplog.records if "cannot be written" in record.message]
+    assert len(told) == 1
+    assert told[0].endswith("; an interrupted run begins anew")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

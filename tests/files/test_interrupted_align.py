@@ -1,0 +1,177 @@
+"""An alignment that is killed leaves whole checkpoints and whole alignment files, or none."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner
+from interrupted_support import assert_whole_or_not_at_all, equal, load, run
+from matching_support import save_for
+from mergekit.io.tasks import LoaderCache
+from plugin_support import make, state, twin
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from rotation_merge.architecture import resolve
+from rotation_merge.cli.app import app
+from rotation_merge.errors import AlignmentError
+from rotation_merge.matching import alignment as file
+from rotation_merge.matching.alignment import Alignment, load_alignment
+
+OLD = ("--heads", "none", "--ffn", "none", "--shard-size", "20000")
+NEW = ("--heads", "permutation", "--residual", "signed_permutation", "--html")
+
+
+def content(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata, less the seconds that matching took."""
+    with safe_open(path, "pt") as opened:
+        meta = {key: re.sub(r'"seconds": [0-9.e-]+', '"seconds": 0', value) for key, value in opened.metadata().items()}
+        return {key: opened.get_tensor(key) for key in opened.keys()}, meta  # noqa: SIM118
+
+
+def assert_whole_files(folder: Path, architecture: Any, *known: tuple[dict[str, torch.Tensor], dict[str, str]]) -> int:
+    """Every file that is taken for an alignment is one of the known ones; returns how many there are."""
+    found = 0
+    for path in folder.glob("*map*"):
+        try:
+            load_alignment(path, architecture)
+        except AlignmentError:
+            assert path.suffix in (".partial", ".lock"), f"{path} is left damaged under its own name"
+            continue
+        tensors, meta = content(path)
+        assert any(equal(tensors, one) and meta == facts for one, facts in known), path
+        found += 1
+    return found
+
+
+def test_killed_sixteen_times(deep_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Now into a new place, now over another checkpoint and alignment file in equal shards, while these are written."""
+    anchor, donor = deep_pair
+    architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict(), list(state(anchor)), "anchor")
+    work, fresh, before = (tmp_path / name for name in ("work", "fresh", "before"))
+    for folder, options in ((before, OLD), (fresh, NEW)):
+        arguments = (
+            "align",
+            "--force",
+            anchor,
+            donor,
+            folder / "out",
+            "--alignment",
+            folder / "map.safetensors",
+            *options,
+        )
+        begin = time.perf_counter()
+        assert run("rotation-merge", *arguments) == 0
+        usual = time.perf_counter() - begin
+    old, new = state(before / "out"), state(fresh / "out")
+    files = content(before / "map.safetensors"), content(fresh / "map.safetensors")
+    assert not equal(old, new)
+    assert set(files[0][0]) != set(files[1][0])
+    chance, killed = random.Random(0), 0
+    for i in range(16):
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(before, work)
+        out, name = ("out", "map.safetensors") if i % 2 else (f"new{i}", f"map{i}.safetensors")
+        options = (*NEW, "--shard-size", str(20000 if i % 2 else chance.choice([4000, 9000, 10**9])))
+        arguments = ("align", "--force", anchor, donor, work / out, "--alignment", work / name, *options)
+        inside = (work / out).exists()
+        staging = work / out / ".rotation-merge.*.partial" if inside else work / f".{out}.*.partial"
+        early, writing = i % 2 == 0, chance.uniform(0.0, 0.04)
+        moment, watched = (usual * chance.uniform(0.05, 1.0), "") if early else (writing, staging)
+        killed += run("rotation-merge", *arguments, after=moment, signal_number=signal.SIGKILL, watched=watched) != 0
+        assert_whole_or_not_at_all(work, old, new)
+        assert assert_whole_files(work, architecture, *files) >= 1
+    assert killed >= 5
+    assert (
+        run(
+            "rotation-merge",
+            "align",
+            "--force",
+            anchor,
+            donor,
+            work / "out",
+            "--alignment",
+            work / "map.safetensors",
+            *NEW,
+        )
+        == 0
+    )
+    assert equal(load(work / "out") or {}, new)
+    assert equal(content(work / "map.safetensors")[0], files[1][0])
+    assert not list((work / "out").glob(".*"))
+    assert not list(work.glob(".*"))
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing is cleaned up afterwards."""
+
+
+def test_killed_while_an_alignment_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old file stays until the new one is whole."""
+    anchor = make("llama", tmp_path / "anchor")
+    architecture = resolve(AutoConfig.from_pretrained(anchor).to_dict(), list(state(anchor)), "anchor")
+    path = tmp_path / "map.safetensors"
+    save_for(path, Alignment({}), architecture, "a", "old")
+
+    def dying(tensors: object, where: Path, metadata: object) -> None:
+        Path(where).write_bytes(b"half a file")
+        raise Killed
+
+    monkeypatch.setattr(file, "save_file", dying)
+    with pytest.raises(Killed):
+        save_for(path, Alignment({}), architecture, "a", "new")
+    assert load_alignment(path, architecture).basis.donor.fingerprint == "old"
+
+
+def test_killed_at_every_step_of_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over another checkpoint in equal shards: at no step does a mixture of the two load."""
+    anchor = make("llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor")
+
+    def align(out: Path, *options: str) -> None:
+        arguments = ["align", "--force", anchor, donor, out, "--shard-size", "15000", *options]
+        LoaderCache.loaders.clear()
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert done.exit_code == 0, done.output
+
+    align(tmp_path / "old", "--ffn", "none")
+    align(tmp_path / "new", "--heads", "permutation")
+    old, new = state(tmp_path / "old"), state(tmp_path / "new")
+    for step in range(1, 60):
+        left, work = step, tmp_path / f"work{step}"
+        shutil.copytree(tmp_path / "old", work / "out")
+
+        def dying(real: Any) -> Any:
+            def call(*arguments: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise Killed
+                return real(*arguments, **options)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+            patch.setattr(safetensors.torch, "save_file", dying(safetensors.torch.save_file))
+            for name in ("remove", "replace", "rename"):
+                patch.setattr(os, name, dying(getattr(os, name)))
+            try:
+                align(work / "out", "--heads", "permutation")
+            except Killed:
+                assert_whole_or_not_at_all(work, old, new)
+                continue
+        assert equal(load(work / "out") or {}, new)
+        assert step > 20
+        return
+    raise AssertionError("the writing never came to its end")

@@ -1,0 +1,211 @@
+"""Alignment files: written by the command line, applied by recipes, refused for other weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from matching_support import save_for
+from plugin_support import from_file, merged, mergekit_yaml, one_error
+from residual_support import Checkpoint, checkpoint, recipe, report, transport, twin
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_models import exactly, inputs
+
+from rotation_merge.cli.app import app
+from rotation_merge.errors import AlignmentError
+from rotation_merge.matching.alignment import Alignment, aligned_tensors, load_alignment
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.checkpoint import Stored
+from rotation_merge.model.fingerprint import Fingerprint, fingerprint
+from rotation_merge.symmetry import Orthogonal, StreamTransform
+
+CASES = [
+    ("llama", "llama", "rotation"),
+    ("vit", "classifier", "rotation"),
+    ("bert", "classifier", "permutation"),
+    ("gemma2", "tied", "signed_permutation"),
+]
+
+
+def align(anchor: Checkpoint, donor: Checkpoint, file: Path, residual: str, *flags: str) -> None:
+    """What a user types to write an alignment."""
+    arguments = ["align", str(anchor.path), str(donor.path), "--alignment", str(file), "--heads", "permutation"]
+    result = CliRunner().invoke(app, [*arguments, "--residual", residual, *flags])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(("family", "name", "residual"), CASES, ids=lambda x: x.replace(" ", "_"))
+@pytest.mark.parametrize("flags", [(), ("--half",)], ids=["float32", "float16"])
+def test_file_stands_in_for_matching(family: str, name: str, residual: str, flags: Any, tmp_path: Path) -> None:
+    anchor = checkpoint(family, name, tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", residual)
+    align(anchor, donor, tmp_path / "map.safetensors", residual, *flags)
+    merged(from_file(recipe(anchor, donor, residual="none"), tmp_path / "map.safetensors"), tmp_path / "out")
+    assert anchor.differs(tmp_path / "out") <= (1e-4 if not flags else 0.1)
+    assert "nothing was matched" in " ".join(report(tmp_path / "out")["notes"])
+
+
+@pytest.mark.parametrize(("family", "name", "residual"), CASES, ids=lambda x: x.replace(" ", "_"))
+def test_half_precision_keeps_maps_orthogonal(family: str, name: str, residual: str, tmp_path: Path) -> None:
+    """Between independent models: the donor aligned by a file in float16 computes what the donor computes."""
+    anchor, donor = (checkpoint(family, name, tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
+    architecture = anchor.architecture
+    own = {name: x.double() for name, x in donor.state.items()}
+    found = match_model(architecture, anchor.state, own, AlignConfig(heads="permutation", residual=residual))
+    file = tmp_path / "map.safetensors"
+    save_for(file, found, architecture, "a", "b", {"note": 1}, torch.float16)
+    loaded = load_alignment(file, architecture)
+    marks = loaded.basis.anchor.fingerprint, loaded.basis.donor.fingerprint
+    assert (*marks, loaded.made) == ("a", "b", {"note": 1})
+    assert set(loaded.alignment.transforms) == set(found.transforms)
+    stream = loaded.alignment.transforms[next(iter(architecture.streams))]
+    assert isinstance(stream, StreamTransform)
+    if isinstance(stream.element, Orthogonal):
+        matrix = stream.element.matrix[0]
+        eye = torch.eye(len(matrix), dtype=torch.float64)
+        torch.testing.assert_close(matrix @ matrix.T, eye, atol=1e-13, rtol=0)
+    model = donor.case.model_class.from_pretrained(donor.path, dtype=torch.float64, attn_implementation="eager")
+    given = inputs(donor.case, model)
+    from tiny_models import difference, outputs, reload
+
+    expected = outputs(model.eval(), given)
+    moved = dict(aligned_tensors(architecture, own, loaded.alignment))
+    with exactly():
+        assert difference(outputs(reload(donor.case, donor.path, moved), given), expected) <= 1e-9
+
+
+def test_untied_anchor_and_donor(tmp_path: Path) -> None:
+    """Both tied, the alignment a rotation: written with --untie, applied under untie: true."""
+    anchor = checkpoint("llama", "qwen2", tmp_path / "anchor", untied=True)
+    donor = checkpoint("llama", "qwen2", tmp_path / "donor", seed=1, untied=True)
+    align(anchor, donor, tmp_path / "map.safetensors", "rotation", "--untie")
+    document = from_file(recipe(anchor, donor, residual="none", untie=True), tmp_path / "map.safetensors")
+    document["models"][0]["parameters"]["weight"], document["models"][1]["parameters"]["weight"] = 0.0, 1.0
+    merged(document, tmp_path / "out")
+    assert donor.differs(tmp_path / "out") <= 1e-3
+    del document["parameters"]["untie"]
+    assert "untie: true" in one_error(mergekit_yaml(document, tmp_path / "tied").output)
+
+
+def test_carries_task_vectors(tmp_path: Path) -> None:
+    """One alignment of two bases serves every fine-tune of the old one."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    old = twin(anchor, tmp_path / "old", "rotation")
+    align(anchor, old, tmp_path / "map.safetensors", "rotation")
+    tuned = old.write({name: x + 0.01 * torch.randn_like(x) for name, x in old.state.items()}, tmp_path / "tuned")
+    matched = merged(transport(anchor, (tuned, old), residual="rotation"), tmp_path / "matched")
+    given = merged(from_file(transport(anchor, (tuned, old)), tmp_path / "map.safetensors"), tmp_path / "given")
+    for name, tensor in matched.items():
+        torch.testing.assert_close(given[name], tensor, atol=1e-5, rtol=1e-4)
+    assert tuned.differs(tmp_path / "given") <= 1e-3
+
+
+@pytest.mark.parametrize("other", ["anchor", "donor"])
+def test_other_weights_are_refused(other: str, tmp_path: Path) -> None:
+    models = {n: checkpoint("llama", "llama", tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor"))}
+    align(models["anchor"], models["donor"], tmp_path / "map.safetensors", "none")
+    state = models[other].state
+    name = "model.layers.1.mlp.up_proj.weight"
+    state[name][0, 0] = state[name][0, 0].nextafter(torch.tensor(9.0))
+    models[other] = models[other].write(state, tmp_path / "changed")
+    document = from_file(recipe(models["anchor"], models["donor"], residual="none"), tmp_path / "map.safetensors")
+    result = mergekit_yaml(document, tmp_path / "out")
+    assert result.exit_code != 0
+    message = one_error(result.output)
+    assert "other weights" in message
+    assert str(tmp_path / "changed") in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    model = checkpoint("llama", "llama", tmp_path / "model")
+    architecture = model.architecture
+    path = tmp_path / "map.safetensors"
+    path.write_bytes(b"not a safetensors file")
+    with pytest.raises(AlignmentError, match="cannot be read"):
+        load_alignment(path, architecture)
+    save_file({"x": torch.ones(1)}, path)
+    with pytest.raises(AlignmentError, match="is not an alignment file"):
+        load_alignment(path, architecture)
+    save_for(path, Alignment({}), architecture, "a", "b")
+    assert load_alignment(path, architecture).alignment == Alignment({})
+    other = checkpoint("vit", "classifier", tmp_path / "vit")
+    with pytest.raises(AlignmentError, match="was made for llama models, not for vit"):
+        load_alignment(path, other.architecture)
+    with safe_open(path, "pt") as file:
+        meta = file.metadata()
+    save_file({}, path, {**meta, "format": "rotation_merge.alignment.1"})
+    with pytest.raises(AlignmentError, match="another version"):
+        load_alignment(path, architecture)
+    save_file({"residual|orthogonal:matrix": torch.eye(3)[None]}, path, {**meta, "kinds": '{"residual": "stream"}'})
+    with pytest.raises(AlignmentError, match="names a space twice"):
+        load_alignment(path, architecture)
+    save_file({"residual|odd:matrix": torch.eye(3)[None]}, path, {**meta, "kinds": '{"residual": "stream"}'})
+    with pytest.raises(AlignmentError, match="no group element"):
+        load_alignment(path, architecture)
+
+
+def test_fingerprint_sees_weights_names_and_config(tmp_path: Path) -> None:
+    model = checkpoint("llama", "llama", tmp_path / "model")
+    architecture, state, config = model.architecture, model.state, model.config
+    mark = fingerprint(architecture, state, config)
+    assert mark == fingerprint(architecture, dict(state), {**config, "_name_or_path": "elsewhere"})
+    assert mark != fingerprint(architecture, state, {**config, "rope_theta": 1.0})
+    assert mark != fingerprint(architecture, {n: x.half() for n, x in state.items()}, config)
+    assert mark != fingerprint(architecture, {n: x for n, x in state.items() if "up_proj" not in n}, config)
+    changed = {name: x.clone() for name, x in state.items()}
+    for name, x in changed.items():
+        x.view(torch.int32).view(-1)[-1] ^= 1
+        assert mark != fingerprint(architecture, {**state, name: x}, config), name
+
+
+def test_fingerprint_is_taken_in_any_order_and_of_each_tensor_once(tmp_path: Path) -> None:
+    model = checkpoint("llama", "llama", tmp_path / "model")
+    mark = Fingerprint()
+    for name, x in reversed(model.state.items()):
+        mark.add(name, x)
+        mark.add(name, torch.zeros(3))
+    assert mark.hexdigest(model.config) == fingerprint(model.architecture, model.state, model.config)
+
+
+def test_nothing_is_read_again_for_a_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`align --alignment` reads every tensor of both models once; the file, its report and a merge agree on them."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
+    reads: list[tuple[str, str]] = []
+    real = Stored.__getitem__
+
+    def counting(self: Stored, name: str) -> torch.Tensor:
+        reads.append((str(self.model.reference), name))
+        return real(self, name)
+
+    monkeypatch.setattr(Stored, "__getitem__", counting)
+    align(anchor, donor, tmp_path / "map.safetensors", "none")
+    assert sorted(reads) == sorted((str(m.path), name) for m in (anchor, donor) for name in m.state)
+    with safe_open(tmp_path / "map.safetensors", "pt") as file:
+        written = {str(m.path): file.metadata()[n] for n, m in (("anchor", anchor), ("donor", donor))}
+    reads.clear()
+    merged(recipe(anchor, donor, residual="none"), tmp_path / "out")
+    assert reads == []
+    assert report(tmp_path / "out")["fingerprints"] == written
+    assert written[str(anchor.path)] in (tmp_path / "out" / "README.md").read_text()
+    for mark, model in zip(written.values(), (anchor, donor), strict=True):
+        assert mark == fingerprint(model.architecture, model.state, model.config)
+
+
+def test_fingerprints_of_what_a_merge_reads(tmp_path: Path) -> None:
+    """The old base of a task vector too; tensors that are not merged are left out, and the report says so."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    old = twin(anchor, tmp_path / "old", "none")
+    tuned = old.write({name: 1.01 * x for name, x in old.state.items()}, tmp_path / "tuned")
+    merged(transport(anchor, (tuned, old), exclude="embed_tokens"), tmp_path / "out")
+    found = report(tmp_path / "out")["fingerprints"]
+    count = len(anchor.state)
+    assert list(found) == [str(model.path) for model in (anchor, tuned, old)]
+    assert found[str(anchor.path)] == fingerprint(anchor.architecture, anchor.state, anchor.config)
+    for model in (tuned, old):
+        assert found[str(model.path)].endswith(f" (of the {count - 1} of {count} tensors that were read)")

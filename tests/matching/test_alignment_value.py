@@ -1,0 +1,297 @@
+"""An alignment as a value: applied, inverted, saved, loaded; models in any form; views that are lazy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from residual_support import Checkpoint, checkpoint, twin
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import difference, inputs, outputs
+
+import rotation_merge as rm
+from rotation_merge.errors import AlignmentError, CheckpointError, RecipeError
+from rotation_merge.matching.alignment import BIAS
+from rotation_merge.model.opened import open_like
+
+CASES = [
+    ("llama", "llama", "rotation"),
+    ("vit", "classifier", "rotation"),
+    ("bert", "classifier", "permutation"),
+    ("gemma2", "tied", "signed_permutation"),
+]
+"""Rotary and not, LayerNorm folded, biases that softmax cannot see, a tied head."""
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[2]}")
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Checkpoint, Checkpoint, str]:
+    """Two independent models of one class, and the residual group."""
+    family, name, residual = request.param
+    anchor, donor = (checkpoint(family, name, tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
+    return anchor, donor, residual
+
+
+def answers(view: rm.View, like: Checkpoint, where: Path) -> dict[str, torch.Tensor]:
+    """What a view computes once it has been written."""
+    view.save_pretrained(where)
+    return like.outputs(where)
+
+
+def test_applied_alignment_keeps_the_function(pair: tuple[Checkpoint, Checkpoint, str], tmp_path: Path) -> None:
+    anchor, donor, residual = pair
+    alignment = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
+    moved = alignment.apply(donor.path)
+    assert difference(answers(moved, donor, tmp_path / "moved"), donor.outputs()) <= 1e-4
+    stored = donor.state
+    assert any(not torch.equal(moved[name], stored[name]) for name in stored)
+    assert {name: tensor.dtype for name, tensor in moved.items()} == {n: t.dtype for n, t in stored.items()}
+    still = answers(alignment.apply_anchor(anchor.path), anchor, tmp_path / "still")
+    assert difference(still, anchor.outputs()) <= 1e-4
+
+
+def test_files_need_no_model_and_give_the_same_bytes(pair: tuple[Checkpoint, Checkpoint, str], tmp_path: Path) -> None:
+    anchor, donor, residual = pair
+    alignment = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
+    alignment.save(tmp_path / "map.safetensors")
+    moved = alignment.apply(donor.path).state_dict()
+    loaded = rm.Alignment.load(tmp_path / "map.safetensors").apply(donor.path)
+    assert moved.keys() == set(loaded)
+    assert all(torch.equal(tensor, moved[name]) for name, tensor in loaded.items())
+
+
+def test_any_form_of_a_model_is_moved_alike(pair: tuple[Checkpoint, Checkpoint, str]) -> None:
+    anchor, donor, residual = pair
+    alignment = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
+    moved = alignment.apply(donor.path).state_dict()
+    again = alignment.apply((donor.state, donor.config)).state_dict()
+    assert all(torch.equal(again[name], moved[name]) for name in moved)
+    module = donor.case.model_class.from_pretrained(donor.path, dtype=torch.float64, attn_implementation="eager").eval()
+    computed = alignment.apply(module, strict=False).to_module()
+    given = inputs(donor.case, module)
+    assert difference(outputs(computed, given), outputs(module, given)) <= 1e-4
+    assert module is not computed
+
+
+def test_the_inverse_brings_the_function_back_to_the_old_coordinates(
+    pair: tuple[Checkpoint, Checkpoint, str], tmp_path: Path
+) -> None:
+    anchor, donor, residual = pair
+    alignment = rm.align(anchor.path, donor.path, heads="permutation", residual=residual)
+    back = alignment.inverse().apply(alignment.apply(donor.path))
+    assert difference(answers(back, donor, tmp_path / "back"), donor.outputs()) <= 1e-4
+    if not alignment.what_stays():
+        for name, tensor in donor.state.items():
+            torch.testing.assert_close(back[name], tensor, atol=1e-5, rtol=1e-4)
+    else:
+        assert bool(alignment.folded) or "Biases" in alignment.what_stays()[-1]
+
+
+def test_a_twin_is_averaged_as_if_it_lay_in_the_anchors_coordinates(tmp_path: Path) -> None:
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "twin", "rotation")
+    alignment = rm.align(anchor.path, donor.path, heads="permutation", residual="rotation")
+    mean = rm.average([alignment.apply_anchor(anchor.path), alignment.apply(donor.path)])
+    assert difference(answers(mean, anchor, tmp_path / "mean"), anchor.outputs()) <= 1e-4
+    plain = rm.average([anchor.path, donor.path])
+    assert difference(answers(plain, anchor, tmp_path / "plain"), anchor.outputs()) > 1e-2
+
+
+def test_weights_of_an_average_count(tmp_path: Path) -> None:
+    first, second = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    mean = rm.average([first.path, second.path], weights=[3, 1])
+    a, b = first.state, second.state
+    for name, tensor in mean.items():
+        torch.testing.assert_close(tensor, 0.75 * a[name] + 0.25 * b[name])
+    assert torch.equal(rm.average([first.path])["lm_head.weight"], a["lm_head.weight"])
+
+
+class Recorded(dict[str, torch.Tensor]):
+    """A state dict that remembers which tensors were asked for."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__(state)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+
+def test_views_compute_nothing_before_they_are_asked(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path, heads="permutation")
+    opened = open_like((donor.state, donor.config))
+    recorded = Recorded(donor.state)
+    view = alignment.apply(replace(opened, source=recorded))
+    assert not recorded.asked
+    view["model.layers.1.mlp.up_proj.weight"]
+    assert recorded.asked == {"model.layers.1.mlp.up_proj.weight"}
+
+
+@pytest.mark.parametrize("form", ["folder", "module"])
+def test_classes_in_another_order_take_their_names_along(form: str, tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("bert", "classifier", tmp_path / str(seed), seed=seed) for seed in range(2))
+    count = len(donor.config["id2label"])
+    names = [f"class {number}" for number in range(count)]
+    orders = {anchor.path: names, donor.path: names[::-1]}
+    for path, order in orders.items():
+        config = json.loads((path / "config.json").read_text())
+        config |= {"id2label": dict(enumerate(order)), "label2id": {name: i for i, name in enumerate(order)}}
+        (path / "config.json").write_text(json.dumps(config))
+    models = [anchor.path, donor.path]
+    if form == "module":
+        models = [anchor.case.model_class.from_pretrained(path, attn_implementation="eager").eval() for path in models]
+    moved = rm.align(*models, heads="permutation").apply(models[1])
+    assert torch.equal(moved["classifier.bias"], donor.state["classifier.bias"].flip(0))
+    moved.save_pretrained(tmp_path / "out")
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [kept["id2label"][str(i)] for i in range(count)] == names
+    assert [moved.to_module().config.id2label[i] for i in range(count)] == names
+
+
+def test_gradients_flow_through_a_view(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path, heads="permutation", rescale=False)
+    state = {name: tensor.clone().requires_grad_() for name, tensor in donor.state.items()}
+    view = alignment.apply((state, donor.config))
+    name = "model.layers.0.self_attn.v_proj.weight"
+    weights = torch.randn(view[name].shape, generator=torch.Generator().manual_seed(0))
+    (view[name] * weights).sum().backward()
+    gradient = state[name].grad
+    assert gradient is not None
+    torch.testing.assert_close(gradient.norm(), weights.norm())  # rotations and orders keep norms
+
+
+def test_dtypes_are_rounded_to_once(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    half = tmp_path / "half"
+    module = donor.case.model_class.from_pretrained(donor.path, dtype=torch.bfloat16)
+    module.save_pretrained(half)
+    alignment = rm.align(anchor.path, half, heads="permutation")
+    wide, narrow = alignment.apply(half, dtype=torch.float32), alignment.apply(half)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert wide[name].dtype == torch.float32
+    assert torch.equal(wide[name].bfloat16(), narrow[name])
+    assert not torch.equal(wide[name], narrow[name].float())
+
+
+def test_shards_and_small_files_are_written(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    (donor.path / "tokenizer_config.json").write_text("{}")
+    view = rm.align(anchor.path, donor.path, heads="permutation").apply(donor.path)
+    view.save_pretrained(tmp_path / "out", max_shard_size="20K")
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
+    with pytest.raises(CheckpointError, match="not empty"):
+        view.save_pretrained(tmp_path / "out")
+
+
+def test_transfer_gives_the_change_to_another_base(tmp_path: Path) -> None:
+    old = checkpoint("llama", "llama", tmp_path / "old")
+    new = twin(old, tmp_path / "new", "rotation")
+    generator = torch.Generator().manual_seed(3)
+    tuned = old.write(
+        {n: t + 0.01 * torch.randn(t.shape, generator=generator) if t.ndim > 1 else t for n, t in old.state.items()},
+        tmp_path / "tuned",
+    )
+    carried = rm.transfer(tuned.path, old.path, new.path, heads="permutation", residual="rotation")
+    assert difference(answers(carried, old, tmp_path / "carried"), tuned.outputs()) <= 1e-3
+    assert difference(old.outputs(), tuned.outputs()) > 1e-2
+
+
+def test_what_was_learned_is_applied_alike(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    models = [c.case.model_class.from_pretrained(c.path, attn_implementation="eager").eval() for c in (anchor, donor)]
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(0, 32, (2, 8), generator=generator)} for _ in range(4)]
+    result = rm.fit(models[0], models[1], batches, options=rm.FitConfig(steps=2))
+    moved = result.alignments[0].apply(models[1]).to_module()
+    given = batches[0]
+    assert difference(outputs(moved, given), outputs(models[1], given)) <= 1e-4
+
+
+def test_other_weights_are_refused_and_fine_tunes_where_asked(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    alignment = rm.align(anchor.path, donor.path, heads="permutation")
+    with pytest.raises(AlignmentError, match=r"tensor '.*' is not that of .*donor|1.*strict=False"):
+        alignment.apply(anchor.path).state_dict()
+    assert alignment.apply(anchor.path, strict=False).state_dict()
+    small = checkpoint("bert", "classifier", tmp_path / "bert")
+    with pytest.raises(AlignmentError, match="was made for llama models"):
+        alignment.apply(small.path)
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    with pytest.raises(RecipeError, match=r"there is no option 'head'.*did you mean 'heads'"):
+        rm.align(anchor.path, anchor.path, head="permutation")
+    with pytest.raises(CheckpointError, match="state dict without its config"):
+        rm.align(anchor.state, anchor.path)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        rm.align(str(tmp_path / "gone"), anchor.path)
+    with pytest.raises(CheckpointError, match="of type int"):
+        rm.align(3, anchor.path)
+    with pytest.raises(RecipeError, match="0 weights for 0 models"):
+        rm.average([])
+    with pytest.raises(RecipeError, match="sum is zero"):
+        rm.average([anchor.path, anchor.path], weights=[1, -1])
+    with pytest.raises(AlignmentError, match="does not know its models"):
+        rm.Alignment({}).apply(anchor.path)
+
+
+def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
+    """An alignment file with other tensors, or another basis."""
+    with safe_open(path, framework="pt") as file:
+        meta, tensors = dict(file.metadata()), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    basis = json.loads(meta["basis"])
+    change(tensors, basis)
+    save_file(tensors, path, metadata={**meta, "basis": json.dumps(basis)})
+
+
+def without_a_bias(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:
+    del tensors[next(key for key in tensors if key.startswith(BIAS))]
+
+
+def with_a_bias_of_nan(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:
+    tensors[next(key for key in tensors if key.startswith(BIAS))].fill_(torch.nan)
+
+
+def with_a_class_twice(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:
+    basis["rows"] = {"classifier.weight": [0, [0, 0]]}
+
+
+def with_layers_by_the_million(tensors: dict[str, torch.Tensor], basis: dict[str, Any]) -> None:
+    basis["config"]["num_hidden_layers"] = 400_000_000
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without_a_bias, "is not in both"),
+        (with_a_bias_of_nan, "bias '.*' is damaged"),
+        (with_a_class_twice, "loses classes"),
+        (with_layers_by_the_million, "map.safetensors: its config says that there are 400000000 layers"),
+    ],
+)
+def test_what_a_file_says_of_its_models_is_not_believed(change: Any, words: str, tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("bert", "classifier", tmp_path / str(seed), seed=seed) for seed in range(2))
+    path = tmp_path / "map.safetensors"
+    rm.align(anchor.path, donor.path, heads="permutation").save(path)
+    rewritten(path, change)
+    with pytest.raises(AlignmentError, match=words):
+        rm.Alignment.load(path)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    rm.align(anchor.path, donor.path).save(tmp_path / "map.safetensors")
+    tensors = load_file(tmp_path / "map.safetensors")
+    save_file(tensors, tmp_path / "bare.safetensors")
+    with pytest.raises(AlignmentError, match="is not an alignment file"):
+        rm.Alignment.load(tmp_path / "bare.safetensors")

@@ -1,0 +1,138 @@
+"""Every tensor takes its device from its inputs: all families and groups, on a second device that needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from second_device import Far, second_device, sent
+from torch import Tensor
+
+from rotation_merge.architecture import table
+from rotation_merge.architecture.model import Architecture
+from rotation_merge.architecture.registry import shipped
+from rotation_merge.linalg import scaling
+from rotation_merge.matching import block, mean, passes
+from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.mean import match_to_mean
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.parameters import LearnedTransforms, identities
+from rotation_merge.symmetry import KINDS, SpaceTransform, invertible
+
+torch.set_num_threads(1)
+
+SMALL = {64: 16, 16: 8, 8: 4, 4: 2, 2: 1}
+"""Sizes of the samples, and what they are here."""
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are no matter of sizes, and of the first step as much as of the last."""
+    monkeypatch.setattr(table, "SIZES", {keys: SMALL.get(size, size) for keys, size in table.SIZES.items()})
+    few = (
+        (passes, "MOST_PASSES", 1),
+        (block, "MOST_ROUNDS", 1),
+        (mean, "MOST_ROUNDS", 1),
+        (invertible, "_ITERATIONS", 2),
+        (scaling, "_ROUNDS", 1),
+        (scaling, "_LOOKUPS", 1),
+        (scaling, "_SECOND_LOOKS", 1),
+        (scaling, "_WIDE", 1.0),
+        (scaling, "_NEWTON", {4: 1, 8: 1}),
+    )
+    for module, name, value in few:
+        monkeypatch.setattr(module, name, value)
+
+
+SEVERAL = ["gpt_neox", "llama", "vit"]
+
+
+def gen(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def weights(architecture: Architecture, seed: int) -> dict[str, Tensor]:
+    """Random tensors under the names of a checkpoint."""
+    result = {}
+    for info in architecture.tensors():
+        shape = [axis.size or 5 for axis in info.axes][info.stacked :]
+        for name in info.names:
+            result[name] = torch.randn(shape, generator=gen(seed + len(result))) + (len(shape) == 1)
+    return result
+
+
+def wishes(architecture: Architecture) -> list[AlignConfig]:
+    """Options that together ask for every group a family admits; in some, its spaces and its streams in turns."""
+    residual = [kind for kind in architecture.residual_groups if kind != "none"]
+    return [
+        AlignConfig(heads="permutation"),
+        AlignConfig(attention="invertible", ffn="none", rescale="sequential"),
+        AlignConfig(heads="spectral", ffn="none", rescale=False),
+        *(AlignConfig(attention="none", ffn="none", rescale=False, residual=kind) for kind in residual),
+        *(AlignConfig(residual=kind) for kind in residual[-1:] if architecture.family in SEVERAL),
+    ]
+
+
+def same(a: dict[str, SpaceTransform], b: dict[str, SpaceTransform]) -> bool:
+    pairs = [(a[name].tensors(), b[name].tensors()) for name in a]
+    return all(torch.allclose(held(x[key]), held(y[key]), atol=1e-4) for x, y in pairs for key in x)
+
+
+def held(x: Tensor) -> Tensor:
+    return x.held if isinstance(x, Far) else x
+
+
+def learned(architecture: Architecture, start: dict[str, SpaceTransform], donor: dict[str, Tensor]) -> None:
+    """Learned transforms act where the model is, and end on the CPU."""
+    module = LearnedTransforms(architecture, start, permutations=True)
+    for name, parameter in list(module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(Far(parameter.detach().clone())))
+    moved = dict(aligned_tensors(architecture, donor, Alignment(module(), ())))
+    sum(x.square().sum() for x in moved.values()).backward()
+    assert any(parameter.grad is not None for parameter in module.parameters())
+    assert not any(isinstance(x, Far) for t in module.hardened().values() for x in t.tensors().values())
+
+
+@pytest.mark.parametrize("family", sorted(shipped()))
+def test_matching_applying_folding_and_learning(family: str) -> None:
+    architecture = table.sample(shipped()[family])
+    anchor, donor = weights(architecture, 1), weights(architecture, 2)
+    near = [match_model(architecture, anchor, donor, wishes(architecture)[0])] if family in SEVERAL else []
+    anchor, donor = sent(anchor), sent(donor)
+    together: dict[str, SpaceTransform] = {}
+    with second_device():
+        for options in wishes(architecture):
+            found = match_model(architecture, anchor, donor, options)
+            assert all(same(found.transforms, expected.transforms) for expected in near)
+            near = []
+            gauge = Alignment(random_gauge(architecture, options, gen(3)), found.folded)
+            for alignment in (found, gauge):
+                assert all(isinstance(x, Far) for _, x in aligned_tensors(architecture, donor, alignment))
+            again = {name: transform.inverse().compose(transform) for name, transform in found.transforms.items()}
+            assert all(d < 1e-5 for transform in again.values() for d in transform.distances().values())
+            identities(found.transforms)
+            together |= found.transforms
+        learned(architecture, together, donor)
+
+
+@pytest.mark.parametrize("family", SEVERAL)
+def test_the_mean_of_several_models(family: str) -> None:
+    architecture = table.sample(shipped()[family])
+    with second_device():
+        models = {str(seed): sent(weights(architecture, 50 * seed)) for seed in range(3)}
+        options = AlignConfig(rescale=False, residual=architecture.residual_groups[-1])
+        for name, alignment in match_to_mean(architecture, models, "0", options).items():
+            assert all(isinstance(x, Far) for _, x in aligned_tensors(architecture, models[name], alignment))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_elements(kind: str) -> None:
+    with second_device() as device:
+        near = KINDS[kind].random(2, 6, gen(1))
+        far, x = near.to(device), Far(torch.randn(2, 6, 3, generator=gen(2)))
+        for element in (far.inverse(), far.compose(far), far.select(torch.tensor([1, 0])), far.still(), near):
+            assert isinstance(element.act(x, 0, 1, dual=True), Far)
+        assert isinstance(far.distance(), Far)
+        assert not far.is_identity()

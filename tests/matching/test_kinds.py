@@ -1,0 +1,192 @@
+"""Models of different kinds that one file describes: where one computes otherwise than the other by the same weights,
+the difference is named, and no merge averages the two."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+import yaml
+from cli_support import run
+from huggingface_hub.errors import StrictDataclassError
+from plugin_support import build, merged, mergekit_yaml, one_error, recipe_for, save
+from residual_support import Checkpoint, case, transport
+from tiny_models import ALL, Case, difference, exactly, further, inputs, make, outputs
+
+from rotation_merge.architecture.fields import differences, fields
+
+TASKS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification")
+SAME = 1e-5
+"""What is apart by less differs in rounding of rotary tables."""
+
+PLACES = "llama_4_scaling_beta"
+"""Entry of a table of rotary positions that Ministral 3 alone reads."""
+
+
+def kind(case: Case) -> str:
+    found: str = getattr(transformers, case.class_name).config_class.model_type
+    return found
+
+
+def of_two_kinds() -> Iterator[tuple[Case, Case]]:
+    """Cases of one family and task, a pair for each two kinds."""
+    found: dict[tuple[str, str], tuple[Case, Case]] = {}
+    known = [case for case in [*ALL, *further()] if hasattr(transformers, case.class_name)]
+    for one in known:
+        for other in known:
+            alike = one.family == other.family and any(
+                one.class_name.endswith(t) and other.class_name.endswith(t) for t in TASKS
+            )
+            if alike and kind(one) != kind(other):
+                found.setdefault((kind(one), kind(other)), (one, other))
+    yield from found.values()
+
+
+def other_kind(model: Any, other: Case, **changes: Any) -> Any | None:
+    """A model of the other kind with a model's weights, and its config as far as it knows the entries; None where it
+    has other tensors, or cannot be."""
+    said = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
+    if said.get("rope_parameters"):
+        said["rope_parameters"] = {k: v for k, v in said["rope_parameters"].items() if k != PLACES}
+    known = set(other.model_class.config_class().to_dict())
+    try:
+        config = other.model_class.config_class(**{**{k: v for k, v in said.items() if k in known}, **changes})
+        config._attn_implementation = config._experts_implementation = "eager"
+        found = other.model_class(config).double().eval()
+        state = {
+            name.replace(model.base_model_prefix, found.base_model_prefix, 1): tensor
+            for name, tensor in model.state_dict().items()
+        }
+        found.load_state_dict(state)
+        found.config.architectures = [other.class_name]
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, StrictDataclassError):
+        return None
+    return found
+
+
+def values(name: str, value: Any) -> Iterator[Any]:
+    """Others than an entry has."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int | float):
+        yield value * 2 + 1
+    elif name.endswith(("_act", "activation")):
+        yield from ("relu", "silu")
+    elif name == "layer_types" and {*value} <= {"full_attention", "sliding_attention"}:
+        yield ["sliding_attention"] * len(value)
+    elif name == "sliding_window":
+        yield 2
+    elif name == "rope_parameters" and "rope_theta" in value:
+        yield {**value, "rope_theta": 10.0}
+
+
+def changes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Each entry that says how a model computes, with another value."""
+    for name, value in config.items():
+        field = fields().get(name)
+        if field is not None and (field.forward or field.verdict == "refused"):
+            yield from ({name: changed} for changed in values(name, value))
+
+
+@pytest.mark.parametrize(("one", "other"), of_two_kinds(), ids=lambda case: f"{case.family}-{kind(case)}")
+def test_whatever_computes_otherwise_is_named(one: Case, other: Case) -> None:
+    """As the other's config stands, and with every entry changed that says how a model computes; what computes the same
+    and has one config passes."""
+    with exactly():
+        model = make(one)
+        given = inputs(one, model)
+        expected = outputs(model, given)
+        plain = other_kind(model, other)
+        for change in [] if plain is None else [{}, *changes(plain.config.to_dict())]:
+            if (found := other_kind(model, other, **change)) is None:
+                continue
+            try:
+                apart = difference(outputs(found, given), expected)
+            except (RuntimeError, ValueError, TypeError):
+                continue  # transformers cannot compute with it
+            named = list(differences(model.config.to_dict(), found.config.to_dict()))
+            named = [d for d in named if d.field.verdict == "refused" or (d.kinds and d.field.forward)]
+            assert named or apart <= SAME, (change, apart)
+            if not change and apart <= SAME and kind(one) not in ("cohere", "lfm2"):  # tiny ones lack what is other
+                assert not named
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "granite": (
+        {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "embedding_multiplier": 12.0},
+        "'embedding_multiplier' is 12.0, against 1.0",
+    ),
+    "granite by its attention": (
+        {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.5},
+        "'attention_multiplier' is 0.5, against",
+    ),
+    "mistral": (
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16},
+        "'sliding_window' is 16, against None",
+    ),
+    "mistral of another activation": (
+        {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": None,
+            "hidden_act": "gelu",
+        },
+        "'hidden_act' is 'gelu', against 'silu'",
+    ),
+    "smollm3": (
+        {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
+        "'no_rope_layers' is [1, 0], against [1, 1]",
+    ),
+}
+ALIKE = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
+"""Looks further back than the models can read."""
+
+
+@pytest.fixture(scope="module")
+def llamas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("kinds")
+    return tuple(save(build("llama", seed), folder / name) for seed, name in enumerate("ab"))
+
+
+def changed(model: Path, where: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint of the same weights with other entries in its config."""
+    shutil.copytree(model, where)
+    own = json.loads((where / "config.json").read_text())
+    (where / "config.json").write_text(json.dumps({**own, **config}))
+    return where
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_merge_averages_what_computes_otherwise(name: str, llamas: tuple[Path, Path], tmp_path: Path) -> None:
+    """By recipes, the donor as it is or in slices; what is carried from it, and what aligns it alone, is told."""
+    config, words = OTHERS[name]
+    anchor, donor = llamas[0], changed(llamas[1], tmp_path / "donor", config)
+    recipe = recipe_for("linear", anchor, donor)
+    layers = [{"model": str(m), "layer_range": [0, 2], "parameters": {"weight": 0.5}} for m in (anchor, donor)]
+    sliced = {**{k: v for k, v in recipe.items() if k != "models"}, "slices": [{"sources": layers}]}
+    for made in (recipe, sliced, {**recipe, "parameters": {**recipe["parameters"], "anchor": "mean"}}):
+        (tmp_path / "recipe.yml").write_text(yaml.safe_dump(made))
+        done = run("check", tmp_path / "recipe.yml")
+        assert done.exit_code == 1, done.output
+        assert words in " ".join(done.output.split())
+        assert words in one_error(mergekit_yaml(made, tmp_path / "out").output)
+        assert not (tmp_path / "out").exists()
+    if name == "smollm3":
+        return  # is refused everywhere: it decides a symmetry
+    done = run("compare", anchor, donor)
+    assert words in " ".join(done.output.split())
+    carried = transport(Checkpoint(case("llama", "llama"), anchor), *[(Checkpoint(case("llama", "llama"), donor),) * 2])
+    merged(carried, tmp_path / "carried")
+    assert words in (tmp_path / "carried" / "README.md").read_text()
+
+
+def test_another_kind_that_computes_the_same_is_averaged(llamas: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor, donor = llamas[0], changed(llamas[1], tmp_path / "donor", ALIKE)
+    recipe = recipe_for("linear", anchor, donor)
+    merged(recipe, tmp_path / "out")
+    assert "against" not in (tmp_path / "out" / "README.md").read_text()

@@ -1,0 +1,237 @@
+"""Classes that stand in another order are put into the anchor's, on every path; other names are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cli_support import parsed, run
+from plugin_support import build, from_file, make, merged, recipe_for, save, twin, write_state
+from test_averaging import data_for, measure, state, worst
+from tiny_models import ALL, Case, load_file, planted
+from torch import Tensor
+
+import rotation_merge
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.check_pair import check_pair
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.mergekit_plugin.merging import merge_recipe
+from rotation_merge.model.labels import label_rows, labels
+from rotation_merge.model.member import Member
+from rotation_merge.model.source import transform_state
+
+NAMES = ("bad", "good", "fair")
+MOVED = ("fair", "bad", "good")
+OTHER = ("bad", "good", "fine")
+HEADS = ("SequenceClassification", "ImageClassification", "TokenClassification")
+CLASSIFIERS = list({case.family: case for case in ALL if case.class_name.endswith(HEADS)}.values())
+TWICE = {"anchor": ("a", "b", "a"), "donor": ("b", "a", "a")}
+TOLERANCE = 2e-4
+HEADS_MOVE = ("--heads", "permutation")
+
+
+def called(names: tuple[str, ...]) -> dict[str, dict[str, object]]:
+    return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+
+
+class Named(dict[str, Tensor]):
+    """A state dict that knows its config."""
+
+    config: Mapping[str, Any]
+
+
+def reordered(tensors: Mapping[str, Tensor], rows: Mapping[str, tuple[int, tuple[int, ...]]]) -> dict[str, Tensor]:
+    return {n: t.index_select(rows[n][0], torch.tensor(rows[n][1])) if n in rows else t for n, t in tensors.items()}
+
+
+def member(name: str, case: Case, names: tuple[str, ...]) -> Member:
+    own = planted(case)
+    shapes = {key: tuple(tensor.shape) for key, tensor in own.state.items()}
+    return Member(name, {**own.config, **called(names)}, own.architecture, shapes)
+
+
+@pytest.mark.parametrize("case", CLASSIFIERS, ids=lambda case: case.class_name)
+def test_every_family_is_put_into_the_anchors_order(case: Case) -> None:
+    """Moved by a random gauge besides, the aligned donor computes what the anchor does, class by class."""
+    model = planted(case)
+    names = tuple(map(str, range(model.config.get("num_labels", len(model.config["id2label"])))))
+    first, second = member("anchor", case, names), member("donor", case, names[::-1])
+    back = label_rows(second, first)
+    assert back
+    gauge = random_gauge(model.architecture, AlignConfig(heads="permutation"), torch.Generator().manual_seed(2))
+    donor = Named(reordered(transform_state(model.architecture, model.state, gauge), back))
+    donor.config = second.config
+    assert model.differs(dict(donor)) > 1e-3
+    pair = (model.state, first.config), (donor, second.config)
+    alignment = rotation_merge.align(*pair, heads="permutation")
+    aligned = alignment.apply(pair[1]).state_dict()
+    assert model.differs(aligned) <= 1e-9
+    assert any("another order" in note for note in alignment.report.notes)
+    with pytest.raises(RotationMergeError, match=r"other names than anchor: row 0 is 'x', against '0'"):
+        check_pair(first, member("donor", case, ("x", *names[1:])), NOTHING)
+    check_pair(first, member("donor", case, ("x", *names[1:])), NOTHING, excluded=list(back).__contains__)
+    assert not check_pair(first, second, NOTHING, excluded=list(back).__contains__).rows
+
+
+def test_what_has_no_classes_has_none() -> None:
+    case = next(c for c in ALL if c.class_name == "LlamaForCausalLM")
+    assert not check_pair(member("anchor", case, NAMES), member("donor", case, MOVED), NOTHING).rows
+    twice = next(c for c in CLASSIFIERS if c.family == "bert")
+    first, second = (replace(member(n, twice, o), shapes={"classifier.weight": (3, 32)}) for n, o in TWICE.items())
+    with pytest.raises(RotationMergeError, match="some stand there twice"):
+        label_rows(first, second)
+
+
+def test_names_of_no_ones_making_are_none() -> None:
+    assert labels({"id2label": {0: "LABEL_0", 1: "LABEL_1"}}) == () == labels({}) == labels({"id2label": ["a", "b"]})
+    assert labels({"id2label": {"10": "c", "9": "b", 0: "a"}}) == ("a", "b", "c")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An anchor, and a twin of it whose classes stand in another order, both measured."""
+    folder = tmp_path_factory.mktemp("labels")
+    anchor = make("bert", folder / "anchor", id2label=dict(enumerate(NAMES)), label2id=called(NAMES)["label2id"])
+    moved = state(twin(anchor, folder / "twin"))
+    order = tuple(map(NAMES.index, MOVED))
+    rows = {"classifier.weight": (0, order), "classifier.bias": (0, order)}
+    donor = renamed(write_state(reordered(moved, rows), anchor, folder / "donor"), MOVED)
+    data = data_for(anchor, folder / "data.npz")
+    for model in (anchor, donor):
+        measure(model, data)
+    return anchor, donor
+
+
+def renamed(model: Path, names: tuple[str, ...]) -> Path:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | called(names)))
+    return model
+
+
+def test_align_writes_the_anchors_order(models: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor, donor = models
+    out, file = tmp_path / "out", tmp_path / "maps.safetensors"
+    done = run("align", anchor, donor, out, *HEADS_MOVE, "--alignment", file)
+    assert done.exit_code == 0, done.output
+    assert "another order" in done.output
+    assert "another order" in (out / "README.md").read_text()
+    assert worst(state(out), state(anchor)) < TOLERANCE
+    config = json.loads((out / "config.json").read_text())
+    assert {name: config[name] for name in called(NAMES)} == called(NAMES)
+    scored = parsed("evaluate", anchor, donor, "--data", labelled(models, tmp_path))
+    assert scored[0]["loss"] == pytest.approx(scored[1]["loss"], rel=1e-4)
+    for first, second in ((donor, out), (anchor, donor)):
+        assert parsed("verify", first, second)["same"]
+    plain, aligned = parsed(
+        "barrier", anchor, donor, "--data", labelled(models, tmp_path), "--points", "3", *HEADS_MOVE
+    )[0]["curves"]
+    assert plain["loss"][0] == pytest.approx(plain["loss"][2], rel=1e-3)
+    assert max(aligned["loss"]) == pytest.approx(min(aligned["loss"]), rel=1e-3)
+    assert "another order" in run("compare", anchor, donor, *HEADS_MOVE).output
+    made = from_file(recipe_for("linear", anchor, donor, prove=True), file)
+    assert worst(merged(made, tmp_path / "replayed"), state(anchor)) < TOLERANCE
+    assert "not checked" not in (tmp_path / "replayed" / "README.md").read_text()
+
+
+def labelled(models: tuple[Path, Path], folder: Path) -> str:
+    path = folder / "data.jsonl"
+    rows = [{"input_ids": [3 + i, 5, 7, 11], "labels": i % 3} for i in range(12)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("delegate", ["nuslerp", "kfac", "refit"])
+def test_recipes_merge_in_the_anchors_order(delegate: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor, donor = models
+    made = recipe_for("linear", anchor, donor)
+    made["parameters"]["delegate"] = delegate
+    if delegate == "refit":
+        made["parameters"] |= {"data": str(anchor.parent / "data.npz"), "ridge": 0.001}
+    assert worst(merged(made, tmp_path / "out"), state(anchor)) < TOLERANCE
+    assert "another order" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_fisher_diagonals_follow_their_rows(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of a donor with another head, in either order of its classes, the same merge comes."""
+    anchor, _ = models
+    order = tuple(map(NAMES.index, MOVED))
+    rows = {"classifier.weight": (0, order), "classifier.bias": (0, order)}
+    far = {
+        n: t + torch.arange(3.0).reshape(-1, *[1] * (t.ndim - 1)) if n in rows else t for n, t in state(anchor).items()
+    }
+    plain = write_state(far, anchor, tmp_path / "plain")
+    donor = renamed(write_state(reordered(far, rows), anchor, tmp_path / "donor"), MOVED)
+    found = []
+    for model in (plain, donor):
+        measure(model, str(anchor.parent / "data.npz"))
+        made = recipe_for("linear", anchor, model, attention="none", rescale=False)
+        made["parameters"]["delegate"] = "fisher"
+        found.append(merged(made, tmp_path / f"of-{model.name}"))
+    assert worst(found[1], found[0]) < 1e-5
+
+
+def test_a_fine_tune_is_carried_in_the_anchors_order(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """The same by a recipe and by `carry`, and whether the old base or its fine-tune is in the new one's order."""
+    anchor, donor = models
+    tuned = write_state({n: 1.1 * t for n, t in state(donor).items()}, donor, tmp_path / "tuned")
+    back = tuple(map(MOVED.index, NAMES))
+    rows = {"classifier.weight": (0, back), "classifier.bias": (0, back)}
+    in_order = renamed(write_state(reordered(state(tuned), rows), tuned, tmp_path / "in-order"), NAMES)
+    wanted = {n: 1.1 * t for n, t in state(anchor).items()}
+    for number, model in enumerate((tuned, in_order)):
+        made = recipe_for("linear", anchor, model)
+        made["models"][0]["parameters"]["weight"] = 0.0
+        made["models"][1]["parameters"] = {"weight": 1.0, "finetuned_from": str(donor)}
+        assert worst(merged(made, tmp_path / f"recipe-{number}"), wanted) < TOLERANCE
+        out = tmp_path / f"carried-{number}"
+        done = run("carry", model, "--from", donor, "--to", anchor, out, *HEADS_MOVE)
+        assert done.exit_code == 0, done.output
+        assert worst(state(out), wanted) < TOLERANCE
+
+
+def test_learned_maps_and_answers_are_in_the_anchors_order(models: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor, donor = models
+    data, file = labelled(models, tmp_path), tmp_path / "learned.safetensors"
+    found = parsed(
+        "fit", anchor, donor, "--data", data, "--alignment", file, "--steps", "1", "--batch-size", "4", *HEADS_MOVE
+    )
+    assert found["before"] == pytest.approx(found["after"], rel=0.05)
+    made = from_file(recipe_for("linear", anchor, donor), file)
+    assert worst(merged(made, tmp_path / "out"), state(anchor)) < 0.05
+    few = ("--data", data, "--samples", "8", "--steps", "1")
+    polished = run("polish", anchor, tmp_path / "polished", "--teachers", donor, *few, "--json")
+    assert json.loads(polished.stdout)["before"] < 1e-4, polished.output  # it says already what its teacher says
+
+
+def test_every_path_refuses_other_names(models: tuple[Path, Path], tmp_path: Path) -> None:
+    a, b = models[0], renamed(save(build("bert", 1, num_labels=3), tmp_path / "b"), OTHER)
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(yaml.safe_dump(recipe_for("linear", a, b)))
+    for asked in (("align", a, b, tmp_path / "out"), ("compare", a, b), ("inspect", recipe), ("check", recipe)):
+        done = run(*asked)
+        assert done.exit_code != 0, asked
+        assert "id2label" in done.output, (asked, done.output)
+    with pytest.raises(RotationMergeError, match="other names than"):
+        merge_recipe(recipe.read_text(), str(tmp_path / "merged"))
+    recipe.write_text(yaml.safe_dump(recipe_for("linear", a, b, exclude="classifier")))
+    for command in ("inspect", "check"):
+        done = run(command, recipe)
+        assert done.exit_code == 0, done.output
+    merge_recipe(recipe.read_text(), str(tmp_path / "merged"))
+
+
+def test_kept_heads_keep_their_order(models: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor, donor = models
+    merged(recipe_for("linear", anchor, donor, heads_of="each"), tmp_path / "out")
+    kept = tmp_path / "out" / "heads" / "donor"
+    assert json.loads((kept / "config.json").read_text())["id2label"] == called(MOVED)["id2label"]
+    torch.testing.assert_close(
+        load_file(kept / "model.safetensors")["classifier.bias"], state(donor)["classifier.bias"]
+    )

@@ -1,0 +1,189 @@
+"""Matching on activations: twins are found by what their maps read and give, and compute what they computed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import run
+from plugin_support import make as checkpoint
+from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
+from plugin_support import twin as moved
+from residual_support import report
+from tiny_models import ALL, Case, difference, exactly, inputs, outputs, planted
+
+import rotation_merge
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.activations import Activations
+from rotation_merge.matching.alignment import Alignment, aligned_tensors
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.match_on import ROWS, centred, match_seen
+from rotation_merge.matching.options import ACTIVATIONS, BOTH, AlignConfig
+from rotation_merge.model.source import transform_state
+from rotation_merge.run.functions import architecture_of
+
+FIRST = list({case.family: case for case in reversed(ALL)}.values())
+KINDS = ("llama", "gpt2", "bert", "vit", "t5", "whisper", "gemma2", "gpt_neox", "mixtral", "deepseek", "falcon_h1")
+"""A family for each kind of layer."""
+LLAMA = next(case for case in FIRST if case.family == "llama")
+
+
+def twins(case: Case, rescale: bool = True) -> tuple[Any, Any, AlignConfig]:
+    """A tiny model, and it in other coordinates of every space, its streams without rotations (gains stay)."""
+    model = planted(case).made
+    architecture = architecture_of(model)
+    groups = {n: [g for g in own if g != "rotation"][-1] for n, own in architecture.stream_groups.items()}
+    residual = ",".join(f"{name}={group}" for name, group in groups.items()) or "none"
+    options = AlignConfig(heads="permutation", rescale=rescale, residual=residual)
+    gauge = random_gauge(architecture, options, torch.Generator().manual_seed(1))
+    other = copy.deepcopy(model)
+    other.load_state_dict(transform_state(architecture, model.state_dict(), gauge), strict=False)
+    other.tie_weights()
+    return model, other, options
+
+
+def seen(model: Any, batches: list[dict[str, torch.Tensor]]) -> Activations:
+    with exactly():
+        return Activations.of(model, architecture_of(model), batches, ROWS)
+
+
+def match(case: Case, how: str, batches: int = 6) -> tuple[Any, Any, Alignment]:
+    model, other, options = twins(case)
+    with exactly():
+        given = [inputs(case, model, seed) for seed in range(2, 2 + batches)]
+    pair = seen(model, given), seen(other, given)
+    states = model.state_dict(), other.state_dict()
+    return model, other, match_seen(architecture_of(model), *states, options, None, pair, how)
+
+
+def left(alignment: Alignment) -> float:
+    """The largest share of a space's squared distance that is left."""
+    return max(m.after / m.before for _, found in alignment.records for m in found if m.before > 0)
+
+
+@pytest.mark.parametrize("case", [c for c in FIRST if c.family in KINDS], ids=lambda case: case.family)
+def test_a_twin_is_found_again_from_activations(case: Case) -> None:
+    _, _, alignment = match(case, ACTIVATIONS)
+    assert left(alignment) < 1e-6
+
+
+def test_the_aligned_donor_computes_what_it_did() -> None:
+    """Also where samples are too few to say anything: another choice of element never changes the function."""
+    model, other, alignment = match(LLAMA, ACTIVATIONS, batches=1)
+    other.lm_head.weight.data += 1.0  # so that it is no twin
+    architecture, given = architecture_of(model), planted(LLAMA).given
+    before = outputs(other, given)
+    aligned = dict(aligned_tensors(architecture, other.state_dict(), alignment))
+    other.load_state_dict(aligned, strict=False)
+    assert difference(outputs(other, given), before) < 1e-9
+    assert any("span less than" in note for note in alignment.notes) == (14 < 16)
+    assert "matched on activations" in alignment.notes[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "vit", "t5"])
+def test_activations_decide_where_weights_say_nothing(family: str) -> None:
+    """The weights that are handed over are others in both models; only activations know the twin."""
+    case = next(case for case in FIRST if case.family == family)
+    model, other, options = twins(case, rescale=False)
+    with exactly():
+        given = [inputs(case, model, seed) for seed in range(2, 8)]
+    pair = seen(model, given), seen(other, given)
+    draw = torch.Generator().manual_seed(3)
+    states = [
+        {n: x if x.ndim < 2 else 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in m.items()}
+        for m in (model.state_dict(), other.state_dict())
+    ]
+    architecture = architecture_of(model)
+    found = match_seen(architecture, *states, options, None, pair, ACTIVATIONS)
+    moved = dict(aligned_tensors(architecture, other.state_dict(), found))
+    anchor = model.state_dict()
+    for name, tensor in moved.items():
+        torch.testing.assert_close(tensor, anchor[name], rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_depends_on_the_order_of_samples() -> None:
+    model, other, options = twins(LLAMA)
+    given = [inputs(LLAMA, model, seed) for seed in range(2, 8)]
+    noise = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
+    states, found = (model.state_dict(), other.state_dict()), []
+    for order in (given, [{"input_ids": torch.cat([b["input_ids"] for b in reversed(given)]).flip(0)}]):
+        pair = seen(model, order), seen(other, order)
+        found.append(match_seen(architecture_of(model), *states, options, None, pair, BOTH))
+    one, two = (dict(aligned_tensors(architecture_of(model), states[1], alignment)) for alignment in found)
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-4)
+
+
+def test_partial_whitening_turns_with_what_is_whitened() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 4, generator=draw, dtype=torch.float64) * torch.tensor([9.0, 3.0, 1.0, 0.1]).double()
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=draw, dtype=torch.float64))[0]
+    torch.testing.assert_close(centred(x + 5.0) @ turn.mT, centred(x @ turn.mT))
+    before, after = (torch.linalg.svdvals(m) for m in (x - x.mean(0), centred(x)))
+    torch.testing.assert_close(after[0] / after[-1], (before[0] / before[-1]).sqrt())
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Llama and a twin of it, as checkpoints."""
+    folder = tmp_path_factory.mktemp("pair")
+    anchor = checkpoint("llama", folder / "anchor")
+    return anchor, moved(anchor, folder / "donor")
+
+
+def test_align_on_activations(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor, donor = pair
+    done = run("align", anchor, donor, tmp_path / "out", "--heads", "permutation", "--match-on", "activations")
+    assert done.exit_code == 0, done.output
+    assert "matched on activations" in done.output
+    for name, tensor in state(anchor).items():
+        torch.testing.assert_close(state(tmp_path / "out")[name], tensor, rtol=1e-3, atol=1e-3)
+
+
+def test_recipes_match_on_activations(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe = recipe_for("linear", *pair, heads="permutation", match_on="both", samples=16)
+    result = merged(recipe, tmp_path / "out")
+    for name, tensor in state(pair[0]).items():
+        torch.testing.assert_close(result[name], tensor, rtol=1e-3, atol=1e-3)
+    made = report(tmp_path / "out")
+    assert any("matched on weights and activations" in note for note in made["notes"])
+    assert made["data"] == [{"of": f"matching {pair[1]}", "source": "self", "samples": 16}]
+    mean = recipe_for("linear", *pair, match_on="both")
+    mean["parameters"]["anchor"] = "mean"
+    assert "leave out 'match_on'" in one_error(mergekit_yaml(mean, tmp_path / "mean").output)
+
+
+def test_the_api_matches_on_activations() -> None:
+    model, other, _ = twins(LLAMA)
+    samples = [inputs(LLAMA, model, seed) for seed in range(2, 8)]
+    wanted = {"heads": "permutation", "residual": "signed_permutation"}
+    alignment = rotation_merge.align(model, other, match_on="activations", samples=samples, **wanted)
+    aligned = alignment.apply(other).state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(aligned[name], tensor, rtol=1e-4, atol=1e-4)
+    assert any("matched on activations" in note for note in alignment.report.notes)
+    with pytest.raises(RotationMergeError, match="give modules"):
+        rotation_merge.align(model, (other.state_dict(), model.config), match_on="both", samples=samples)
+    with pytest.raises(RotationMergeError, match="one of: weights, activations, both"):
+        rotation_merge.align(model, other, match_on="inputs")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--samples", 8), "matched without samples"),
+        (("--match-on", "both", "--widths"), "leave out --match-on"),
+        (("--match-on", "both", "--data", "nowhere.txt"), "nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_matched_so(given: tuple[Any, ...], words: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    done = run("align", *pair, tmp_path / "out", *given)
+    assert done.exit_code == 2
+    assert words in one_error(done.output)
+    assert not (tmp_path / "out").exists()

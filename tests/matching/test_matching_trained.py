@@ -1,0 +1,69 @@
+"""What must hold strictly on trained weights: the two shipped ViTs and the two shipped Llamas, seeds 0 and 1."""
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rotation_merge.architecture.registry import resolve
+from rotation_merge.matching.block import match_block
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.source import read_block
+from rotation_merge.run.demo import CHECKPOINTS
+
+torch.set_num_threads(1)
+
+
+@cache
+def blocks(name):
+    folders = [CHECKPOINTS / f"{name}-{seed}" for seed in (0, 1)]
+    states = [load_file(folder / "model.safetensors") for folder in folders]
+    config = json.loads((folders[0] / "config.json").read_text())
+    architecture = resolve(config, states[0].keys(), name)
+    layers = architecture.layers("default")
+    return [(block, read_block(block, states[0]), read_block(block, states[1])) for block in layers]
+
+
+@cache
+def after(name, **options):
+    """Squared distances left in every space, by space name."""
+    records = [r for given in blocks(name) for r in match_block(*given, AlignConfig(**options)).records]
+    return {record.space: record.after for record in records}
+
+
+def attention(distances):
+    return {name: value for name, value in distances.items() if "ffn" not in name and "mlp" not in name}
+
+
+@pytest.mark.parametrize("name", ["vit", "llama"])
+def test_every_step_of_the_ladder_pays(name):
+    """none > rotation > the paper's sequence > joint scale > joint head order > invertible, in every layer."""
+    ladder = [
+        after(name, rescale=False),
+        after(name, rescale="sequential"),
+        after(name),
+        after(name, heads="permutation"),
+    ]
+    for wider, narrower in zip(ladder[1:], ladder, strict=False):
+        assert all(wider[space] <= narrower[space] * (1 + 1e-6) for space in narrower)
+    totals = [sum(attention(step).values()) for step in ladder]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[1] > totals[2] * (1 + 1e-5)  # the joint scale is strictly better than the sequence
+    assert totals[2] > totals[3] * (1 + 1e-3)  # and so is the joint head order than none
+
+
+@pytest.mark.parametrize("name", ["vit", "llama"])
+def test_joint_head_order_against_spectral_pairing(name):
+    spectral, joint = after(name, heads="spectral"), after(name, heads="permutation")
+    assert all(joint[space] <= spectral[space] * (1 + 1e-6) for space in joint)
+    assert sum(attention(joint).values()) < 0.95 * sum(attention(spectral).values())
+
+
+def test_equal_models_are_left_alone():
+    for name in ("vit", "llama"):
+        for block, anchor, _ in blocks(name):
+            match = match_block(block, anchor, anchor, AlignConfig(heads="permutation", attention="invertible"))
+            assert all(transform.is_identity() for transform in match.transforms.values())
+            assert all(record.before == record.after == 0 for record in match.records)

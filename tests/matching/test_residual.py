@@ -1,0 +1,333 @@
+"""The residual stream through mergekit-yaml: planted truth of every admitted kind, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from plugin_support import merged, mergekit_yaml, one_error
+from residual_support import Checkpoint, case, checkpoint, recipe, report, twin
+from tiny_models import make, save
+
+from rotation_merge.matching import both
+from rotation_merge.matching.alignment import aligned_tensors
+from rotation_merge.matching.both import Both, Pass
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.measured import measured
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.matching.stream import Statistics
+from rotation_merge.matching.walk import Walk
+from rotation_merge.model import slices
+from rotation_merge.model.source import transform_state
+from rotation_merge.symmetry import Monomial, Orthogonal, Permutation, Scaling, StreamTransform
+from rotation_merge.workers.pieces import HERE
+
+PLANTED = [
+    ("llama", "llama", "permutation"),
+    ("llama", "llama", "signed_permutation"),
+    ("llama", "llama", "rotation"),
+    ("llama", "llama, tied, biases", "permutation"),
+    ("llama", "llama, tied, biases", "signed_permutation"),
+    ("llama", "qwen2", "signed_permutation"),
+    ("gpt2", "tied", "permutation"),
+    ("gpt2", "untied", "rotation"),
+    ("vit", "classifier", "permutation"),
+    ("vit", "classifier", "rotation"),
+    ("bert", "classifier", "permutation"),
+    ("bert", "masked words", "permutation"),
+    ("gemma2", "tied", "permutation"),
+    ("gemma2", "tied", "signed_permutation"),
+    ("dinov2", "classifier", "rotation"),
+    ("t5", "tokens", "signed_permutation"),
+    ("whisper", "classifier", "permutation"),
+]
+
+UNTIED = [
+    ("llama", "llama, tied, biases"),
+    ("llama", "qwen2"),
+    ("gpt2", "tied"),
+    ("gemma", "tied"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "residual"), PLANTED, ids=lambda x: x.replace(" ", "_"))
+def test_planted_element_is_recovered(family: str, name: str, residual: str, tmp_path: Path) -> None:
+    anchor = checkpoint(family, name, tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", residual)
+    assert anchor.differs(donor.path) <= 1e-3  # moved in float32
+    merged(recipe(anchor, donor, residual=residual), tmp_path / "out")
+    assert anchor.differs(tmp_path / "out") <= 1e-4
+    assert report(tmp_path / "out")["summary"][str(donor.path)]["relative_after"] <= 1e-4
+
+
+@pytest.mark.parametrize(("family", "name"), UNTIED, ids=lambda x: x.replace(" ", "_"))
+def test_planted_rotation_of_a_tied_model(family: str, name: str, tmp_path: Path) -> None:
+    """The anchor is tied; the donor cannot be (a folded final gain parts head and embeddings), nor the output."""
+    anchor = checkpoint(family, name, tmp_path / "anchor", untied=True)
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    result = merged(recipe(anchor, donor, residual="rotation", untie=True), tmp_path / "out")
+    assert any(info.tied and info.name in result for info in anchor.architecture.tensors())
+    assert '"tie_word_embeddings": false' in (tmp_path / "out" / "config.json").read_text()
+    assert anchor.differs(tmp_path / "out") <= 1e-4
+
+
+def test_noise_does_not_hide_the_element(tmp_path: Path) -> None:
+    """10% noise on every matrix: the merge is nearer to the anchor than the donor is."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation", noise=0.1, rescale=False)
+    merged(recipe(anchor, donor, residual="rotation"), tmp_path / "out")
+    assert 0 < report(tmp_path / "out")["summary"][str(donor.path)]["relative_after"] < 0.12
+
+
+@pytest.mark.parametrize("residual", ["signed_permutation", "rotation"])
+def test_near_fine_tunes_keep_their_stream(residual: str, tmp_path: Path) -> None:
+    """Turning the stream would fit noise: it stays, and no pass is spent."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    generator = torch.Generator().manual_seed(0)
+    noisy = {n: x + 0.03 * x.std() * torch.randn(x.shape, generator=generator) for n, x in anchor.state.items()}
+    donor = anchor.write(noisy, tmp_path / "donor")
+    options = AlignConfig(heads="permutation", residual=residual)
+    found = match_model(anchor.architecture, anchor.state, donor.state, options)
+    assert found.summary["passes"] == 0
+    assert found.summary["shared"] is True
+    assert found.transforms["residual"].is_identity()
+    result = merged(recipe(anchor, donor, residual=residual), tmp_path / "out")
+    anchor_now = anchor.folded() if residual == "rotation" else anchor.state
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert float((result[name] - anchor_now[name]).norm() / anchor_now[name].norm()) < 0.05
+    summary = report(tmp_path / "out")["summary"][str(donor.path)]
+    assert 0.95 * summary["relative_before"] < summary["relative_after"] <= summary["relative_before"]
+
+
+def test_partly_moved_fine_tune_is_recovered(tmp_path: Path) -> None:
+    """A related model whose stream is turned in a few coordinates only: that is no noise."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    state = anchor.state
+    size = len(state["model.norm.weight"])
+    order = torch.arange(size)
+    order[[0, 1, 2]] = order[[1, 2, 0]]
+    element = Monomial(Permutation(order[None]), Scaling.identity(1, size))
+    donor = transform_state(anchor.architecture, state, {"residual": StreamTransform(element)})
+    options = AlignConfig(residual="signed_permutation")
+    found = match_model(anchor.architecture, state, donor, options)
+    after = dict(aligned_tensors(anchor.architecture, donor, found))
+    assert max(float((after[n] - state[n]).norm() / state[n].norm()) for n in state) <= 1e-4
+
+
+def test_donor_equal_to_the_anchor_is_left_alone(tmp_path: Path) -> None:
+    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
+    state = anchor.state
+    for group in ("permutation", "rotation"):
+        found = match_model(anchor.architecture, state, state, AlignConfig(heads="permutation", residual=group))
+        assert all(transform.is_identity() for transform in found.transforms.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "asked", "largest"),
+    [
+        ("bert", "classifier", "rotation", "permutation"),
+        ("gpt2", "untied", "signed_permutation", "rotation"),
+        ("gemma2", "tied", "rotation", "signed_permutation"),
+        ("t5", "plain", "signed_permutation", "none"),
+        ("vit", "bare", "permutation", "none"),
+    ],
+)
+def test_group_not_admitted(family: str, name: str, asked: str, largest: str, tmp_path: Path) -> None:
+    anchor = checkpoint(family, name, tmp_path / "anchor")
+    donor = checkpoint(family, name, tmp_path / "donor", seed=1)
+    result = mergekit_yaml(recipe(anchor, donor, residual=asked), tmp_path / "out")
+    assert result.exit_code != 0
+    message = one_error(result.output)
+    assert f"residual: {asked}" in message
+    assert f"'residual: {largest}'" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "offered"), [("llama", "qwen2", "signed_permutation"), ("gpt2", "tied", "permutation")]
+)
+def test_rotation_of_a_tied_model_wants_untie(family: str, name: str, offered: str, tmp_path: Path) -> None:
+    anchor, donor = (checkpoint(family, name, tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
+    result = mergekit_yaml(recipe(anchor, donor, residual="rotation"), tmp_path / "out")
+    assert result.exit_code != 0
+    message = one_error(result.output)
+    assert "untie: true" in message
+    assert f"'residual: {offered}'" in message
+
+
+def test_what_all_logits_share_does_not_count(tmp_path: Path) -> None:
+    """Softmax does not see a constant added to all rows of a head; nor does the map found."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = checkpoint("llama", "llama", tmp_path / "donor", seed=1)
+    options = AlignConfig(residual="rotation")
+    plain = match_model(anchor.architecture, anchor.state, donor.state, options)
+    states = [dict(anchor.state), dict(donor.state)]
+    for seed, state in enumerate(states):
+        head = state["lm_head.weight"]
+        shift = torch.randn(head.shape[1], generator=torch.Generator().manual_seed(seed))
+        state["lm_head.weight"] = head + 3 * head.std() * shift
+    shifted = match_model(anchor.architecture, *states, options)
+    assert plain.summary["passes"] == shifted.summary["passes"]
+    first, second = (x.transforms["residual"].element.matrix for x in (plain, shifted))
+    torch.testing.assert_close(first, second, atol=1e-4, rtol=0)
+
+
+def test_objective_never_rises(tmp_path: Path) -> None:
+    for residual in ("permutation", "signed_permutation", "rotation"):
+        anchor = checkpoint("llama", "llama", tmp_path / f"anchor-{residual}")
+        donor = checkpoint("llama", "llama", tmp_path / f"donor-{residual}", seed=1)
+        options = AlignConfig(heads="permutation", residual=residual)
+        found = match_model(anchor.architecture, anchor.state, donor.state, options)
+        history = found.summary["objective"]
+        assert isinstance(history, list)
+        assert len(history) >= 2 or residual != "rotation"
+        assert all(b <= a for a, b in itertools.pairwise(history)), (residual, history)
+        starts = found.summary["starts"]
+        assert isinstance(starts, dict)
+        assert history[0] <= min(starts.values()) * (1 + 1e-12)
+
+
+def test_the_objective_that_is_told_is_no_lower_than_that_of_the_maps_found(tmp_path: Path) -> None:
+    """What is gathered part by part, under maps that were different, bounds the whole objective under the last ones."""
+    anchor, donor = (checkpoint("llama", "llama", tmp_path / str(seed), seed=seed) for seed in range(2))
+    options = AlignConfig(heads="permutation", residual="rotation")
+    streams, told = {"residual": "rotation"}, list[float]()
+    found = match_model(anchor.architecture, anchor.state, donor.state, options)
+    maps = {"residual": found.transforms["residual"]}
+    pair = Both(anchor.architecture, anchor.state, donor.state, options, found.folded)
+    walk, weights = Walk(pair, lambda *_: None, streams, HERE), dict[str, float]()
+    for _ in range(4):  # until weights and local spaces agree
+        blocks = [own for _, own in walk.each("", Pass(maps, weights), range(len(anchor.architecture.blocks)))]
+        whole = Statistics.of(anchor.architecture, blocks)
+        weights = whole.weights
+        told.append(whole.objective)
+        assert whole.bound(maps) == pytest.approx(whole.objective, rel=1e-12)
+        assert whole.bound({"residual": found.transforms["residual"].still()}) > whole.objective
+    history = found.summary["objective"]
+    assert isinstance(history, list)
+    assert min(told) <= history[-1] <= min(told) * 1.02
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "llama"), ("gpt2", "untied")])
+def test_long_vocabularies_are_looked_at_in_slices(
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchor, donor = (checkpoint(family, name, tmp_path / str(seed), seed=seed) for seed in range(2))
+    options = AlignConfig(residual="rotation")
+    found, seen = [], list[int]()
+    monkeypatch.setattr(both, "measured", lambda info, a, b, *rest: seen.append(len(a)) or measured(info, a, b, *rest))
+    for most in (slices.LONG, 1000):
+        monkeypatch.setattr(slices, "LONG", most)
+        seen.clear()
+        found.append(match_model(anchor.architecture, anchor.state, donor.state, options))
+    assert len(seen) > 4
+    whole, sliced = (one.transforms["residual"].element.matrix for one in found)
+    torch.testing.assert_close(whole, sliced, atol=1e-6, rtol=0)
+    (first,), (second,) = ([row for _, rows in one.records for row in rows if row.kind == "stream"] for one in found)
+    told = [[row.before, row.after, row.anchor] for row in (first, second)]
+    assert told[0] == pytest.approx(told[1], rel=1e-6)
+    outputs = []
+    for most in (1 << 25, 1000):
+        monkeypatch.setattr(slices, "LONG", most)
+        outputs.append(merged(recipe(anchor, donor, residual="rotation"), tmp_path / f"out-{most}"))
+    assert outputs[0].keys() == outputs[1].keys()
+    assert all(torch.allclose(x, outputs[1][n], atol=1e-5) for n, x in outputs[0].items())
+
+
+def test_deep_models_compare_starts_on_a_sample_of_layers(tmp_path: Path) -> None:
+    shallow = case("llama", "llama")
+    deep = dataclasses.replace(shallow, config={**shallow.config, "num_hidden_layers": 10})
+    save(make(deep).float(), tmp_path / "anchor")
+    anchor = Checkpoint(deep, tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    seen: dict[str, int] = {}
+    options = AlignConfig(heads="permutation", residual="rotation")
+    found = match_model(
+        anchor.architecture, anchor.state, donor.state, options, lambda what, _, total: seen.update({what: total})
+    )
+    assert seen["embeddings and heads"] == 2  # once: no pass tells anything else of them
+    assert seen["residual, from identity"] == 4
+    assert seen["residual, pass 1"] == 10
+    assert seen["matching"] == 10 + 2
+    after = dict(aligned_tensors(anchor.architecture, donor.state, found))
+    expected = anchor.folded()
+    assert max(float((after[n] - expected[n]).norm() / expected[n].norm()) for n in expected) <= 1e-4
+
+
+def test_progress_counts_every_block_of_every_pass(tmp_path: Path) -> None:
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    seen: dict[str, list[tuple[int, int]]] = {}
+    options = AlignConfig(residual="rotation")
+    match_model(
+        anchor.architecture,
+        anchor.state,
+        donor.state,
+        options,
+        lambda what, done, total: seen.setdefault(what, []).append((done, total)),
+    )
+    blocks, layers = len(anchor.architecture.blocks), len(anchor.architecture.layers("default"))
+    assert seen["matching"] == [(i, blocks) for i in range(blocks + 1)]
+    assert seen["residual, pass 2"] == [(i, layers) for i in range(layers + 1)]
+
+
+def test_layer_norm_rotations_fix_the_all_ones_vector(tmp_path: Path) -> None:
+    anchor = checkpoint("vit", "classifier", tmp_path / "anchor")
+    other = checkpoint("vit", "classifier", tmp_path / "other", seed=1)
+    found = match_model(anchor.architecture, anchor.state, other.state, AlignConfig(residual="rotation"))
+    stream = found.transforms["residual"]
+    assert isinstance(stream, StreamTransform)
+    assert isinstance(stream.element, Orthogonal)
+    matrix = stream.element.matrix[0]
+    ones, eye = torch.ones(len(matrix), dtype=matrix.dtype), torch.eye(len(matrix), dtype=matrix.dtype)
+    torch.testing.assert_close(matrix @ ones, ones)
+    torch.testing.assert_close(matrix @ matrix.T, eye)
+    assert float((matrix - eye).norm()) > 1
+
+
+def test_single_layers_follow_the_stream(tmp_path: Path) -> None:
+    """`layers` limits the local spaces; the stream goes through all layers."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation", layers="1")
+    merged(recipe(anchor, donor, residual="rotation", layers="1"), tmp_path / "out")
+    assert anchor.differs(tmp_path / "out") <= 1e-4
+    spaces = {row["space"] for row in report(tmp_path / "out")["rows"]}
+    assert not any("layers.0" in space for space in spaces)
+
+
+def test_shifted_slices_with_a_residual_map(tmp_path: Path) -> None:
+    """The donor's layers in another order: its local spaces are matched to those they meet, in the stream's map."""
+    anchor = checkpoint("llama", "llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", "rotation")
+    document = recipe(anchor, donor, residual="rotation")
+    models = document.pop("models")
+
+    def piece(first: int, second: int) -> dict[str, object]:
+        ranges = zip(models, (first, second), strict=True)
+        return {
+            "sources": [{**m, "layer_range": [start, start + 1]} for m, start in ranges],
+        }
+
+    document["slices"] = [piece(0, 1), piece(1, 0)]
+    result = merged(document, tmp_path / "out")
+    document["slices"] = [piece(0, 0), piece(1, 1)]
+    straight = merged(document, tmp_path / "straight")
+    assert anchor.differs(tmp_path / "straight") <= 1e-4
+    assert result.keys() == straight.keys()
+    for meets, given in ((0, 1), (1, 0)):  # the twin's rows turned back, in an order for the layer they meet
+        name = "model.layers.{}.mlp.gate_proj.weight"
+        moved = 2 * result[name.format(meets)] - anchor.folded()[name.format(meets)]
+        nearest = torch.cdist(moved.double(), anchor.folded()[name.format(given)].double()).min(1)
+        assert float(nearest.values.max()) <= 1e-4
+        assert len(nearest.indices.unique()) == len(moved)
+    outside = "model.embed_tokens.weight"
+    torch.testing.assert_close(result[outside], straight[outside])
+
+
+def test_stored_bytes_are_the_same_every_time(tmp_path: Path) -> None:
+    anchor = checkpoint("gpt2", "untied", tmp_path / "anchor")
+    donor = checkpoint("gpt2", "untied", tmp_path / "donor", seed=1)
+    first, second = (merged(recipe(anchor, donor, residual="rotation"), tmp_path / n) for n in ("one", "two"))
+    assert all(torch.equal(first[name], second[name]) for name in first)

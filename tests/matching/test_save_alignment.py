@@ -1,0 +1,149 @@
+"""`save_alignment: FILE | true`: what a merge used, as the file that recipes and `align` know."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import parsed, run
+from matching_support import save_for
+from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
+from safetensors.torch import load_file
+from test_devices import weights
+
+from rotation_merge.architecture import families
+from rotation_merge.architecture.registry import shipped
+from rotation_merge.architecture.table import sample
+from rotation_merge.matching.alignment import Alignment, load_alignment
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.source import transform_state
+from rotation_merge.report.html import write_page
+from rotation_merge.symmetry import StreamTransform
+
+Pair = tuple[Path, Path]
+
+
+def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def table(out: Path) -> str:
+    """What the card says of the alignment, the sentence on files left out."""
+    text = (out / "README.md").read_text().partition("### Alignment")[2].partition("### How to run it")[0]
+    said = r"moved by the transforms in \S+: |`\S+` was aligned by the file .*|, as near as possible to `\S+`"
+    text = re.sub(said, "", text)  # by matching alone is it as near as possible
+    return re.sub(r"\n+", "\n", text)
+
+
+@pytest.mark.parametrize(
+    ("family", "residual", "dtype"),
+    [
+        ("llama", "none", "float32"),
+        ("llama", "signed_permutation", "bfloat16"),
+        ("llama", "rotation", "bfloat16"),
+        ("qwen2", "rotation", "float32"),
+        ("bert", "permutation", "bfloat16"),
+        ("vit", "rotation", "float32"),
+    ],
+)
+def test_a_merge_from_a_file_is_the_one_that_wrote_it(family: str, residual: str, dtype: str, tmp_path: Path) -> None:
+    """The same bytes, and the same figures in report, card and page; what it keeps is what it was given."""
+    anchor, donor = (make(family, tmp_path / f"model-{seed}", seed=seed) for seed in (0, 8))
+    options = {"residual": residual, **({"untie": True} if family == "qwen2" else {})}
+    recipe = {**recipe_for("linear", anchor, donor, **options), "dtype": dtype}
+    kept, out, again = tmp_path / "kept" / "file.safetensors", tmp_path / "out", tmp_path / "again"
+    first = merged({**recipe, "parameters": {**recipe["parameters"], "save_alignment": str(kept)}}, out)
+    second = from_file(recipe, kept)
+    second["parameters"]["save_alignment"] = str(tmp_path / "again.safetensors")
+    assert equal(merged(second, again), first)
+    assert equal(load_file(tmp_path / "again.safetensors"), load_file(kept))
+    made, found = (json.loads((folder / "rotation_merge.json").read_text()) for folder in (out, again))
+    assert any("nothing was matched" in note for note in found["notes"])
+    assert found["rows"] == made["rows"]
+    assert found["whole"] == made["whole"]
+    assert table(again) == table(out)
+    pages = [Path(write_page(str(folder))).read_text().partition("<h2>")[2] for folder in (out, again)]
+    assert pages[0].partition("How it was made")[0] == pages[1].partition("How it was made")[0]
+
+
+@pytest.mark.parametrize("family", families())
+def test_every_transform_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
+    """Whatever the layout in memory that a transform had when it was kept, and whatever it is applied to."""
+    architecture = sample(shipped()[family])
+    tensors = weights(architecture, 3)
+    for attention in ("rotation", "invertible"):
+        options = AlignConfig(attention=attention, heads="permutation", residual=architecture.residual_groups[-1])
+        gauge = random_gauge(architecture, options, torch.Generator().manual_seed(5))
+        gauge = {name: transform.inverse() for name, transform in gauge.items()}
+        folded = tuple(n for n, t in gauge.items() if isinstance(t, StreamTransform) and not t.moves_gains)
+        save_for(tmp_path / "map", Alignment(gauge, folded), architecture, "a", "b")
+        loaded = load_alignment(tmp_path / "map", architecture).alignment.transforms
+        for dtype in (torch.float32, torch.bfloat16):
+            state = {name: x.to(dtype) for name, x in tensors.items()}
+            assert equal(*(transform_state(architecture, state, maps) for maps in (gauge, loaded)))
+
+
+def test_the_file_is_that_of_align(pair: Pair, tmp_path: Path) -> None:
+    recipe = recipe_for("linear", *pair, residual="rotation", save_alignment=str(tmp_path / "kept"))
+    merged(recipe, tmp_path / "out")
+    options = ["--heads", "permutation", "--residual", "rotation"]
+    assert run("align", *pair, "--alignment", tmp_path / "a.safetensors", *options).exit_code == 0
+    ours, theirs = load_file(tmp_path / "kept"), load_file(tmp_path / "a.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
+    shown = [parsed("inspect", tmp_path / name) for name in ("kept", "a.safetensors")]
+    for one in shown:
+        assert one["made"]["versions"]["torch"] == torch.__version__
+        assert one["made"]["options"]["residual"] == "rotation"
+        assert set(one["fingerprints"]) == {str(path) for path in pair}
+        assert one["made"]["models"] == {str(p): {"hub": None, "revision": None, "license": None} for p in pair}
+    assert shown[0]["figures"] == pytest.approx(shown[1]["figures"])
+
+
+def test_two_donors_beside_the_model(pair: Pair, tmp_path: Path) -> None:
+    other = twin(pair[0], tmp_path / "other", seed=7)
+    merged(recipe_for("linear", *pair, other, save_alignment=True), tmp_path / "out")
+    one, two = (load_file(tmp_path / "out" / f"alignment{n}.safetensors") for n in ("", "-2"))
+    assert not equal(one, two)
+    found = tmp_path / "out" / "alignment-2.safetensors"
+    assert run("align", pair[0], other, tmp_path / "x").exit_code == 0
+    merged(from_file(recipe_for("linear", pair[0], other), found), tmp_path / "again")
+
+
+def test_a_fine_tune_keeps_the_map_of_its_origin(pair: Pair, tmp_path: Path) -> None:
+    tuned = write_state({n: t + 0.01 * torch.randn_like(t) for n, t in state(pair[1]).items()}, pair[0], tmp_path / "t")
+    recipe = recipe_for("task_arithmetic", pair[0], tuned, save_alignment=str(tmp_path / "kept"))
+    recipe["models"][1]["parameters"]["finetuned_from"] = str(pair[1])
+    first = merged(recipe, tmp_path / "out")
+    again = merged(from_file(recipe, tmp_path / "kept"), tmp_path / "again")
+    assert equal(again, first)
+    assert table(tmp_path / "again") == table(tmp_path / "out")
+
+
+def test_layers_that_change_places_cannot_be_kept(pair: Pair, tmp_path: Path) -> None:
+    recipe: dict[str, Any] = recipe_for("slerp", *pair, t=0.5, save_alignment=True)
+    ranges = zip(recipe.pop("models"), ([0, 1], [1, 2]), strict=True)
+    recipe["slices"] = [{"sources": [{"model": entry["model"], "layer_range": span} for entry, span in ranges]}]
+    result = mergekit_yaml(recipe, tmp_path / "out")
+    assert result.exit_code == 2
+    assert "layer 1 of" in one_error(result.output)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_kept_where_nobody_asks(pair: Pair, tmp_path: Path) -> None:
+    merged(recipe_for("linear", *pair), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("alignment*"))
+
+
+def test_an_untied_head(tmp_path: Path) -> None:
+    anchor = make("llama", tmp_path / "anchor", tie_word_embeddings=True)
+    recipe = recipe_for("linear", anchor, twin(anchor, tmp_path / "donor"), residual="rotation", untie=True)
+    recipe["parameters"]["save_alignment"] = True
+    merged(recipe, tmp_path / "out")
+    assert any(name.startswith("residual|") for name in load_file(tmp_path / "out" / "alignment.safetensors"))

@@ -1,0 +1,158 @@
+"""What softmaxes do not see: one vector on every row of a router, and, where asked for, of a head."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cli_support import parsed, run
+from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, relative_distances, state, twin
+from tiny_models import ALL, Case, Planted, outputs, planted, reload
+
+from rotation_merge.architecture import Architecture
+from rotation_merge.architecture.build import lay_out
+from rotation_merge.architecture.registry import shipped
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.match import match_model
+from rotation_merge.matching.mean import match_to_mean
+from rotation_merge.matching.options import NOTHING, AlignConfig
+from rotation_merge.model.source import transform_state
+from rotation_merge.symmetry import TranslationTransform
+
+SHIFT = AlignConfig(**{**vars(NOTHING), "shift_head": True})
+
+
+def shifts(architecture: Architecture, head: bool) -> set[str]:
+    """Tensors whose rows may be shifted: heads, or routers."""
+    return {i.name for i in architecture.tensors() if i.common is not None and i.common.head == head}
+
+
+def laid(case: Case) -> Architecture:
+    config = case.model_class.config_class(**case.config).to_dict()
+    return lay_out(shipped()[case.family], {**config, "architectures": [case.class_name]})
+
+
+WORDS = [case for case in ALL if "LM" in case.class_name or "Conditional" in case.class_name]
+
+
+@functools.cache
+def heads() -> dict[str, Case]:
+    """A case of each family whose head's rows may be shifted."""
+    return {case.family: case for case in WORDS[::-1] if shifts(laid(case), head=True)}
+
+
+OWN = ("bart", "falcon", "gpt2", "gpt_neox", "gptj", "nemotron_h", "opt", "t5", "whisper")
+"""Files that say it themselves; the others have it from Llama's."""
+
+
+MASKED = ("bert", "deberta_v2", "distilbert", "modernbert", "mpnet", "nomic_bert")
+"""Files of models that predict masked words; of a tied head the biases are shifted alone."""
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "phi", "eurobert", *OWN, *MASKED])
+def test_shift_of_a_head_changes_logits_and_no_probability(family: str) -> None:
+    if family in MASKED:
+        model = planted(next((c for c in WORDS if c.family == family and "untied" in c.name), heads()[family]))
+    else:
+        model = planted(heads()[family]).untied
+    shifted = shifts(model.architecture, head=True)
+    gauge = random_gauge(model.architecture, SHIFT, torch.Generator().manual_seed(1))
+    after = transform_state(model.architecture, model.state, gauge)
+    assert {n for n in after if not torch.equal(after[n], model.state[n])} == shifted != set()
+    there = outputs(reload(model.case, model.folder, after), model.given)["logits"]
+    assert (there - model.expected["logits"]).abs().max() > 1e-2
+    assert (there.log_softmax(-1) - model.expected["logits"].log_softmax(-1)).abs().max() <= 1e-9
+    found = match_model(model.architecture, model.state, after, SHIFT)
+    back = transform_state(model.architecture, after, found.transforms)
+    assert all((back[n] - model.state[n]).abs().max() <= 1e-9 for n in shifted)
+    assert not match_model(model.architecture, model.state, after, AlignConfig()).transforms.keys() & {"default.rows"}
+
+
+def test_which_rows_only_a_softmax_sees() -> None:
+    """Routers that score by a sigmoid, or by distances, keep their rows; so do heads whose logits are capped."""
+    routed = {case.family for case in WORDS if shifts(laid(case), head=False)}
+    assert routed == {
+        *("mixtral", "qwen_moe", "olmoe", "gpt_oss", "granitemoe", "granitemoehybrid", "qwen3_5_moe"),
+        *("qwen3_5_moe_vlm", "qwen3_next", "deepseek", "cohere2_moe", "flex_olmo", "gemma4"),
+    }
+    assert {case.family for case in WORDS} - heads().keys() == {"gemma2"}
+    assert not shifts(laid(next(case for case in WORDS if case.family == "t5")), head=True)
+
+
+def test_biases_of_a_router_lose_their_constant_too() -> None:
+    """gpt-oss: one number on every bias is unseen, and the mean comes to the anchor's."""
+    model = planted(next(case for case in ALL if case.family == "gpt_oss"))
+    architecture, names = model.architecture, [n for n in model.state if n.endswith("router.bias")]
+    constant = {name: model.state[name] + 3.0 for name in names}
+    assert model.differs(model.state | constant) <= 1e-9
+    uneven = {name: x + torch.arange(len(x)) for name, x in constant.items()}
+    assert model.differs(model.state | uneven) > 1e-3
+    for change, spread in ((constant, 0.0), (uneven, 1.0)):
+        donor = model.state | change
+        found = match_model(architecture, model.state, donor, AlignConfig())
+        after = transform_state(architecture, donor, found.transforms)
+        assert model.differs(after) == pytest.approx(model.differs(donor), abs=1e-9)
+        for name in names:
+            assert float((after[name] - model.state[name]).mean()) == pytest.approx(0.0, abs=1e-12)
+            assert (after[name] - model.state[name]).abs().max() >= spread
+
+
+def spoilt(model: Planted, name: str) -> float:
+    """How far outputs are off where the rows of a router that is no softmax are shifted."""
+    after = {n: x + torch.ones(x.shape[1]) if name in n and x.ndim == 2 else x for n, x in model.state.items()}
+    return model.differs(after)
+
+
+@pytest.mark.parametrize(("family", "router"), [("phimoe", ".gate."), ("minimax_m2", ".gate."), ("llama4", ".router.")])
+def test_other_routers_do_see_it(family: str, router: str) -> None:
+    model = planted(next(case for case in ALL if case.family == family))
+    assert spoilt(model, router) > 1e-3
+
+
+def test_translations_in_the_coordinates_of_the_base() -> None:
+    """Of models aligned to their mean, each map leads to the base, whose stream and rows have moved meanwhile."""
+    case = next(case for case in ALL if case.family == "mixtral")
+    small = {**case.config, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 8}
+    model = planted(replace(case, name="small", config=small))
+    options = AlignConfig(residual="signed_permutation")
+    sources = {"a": model.state}
+    for seed, name in enumerate("bc"):
+        gauge = random_gauge(model.architecture, options, torch.Generator().manual_seed(seed))
+        sources[name] = transform_state(model.architecture, model.state, gauge)
+    found = match_to_mean(model.architecture, sources, "b", options)
+    for name in "ac":
+        assert any(isinstance(t, TranslationTransform) for t in found[name].transforms.values())
+        back = transform_state(model.architecture, sources[name], found[name].transforms)
+        assert max((back[n] - sources["b"][n]).abs().max() for n in back) <= 1e-6
+
+
+def test_a_recipe_asks_for_it(tmp_path: Path) -> None:
+    """A twin whose head is shifted is the anchor again where a recipe says so, and keeps its logits where not."""
+    anchor = make("mistral", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", shift_head=True)
+    for wanted, limit in ((True, 0.0), (False, 1e-2)):
+        recipe = recipe_for("linear", anchor, donor, shift_head=wanted)
+        result = merged(recipe, tmp_path / f"out-{wanted}")
+        off = relative_distances(result, state(anchor))["lm_head.weight"]
+        assert off <= 1e-5 if wanted else off > limit
+
+
+def test_commands_compare_probabilities(tmp_path: Path) -> None:
+    anchor, other = make("mistral", tmp_path / "anchor"), make("mistral", tmp_path / "other", seed=5)
+    made = parsed("align", anchor, other, tmp_path / "out", "--shift-head", "true")
+    assert made["proof"]["difference"] <= made["proof"]["allowed"]
+    assert run("verify", other, tmp_path / "out", "--probabilities").exit_code == 0
+    assert run("verify", other, tmp_path / "out").exit_code == 1
+
+
+def test_it_needs_a_head_of_its_own(tmp_path: Path) -> None:
+    tied = make("qwen2", tmp_path / "tied")
+    donor = twin(tied, tmp_path / "donor")
+    recipe = recipe_for("linear", tied, donor, shift_head=True)
+    assert "set 'untie: true'" in one_error(mergekit_yaml(recipe, tmp_path / "out").output)
+    seen = make("vit", tmp_path / "vit")
+    recipe = recipe_for("linear", seen, twin(seen, tmp_path / "seen"), shift_head=True)
+    assert "only a softmax sees" in one_error(mergekit_yaml(recipe, tmp_path / "out").output)

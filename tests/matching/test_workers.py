@@ -1,0 +1,311 @@
+"""Blocks matched side by side: the same bytes however many workers, errors in order, nothing far ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cli_support import run
+from mergekit import common, multigpu_executor
+from plugin_support import EVERYTHING, make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_state
+
+from rotation_merge.architecture import table
+from rotation_merge.architecture.registry import shipped
+from rotation_merge.errors import AlignmentError
+from rotation_merge.matching import both
+from rotation_merge.matching.both import Both
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.open_pair import open_pair
+from rotation_merge.matching.options import AlignConfig, VaryingOptions
+from rotation_merge.mergekit_plugin.planning import ahead, tasks
+from rotation_merge.workers import threads
+from rotation_merge.workers.pieces import Devices
+from rotation_merge.workers.threads import BYTES_A_WEIGHT, SHARE, in_order, keep_freed_memory, workers_for
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_results_come_in_order(count: int) -> None:
+    assert list(in_order(lambda n: n * n, range(20), count)) == [n * n for n in range(20)]
+
+
+def test_as_many_run_at_once_as_there_are_workers() -> None:
+    """All three wait for each other: with fewer at once none would ever come."""
+    meet = threading.Barrier(3, timeout=20)
+    assert list(in_order(lambda n: (meet.wait(), n)[1], range(6), 3)) == list(range(6))
+
+
+def test_items_are_taken_a_few_ahead_only() -> None:
+    taken = []
+
+    def items() -> Iterator[int]:
+        for n in range(100):
+            taken.append(n)
+            yield n
+
+    results = in_order(lambda n: n, items(), 2)
+    next(results)
+    assert len(taken) <= 4
+    results.close()
+
+
+def test_the_first_error_in_order_ends_it_and_workers_compute_with_one_thread() -> None:
+    before = torch.get_num_threads()
+
+    def work(n: int) -> int:
+        if n >= 2:
+            raise AlignmentError(f"block {n}")
+        return torch.get_num_threads()
+
+    results = in_order(work, range(9), 3)
+    assert [next(results), next(results)] == [1, 1]
+    with pytest.raises(AlignmentError, match="block 2"):
+        next(results)
+    assert torch.get_num_threads() == before
+    with torch.no_grad():
+        assert list(in_order(lambda _: torch.is_grad_enabled(), [0], 1)) == [False]
+
+
+def test_every_worker_is_told_to_compute_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the environment says one, too, and no result shows it."""
+    told, meet = [], threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: told.append((threading.current_thread().name[:5], n)))
+    list(in_order(lambda _: meet.wait(), range(2), 2))
+    assert told[:2] == [("match", 1), ("match", 1)]
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["in order", "ahead"])
+def test_blocks_under_way_end_with_those_who_wanted_them(waiting: bool) -> None:
+    """An error, or Ctrl-C: what other threads compute meanwhile is for nobody, and the process would wait for it."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def work(n: int) -> None:
+        if n == 0:
+            assert begun.wait(20)
+            raise KeyboardInterrupt
+        try:
+            begun.set()
+            for _ in range(9999):
+                time.sleep(0.001)
+        except KeyboardInterrupt:
+            ended.set()
+
+    if waiting:
+        with pytest.raises(KeyboardInterrupt):
+            list(in_order(work, range(2), 2))
+    else:
+        workers = threads.Workers(1)
+        workers.submit(work, 1)
+        assert begun.wait(20)
+        blocks = ahead.Ahead(one=False)
+        blocks._workers = workers
+        blocks.end()
+    assert ended.wait(5)
+
+
+def test_workers_are_as_many_as_memory_and_threads_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "free_memory", lambda: int(10e9))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    weights = int(10e9 * SHARE / BYTES_A_WEIGHT / 3)
+    assert workers_for(weights) == 3
+    assert workers_for(1) == 8
+    assert workers_for(10**12) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"residual": "permutation"}], ids=["local", "residual"])
+def test_merges_are_the_same_bytes_however_many_workers(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchor = make("llama", tmp_path / "anchor")
+    donor = make("llama", tmp_path / "donor", seed=1)
+    found = []
+    for count in (1, 3):
+        for part in (ahead, both):
+            monkeypatch.setattr(part, "workers_for", lambda _, count=count: count)
+        merged(recipe_for("linear", anchor, donor, **options), tmp_path / str(count))
+        found.append((tmp_path / str(count) / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"residual": "permutation"}, {"residual": "permutation", "anchor": "mean"}], ids=" ".join
+)
+def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mergekit's executor for several GPUs, given two devices that are both the CPU."""
+    anchor = make("llama", tmp_path / "anchor")
+    gauge = {**EVERYTHING, **({"residual": "permutation"} if options else {})}
+    donors = [twin(anchor, tmp_path / f"donor-{seed}", seed, **gauge) for seed in (1, 2)]
+    recipe = recipe_for("linear", anchor, *donors)
+    recipe["parameters"] |= options
+    alone = merged(recipe, tmp_path / "alone")
+    two_devices(monkeypatch)
+    used: set[tuple[str, str]] = set()
+    for part in (both, tasks):
+        stock = part.match_block
+
+        def watched(*given: Any, stock: Any = stock, part: Any = part) -> Any:
+            used.add((part.__name__.rpartition(".")[2], threading.current_thread().name))
+            return stock(*given)
+
+        monkeypatch.setattr(part, "match_block", watched)
+    together = merged(recipe, tmp_path / "together", "--multi-gpu")
+    assert all(torch.equal(together[name], alone[name]) for name in alone)
+    matched = "both" if options else "tasks"
+    assert len({thread for part, thread in used if part == matched}) >= 2
+
+
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have mergekit believe in two accelerators."""
+    for module in (common, multigpu_executor):
+        monkeypatch.setattr(module, "get_torch_accelerator_type", lambda *_: "cpu")
+        monkeypatch.setattr(module, "get_torch_accelerator_count", lambda *_: 2)
+    nothing = SimpleNamespace(synchronize=lambda **_: None)
+    monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_module", lambda *_: nothing)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+
+
+def test_multi_gpu_without_one_is_said_in_one_line(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "get_torch_accelerator_count", lambda *_: 0)
+    result = mergekit_yaml(recipe_for("linear", *pair), tmp_path / "out", "--multi-gpu")
+    assert "--multi-gpu: this machine has no GPU" in one_error(result.output)
+    assert not (tmp_path / "out").exists()
+
+
+def test_devices_share_pieces_and_each_does_one_at_a_time() -> None:
+    work = Counting()
+    assert list(Devices(["first", "second"]).each(work, "step", range(20))) == [("step", n) for n in range(20)]
+    assert {device for device, _ in work.done} == {"first", "second"}
+    assert work.most == {"first": 1, "second": 1}
+
+
+class Counting:
+    """Work that notes which device does what, and how many pieces each does at once."""
+
+    at_once = size = 0
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+        self.meet = threading.Barrier(2, timeout=20)
+        self.running, self.most = Counter[str](), Counter[str]()
+
+    def on(self, device: str, home: str) -> Any:
+        def piece(step: str, item: int) -> tuple[str, int]:
+            self.running[device] += 1
+            self.most[device] = max(self.most[device], self.running[device])
+            self.meet.wait()  # for the other device's piece
+            self.done.append((device, item))
+            self.running[device] -= 1
+            return step, item
+
+        assert home == "first"
+        return SimpleNamespace(piece=piece)
+
+
+def test_ray_that_is_not_there_is_said_in_one_line(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = run("align", *pair, tmp_path / "out", "--ray", "local")
+    assert done.exit_code == 2
+    assert "pip install 'rotation-merge[ray]'" in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_merge_computes_with_the_threads_that_workers_leave(monkeypatch: pytest.MonkeyPatch, failing: bool) -> None:
+    monkeypatch.setattr(ahead, "workers_for", lambda weights: 2)
+
+    def match(whole: object) -> Any:
+        if failing:
+            raise AlignmentError("no")
+        return torch.get_num_threads()
+
+    before, jobs = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+        blocks = ahead.Ahead(one=False)
+        for key in "abc":
+            jobs.append(SimpleNamespace(key=key, label=key, donor_name="d", whole=None, match=match))
+            blocks.add(jobs[-1], 1)
+        for job in jobs[:-1]:
+            with pytest.raises(AlignmentError) if failing else contextlib.nullcontext():
+                assert blocks.result(job, None) == 1  # type: ignore[comparison-overlap]
+                assert torch.get_num_threads() == 1
+            if failing:
+                break
+        else:
+            blocks.result(jobs[-1], None)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_donor_with_nan_ends_a_merge_that_matches_ahead(tmp_path: Path) -> None:
+    """The worker's error comes to the executor, with the donor's name, whichever block it is in."""
+    anchor = make("llama", tmp_path / "anchor")
+    tensors = state(anchor)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    donor = write_state(tensors, anchor, tmp_path / "donor")
+    result = mergekit_yaml(recipe_for("linear", anchor, donor), tmp_path / "out")
+    line = one_error(result.output)
+    assert "model.layers.1.mlp.up_proj.weight" in line
+    assert str(donor) in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_freed_memory_is_asked_to_be_kept_where_the_allocator_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        def mallopt(self, *limit: int) -> None:
+            asked.append((limit[0], limit[1]))
+
+    for library in (Library(), object()):
+        monkeypatch.setattr(threads.ctypes, "CDLL", lambda _, library=library: library)
+        monkeypatch.setattr(threads.sys, "platform", "linux")
+        keep_freed_memory.__wrapped__()
+    assert asked == [(-1, 1 << 29), (-3, 1 << 26)]
+
+
+@pytest.mark.parametrize("family", sorted(shipped()))
+def test_work_on_any_family_travels_to_other_processes(family: str) -> None:
+    """What a block of two models is matched by, and what is found, is the same after a journey."""
+    architecture = table.sample(shipped()[family])
+    work = pickle.loads(pickle.dumps(Both(architecture, {}, {}, AlignConfig(), ("stream",), kept=True)))
+    assert (work.architecture, work.folded, work.kept) == (architecture, ("stream",), True)
+    options = AlignConfig(heads="permutation", residual=(architecture.residual_groups or ["none"])[-1])
+    sent = random_gauge(architecture, options, torch.Generator().manual_seed(0))
+    back = pickle.loads(pickle.dumps(sent))
+    assert back.keys() == sent.keys() != set()
+    for name, transform in sent.items():
+        mine, theirs = transform.tensors(), back[name].tensors()
+        assert type(back[name]) is type(transform)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_options_that_differ_from_block_to_block_travel(pair: tuple[Path, Path]) -> None:
+    varying = VaryingOptions(AlignConfig(), lambda _, place: AlignConfig(heads="permutation" if place else "none"))
+    opened = open_pair(*map(str, pair), varying)
+    anchor, donor = opened.matched
+    work = Both(opened.architecture, anchor, donor, varying)
+    back = pickle.loads(pickle.dumps(work))
+    for block in opened.architecture.blocks:
+        assert back.options.at(back.architecture, block) == varying.at(opened.architecture, block)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(back.donor[name], donor[name])
+    assert back.donor.opening.donor == str(pair[1])

@@ -1,0 +1,129 @@
+"""The seam never hurts mergekit: names that another release calls otherwise, entry points, the switch."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module
+from importlib.metadata import EntryPoint, version
+from pathlib import Path
+
+import pytest
+import yaml
+from fresh_support import fresh
+from plugin_support import make, recipe_for, twin, write_recipe
+from renamed_mergekit import NAMES, attempt
+
+from rotation_merge.mergekit_plugin import host, state
+
+ROOT = Path(__file__).resolve().parents[2]
+Outcomes = dict[str, dict[str, dict]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """With each name missing in turn, what merges end with."""
+    folder = tmp_path_factory.mktemp("host")
+    anchor = make("llama", folder / "anchor", num_hidden_layers=1, tie_word_embeddings=True)
+    donor = twin(anchor, folder / "donor")
+    ours = recipe_for("linear", anchor, donor)
+    stock = {**ours, "merge_method": "linear", "parameters": {}}
+    recipes = write_recipe(stock, folder / "stock.yml"), write_recipe(ours, folder / "ours.yml")
+    return {name: fresh(lambda: attempt(name, *recipes, folder), start="") for name in NAMES}  # noqa: B023
+
+
+def test_mergekit_merges_on_whatever_is_missing(outcomes: Outcomes) -> None:
+    assert {"_METHODS", "METHOD_PARAM_MAPS", "plan_layer", "run_merge"} <= outcomes.keys()
+    for name, found in outcomes.items():
+        assert "broken" not in found, (name, found)
+        assert found["stock"]["code"] == 0, (name, found)
+        assert "model.safetensors" in found["stock"]["files"], name
+
+
+def test_our_first_recipe_ends_with_one_line(outcomes: Outcomes) -> None:
+    for name, found in outcomes.items():
+        ours = found["ours"]
+        lines = [line for line in ours["output"].splitlines() if line.strip()]
+        assert ours["code"] == 2, (name, ours)
+        assert len(lines) == 1, (name, ours)
+        assert lines[0].startswith(f"Error: mergekit {version('mergekit')} is installed"), (name, lines)
+        assert f"{host.supported()} is supported" in lines[0]
+        assert not ours["files"], name
+
+
+def test_what_is_renamed_is_named(outcomes: Outcomes) -> None:
+    for name in outcomes.keys() - {"callback"}:
+        assert name in outcomes[name]["ours"]["output"]
+
+
+@pytest.mark.parametrize(("place", "name"), [(place, name) for place, names in host.BUILT_ON.items() for name in names])
+def test_every_name_that_we_build_on_is_looked_for(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, owner = place.partition(":")
+    held = import_module(module)
+    held = getattr(held, owner) if owner else held
+    if name in vars(held):
+        monkeypatch.delattr(held, name)
+    if name in vars(held).get("__annotations__", {}):
+        monkeypatch.delitem(held.__annotations__, name)
+    with pytest.raises(host.MergekitError, match=f"has no '{name}'|{name}"):
+        host._check_names.__wrapped__()
+
+
+def test_the_supported_range_is_said_once() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'"mergekit>={host.OLDEST}"' in text
+    assert version("mergekit") in (host.OLDEST, host.NEWEST)  # .ci/run tests both
+    assert f"mergekit=={host.NEWEST}" in (ROOT / "requirements.lock").read_text().split()
+    range_in_words = host.OLDEST if host.OLDEST == host.NEWEST else f"{host.OLDEST} to {host.NEWEST}"
+    assert f"Supported is mergekit {range_in_words}" in " ".join((ROOT / "docs" / "faq.md").read_text().split())
+
+
+def test_entry_points_lead_somewhere_and_the_finder_stands_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rotation_merge.mergekit_plugin import extensions
+
+    monkeypatch.setattr(state, "loaded", set())
+    text = (ROOT / "pyproject.toml").read_text()
+    found = {}
+    for group in ("mergekit.merge_methods", "mergekit.architectures"):
+        section = text.split(f'[project.entry-points."{group}"]')[1]
+        name, value = re.search(r'(\w+) = "([\w.:]+)"', section).groups()  # type: ignore[union-attr]
+        found[group] = EntryPoint(name, value, group).load()
+        assert group in state.loaded
+    assert found["mergekit.merge_methods"].spec.name == "rotation_merge"
+
+    class Module:
+        @staticmethod
+        def get_architecture_info(config: object, options: object) -> str:
+            return "stock"
+
+    before = Module.get_architecture_info
+    extensions.extend_architecture(Module)
+    assert Module.get_architecture_info is before
+    state.loaded.clear()
+    extensions.extend_architecture(Module)
+    assert Module.get_architecture_info is not before
+
+
+def test_the_switch_leaves_mergekit_alone(tmp_path: Path) -> None:
+    recipe = {"merge_method": "rotation_merge", "base_model": "a", "models": [{"model": "a"}]}
+
+    def switched_off() -> tuple[list[str], list[bool], str]:
+        import mergekit.config
+        import mergekit.merge_methods as methods
+        import mergekit.scripts.run_yaml
+
+        import rotation_merge  # noqa: F401
+        from rotation_merge.errors import RotationMergeError
+        from rotation_merge.mergekit_plugin.merging import merge_recipe
+
+        finders = [type(f).__name__ for f in sys.meta_path if "Mergekit" in type(f).__name__]
+        known = ["rotation_merge" in methods.registry._METHODS, hasattr(mergekit.config, "_rotation_merge")]
+        try:
+            merge_recipe(yaml.safe_dump(recipe), str(tmp_path / "out"))
+        except RotationMergeError as error:
+            return finders, known, str(error)
+        return finders, known, "merged"
+
+    finders, known, said = fresh(switched_off, plugin="0")
+    assert (finders, known) == ([], [False, False])
+    assert "the plugin is switched off (ROTATION_MERGE_PLUGIN=0)" in said

@@ -1,0 +1,62 @@
+"""A delegate of our own: recipes of ours find it, mergekit's list and its own recipes do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from mergekit import merge_methods
+from mergekit.merge_methods.base import InputContract, MergeMethod, TensorGroup
+from mergekit.merge_methods.easy_define import merge_method
+from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
+
+from rotation_merge.mergekit_plugin.recipe import delegates
+
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> MergeMethod:
+    """A delegate that averages any models."""
+
+    @merge_method(name="half", pretty_name="Half", contract=InputContract(min_inputs=2))
+    def average(group: TensorGroup, share: float = 0.5) -> torch.Tensor:
+        return sum(tensor * share for tensor in group.tensors)  # type: ignore[return-value]
+
+    assert isinstance(average, MergeMethod)
+    monkeypatch.setitem(delegates.OWN, "half", average)
+    return average
+
+
+def test_a_recipe_of_ours_merges_with_it(half: MergeMethod, pair: Pair, tmp_path: Path) -> None:
+    recipe = recipe_for("linear", *pair)
+    for entry in recipe["models"]:
+        del entry["parameters"]
+    recipe["parameters"] |= {"delegate": "half", "share": 0.25}
+    got = merged(recipe, tmp_path / "out")
+    for name, tensor in state(pair[0]).items():
+        torch.testing.assert_close(got[name], tensor / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_it_is_held_to_its_contract(half: MergeMethod, pair: Pair, tmp_path: Path) -> None:
+    recipe = recipe_for("linear", *pair, shrae=1)
+    recipe["parameters"]["delegate"] = "half"
+    for entry in recipe["models"]:
+        del entry["parameters"]
+    result = mergekit_yaml(recipe, tmp_path / "out")
+    assert result.exit_code == 2
+    assert "did you mean 'share'" in one_error(result.output)
+
+
+def test_mergekit_does_not_list_it_and_we_do(half: MergeMethod) -> None:
+    assert "half" not in [method.spec.name for method in merge_methods.registered_methods()]
+    assert [d.own for d in delegates.delegates() if d.name == "half"] == [True]
+
+
+def test_a_stock_recipe_that_names_it_gets_one_line(half: MergeMethod, pair: Pair, tmp_path: Path) -> None:
+    recipe = {"merge_method": "half", "models": [{"model": str(path)} for path in pair]}
+    result = mergekit_yaml(recipe, tmp_path / "out")
+    assert result.exit_code == 2
+    assert "delegate: half" in one_error(result.output)
+    assert not (tmp_path / "out").exists()

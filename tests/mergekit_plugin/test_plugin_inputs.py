@@ -1,0 +1,376 @@
+"""What mergekit can read and be told: slices, modules, shards, pickles, adapters, tokenizers, per-layer lists."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mergekit.io import loader
+from plugin_support import (
+    build,
+    make,
+    merged,
+    mergekit_yaml,
+    one_error,
+    recipe_for,
+    relative_distances,
+    state,
+    twin,
+    write_state,
+)
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rotation_merge.mergekit_plugin.planning import ahead, tasks
+
+Pair = tuple[Path, Path]
+
+
+def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    distances = relative_distances(got, wanted)
+    assert max(distances.values()) <= 1e-5, sorted(distances.items(), key=lambda item: -item[1])[:5]
+
+
+def layers_from(tensors: dict[str, torch.Tensor], order: list[int]) -> dict[str, torch.Tensor]:
+    """The model whose layer i is layer order[i] of `tensors`."""
+    result = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
+    for new, old in enumerate(order):
+        for name, tensor in tensors.items():
+            if f".layers.{old}." in name:
+                result[name.replace(f".layers.{old}.", f".layers.{new}.")] = tensor.clone()
+    return result
+
+
+def with_slices(recipe: dict, *pieces: list[tuple[Path, list[int]]]) -> dict:
+    weight = recipe["models"][0].get("parameters")
+    slices = [
+        {
+            "sources": [
+                {"model": str(m), "layer_range": r, **({"parameters": weight} if weight else {})} for m, r in piece
+            ]
+        }
+        for piece in pieces
+    ]
+    return {key: value for key, value in recipe.items() if key != "models"} | {"slices": slices}
+
+
+def test_repeated_layers(pair: Pair, tmp_path: Path) -> None:
+    anchor, donor = pair
+    pieces = [[(anchor, r), (donor, r)] for r in ([0, 2], [1, 2], [0, 2])]
+    got = merged(with_slices(recipe_for("linear", anchor, donor), *pieces), tmp_path / "out")
+    assert_same(got, layers_from(state(anchor), [0, 1, 1, 0, 1]))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 5
+
+
+@pytest.mark.parametrize("delegate", ["linear", "slerp"])
+def test_shifted_layers(pair: Pair, tmp_path: Path, delegate: str) -> None:
+    """The donor has a layer more at the front, so its layers stand one lower than the anchor's."""
+    anchor, donor = pair
+    config = json.loads((donor / "config.json").read_text()) | {"num_hidden_layers": 3}
+    shifted = write_state(layers_from(state(donor), [1, 0, 1]), donor, tmp_path / "shifted")
+    (shifted / "config.json").write_text(json.dumps(config))
+    extra = {"t": 0.5} if delegate == "slerp" else {}
+    recipe = with_slices(recipe_for(delegate, anchor, shifted, **extra), [(anchor, [0, 2]), (shifted, [1, 3])])
+    assert_same(merged(recipe, tmp_path / "out"), state(anchor))
+
+
+def test_slices_of_single_models(pair: Pair, tmp_path: Path) -> None:
+    """A stack of layers of both: the donor's stand in the anchor's coordinates."""
+    anchor, donor = pair
+    recipe = with_slices(recipe_for("passthrough", anchor, donor), [(anchor, [0, 2])], [(donor, [0, 2])])
+    assert_same(merged(recipe, tmp_path / "out"), layers_from(state(anchor), [0, 1, 0, 1]))
+
+
+@pytest.mark.parametrize("form", ["models", "slices"])
+def test_modules(pair: Pair, tmp_path: Path, form: str) -> None:
+    anchor, donor = pair
+    recipe = recipe_for("linear", anchor, donor)
+    if form == "models":
+        recipe["modules"] = {"default": {"models": recipe.pop("models")}}
+    else:
+        recipe = with_slices(recipe, [(anchor, [0, 2]), (donor, [0, 2])])
+        recipe["modules"] = {"default": {"slices": recipe.pop("slices")}}
+    assert_same(merged(recipe, tmp_path / "out"), state(anchor))
+
+
+def test_shards_in_and_out(pair: Pair, tmp_path: Path) -> None:
+    anchor, donor = pair
+    sharded = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(donor).save_pretrained(sharded, max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    out = tmp_path / "out"
+    got = merged(recipe_for("linear", anchor, sharded), out, "--out-shard-size", "5000")
+    assert len(list(out.glob("*.safetensors"))) > 2
+    assert_same(got, state(anchor))
+    model, wanted = (AutoModelForCausalLM.from_pretrained(path) for path in (out, anchor))
+    tokens = torch.arange(10)[None]
+    torch.testing.assert_close(model(tokens).logits, wanted(tokens).logits, rtol=1e-3, atol=1e-3)
+
+
+def as_pickle(source: Path, where: Path, shards: int = 1) -> Path:
+    where.mkdir()
+    (where / "config.json").write_text((source / "config.json").read_text())
+    tensors = state(source)
+    if shards == 1:
+        torch.save(tensors, where / "pytorch_model.bin")
+        return where
+    names = [f"pytorch_model-{i + 1:05d}-of-{shards:05d}.bin" for i in range(shards)]
+    place = {key: names[i % shards] for i, key in enumerate(tensors)}
+    for name in names:
+        torch.save({key: tensors[key] for key, file in place.items() if file == name}, where / name)
+    (where / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    return where
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-safe-serialization",)])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pickles(pair: Pair, tmp_path: Path, shards: int, flags: tuple[str, ...]) -> None:
+    anchor, donor = pair
+    out = tmp_path / "out"
+    got = merged(recipe_for("linear", anchor, as_pickle(donor, tmp_path / "bin", shards)), out, *flags)
+    if "--no-safe-serialization" in flags:
+        got = torch.load(out / "pytorch_model.bin", weights_only=True)
+    assert_same(got, state(anchor))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pickles_read_lazily(pair: Pair, tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one thread at a time: mergekit patches torch meanwhile, and two would leave it patched. Its own unpickler for
+    this does not work on Python 3.13: one line says so."""
+    out, at_once, stock = tmp_path / "out", [0], loader.torch_lazy_load
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[None]:
+        at_once.append(at_once.pop() + 1)
+        time.sleep(0.003)
+        assert at_once == [1], "two threads at once"
+        with stock():
+            yield
+        at_once[:] = [0]
+
+    monkeypatch.setattr(loader, "torch_lazy_load", watched)
+    monkeypatch.setattr(ahead, "workers_for", lambda _: 3)
+    pickled = [as_pickle(model, tmp_path / f"{number}", shards) for number, model in enumerate(pair)]
+    recipe = recipe_for("linear", *pickled)
+    result = mergekit_yaml(recipe, out, "--lazy-unpickle")
+    if sys.version_info >= (3, 13) and result.exit_code:
+        assert "leave out --lazy-unpickle" in one_error(result.output)
+        assert not out.exists()
+    else:
+        assert result.exit_code == 0, result.output
+        assert_same(state(out), state(pair[0]))
+
+
+@pytest.mark.parametrize("flags", [("--async-write", "--write-threads", "2"), ("--clone-tensors",)])
+def test_writing_options(pair: Pair, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    anchor, donor = pair
+    got = merged(recipe_for("linear", anchor, donor), tmp_path / "out", "--out-shard-size", "9000", *flags)
+    assert_same(got, state(anchor))
+
+
+def test_adapter(pair: Pair, tmp_path: Path) -> None:
+    """A LoRA on the donor is merged as it is read; the rest of the donor then still is the anchor, moved."""
+    from peft import LoraConfig, get_peft_model
+
+    anchor, donor = pair
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(donor),
+        LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False),
+    )
+    model.save_pretrained(tmp_path / "lora")
+    recipe = recipe_for("linear", anchor, Path(f"{donor}+{tmp_path / 'lora'}"))
+    distances = relative_distances(merged(recipe, tmp_path / "out"), state(anchor))
+    changed = {name for name, distance in distances.items() if distance > 1e-4}
+    assert {f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)} <= changed
+    assert all(".mlp." in name for name in changed)
+
+
+def test_a_tied_head_stored_once_more(tmp_path: Path) -> None:
+    """The donor stores its tied head too, as some checkpoints do; the output is the anchor again."""
+    anchor = make("qwen2", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor")
+    tensors = state(donor)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    again = write_state(tensors, anchor, tmp_path / "again")
+    got = merged(recipe_for("linear", anchor, again), tmp_path / "out")
+    got.pop("lm_head.weight", None)
+    assert_same(got, state(anchor))
+
+
+# --- tokenizers --------------------------------------------------------------------------------------------------
+
+
+def with_tokenizer(words: list[str], where: Path) -> None:
+    vocabulary = {word: i for i, word in enumerate(words)}
+    inner = Tokenizer(WordLevel(vocabulary, unk_token=words[0]))
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0]).save_pretrained(where)
+
+
+@pytest.fixture(scope="module")
+def speakers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str], list[str]]:
+    """A pair whose donor has its words in another order, lacks some and has some of its own."""
+    folder = tmp_path_factory.mktemp("words")
+    anchor = make("llama", folder / "anchor")
+    words = [f"w{i}" for i in range(40)]
+    with_tokenizer(words, anchor)
+    moved = twin(anchor, folder / "moved")
+    tensors = state(moved)
+    others = [words[i] for i in torch.randperm(35, generator=torch.Generator().manual_seed(3))] + ["new1", "new2"]
+    rows = torch.tensor([words.index(word) if word in words else 0 for word in others])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][rows].contiguous()
+        tensors[name][-2:] = torch.randn(2, 32, generator=torch.Generator().manual_seed(4))
+    donor = write_state(tensors, anchor, folder / "donor")
+    config = json.loads((anchor / "config.json").read_text()) | {"vocab_size": len(others)}
+    (donor / "config.json").write_text(json.dumps(config))
+    with_tokenizer(others, donor)
+    return anchor, donor, words, others
+
+
+@pytest.mark.parametrize("source", ["union", "base", {"source": "union"}, {"source": "union", "pad_to_multiple_of": 8}])
+def test_tokenizers(speakers: tuple[Path, Path, list[str], list[str]], tmp_path: Path, source: object) -> None:
+    anchor, donor, words, others = speakers
+    recipe = recipe_for("linear", anchor, donor)
+    recipe["tokenizer" if isinstance(source, dict) else "tokenizer_source"] = source
+    got, wanted, theirs = merged(recipe, tmp_path / "out"), state(anchor), state(donor)
+    vocabulary = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out").get_vocab()
+    assert ("new1" in vocabulary) == (source != "base")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = got.pop(name)
+        known = [vocabulary[word] for word in words]
+        torch.testing.assert_close(rows[known], wanted.pop(name), rtol=1e-5, atol=1e-6)
+        if source != "base":
+            torch.testing.assert_close(rows[vocabulary["new1"]], theirs[name][others.index("new1")])
+        if isinstance(source, dict) and "pad_to_multiple_of" in source:
+            assert len(rows) == 48
+    assert_same(got, wanted)
+
+
+def test_different_vocabularies_without_tokenizer(
+    speakers: tuple[Path, Path, list[str], list[str]], tmp_path: Path
+) -> None:
+    result = mergekit_yaml(recipe_for("linear", *speakers[:2]), tmp_path / "out")
+    assert result.exit_code == 2
+    assert "tokenizer" in one_error(result.output)
+    assert not (tmp_path / "out").exists()
+    recipe = recipe_for("linear", *speakers[:2])
+    assert len(merged(recipe, tmp_path / "out", "--unsafe-truncate-embeddings")["lm_head.weight"]) == 37
+
+
+# --- per-layer lists and filters -----------------------------------------------------------------------------------
+
+
+def changed_layers(got: dict[str, torch.Tensor], anchor: Path, part: str) -> list[int]:
+    """Layers in which some tensor named like `part` is not the anchor's."""
+    distances = relative_distances(got, state(anchor))
+    found = {int(re.search(r"layers\.(\d+)\.", n)[1]) for n, d in distances.items() if part in n and d > 1e-3}  # type: ignore[index]
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("deep")
+    anchor = make("llama", folder / "anchor", num_hidden_layers=4)
+    return anchor, twin(anchor, folder / "donor", heads="permutation", rescale=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "changed"),
+    [
+        ({"ffn": ["none", "permutation"]}, [0, 1, 2]),
+        ({"ffn": [{"filter": "layers.2", "value": "none"}, {"value": "permutation"}]}, [2]),
+        ({"layers": "0-1,3"}, [2]),
+        ({"ffn": "none"}, [0, 1, 2, 3]),
+    ],
+)
+def test_settings_by_layer(deep: Pair, tmp_path: Path, setting: dict, changed: list[int]) -> None:
+    """A block is matched whole or not at all: the tensors of an FFN always agree."""
+    anchor, donor = deep
+    got = merged(recipe_for("linear", anchor, donor, **{"rescale": False, **setting}), tmp_path / "out")
+    for name in ("up_proj", "gate_proj", "down_proj"):
+        assert changed_layers(got, anchor, name) == changed
+    if "layers" not in setting:
+        assert changed_layers(got, anchor, "v_proj") == []
+
+
+def test_settings_of_one_donor(deep: Pair, tmp_path: Path) -> None:
+    anchor, donor = deep
+    other = twin(anchor, tmp_path / "other", seed=5)
+    recipe = recipe_for("linear", anchor, donor, other)
+    recipe["models"][2]["parameters"]["attention"] = "none"
+    recipe["models"][2]["parameters"]["heads"] = False
+    got = merged(recipe, tmp_path / "out")
+    assert changed_layers(got, anchor, "q_proj") == [0, 1, 2, 3]
+    assert changed_layers(got, anchor, "up_proj") == []
+    rows = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["rows"]
+    assert not [row for row in rows if row["kind"] == "attention" and row["donor"] == str(other)]
+
+
+def test_a_filter_that_matches_no_block(deep: Pair, tmp_path: Path) -> None:
+    """mergekit shows filters the names of tensors, so people write those; here they see blocks."""
+    recipe = recipe_for("linear", *deep, ffn=[{"filter": "mlp", "value": "none"}, {"value": "permutation"}])
+    result = mergekit_yaml(recipe, tmp_path / "out")
+    assert result.exit_code == 2
+    error = one_error(result.output)
+    assert "'mlp'" in error
+    assert "ffn" in error
+    assert "model.layers.0" in error
+
+
+def test_delegates_own_lists_and_filters(deep: Pair, tmp_path: Path) -> None:
+    """They mean what they mean in mergekit: the value for each tensor."""
+    anchor = deep[0]
+    noisy = {
+        n: t + 0.01 * torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) for n, t in state(anchor).items()
+    }
+    close = write_state(noisy, anchor, tmp_path / "close")
+    t = [{"filter": "mlp", "value": 0.0}, {"value": [0.0, 1.0]}]
+    off = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+    ours = merged(recipe_for("slerp", anchor, close, t=t, **off), tmp_path / "ours")
+    plain = recipe_for("slerp", anchor, close)
+    theirs = merged({**plain, "merge_method": "slerp", "parameters": {"t": t}}, tmp_path / "theirs")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_loads_and_computes(tmp_path: Path) -> None:
+    """A fresh model of another build comes out the same way, its config and card included."""
+    model = build("mistral", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "anchor")
+    donor = twin(tmp_path / "anchor", tmp_path / "donor")
+    merged(recipe_for("linear", tmp_path / "anchor", donor), tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.arange(12)[None]
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-3)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "### Alignment" in card
+    assert "- rotation-merge" in card
+    report = json.loads((tmp_path / "out" / "rotation_merge.json").read_text())
+    assert report["summary"][str(donor)]["relative_after"] < 1e-3
+
+
+def test_a_checkpoint_that_changes_while_it_is_read(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of one model and half of another is neither."""
+    anchor, donor = pair[0], Path(shutil.copytree(pair[1], tmp_path / "donor"))
+    other, stock = make("llama", tmp_path / "other", seed=7), tasks.match_block
+
+    def exchanged(*given: Any) -> Any:
+        shutil.copy(other / "model.safetensors", tmp_path / "new")
+        (tmp_path / "new").rename(donor / "model.safetensors")
+        return stock(*given)
+
+    monkeypatch.setattr(tasks, "match_block", exchanged)
+    line = one_error(mergekit_yaml(recipe_for("linear", anchor, donor), tmp_path / "out").output)
+    assert line.startswith(f"Error: {donor}/model.safetensors: was changed while it was read")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,124 @@
+"""One merge: every header is read, every architecture laid out, the recipe read once; nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mergekit import card, merge
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+from plugin_support import recipe_for, state, write_state
+
+from rotation_merge.architecture import build, registry
+from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.mergekit_plugin.replaced import replaced
+from rotation_merge.model import headers
+from rotation_merge.model.fingerprint import Fingerprint
+
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the costly steps are taken."""
+    found: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(headers, "_header")
+    count(registry, "lay_out")
+    count(build, "_module_blocks")
+    monkeypatch.setattr(Recipe, "read", classmethod(_counting_read(found, Recipe.read.__func__)))  # type: ignore[attr-defined]
+    return found
+
+
+def _counting_read(found: Counter[str], real: Any) -> Any:
+    def read(cls: Any, config: Any) -> Any:
+        found["Recipe.read"] += 1
+        return real(cls, config)
+
+    return read
+
+
+def run(recipe: dict[str, Any], out: Path) -> None:
+    LoaderCache.loaders.clear()
+    headers._once.cache_clear()
+    registry._laid.clear()
+    merge.run_merge(MergeConfiguration.model_validate(recipe), str(out), MergeOptions(quiet=True, copy_tokenizer=False))
+
+
+def test_a_merge_of_two_models_does_everything_once(counted: Counter[str], pair: Pair, tmp_path: Path) -> None:
+    run(recipe_for("linear", *pair), tmp_path / "out")
+    assert counted == {"_header": 2, "lay_out": 1, "_module_blocks": 1, "Recipe.read": 1}
+
+
+def test_a_residual_merge_too(counted: Counter[str], pair: Pair, tmp_path: Path) -> None:
+    """A rotation asks whether the head is tied, which is seen in what is known already."""
+    run(recipe_for("linear", *pair, residual="rotation"), tmp_path / "out")
+    assert counted["_header"] == 2
+    assert counted["Recipe.read"] == 1
+    assert counted["lay_out"] <= 2
+
+
+def test_a_merge_leaves_mergekit_as_it_was(pair: Pair, tmp_path: Path) -> None:
+    before = card.is_hf, merge._get_donor_model
+    run(recipe_for("linear", *pair), tmp_path / "out")
+    spoilt = write_state({"x": torch.ones(2)}, pair[0], tmp_path / "spoilt")
+    with pytest.raises(Exception, match="missing"):
+        run(recipe_for("linear", pair[0], spoilt), tmp_path / "none")
+    assert (card.is_hf, merge._get_donor_model) == before
+
+
+def test_other_threads_meet_the_real_functions() -> None:
+    answers: list[bool] = []
+    real = card.is_hf
+    with replaced((card, "is_hf", lambda real, path: True)), replaced((card, "is_hf", lambda real, path: True)):
+        assert card.is_hf("/nowhere")
+        thread = threading.Thread(target=lambda: answers.append(card.is_hf("/nowhere")))
+        thread.start()
+        thread.join()
+    assert answers == [real("/nowhere")] == [False]
+    assert card.is_hf is real
+
+
+def test_a_fit_leaves_the_callers_random_numbers_alone() -> None:
+    from plugin_support import build as model
+
+    from rotation_merge import FitConfig, fit
+
+    tokens = torch.arange(24).reshape(4, 6)
+    anchor, donor = model("llama"), model("llama", seed=1)
+    batches = [{"input_ids": row[None]} for row in tokens]
+    before = torch.get_rng_state()
+    fit(anchor, donor, batches, options=FitConfig(steps=2, seed=3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_equal_results_of_equal_merges(pair: Pair, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        run(recipe_for("linear", *pair), tmp_path / name)
+    one, two = state(tmp_path / "one"), state(tmp_path / "two")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_tensor_whose_mark_is_taken_elsewhere_is_new_to_the_merge() -> None:
+    """Who loads it for the merge looks whether it holds numbers, whoever has read it for something else."""
+    run, tensor = Run(), torch.ones(2)
+    run.marks["model"] = Fingerprint()
+    run.marks["model"].add("weight", tensor)
+    assert run.saw("model", "weight", tensor)
+    assert not run.saw("model", "weight", tensor)

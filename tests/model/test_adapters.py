@@ -1,0 +1,357 @@
+"""Models with a LoRA adapter, against what peft makes of them: read lazily, at full precision, anew each time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import tiny_models as tiny
+import torch
+import transformers
+from cli_support import parsed, run
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+from plugin_support import make, merged, mergekit_yaml, one_error, recipe_for, state, twin, write_recipe
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.checkpoint import Model, parse_reference
+from rotation_merge.run.functions import load
+
+CASES = {f"{case.family}-{case.name}": case for case in tiny.ALL}
+
+LINEAR = {"target_modules": "all-linear"}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", LINEAR),
+    "rsLoRA": ("llama", {**LINEAR, "use_rslora": True}),
+    "patterns": (
+        "llama",
+        {**LINEAR, "rank_pattern": {"q_proj": 5, r"layers\.1\.mlp.*": 4}, "alpha_pattern": {"up_proj": 3}},
+    ),
+    "DoRA": ("llama", {**LINEAR, "use_dora": True}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "whole modules": ("llama", {**LINEAR, "modules_to_save": ["lm_head"]}),
+    "all biases": ("llama, tied, biases", {**LINEAR, "bias": "all"}),
+    "own biases": ("llama, tied, biases", {"target_modules": ["q_proj"], "bias": "lora_only"}),
+    "bias of B": ("bert", {"target_modules": ["query", "dense"], "lora_bias": True}),
+    "stored as (in, out)": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "DoRA, (in, out)": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True}),
+    "convolution": ("vit", {"target_modules": ["projection"]}),
+}
+"""Kinds of adapters, by family and arguments of peft's LoraConfig."""
+
+
+FIRST = {case.family: case for case in reversed(tiny.ALL)}
+"""One model of each family."""
+
+
+def train(folder: Path, base: Any, seed: int = 0, **options: Any) -> tuple[Path, Any]:
+    """An adapter with random factors, and the model that peft makes of it."""
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(base, peft.LoraConfig(**{"r": 3, "lora_alpha": 7, **options}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(
+                    torch.rand_like(parameter) + 0.5 if "magnitude" in name else torch.randn_like(parameter) * 0.3
+                )
+    model.save_pretrained(folder)
+    return folder, model.merge_and_unload()
+
+
+def opened(base: Path, adapter: Path) -> Model:
+    return Model(parse_reference(f"{base}+{adapter}"), MergeOptions())
+
+
+def tensors(model: Model) -> dict[str, Tensor]:
+    model.architecture  # noqa: B018  (checks the adapter against the model)
+    return {name: model[name] for name in model.names}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_as_peft_merges_it(way: str, tmp_path: Path) -> None:
+    name, options = WAYS[way]
+    case = FIRST[name] if name in FIRST else CASES[f"llama-{name}"]
+    _, plain = tiny.save(tiny.make(case), tmp_path / "base")
+    adapter, whole = train(tmp_path / "lora", tiny.load(case, tmp_path / "base"), **options)
+    whole.save_pretrained(tmp_path / "whole")
+    wanted, found = load_file(tmp_path / "whole" / "model.safetensors"), tensors(opened(tmp_path / "base", adapter))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert float((found[name] - tensor).abs().max()) <= 1e-6 * float(tensor.abs().max()), name
+    assert any(not torch.equal(plain[name], found[name]) for name in plain)
+
+
+@pytest.mark.parametrize("family", FIRST)
+def test_every_family(family: str, tmp_path: Path) -> None:
+    """The checkpoint's names of tensors, their layout, and the loaded model: the same function as peft's."""
+    case = FIRST[family]
+    model = tiny.make(case)
+    given = tiny.inputs(case, model)
+    tiny.save(model, tmp_path / "base")
+
+    base = tiny.load(case, tmp_path / "base")
+    adapter, whole = train(tmp_path / "lora", base, target_modules=linear_modules(base))
+    found = load(f"{tmp_path / 'base'}+{adapter}", torch.float64)
+    wanted = tiny.outputs(whole.eval(), given)
+    assert tiny.difference(wanted, tiny.outputs(found, given)) <= 1e-9
+    assert tiny.difference(wanted, tiny.outputs(tiny.load(case, tmp_path / "base"), given)) > 1e-3
+
+
+def stacked(case: tiny.Case) -> list[str]:
+    """Parameters of a model's class that hold the matrices of many experts."""
+    with torch.device("meta"):
+        model = case.model_class(case.model_class.config_class(**case.config))
+    return sorted(name for name, parameter in model.named_parameters() if "experts" in name and parameter.ndim == 3)
+
+
+SPARSE = {case.family: case for case in reversed(tiny.ALL) if any("expert" in k for k in case.config) and stacked(case)}
+"""One mixture of experts of each family."""
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_stacked_experts(family: str, tmp_path: Path) -> None:
+    """What peft calls `target_parameters`, in files that store experts apart as in those that stack them."""
+    case = SPARSE[family]
+    parameters = stacked(case)
+    _, plain = tiny.save(tiny.make(case), tmp_path / "base")
+    ways = {"target_parameters": parameters, "alpha_pattern": {r".*experts\.down_proj": 5}, "use_rslora": True}
+    adapter, whole = train(tmp_path / "lora", tiny.load(case, tmp_path / "base"), target_modules=[], **ways)
+    whole.save_pretrained(tmp_path / "whole")
+    wanted, found = load_file(tmp_path / "whole" / "model.safetensors"), tensors(opened(tmp_path / "base", adapter))
+    assert found.keys() == wanted.keys()
+    for tensor, values in wanted.items():
+        assert float((found[tensor] - values).abs().max()) <= 1e-6 * float(values.abs().max()), tensor
+    changed = {tensor for tensor in plain if not torch.equal(plain[tensor], found[tensor])}
+    assert len(changed) >= len(parameters) > 0
+
+
+def linear_modules(model: Any) -> list[str]:
+    """Every linear map but the heads."""
+    kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    named = {name for name, module in model.named_modules() if isinstance(module, kinds)}
+    if any("experts" in name for name, _ in model.named_parameters()):
+        named = {name for name in named if "mlp" not in name}  # peft turns these into parameters of all experts
+    if getattr(model.config, "model_type", "") in ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba"):
+        named = {name for name in named if not name.endswith("out_proj")}  # peft refuses these
+    return sorted(name for name in named if "layer" in name or ".h." in name or ".block." in name)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """An anchor, a twin of it in other coordinates, and an adapter for the twin."""
+    folder = tmp_path_factory.mktemp("models")
+    anchor = make("llama", folder / "anchor")
+    donor = twin(anchor, folder / "donor")
+    return anchor, donor, adapter_for(donor, folder / "lora")
+
+
+def adapter_for(model: Path, where: Path, seed: int = 0, **options: Any) -> Path:
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    return train(where, base, seed, **{"target_modules": ["up_proj", "q_proj"], **options})[0]
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.stat().st_size) for p in sorted(folder.rglob("*"))}
+
+
+def test_trained_again(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """The merge is that of today's adapter, in one process and with mergekit's cache of merged models, too."""
+    anchor, donor, _ = models
+    recipe, results = recipe_for("linear", anchor, Path(f"{donor}+{tmp_path / 'lora'}")), []
+    for seed in range(2):
+        adapter_for(donor, tmp_path / "lora", seed)
+        results.append(merged(recipe, tmp_path / f"out{seed}", "--lora-merge-cache", str(tmp_path / "cache")))
+        LoaderCache.loaders.clear()
+        shutil.copytree(tmp_path / "lora", tmp_path / f"lora{seed}")
+        fresh = recipe_for("linear", anchor, Path(f"{donor}+{tmp_path / f'lora{seed}'}"))
+        again = merged(fresh, tmp_path / f"again{seed}")
+        assert all(torch.equal(again[name], results[seed][name]) for name in again)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(results[0][name], results[1][name])
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_is_loaded_is_the_callers_own(models: tuple[Path, Path, Path]) -> None:
+    """Training it leaves nothing behind in what is loaded next."""
+    _, base, adapter = models
+    first = load(f"{base}+{adapter}")
+    before = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.add_(1)
+    for name, tensor in load(f"{base}+{adapter}").state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_rounded_once(dtype: str | None, tmp_path: Path) -> None:
+    """W + s B A of weights in bfloat16 is not rounded to bfloat16 on the way; without 'dtype' the output is."""
+    anchor = make("llama", tmp_path / "anchor", dtype="bfloat16")
+    half = transformers.AutoModelForCausalLM.from_pretrained(anchor, dtype=torch.bfloat16)
+    half.save_pretrained(anchor)
+    adapter = adapter_for(anchor, tmp_path / "lora")
+    still = {"ffn": "none", "attention": "none", "heads": "none", "rescale": False}
+    recipe = recipe_for("linear", anchor, Path(f"{anchor}+{adapter}"), **still)
+    recipe["dtype"] = dtype
+    got, plain = merged(recipe, tmp_path / "out"), state(anchor)
+    found = Adapter(str(adapter))
+    for name, stored in plain.items():
+        if name in found.changes:
+            a, b, scale = found.factors(name) or ()
+            change = scale * (b.double() @ a.double())
+            wanted = stored.double() + change / 2
+            assert got[name].dtype == (torch.float32 if dtype else torch.bfloat16)
+            allowed = 1e-6 if dtype else 2**-7
+            assert float((got[name].double() - wanted).abs().max()) <= allowed * float(wanted.abs().max()), name
+        else:
+            assert torch.equal(got[name], stored.to(got[name].dtype))
+
+
+def test_every_command_takes_it_and_none_writes_beside(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    anchor, donor, adapter = models
+    both = f"{donor}+{adapter}"
+    recipe = write_recipe(recipe_for("linear", anchor, Path(both)), tmp_path / "recipe.yml")
+    before = everything(anchor.parent)
+    for line in (("check", recipe), ("inspect", both), ("inspect", recipe), ("compare", anchor, both)):
+        done = run(*line)
+        assert done.exit_code == 0, done.output
+    assert parsed("align", anchor, both, tmp_path / "aligned", "--residual", "permutation")
+    assert parsed("verify", both, tmp_path / "aligned", "--float64", "--tolerance", "1e-4")["same"]
+    assert run("verify", donor, tmp_path / "aligned", "--float64").exit_code == 1
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": [(i * j) % 40 for j in range(8)]}) + "\n" for i in range(1, 9)))
+    far = parsed("barrier", anchor, both, "--data", data, "--points", "3", "--batch-size", "4")
+    assert far
+    fitted = ("--data", data, "--alignment", tmp_path / "learned.safetensors", "--steps", "2", "--batch-size", "4")
+    assert parsed("fit", anchor, both, *fitted)["files"]
+    text = ("--length", "8", "--batch-size", "2")
+    assert parsed("measure", both, "--data", "self", "--samples", "4", *text, "--out", tmp_path / "s.safetensors")
+    alone, adapted = parsed("evaluate", donor, both, "--data", data)
+    assert alone["loss"] != adapted["loss"]
+    assert parsed("merge", anchor, both, tmp_path / "best", "--samples", "8", *text, "--budget", "1s", "--anyway")
+    assert "+" in (tmp_path / "best" / "recipe.yml").read_text()
+    assert run("doctor", recipe).exit_code in (0, 1)
+    assert run("doctor", both, donor).exit_code in (0, 1)
+    assert run("inspect", both, "--fingerprint").output != run("inspect", donor, "--fingerprint").output
+    assert everything(anchor.parent) == before
+
+
+def test_on_the_base_model(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """An anchor with an adapter; its small files are those of the model."""
+    anchor, donor, adapter = models
+    for model in (donor, anchor):
+        (model / "generation_config.json").write_text('{"bos_token_id": 7}')
+    got = merged(recipe_for("linear", Path(f"{donor}+{adapter}"), donor), tmp_path / "out")
+    name = "model.layers.1.mlp.up_proj.weight"
+    adapted = tensors(opened(donor, adapter))[name]
+    assert not torch.equal(got[name], adapted)
+    assert float((got[name] - (adapted + state(donor)[name]) / 2).abs().max()) < float(adapted.abs().max())
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def spoil_config(**entries: Any) -> Callable[[Path], None]:
+    def spoil(adapter: Path) -> None:
+        path = adapter / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+    return spoil
+
+
+PLACE = "base_model.model.model.layers.0.mlp.up_proj.lora_"
+
+
+def without(factor: str) -> Callable[[Path], None]:
+    return spoil_tensors(lambda held: held.pop(f"{PLACE}{factor}.weight"))
+
+
+def given(name: str, *shape: int) -> Callable[[Path], None]:
+    return spoil_tensors(lambda held: held.update({name: torch.ones(shape)}))
+
+
+def spoil_tensors(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    def spoil(adapter: Path) -> None:
+        path = adapter / "adapter_model.safetensors"
+        held = load_file(path)
+        change(held)
+        save_file({name: tensor.contiguous() for name, tensor in held.items()}, path)
+
+    return spoil
+
+
+def truncate(adapter: Path) -> None:
+    path = adapter / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no LoRA": (spoil_config(peft_type="IA3"), "IA3"),
+    "pissa": (spoil_config(init_lora_weights="pissa_niter_4"), "pissa"),
+    "single tokens": (spoil_config(trainable_token_indices=[1]), "trainable_token_indices"),
+    "routed": (spoil_config(arrow_config={"top_k": 2}), "arrow_config"),
+    "no alpha": (spoil_config(lora_alpha=None), "lora_alpha"),
+    "alpha is a list": (spoil_config(lora_alpha=[1]), "lora_alpha"),
+    "patterns are a list": (spoil_config(alpha_pattern=["q_proj"]), "alpha_pattern"),
+    "an open bracket": (spoil_config(alpha_pattern={"(q_proj": 1}), "alpha_pattern"),
+    "no config": (lambda adapter: (adapter / "adapter_config.json").unlink(), "adapter_config.json"),
+    "config is a list": (lambda adapter: (adapter / "adapter_config.json").write_text("[]"), "JSON object"),
+    "no weights": (lambda adapter: (adapter / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
+    "truncated": (truncate, "cannot be read"),
+    "empty": (spoil_tensors(lambda held: held.clear()), "no tensors"),
+    "no B": (without("B"), "up_proj"),
+    "no A": (without("A"), "up_proj"),
+    "ranks differ": (given(f"{PLACE}B.weight", 48, 2), "[48, 2]"),
+    "a number": (given(f"{PLACE}B.weight"), "up_proj"),
+    "another size": (given(f"{PLACE}B.weight", 47, 3), "[47, 32]"),
+    "another model": (given("base_model.model.v.weight", 2), "'v.weight'"),
+    "foreign": (given(f"{PLACE}E", 3), "lora_E"),
+    "whole, another size": (given("base_model.model.lm_head.weight", 41, 32), "[41, 32]"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_one_line(bad: str, models: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """What cannot be read as W + s B A is named, by the merge and by every command."""
+    anchor, donor, adapter = models
+    shutil.copytree(adapter, tmp_path / "lora")
+    spoil, word = BAD[bad]
+    spoil(tmp_path / "lora")
+    both = f"{donor}+{tmp_path / 'lora'}"
+    done = mergekit_yaml(recipe_for("linear", anchor, Path(both)), tmp_path / "out")
+    assert done.exit_code == 2
+    assert word in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+    checked = run("check", tmp_path / "out.yml")
+    assert checked.exit_code == 1
+    assert word in checked.output
+    assert word in one_error(run("verify", donor, both).output)
+
+
+def test_an_embedding_to_which_a_head_is_tied(tmp_path: Path) -> None:
+    model = make("qwen2", tmp_path / "model")
+    adapter = adapter_for(model, tmp_path / "lora", target_modules=["embed_tokens"])
+    with pytest.raises(CheckpointError, match="tied"):
+        tensors(opened(model, adapter))
+
+
+def test_check_writes_no_checkpoint(
+    models: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mergekit would merge an adapter into its model, and keep the result in a cache."""
+    from mergekit.common import ModelReference
+
+    anchor, donor, adapter = models
+    recipe = write_recipe(recipe_for("linear", anchor, Path(f"{donor}+{adapter}")), tmp_path / "recipe.yml")
+    monkeypatch.setattr(ModelReference, "merged", lambda own, **_: own if own.lora is None else pytest.fail("merged"))
+    monkeypatch.setattr("mergekit.io.tensor_writer.TensorWriter.save_tensor", lambda *_: pytest.fail("was written"))
+    monkeypatch.chdir(tmp_path)
+    done = run("check", recipe)
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yml"]

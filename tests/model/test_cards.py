@@ -1,0 +1,314 @@
+"""Cards, reports and outputs say what was done: distances, what was moved, and no output that is no number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cli_support import run
+from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
+
+from rotation_merge.mergekit_plugin.recipe.delegates import OWN
+from rotation_merge.report.html import read_report, write_page
+from rotation_merge.symmetry.admitted import asks
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return make("llama", folder / "anchor"), make("llama", folder / "donor", seed=1)
+
+
+def card(out: Path) -> str:
+    return (out / "README.md").read_text()
+
+
+def report(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "rotation_merge.json").read_text())
+    return found
+
+
+def spoilt(model: Path, where: Path, name: str, value: float) -> Path:
+    tensors = state(model)
+    tensors[name].view(-1)[3] = value
+    return write_state(tensors, model, where)
+
+
+@pytest.mark.parametrize("weights", [(0.5, -0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("delegate", ["linear", "slerp", "ties"])
+def test_no_output_that_is_no_number(
+    delegate: str, weights: tuple[float, float], models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Either the merge is made of numbers, or it ends with a tensor's name and leaves nothing."""
+    recipe = recipe_for(delegate, *models)
+    if delegate == "slerp":
+        recipe["parameters"]["t"] = 1e300
+    else:
+        for entry, weight in zip(recipe["models"], weights, strict=True):
+            entry["parameters"] = {**entry.get("parameters", {}), "weight": weight}
+    done = mergekit_yaml(recipe, tmp_path / "out")
+    if done.exit_code == 0:
+        assert all(bool(x.isfinite().all()) for x in state(tmp_path / "out").values())
+        return
+    assert done.exit_code == 2
+    one_error(done.output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.yml"]
+
+
+def test_weights_that_add_up_to_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe = recipe_for("linear", *models)
+    for entry, weight in zip(recipe["models"], (0.5, -0.5), strict=True):
+        entry["parameters"] = {"weight": weight}
+    done = mergekit_yaml(recipe, tmp_path / "out")
+    assert done.exit_code == 2
+    assert "would hold NaN or infinity" in one_error(done.output)
+    assert "weight'" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dtype_that_cannot_hold_the_values(models: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor = spoilt(models[0], tmp_path / "large", "model.layers.0.mlp.up_proj.weight", 1e6)
+    recipe = recipe_for("linear", anchor, models[1], ffn="none")
+    recipe["out_dtype"] = "float16"
+    done = mergekit_yaml(recipe, tmp_path / "out")
+    assert done.exit_code == 2
+    assert "model.layers.0.mlp.up_proj.weight" in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("which", ["anchor", "donor"])
+@pytest.mark.parametrize(
+    "tensor", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
+)
+@pytest.mark.parametrize("way", ["local", "residual", "mean"])
+def test_whose_nan_it_is(which: str, tensor: str, way: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    pair = dict(zip(("anchor", "donor"), models, strict=True))
+    pair[which] = spoilt(pair[which], tmp_path / "spoilt", tensor, float("nan"))
+    third = [make("llama", tmp_path / "third", seed=2)] if way == "mean" else []
+    recipe = recipe_for("linear", *pair.values(), *third)
+    recipe["parameters"] |= {"local": {}, "residual": {"residual": "permutation"}, "mean": {"anchor": "mean"}}[way]
+    done = mergekit_yaml(recipe, tmp_path / "out")
+    assert done.exit_code == 2
+    line = one_error(done.output)
+    assert str(tmp_path / "spoilt") in line
+    assert tensor in line
+    for other in (*models, *third):
+        assert str(other) not in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("which", ["anchor", "donor"])
+def test_whose_nan_it_is_in_commands(which: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    pair = dict(zip(("anchor", "donor"), models, strict=True))
+    pair[which] = spoilt(pair[which], tmp_path / "spoilt", "model.layers.1.mlp.up_proj.weight", float("nan"))
+    line = one_error(run("align", *pair.values(), tmp_path / "out").output)
+    assert str(tmp_path / "spoilt") in line
+    assert "model.layers.1.mlp.up_proj.weight" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("residual", ["none", "permutation"])
+def test_distances_to_the_mean_are_those_of_the_transforms(residual: str, tmp_path: Path) -> None:
+    """The report's distances are those between the tensors that were merged; the card says what the anchor was."""
+    from rotation_merge.architecture import resolve
+    from rotation_merge.matching.block import squared_distances
+    from rotation_merge.matching.mean import match_to_mean
+    from rotation_merge.matching.options import AlignConfig
+    from rotation_merge.model.source import read_block
+
+    paths = [make("llama", tmp_path / str(seed), seed=seed) for seed in range(3)]
+    options = {"heads": "permutation", "residual": residual, "rescale": False}
+    recipe = recipe_for("linear", *paths, **options)
+    recipe["parameters"]["anchor"] = "mean"
+    merged(recipe, tmp_path / "out")
+    assert "running mean" in card(tmp_path / "out")
+    states = {str(path): state(path) for path in paths}
+    config = json.loads((paths[0] / "config.json").read_text())
+    architecture = resolve(config, list(states[str(paths[0])]), "anchor")
+    base = states[str(paths[0])]
+    found = match_to_mean(architecture, states, str(paths[0]), AlignConfig(**options))
+    rows = report(tmp_path / "out")["rows"]
+    for name, alignment in found.items():
+        for block in architecture.blocks:
+            anchor, donor = read_block(block, base), read_block(block, states[name])
+            for space in block.spaces.values():
+                if not asks(space, AlignConfig(**options)):
+                    assert space.kind == "translation"
+                    continue
+                row = next(r for r in rows if (r["donor"], r["space"]) == (name, space.name))
+                apart = squared_distances(block, space, anchor, donor, alignment.transforms)[0]
+                assert row["distance_after"] == pytest.approx(apart**0.5, rel=1e-5)
+
+
+NOTHING = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+
+
+def test_a_card_of_nothing_claims_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
+    for name, options in {"off": NOTHING, "excluded": {"exclude": "model,lm_head"}}.items():
+        merged(recipe_for("linear", *models, **options), tmp_path / name)
+        text = card(tmp_path / name)
+        if name == "off":
+            assert "No model was moved" in text
+            assert "function" not in text.partition("### Configuration")[0].partition("### Alignment")[2]
+    alone = recipe_for("linear", models[0])
+    merged(alone, tmp_path / "alone")
+    assert "No model was moved" in card(tmp_path / "alone")
+    merged(recipe_for("linear", *models), tmp_path / "moved")
+    assert "functions unchanged" in card(tmp_path / "moved")
+
+
+def test_a_card_of_an_alignment_file(models: tuple[Path, Path], tmp_path: Path) -> None:
+    assert run("align", *models, "--alignment", tmp_path / "map").exit_code == 0
+    merged(from_file(recipe_for("linear", *models), tmp_path / "map"), tmp_path / "out")
+    assert "moved by the transforms in map" in card(tmp_path / "out")
+    assert report(tmp_path / "out")["files"] == {str(models[1]): str(tmp_path / "map")}
+    write_page(str(tmp_path / "out"))
+
+
+def test_a_donor_that_has_vanished(models: tuple[Path, Path], tmp_path: Path) -> None:
+    zero = write_state(
+        {name: torch.zeros_like(x) for name, x in state(models[0]).items()}, models[0], tmp_path / "zero"
+    )
+    merged(recipe_for("linear", models[0], zero), tmp_path / "out")
+    assert "share their coordinates" not in card(tmp_path / "out")
+
+
+WORDS = {
+    "layers: '100'": ({"layers": "100"}, "layers 0 to 1"),
+    "layers: 0,2-5": ({"layers": "0,2-5"}, "'2-5'"),
+    "layers without end": ({"layers": "0-999999999999"}, "write 'all'"),
+    "layers backwards": ({"layers": "3-1"}, "write 'all'"),
+    "exclude": ({"exclude": "lm_haed"}, "lm_head"),
+    "one of two excludes": ({"exclude": "lm_head, up_prj"}, "up_proj"),
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_words_that_match_nothing(words: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    options, remedy = WORDS[words]
+    done = mergekit_yaml(recipe_for("linear", *models, **options), tmp_path / "out")
+    assert done.exit_code == 2
+    assert remedy in one_error(done.output)
+    assert not (tmp_path / "out").exists()
+    checked = run("check", tmp_path / "out.yml")
+    assert checked.exit_code == 1
+    assert remedy in checked.output
+    if "layers" in options:
+        for arguments in (("align", *models, tmp_path / "aligned"), ("compare", *models), ("inspect", models[0])):
+            done = run(*arguments, "--layers", options["layers"])
+            assert done.exit_code == 2, arguments
+            assert remedy in one_error(done.output)
+
+
+def test_ranges_that_reach_beyond(models: tuple[Path, Path]) -> None:
+    """A range that names a layer may name more than there are."""
+    assert run("compare", *models, "--layers", "1-999999999").exit_code == 0
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_was_not_aligned_is_listed(known: bool, models: tuple[Path, Path], tmp_path: Path) -> None:
+    """With `unsupported: merge`: tensors that the architecture does not know, or all of an unknown one."""
+    pair = []
+    for name, path in zip(("anchor", "donor"), models, strict=True):
+        tensors = {**state(path), "value_head.weight": torch.randn(3, 5)}
+        pair.append(write_state(tensors, path, tmp_path / name))
+        if not known:
+            config = json.loads((path / "config.json").read_text())
+            changed = config | {"architectures": ["NobodysForCausalLM"], "model_type": config["model_type"]}
+            (pair[-1] / "config.json").write_text(json.dumps(changed))
+    made = recipe_for("linear", *pair, unsupported="merge", report=True)
+    file = tmp_path / "recipe.yml"
+    file.write_text(yaml.safe_dump(made))
+    count = 1 if known else len(tensors)
+    listed = f"Not aligned, as the architecture does not know them: {count} tensors"
+    for command in ("check", "inspect"):
+        done = run(command, file)
+        assert listed in " ".join(done.output.split()), done.output
+    merged(made, tmp_path / "out")
+    run("inspect", tmp_path / "out", "--html", tmp_path / "page.html")
+    written = [tmp_path / "out" / name for name in ("README.md", "rotation_merge.json", "report.html")]
+    for path in (*written, tmp_path / "page.html"):
+        assert listed in path.read_text(), path
+        assert ("value_head.weight" if known else "lm_head.weight") in path.read_text()
+
+
+def test_a_map_that_leads_away_is_not_called_nothing() -> None:
+    """Learned maps serve a loss, not nearness."""
+    from rotation_merge.record import gained
+
+    assert "next to nothing" in gained(0.5, 0.5)
+    assert "50% less" in gained(0.5, 0.25)
+    assert gained(0.1, 1.0).startswith("the transforms lead further away")
+
+
+PLAIN_WORDS = ("practically the plain one", "this is the plain merge", "mergekit alone")
+"""What holds where models were averaged by position only."""
+
+
+@pytest.mark.parametrize("delegate", ["linear", "ties", "regmean", "fisher", "refit"])
+@pytest.mark.parametrize("moved", [True, False])
+def test_only_averages_of_positions_are_called_plain(
+    delegate: str, moved: bool, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Near models: alignment does nothing; methods of the plugin still make another merge than the plain one."""
+    options = {"attention": "none"} if moved else NOTHING
+    near = write_state({n: x + 1e-3 for n, x in state(models[0]).items()}, models[0], tmp_path / "near")
+    recipe = recipe_for(delegate if delegate == "ties" else "linear", models[0], near, **options)
+    recipe["parameters"]["delegate"] = delegate
+    if delegate in ("regmean", "fisher"):
+        for number, entry in enumerate(recipe["models"]):
+            file = tmp_path / f"{number}.safetensors"
+            flags = ("--data", "self", "--length", 8, "--samples", 8, "--kinds", "gram,fisher", "--out", file)
+            assert run("measure", entry["model"], *flags).exit_code == 0
+            entry["parameters"] = {**entry.get("parameters", {}), "statistics": str(file)}
+    elif delegate == "refit":
+        recipe["parameters"] |= {"samples": 2}
+    merged(recipe, tmp_path / "out")
+    page = Path(write_page(str(tmp_path / "out"))).read_text()
+    for text in (card(tmp_path / "out"), page):
+        assert any(words in text for words in PLAIN_WORDS) == (delegate not in OWN), text
+        assert "Nothing was matched" not in text
+    assert ("is a method of the plugin" in card(tmp_path / "out")) == (delegate in OWN)
+    notes = " ".join(report(tmp_path / "out")["notes"])
+    assert (delegate not in OWN) or "linear maps were solved" in notes or "by statistics of the models" in notes
+    written = read_report(str(tmp_path / "out" / "rotation_merge.json"))
+    assert written.own_method == (delegate in OWN)
+
+
+def slices(anchor: str, donor: str) -> dict[str, Any]:
+    sources = [{"model": name, "layer_range": [0, 2], "parameters": {"weight": 0.5}} for name in (anchor, donor)]
+    return {"slices": [{"sources": sources}]}
+
+
+@pytest.mark.parametrize("form", ["models", "slices", "relative", "same name"])
+def test_a_card_names_no_path_of_this_machine(
+    form: str, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders by their own names, with as much before it as tells them apart; however the recipe names them."""
+    place, pair = tmp_path / "private", [tmp_path / "private" / name for name in ("anchor", "donor")]
+    if form == "same name":
+        pair = [place / "a" / "model", place / "b" / "model"]
+    for source, target in zip(models, pair, strict=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(source)
+    monkeypatch.chdir(tmp_path)
+    names = [str(path.relative_to(tmp_path) if form == "relative" else path) for path in pair]
+    recipe: dict[str, Any] = recipe_for("linear", *pair)
+    for entry, name in zip(recipe["models"], names, strict=True):
+        entry["model"] = name
+    recipe = {**recipe, "base_model": names[0], **(slices(*names) if form == "slices" else {})}
+    if form == "slices":
+        del recipe["models"]
+    merged(recipe, tmp_path / "out")
+    text = card(tmp_path / "out")
+    assert "private" not in text
+    shown = ["a/model", "b/model"] if form == "same name" else ["anchor", "donor"]
+    assert f" using {shown[0]} as a base." in text
+    assert f"* {shown[1]}\n" in text
+    assert f"model: {shown[1]}\n" in text
+    assert f"| {shown[1]} | " in text
+    assert str(pair[1]) in (tmp_path / "out" / "mergekit_config.yml").read_text() or form == "relative"

@@ -1,0 +1,207 @@
+"""Biases that softmax cannot see: donors get the anchor's, what they compute unchanged, and twins merge exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import run
+from plugin_support import build, make, merged, recipe_for, save, write_state
+from plugin_support import twin as moved_twin
+from residual_support import Checkpoint, checkpoint, recipe
+from residual_support import twin as stream_twin
+from test_averaging import data_for, measure, state, worst
+from tiny_models import Case, planted
+from torch import Tensor
+from variants import ONE
+
+import rotation_merge
+from rotation_merge.architecture import Architecture
+from rotation_merge.architecture.model import Part
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.biases import Unseen, unseen
+from rotation_merge.model.source import transform_state
+from rotation_merge.run.measuring import checkpoint_of
+
+TOLERANCE = 2e-4
+BIASED = ("vit", "bert", "opt", "gpt2", "whisper", "bart", "clip", "distilbert", "siglip", "dinov2", "phi", "gpt_neox")
+HEADS = {"heads": "permutation"}
+
+
+def shifted(architecture: Architecture, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """A model with other key biases and with value biases moved into output biases; and how many were changed."""
+    found, changed = {name: tensor.clone() for name, tensor in tensors.items()}, 0
+    generator = torch.Generator().manual_seed(4)
+    for block in architecture.blocks:
+        for one in unseen(block):
+            for role in ("k", "v"):
+                place = _place(one, role)
+                if place is None:
+                    continue
+                name, rows = place
+                shift = torch.randn(len(rows), generator=generator, dtype=torch.float64).to(found[name])
+                found[name][rows] += shift
+                changed += 1
+                if role == "v":
+                    assert one.output is not None
+                    assert one.bias is not None
+                    heads = shift.unflatten(0, one.space.factors("v"))[:, None].expand(one.space.factors("o")).flatten()
+                    weight, reads = found[one.output.name], Part(one.space, "o")
+                    columns = next(d for d, a in enumerate(one.output.axes) if reads in a.parts)
+                    found[one.bias.name] = found[one.bias.name] - torch.tensordot(weight, heads, dims=([columns], [0]))
+    return found, changed
+
+
+def _place(one: Unseen, role: str) -> tuple[str, Tensor] | None:
+    """A bias's name and its entries of one role, in the order of the role's own factors."""
+    info = one.keys if role == "k" else one.values
+    if info is None:
+        return None
+    axis = info.axes[0]
+    numbers = torch.arange(axis.size or 0)
+    if axis.depth == 0:
+        sizes = [part.size for part in axis.parts]
+        return info.name, numbers.split(sizes)[[part.role for part in axis.parts].index(role)]
+    count = math.prod(one.space.factors(role)[: axis.depth])
+    widths = [part.size // count for part in axis.parts]
+    pieces = numbers.reshape(count, -1).split(widths, dim=1)
+    return info.name, pieces[[part.role for part in axis.parts].index(role)].flatten()
+
+
+@pytest.mark.parametrize("case", [case for case in ONE if not case.images], ids=lambda case: case.family)
+def test_a_twin_with_other_unseen_biases_is_the_anchor(case: Case) -> None:
+    """In other coordinates besides."""
+    model = planted(case)
+    twin, changed = shifted(model.architecture, model.state)
+    assert changed or case.family not in BIASED
+    if not changed:
+        return
+    assert model.differs(twin) <= 1e-9
+    gauge = random_gauge(model.architecture, AlignConfig(heads="permutation"), torch.Generator().manual_seed(2))
+    donor = transform_state(model.architecture, twin, gauge)
+    aligned = moved(donor, model.state, model.config, heads="permutation")
+    assert model.differs(aligned) <= 1e-9
+    assert all(float((aligned[n] - x).norm()) <= 1e-6 * float(x.norm()) for n, x in model.state.items())
+    _other_donors(case)
+
+
+def moved(donor: dict[str, Tensor], anchor: dict[str, Tensor], config: Any, **options: Any) -> dict[str, Tensor]:
+    """The tensors of a donor in the anchor's coordinates."""
+    return rotation_merge.align((anchor, config), (donor, config), **options).apply((donor, config)).state_dict()
+
+
+def _other_donors(case: Case) -> None:
+    """A donor that is no twin computes what it did, and has the anchor's unseen biases."""
+    model = planted(case)
+    draw = torch.Generator().manual_seed(5)
+    anchor = {n: x + 0.3 * torch.randn(x.shape, generator=draw, dtype=x.dtype) for n, x in model.state.items()}
+    residual = model.architecture.residual_groups[-1]
+    options = {"residual": residual} if residual == "permutation" else {}
+    aligned = moved(model.state, anchor, model.config, **HEADS, **options)
+    assert model.differs(aligned) <= 1e-9
+    for block in model.architecture.blocks:
+        for name, rows in (p for one in unseen(block) for role in "kv" if (p := _place(one, role)) is not None):
+            torch.testing.assert_close(aligned[name][rows], anchor[name][rows])
+
+
+def test_a_turned_stream_takes_them_along() -> None:
+    """With gains folded and writers centred, too."""
+    model = planted(next(case for case in ONE if case.family == "opt")).untied
+    twin, _ = shifted(model.architecture, model.state)
+    gauge = random_gauge(model.architecture, AlignConfig(heads="permutation"), torch.Generator().manual_seed(2))
+    donor = transform_state(model.architecture, twin, gauge)
+    options = {"heads": "permutation", "residual": "rotation"}
+    aligned = moved(donor, model.state, model.config, **options)
+    still = moved(model.state, model.state, model.config, **options)
+    assert model.differs(aligned) <= 1e-9
+    assert all(float((aligned[n] - x).norm()) <= 1e-6 * float(x.norm()) for n, x in still.items())
+
+
+def test_disentangled_attention_sees_the_biases_of_keys() -> None:
+    model = planted(next(case for case in ONE if case.family == "deberta_v2"))
+    assert not any(list(unseen(block)) for block in model.architecture.blocks)
+
+
+def test_a_donor_that_is_the_anchor_stays_bit_for_bit() -> None:
+    model = planted(next(case for case in ONE if case.family == "vit"))
+    aligned = moved(model.state, model.state, model.config)
+    assert all(torch.equal(aligned[name], tensor) for name, tensor in model.state.items())
+
+
+def architecture(path: Path) -> Architecture:
+    return checkpoint_of(str(path)).architecture
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An anchor, and a twin with other unseen biases in other coordinates; both measured."""
+    folder = tmp_path_factory.mktemp("biases")
+    anchor = make("bert", folder / "anchor")
+    moved = moved_twin(anchor, folder / "moved")
+    tensors, changed = shifted(architecture(anchor), state(moved))
+    assert changed == 4
+    twin = write_state(tensors, anchor, folder / "twin")
+    data = data_for(anchor, folder / "data.npz")
+    for model in (anchor, twin):
+        measure(model, data)
+    return anchor, twin
+
+
+@pytest.mark.parametrize("delegate", ["linear", "regmean", "kfac", "refit"])
+def test_recipes_merge_twins_exactly(delegate: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor, twin = models
+    made = recipe_for("linear", anchor, twin)
+    made["parameters"]["delegate"] = delegate
+    if delegate == "refit":
+        made["parameters"] |= {"data": str(anchor.parent / "data.npz"), "ridge": 0.001}
+    found = merged(made, tmp_path / "out")
+    assert worst(found, state(anchor)) < TOLERANCE
+
+
+def test_recipes_take_them_along_in_turned_streams(tmp_path: Path) -> None:
+    """GPT-2: queries, keys and values in one tensor, stored as (in, out); gains folded, writers centred."""
+    tied = checkpoint("gpt2", next(case.name for case in ONE if case.family == "gpt2"), tmp_path / "anchor")
+    anchor = Checkpoint(tied.case, tied.path, untied=True)
+    moved = stream_twin(anchor, tmp_path / "moved", "rotation")
+    twin = moved.write(shifted(moved.architecture, moved.state)[0], tmp_path / "twin")
+    same = anchor.write(anchor.state, tmp_path / "same")
+    wanted, found = (
+        merged(recipe(anchor, donor, residual="rotation", untie=True), tmp_path / f"of-{donor.path.name}")
+        for donor in (same, twin)
+    )
+    assert worst(found, wanted) < TOLERANCE
+
+
+def test_align_writes_the_anchors_biases(models: tuple[Path, Path], tmp_path: Path) -> None:
+    anchor, twin = models
+    done = run("align", anchor, twin, tmp_path / "out", "--heads", "permutation", "--alignment", tmp_path / "maps")
+    assert done.exit_code == 0, done.output
+    assert worst(state(tmp_path / "out"), state(anchor)) < TOLERANCE
+    name = "bert.encoder.layer.0.attention.self.key.bias"
+    assert torch.equal(state(tmp_path / "out")[name], state(anchor)[name])
+    made = recipe_for("linear", anchor, twin)
+    made["models"][1]["parameters"]["alignment"] = str(tmp_path / "maps")
+    made["parameters"] = {"delegate": "linear"}
+    assert worst(merged(made, tmp_path / "replayed"), state(anchor)) < TOLERANCE
+    same = run("compare", anchor, twin, "--heads", "permutation").output
+    assert "one model in two coordinate systems" in same
+
+
+def test_a_gram_follows_the_bias_of_values(tmp_path: Path) -> None:
+    """Of two models that differ elsewhere too, the merge is the same whichever twin of the donor is given."""
+    anchor, donor = make("bert", tmp_path / "anchor"), save(build("bert", 1), tmp_path / "donor")
+    twin = write_state(shifted(architecture(donor), state(donor))[0], donor, tmp_path / "twin")
+    data = data_for(anchor, tmp_path / "data.npz")
+    for model in (anchor, donor, twin):
+        measure(model, data)
+    found = []
+    for model in (donor, twin):
+        made = recipe_for("linear", anchor, model)
+        made["parameters"]["delegate"] = "regmean"
+        found.append(merged(made, tmp_path / f"of-{model.name}"))
+    assert worst(found[1], found[0]) < 2e-3

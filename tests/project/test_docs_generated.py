@@ -1,0 +1,93 @@
+"""What the docs take from the code is up to date: tables, pictures; and links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fresh_support import fresh
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+LINK = re.compile(r"\]\(([^)#:\s]*)(#[^)\s]+)?\)")
+
+
+def test_tables_are_what_the_code_says() -> None:
+    """In a process of its own, where no test has registered methods; `python docs/generate.py` mends it."""
+    found = fresh(lambda: sorted(map(str, runpy.run_path(str(DOCS / "generate.py"))["stale"](keep=True))))
+    assert found == [], f"out of date: {found}; run python docs/generate.py"
+
+
+def test_pictures_are_what_the_script_draws() -> None:
+    pictures = runpy.run_path(str(DOCS / "make_pictures.py"))["PICTURES"]
+    for name, draw in pictures.items():
+        assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == draw(), f"run make_pictures.py for {name}"
+
+
+def test_figures_are_those_of_the_results() -> None:
+    """No figure, in a table or a sentence, without the file of its benchmark; `benchmarks/record.py` mends it."""
+    record = runpy.run_path(str(DOCS.parent / "benchmarks" / "record.py"))
+    shown = set()
+    for page in record["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        assert record["filled"](text, page.parent.name == "benchmarks") == text, (
+            f"{page.name}: run benchmarks/record.py"
+        )
+        marks = [*record["MARK"].finditer(text), *record["INLINE"].finditer(text)]
+        shown |= {match["what"].split("|")[0].strip() for match in marks}
+        if page.parent.name == "benchmarks":
+            assert "\n|" not in record["MARK"].sub("", text), f"{page.name}: a table without its results"
+    drawn = {"path", "sizes-curves", "papers-figure2-plane", "papers-figure3", "papers-figure5-paths"}
+    assert {path.stem for path in record["RESULTS"].glob("*.json")} <= shown | drawn
+    for path in record["RESULTS"].glob("*.json"):
+        assert {"command", "commit", "date", "machine", "versions", "rows"} <= set(json.loads(path.read_text("utf-8")))
+
+
+MEASURED = re.compile(r"(?<![\d.])\d\.\d{3}(?!\d)|\d\.\d+ ?%|\d nats")
+"""How losses, accuracies and barriers are written."""
+
+
+def test_no_figure_stands_in_a_sentence_without_its_result() -> None:
+    record = runpy.run_path(str(DOCS.parent / "benchmarks" / "record.py"))
+    known = ("0.001 ", "0.001)", "0.07 nats")  # settings, a goal
+    for page in record["PAGES"]:
+        text = record["INLINE"].sub("", record["MARK"].sub("", page.read_text(encoding="utf-8")))
+        text = re.sub(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.MULTILINE | re.DOTALL)
+        found = [text[m.start() : m.end() + 1] for m in MEASURED.finditer(text) if m[0] not in " ".join(known)]
+        assert found == [], f"{page.name}: write <!-- figure: NAME | column | key=value --><!-- /figure -->"
+
+
+def anchors(page: Path) -> set[str]:
+    """Names that links may use after the #, as mkdocs makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for file, anchor in LINK.findall(text):
+        target = page if not file else DOCS / file
+        assert target.exists(), f"no such file: {file}"
+        assert not anchor or anchor[1:] in anchors(target), f"no heading {anchor} in {target.name}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if f" {page.name}\n" not in navigation] == []
+
+
+def test_site_builds_offline_without_warnings(tmp_path: Path) -> None:
+    """And loads nothing from other machines."""
+    pytest.importorskip("material", reason="needs mkdocs-material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text("utf-8"))
+        assert loaded == [], page.name

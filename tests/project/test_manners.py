@@ -1,0 +1,342 @@
+"""Commands behave as a shell expects: pipes, Ctrl-C, colours, errors as JSON, nothing written over without a word."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rotation_merge.cli import app as cli
+from rotation_merge.cli import show
+from rotation_merge.cli.app import COMMANDS, app
+from rotation_merge.errors import no_space
+from rotation_merge.files.durable import replacing
+from rotation_merge.mergekit_plugin.console import line
+from rotation_merge.run.demo import CHECKPOINTS
+
+LLAMAS = [str(CHECKPOINTS / f"llama-{seed}") for seed in (0, 1)]
+LORA = str(CHECKPOINTS / "llama-0-lora-english")
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_an_error_is_json_where_json_was_asked_for():
+    result = run("compare", LLAMAS[0], "nowhere", "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout) == {
+        "error": {"what": "no such directory", "where": "nowhere", "remedy": "check the path"}
+    }
+
+
+NOWHERE: dict[str, list[str]] = {
+    "check": ["nowhere"],
+    "inspect": ["nowhere"],
+    "align": ["nowhere", "nowhere", "out"],
+    "carry": ["nowhere", "out", "--from", "nowhere", "--to", "nowhere"],
+    "verify": ["nowhere", "nowhere"],
+    "compare": ["nowhere", "nowhere"],
+    "barrier": ["nowhere", "nowhere", "--data", "demo:python"],
+    "merge": ["nowhere", "nowhere", "out"],
+    "doctor": ["nowhere"],
+    "polish": ["nowhere", "out", "--teachers", "nowhere"],
+    "fit": ["nowhere", "nowhere", "--data", "demo:python", "--alignment", "out"],
+    "evaluate": ["nowhere", "--data", "demo:python"],
+    "measure": ["nowhere", "--data", "self", "--out", "out"],
+    "push": ["nowhere", "org/name"],
+    "pull": ["nowhere", "out"],
+    "demo": ["--only", "nowhere"],
+}
+"""Every command, given what is not there."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_not_there_is_one_line_in_every_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As text and as JSON; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    result = run(name, *NOWHERE[name])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert sum("Error: " in line for line in result.stderr.splitlines()) == 1, result.stderr
+    assert "nowhere" in result.stderr
+    assert "Traceback" not in result.stderr
+    result = run(name, *NOWHERE[name], "--json")
+    assert result.exit_code == 2
+    assert "nowhere" in str(json.loads(result.stdout)["error"])
+    assert list(tmp_path.iterdir()) == []
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "a doctor's folder without a model": (["doctor", "empty"], "no weights are there"),
+    "a doctor's file that is no recipe": (["doctor", "file"], "names no merge_method"),
+    "a doctor's list": (["doctor", "list.yml"], "names no merge_method"),
+    "a doctor's recipe of nothing": (["doctor", "none.yml"], "none.yml"),
+    "a doctor's bytes": (["doctor", "bytes.yml"], "is no text"),
+    "a model that nobody merged, pushed": (["push", LLAMAS[0], "org/name"], "no such file"),
+    "a file, pushed": (["push", "file", "org/name"], "is a file"),
+    "a repository's name": (["push", LLAMAS[0], "a/b/c"], "names no repository"),
+    "another repository's name": (["pull", "two words", "new"], "names no repository"),
+    "pulled over a file": (["pull", "org/name", "file"], "is a file"),
+    "pulled from nowhere": (["pull", "org/name", "new"], "cannot be pulled: HF_HUB_OFFLINE is set"),
+    "weights, inspected": (["inspect", f"{LLAMAS[0]}/model.safetensors"], "neither an alignment nor statistics"),
+    "junk, inspected": (["inspect", "junk.safetensors"], "cannot be read"),
+    "a damaged report, inspected": (["inspect", "list/rotation_merge.json"], "is no report"),
+    "the fingerprint of a folder": (["inspect", "empty", "--fingerprint"], "no weights are there"),
+    "the fingerprint of junk": (["inspect", "junk.safetensors", "--fingerprint"], "cannot be read"),
+    "the fingerprint of a recipe": (["inspect", "half.yml", "--fingerprint"], "nor a report (.json)"),
+    "the page of a file": (["inspect", "file", "--html", "page.html"], "is a file"),
+    "the page of a list": (["inspect", "list", "--html", "page.html"], "is no report"),
+    "the page of another version": (["inspect", "other", "--html", "page.html"], "it lacks 'anchor'"),
+    "the report of a folder without one": (["inspect", "empty", "--report"], "no such file"),
+    "the report of a list": (["inspect", "list", "--report"], "is no report"),
+    "a tensor of nothing": (["inspect", "nowhere", "--tensor", "a"], "no such directory"),
+    "a tensor that is not there": (
+        ["inspect", LLAMAS[0], "--tensor", "lm_heed.weight"],
+        "nearest are 'lm_head.weight'",
+    ),
+    "a draft of nothing": (["inspect", "nowhere", "--draft"], "no such directory"),
+    "a proof of nothing": (["inspect", "--prove", "nowhere"], "no such file"),
+    "two questions": (["inspect", LLAMAS[0], "--draft", "--fingerprint"], "ask one at a time"),
+    "a list about a model": (["inspect", LLAMAS[0], "--methods"], "is about no model"),
+    "nothing to inspect": (["inspect"], "name a model, a recipe or a file"),
+    "a config of no proof": (["inspect", LLAMAS[0], "--config", "file"], "is of --prove"),
+    "options beside a recipe": (["inspect", "none.yml", "--heads", "permutation"], "says how a model would be aligned"),
+    "a command that there is not": (["inspct", LLAMAS[0]], "did you mean 'inspect'?"),
+    "bytes, inspected": (["inspect", "bytes.yml"], "cannot be read"),
+    "half a recipe, inspected": (["inspect", "half.yml"], "not valid YAML"),
+    "layers that are none": (["inspect", LLAMAS[0], "--layers", "9"], "which no layer is"),
+    "data that is not there": (["evaluate", LLAMAS[0], "--data", "none.txt"], "no such file"),
+    "data of nothing": (["evaluate", LLAMAS[0], "--data", "file.txt"], "give more text"),
+    "arrays that are none": (["evaluate", LLAMAS[0], "--data", "junk.npz"], "is no archive of arrays"),
+    "the fingerprint of an adapter": (["inspect", LORA, "--fingerprint"], "is an adapter, no model"),
+    "a table without texts": (["evaluate", LLAMAS[0], "--data", "a.csv"], "none holds texts"),
+}
+"""Wrong calls, and what is said of them."""
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of things that are not what commands want."""
+    folder = tmp_path_factory.mktemp("wrong")
+    for name in ("empty", "list", "other"):
+        (folder / name).mkdir()
+    texts = {
+        **{"file": "x", "file.txt": "x", "junk.safetensors": "x", "junk.npz": "x", "a.csv": "one,two\n1,2\n"},
+        **{"list.yml": "- 1", "half.yml": "a: [1", "none.yml": "merge_method: linear\nmodels: []"},
+        **{"list/rotation_merge.json": "[]", "other/rotation_merge.json": '{"version": 99}'},
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "bytes.yml").write_bytes(b"\xff\xfe\x00")
+    return folder
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_one_line(name: str, wrong: Path, monkeypatch: pytest.MonkeyPatch):
+    """As text and as JSON; nothing is written."""
+    monkeypatch.chdir(wrong)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    before = sorted(wrong.rglob("*"))
+    arguments, said = WRONG[name]
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert said in result.stderr
+    result = run(*arguments, "--json")
+    assert result.exit_code == 2
+    assert said in str(json.loads(result.stdout)["error"]).replace("\\", "")
+    assert sorted(wrong.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_interrupted_and_read_as_a_shell_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    given = [word for word in NOWHERE[name] if not word.startswith("--nowhere")]
+    given = [] if name == "demo" else given
+    monkeypatch.setattr(show.os, "dup2", lambda *_: None)
+    for error, code, said in ((KeyboardInterrupt(), 130, "Interrupted"), (BrokenPipeError(), 141, "")):
+        monkeypatch.setattr(show, "_run", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
+        result = run(name, *given)
+        assert (result.exit_code, result.stdout) == (code, ""), result.output
+        assert result.stderr.startswith(said)
+        assert bool(result.stderr) == bool(said)
+
+
+def test_ctrl_c_while_libraries_come_up_ends_with_130(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli, "import_module", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    result = run("check", "recipe.yml")
+    assert (result.exit_code, result.stderr) == (130, "Interrupted.\n")
+
+
+def test_what_is_there_is_not_written_over(tmp_path: Path):
+    file = tmp_path / "maps.safetensors"
+    file.write_text("mine")
+    for arguments in (
+        ["align", *LLAMAS, "--alignment", file],
+        ["fit", *LLAMAS, "--data", "demo:python", "--alignment", file],
+        ["measure", LLAMAS[0], "--data", "self", "--out", file],
+        ["inspect", LLAMAS[0], "--html", file],
+        ["align", *LLAMAS, tmp_path],
+        ["carry", LLAMAS[0], tmp_path, "--from", LLAMAS[0], "--to", LLAMAS[1]],
+        ["polish", LLAMAS[0], tmp_path, "--teachers", LLAMAS[1]],
+        ["pull", "org/name", tmp_path],
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, arguments
+        assert "is there already" in result.output
+        assert "--force" in result.output
+    assert file.read_text() == "mine"
+    assert run("align", *LLAMAS, "--alignment", file, "--force").exit_code == 0
+    assert file.read_bytes() != b"mine"
+
+
+@pytest.mark.parametrize(("module", "goes_on"), [("rotation_merge.cli.fit", True), ("rotation_merge.cli.check", False)])
+def test_ctrl_c_ends_with_130_and_says_whether_the_command_goes_on(module: str, goes_on: bool, capsys):
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    interrupted.__module__ = module
+    with pytest.raises(SystemExit) as caught:
+        show.shown(interrupted)()
+    assert caught.value.code == 130
+    assert ("goes on where it was" in capsys.readouterr().err) == goes_on
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    """`rotation-merge inspect --architectures --json | head -c 1`."""
+    command = [Path(sys.executable).with_name("rotation-merge"), "inspect", "--architectures", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    assert process.wait() in (0, 141, -signal.SIGPIPE)
+    assert said == ""
+
+
+def test_no_color_is_heard(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert show.on_terminal()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not show.on_terminal()
+
+
+def test_a_full_disk_leaves_no_half_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from rotation_merge.report import html
+
+    (tmp_path / "report.html").write_text("old")
+    monkeypatch.setattr(html, "read_report", lambda path: None)
+    monkeypatch.setattr(html, "page", lambda *_: "new")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        html.write_page(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text() == "old"
+
+
+def test_below_the_line_is_explained():
+    """A path that never rises above the line between its ends has no barrier; how far it falls below is said."""
+    from rotation_merge.run.curves import Curve
+
+    better = Curve("aligned", [0.0, 0.5, 1.0], [2.0, 1.5, 2.2], [0.0] * 3)
+    assert better.barrier() == 0.0
+    assert "at 0.5 the merge is 0.6000 better than the line between its parents" in (better.verdict() or "")
+    for losses in ([2.0, 3.0, 2.0], [2.0, 2.0, 2.0]):
+        assert Curve("plain", [0.0, 0.5, 1.0], losses, [0.0] * 3).verdict() is None
+
+
+@pytest.mark.parametrize("entry", ["tokenizer_source: ./nowhere", "tokenizer: {source: ./nowhere}"])
+def test_a_tokenizer_that_is_not_there_is_a_fault_at_once(entry: str, tmp_path: Path):
+    recipe = tmp_path / "recipe.yml"
+    models = "".join(f"  - model: {model}\n    parameters: {{weight: 0.5}}\n" for model in LLAMAS)
+    recipe.write_text(f"merge_method: rotation_merge\nbase_model: {LLAMAS[0]}\nmodels:\n{models}{entry}\n")
+    done = run("check", recipe)
+    assert done.exit_code == 1
+    assert "recipe.yml:8:" in done.output
+    assert "./nowhere: no such directory" in done.output
+
+
+def test_a_tokenizer_of_the_hub_is_asked_for_once(monkeypatch: pytest.MonkeyPatch):
+    from mergekit.config import MergeConfiguration
+    from mergekit.options import MergeOptions
+
+    from rotation_merge.mergekit_plugin import merge
+
+    asked = []
+    monkeypatch.setattr(merge, "downloaded", lambda path, *_: asked.append(path))
+    for source in ("base", "union", LLAMAS[0], "org/name"):
+        config = {"merge_method": "linear", "models": [{"model": LLAMAS[0]}], "tokenizer_source": source}
+        merge.fetch_tokenizer(MergeConfiguration.model_validate(config), MergeOptions())
+    assert asked == ["org/name"]
+
+
+def test_models_as_strings_or_a_mapping(tmp_path: Path):
+    recipe = tmp_path / "recipe.yml"
+    head = f"merge_method: rotation_merge\nbase_model: {LLAMAS[0]}\n"
+    for models, said in (
+        (
+            f"models:\n  - {LLAMAS[1]}\n",
+            "4:5: models[0]: a mapping of keys to values is expected here; write '- model: /",
+        ),
+        (f"models:\n  model: {LLAMAS[1]}\n", "3:1: models: a list is expected here"),
+    ):
+        recipe.write_text(head + models)
+        done = run("check", recipe)
+        assert said in done.output
+        assert "1 fault" in done.output
+
+
+def test_a_full_disk_in_the_command_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from rotation_merge.files import durable
+    from rotation_merge.report import html
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(html, "read_report", lambda path: None)
+    monkeypatch.setattr(html, "page", lambda *_: "new")
+    monkeypatch.setattr(durable.os, "fsync", full)
+    done = run("inspect", tmp_path, "--html", tmp_path / "page.html")
+    assert done.exit_code == 2
+    assert "the disk is full" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from rotation_merge.files import durable
+    from rotation_merge.report.plots import save_barrier
+    from rotation_merge.run.curves import Barrier, Curve
+
+    found = Barrier("a", "b", "data", "class", 1, {}, [Curve("plain", [0.0, 1.0], [1.0, 1.0], [0.0, 0.0])])
+    save_barrier(found, str(tmp_path / "path.svg"))
+    before = (tmp_path / "path.svg").read_bytes()
+    monkeypatch.setattr(durable.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        save_barrier(found, str(tmp_path / "path.svg"))
+    assert [path.name for path in tmp_path.iterdir()] == ["path.svg"]
+    assert (tmp_path / "path.svg").read_bytes() == before
+
+
+def test_what_torch_says_of_a_full_disk():
+    assert no_space(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 24576 vs 24464"))
+    assert not no_space(
+        RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory")
+    )
+
+
+def test_a_file_that_cannot_be_written_is_named_by_its_own_name():
+    with pytest.raises(OSError, match="nothing") as raised, replacing("/proc/nothing") as name:
+        open(name, "w").close()
+    assert line(raised.value).startswith("/proc/nothing: cannot be read or written (no such file or directory); ")

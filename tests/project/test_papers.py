@@ -1,0 +1,75 @@
+"""The scripts of benchmarks/papers run in seconds on what comes with the package, go on where they were stopped, and
+their pictures are up to date."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks" / "papers"))
+apparatus = importlib.import_module("apparatus")
+SCRIPTS = list(apparatus.scripts())
+Journal = importlib.import_module("journal").Journal
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all scripts, so that each finds what another has kept."""
+    return tmp_path_factory.mktemp("papers")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_script_gives_the_rows_that_it_promises(script: ModuleType, folder: Path) -> None:
+    found = apparatus.run(script.__name__, ["--quick", "--out", str(folder), "--checkpoints", "absent"])
+    assert set(found) == set(script.TABLES)
+    for table, rows in found.items():
+        assert rows == apparatus.rows_of(table, folder)
+        assert rows
+        assert all(tuple(row) == tuple(script.TABLES[table]) for row in rows)
+    for file in getattr(script, "PICTURES", {}):
+        assert (folder / file).read_text(encoding="utf-8").startswith("<svg ")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_pictures_are_drawn_of_the_results(script: ModuleType) -> None:
+    """Of those whose full results are there."""
+    if not all((apparatus.RESULTS / f"{table}.json").exists() for table in script.TABLES):
+        return
+    for file, text in apparatus.pictures(script, apparatus.RESULTS).items():
+        assert (apparatus.PICTURES / file).read_text(encoding="utf-8") == text, (
+            f"run benchmarks/papers/{script.__name__}.py"
+        )
+
+
+def test_what_is_kept_is_not_computed_again_after_a_run_was_killed(tmp_path: Path) -> None:
+    file = tmp_path / "papers.jsonl"
+    first = Journal(file)
+    assert first.kept("outer", lambda: 1 + first.kept("inner", lambda: 2, "one"), "two") == 3
+    file.write_text(file.read_text() + '{"key": "cut o')
+    second = Journal(file)
+    assert second.kept("outer", lambda: 0, "two") == 3
+    assert second.kept("cut off", lambda: 4, "two") == 4
+    assert Journal(file).kept("cut off", lambda: 0, "two") == 4
+    assert set(second.seconds()) == {"one", "two"}
+    assert Journal(file, again=True).kept("outer", lambda: 0, "two") == 0
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, kinds = importlib.import_module("train_checkpoints"), importlib.import_module("kinds")
+    model = kinds.encoder(train.BertForSequenceClassification)
+
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "byte_tokenizer", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            train.save(model, tmp_path / "encoder-0-c")
+    assert not (tmp_path / "encoder-0-c").exists(), "what is there is not trained again"
+    train.save(model, tmp_path / "encoder-0-c")
+    assert [path.name for path in tmp_path.iterdir()] == ["encoder-0-c"]

@@ -1,0 +1,117 @@
+"""Arrays as processors give them: pictures go to the examples whose words stand for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import ALL, make
+
+from rotation_merge.errors import DataError
+from rotation_merge.run.data import Data, described, read_batches, unpadded
+
+IMAGE = 50
+GRIDS = torch.tensor([[1, 4, 4], [1, 4, 8], [1, 4, 4]])
+"""Of three pictures: 16, 32 and 16 patches, which 4, 8 and 4 words stand for."""
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {
+        name: make(next(c for c in ALL if c.family == name)).float() for name in ("qwen2_5_vl", "llava", "mistral3")
+    }
+
+
+def words(*texts: list[int]) -> torch.Tensor:
+    """Texts of one length, in each of which so many words stand for its pictures."""
+    rows = [[word for count in counts for word in (3, *[IMAGE] * count)] for counts in texts]
+    long = max(map(len, rows)) + 3
+    return torch.tensor([row + [4] * (long - len(row)) for row in rows])
+
+
+def qwen() -> dict[str, torch.Tensor]:
+    """Two pictures, none, and one."""
+    ids = words([4, 8], [], [4])
+    return {
+        "pixel_values": torch.randn(64, 4, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": GRIDS,
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }
+
+
+def read(arrays: dict[str, torch.Tensor], model: Any, where: Path, **options: Any) -> Data:
+    np.savez(where / "data.npz", **{name: array.numpy() for name, array in arrays.items()})
+    return read_batches(str(where / "data.npz"), "unused", model, **options)
+
+
+def logits(model: Any, batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [model(**{n: x for n, x in b.items() if n != "labels"}).logits for b in batches]
+
+
+def test_patches_go_to_the_examples_whose_words_stand_for_them(models: dict[str, Any], tmp_path: Path):
+    """Each example by itself, in order, says what it says among the others; so it does once padding is cut."""
+    model, arrays = models["qwen2_5_vl"], qwen()
+    arrays["attention_mask"][2, -3:] = 0
+    data = read(arrays, model, tmp_path)
+    assert data.task == "next token"
+    assert [len(batch.get("pixel_values", ())) for batch in data.batches] == [48, 0, 16]
+    whole = torch.cat(logits(model, [arrays]))
+    for row, found in enumerate(logits(model, data.batches)):
+        torch.testing.assert_close(found[0], whole[row], rtol=1e-4, atol=1e-4)
+    cut = unpadded(data.batches, "data")
+    for found, row, long in zip(logits(model, cut), (0, 1, 2), (17, 17, 14), strict=True):
+        torch.testing.assert_close(found[0], whole[row, :long], rtol=1e-4, atol=1e-4)
+    assert [batch["labels"].ne(-100).sum().item() for batch in data.batches] == [5, 17, 10]
+    assert len(read(arrays, model, tmp_path, limit=2).batches) == 2
+
+
+def test_pictures_of_one_size_are_shared_out_evenly(models: dict[str, Any], tmp_path: Path):
+    model = models["llava"]
+    arrays = {"input_ids": words([16, 16], [16]), "pixel_values": torch.randn(3, 1, 8, 8)}
+    assert [len(batch["pixel_values"]) for batch in read(arrays, model, tmp_path).batches] == [2, 1]
+    one_each = {"input_ids": words([16], [16]), "pixel_values": torch.randn(2, 1, 8, 8)}
+    [batch] = read(one_each, model, tmp_path).batches
+    assert len(batch["pixel_values"]) == 2
+
+
+def test_pictures_of_many_sizes_take_words_by_their_size(models: dict[str, Any], tmp_path: Path):
+    sizes = torch.tensor([[8, 8], [4, 8], [8, 8]])
+    arrays = {"input_ids": words([4, 2], [4]), "pixel_values": torch.randn(3, 1, 8, 8), "image_sizes": sizes}
+    found = read(arrays, models["mistral3"], tmp_path).batches
+    assert [batch["image_sizes"].tolist() for batch in found] == [[[8, 8], [4, 8]], [[8, 8]]]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"image_grid_thw": None}, "'image_grid_thw' is missing, although 'pixel_values' stands there"),
+        ({"pixel_values": None}, "'pixel_values' is missing, although 'image_grid_thw' stands there"),
+        ({"pixel_values": None, "image_grid_thw": None}, r"'pixel_values' is missing, although words stand for"),
+        ({"mm_token_type_ids": None}, "'mm_token_type_ids' is missing"),
+        ({"image_grid_th": GRIDS}, "holds 'image_grid_th', which .* does not take; did you mean 'image_grid_thw'"),
+        ({"pixel_values": torch.zeros(63, 4)}, "'pixel_values' has 63 rows, 'image_grid_thw' counts 64"),
+        ({"image_grid_thw": GRIDS[[0, 2, 1]]}, "example 1 has 12 words that stand for pictures"),
+        ({"image_grid_thw": GRIDS[[0, 1, 2, 2]], "pixel_values": torch.zeros(80, 4)}, "more pictures than words"),
+        ({"attention_mask": torch.ones(2, 17)}, "arrays of different lengths"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_said_in_one_line(change: dict, said: str, models: dict[str, Any], tmp_path: Path):
+    arrays = {name: array for name, array in {**qwen(), **change}.items() if array is not None}
+    with pytest.raises(DataError, match=said) as caught:
+        read(arrays, models["qwen2_5_vl"], tmp_path)
+    assert "\n" not in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("order", [("pixel_values", "labels"), ("labels", "pixel_values")])
+def test_an_image_counts_once_wherever_its_label_stands(order: tuple[str, str]) -> None:
+    """`merge` hands regmean arrays whose labels stand first."""
+    given = {"pixel_values": torch.zeros(5, 3, 4, 4), "labels": torch.zeros(5, dtype=torch.long)}
+    found = described(Data([{name: given[name] for name in order}], "label", 5), "digits.npz")
+    assert (found["samples"], found["tokens"]) == (5, 5)

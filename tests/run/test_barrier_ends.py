@@ -1,0 +1,115 @@
+"""The ends of `barrier`'s paths are the parents, each under its own config, and its own head where it keeps that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_support import parsed, run
+from plugin_support import make as tiny_checkpoint
+from plugin_support import merged, recipe_for, write_recipe
+from tiny_models import ALL, make, save
+
+from rotation_merge.cli import barrier
+from rotation_merge.run.data import read_batches
+from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import load
+
+DIFFERENT = {"rope_parameters": {"rope_theta": 20.0, "rope_type": "default"}, "rms_norm_eps": 0.5}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """An anchor, a donor whose config differs where a merge becomes questionable, and data."""
+    folder = tmp_path_factory.mktemp("ends")
+    case = next(case for case in ALL if case.family == "llama" and not case.config.get("tie_word_embeddings"))
+    for seed, name in enumerate(("anchor", "donor")):
+        save(make(case, seed).float(), folder / name)
+    file = folder / "donor" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **DIFFERENT}))
+    np.savez(folder / "data.npz", input_ids=np.arange(40).reshape(2, 20) % 30 + 3)
+    return folder / "anchor", folder / "donor", folder / "data.npz"
+
+
+def loss(path: Path, data: Path, config: Path | None = None) -> float:
+    """Of a model on its own, or with the weights of one and the config of another."""
+    model = load(str(path))
+    if config is not None:
+        other = load(str(config))
+        other.load_state_dict(model.state_dict())
+        model = other
+    return evaluate(model, read_batches(str(data), str(path), model))[0]
+
+
+@pytest.mark.parametrize("residual", ["none", "permutation", "rotation"])
+def test_each_end_is_the_parent_under_its_own_config(residual: str, two: tuple[Path, Path, Path]) -> None:
+    anchor, donor, data = two
+    own = loss(anchor, data), loss(donor, data)
+    assert abs(loss(donor, data, config=anchor) - own[1]) > 1e-2  # its config matters
+    for first, second, ends in ((anchor, donor, own), (donor, anchor, own[::-1])):
+        found = parsed("barrier", first, second, "--data", data, "--points", 3, "--residual", residual)[0]
+        for curve in found["curves"]:
+            assert (curve["loss"][0], curve["loss"][-1]) == pytest.approx(ends, abs=1e-4), curve["name"]
+
+
+def test_it_says_how_far_all_paths_are(two: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line now and then, which counts up to all the models that are measured; none where it is quick."""
+    anchor, donor, data = two
+    given = ("barrier", anchor, donor, "--data", data, "--data", data, "--points", 4, "--anchors", "each")
+    assert "models on the paths" not in run(*given).stderr
+    monkeypatch.setattr(barrier, "EVERY", -1.0)
+    said = [line for line in run(*given).stderr.splitlines() if "models on the paths, about " in line]
+    counts = [int(line.split()[0]) for line in said]
+    assert sorted(set(counts)) == list(range(barrier.ENOUGH, 25))
+    assert {line.split()[2] for line in said} == {"24"}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Path]]:
+    """Classifiers with heads of two, three and four classes, and data of each one's task."""
+    folder = tmp_path_factory.mktemp("tasks")
+    models = [tiny_checkpoint("bert", folder / str(n), seed=n, num_labels=n) for n in (2, 3, 4)]
+    draw = np.random.default_rng(0)
+    for n in (2, 3, 4):
+        np.savez(folder / f"{n}.npz", input_ids=draw.integers(3, 40, (12, 6)), labels=draw.integers(0, n, 12))
+    return models, [folder / f"{n}.npz" for n in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("residual", ["none", "permutation"])
+def test_models_that_keep_heads_of_other_sizes(
+    residual: str, tasks: tuple[list[Path], list[Path]], tmp_path: Path
+) -> None:
+    """Each task under its own head: the ends are the parent, and the middle is what a merge writes."""
+    models, data = (found[:2] for found in tasks)
+    recipe = recipe_for("linear", *models, heads_of="each", residual=residual)
+    merged(recipe, tmp_path / "out")
+    given = [part for file in data for part in ("--data", file)]
+    found = parsed("barrier", write_recipe(recipe, tmp_path / "recipe.yml"), *given, "--points", 3)
+    assert [(one["data"], one["head"]) for one in found] == [
+        (str(d), str(m)) for d, m in zip(data, models, strict=True)
+    ]
+    wholes = tmp_path / "out", tmp_path / "out" / "heads" / "3"
+    for number, (one, model, whole) in enumerate(zip(found, models, wholes, strict=True)):
+        for curve in one["curves"]:
+            assert curve["loss"][-number] == pytest.approx(loss(model, data[number]), abs=1e-5)
+        assert one["curves"][1]["loss"][1] == pytest.approx(loss(whole, data[number]), abs=1e-4)
+
+
+def test_several_models_that_keep_their_heads(tasks: tuple[list[Path], list[Path]]) -> None:
+    """Between all, and from each to the centre; data are counted, and a path has the tasks of its ends."""
+    models, data = tasks
+    given = [part for file in data for part in ("--data", file)]
+    options = ("--heads-of", "each", "--points", 3)
+    found = parsed("barrier", *models, *given, *options)
+    assert len(found) == 3 * 2 + 3
+    assert all(one["head"] in (one["anchor"], one["donor"]) for one in found)
+    middle = [one["curves"][1]["loss"][-1] for one in found[-3:]]
+    assert len({round(x, 4) for x in middle}) == 3
+    few = run("barrier", *models, *given[:2], *options)
+    assert few.exit_code == 2
+    assert "3 models keep heads of their own, data are given 1 times; give it once for each model" in few.output
+    other = run("barrier", *models[:2], *given[:2], "--points", 3)
+    assert other.exit_code == 2
+    assert "'barrier --heads-of each'" in other.output

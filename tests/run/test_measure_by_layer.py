@@ -1,0 +1,220 @@
+"""Measuring one layer at a time finds what measuring the whole model does, in the memory of a layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from cli_support import run
+from memory_support import alive, forget
+from plugin_support import make as make_checkpoint
+from rounding import assert_equal_up_to_rounding
+from safetensors.torch import load_file
+from tiny_models import ALL, Case, exactly, inputs, make, save
+
+from rotation_merge.architecture import resolve
+from rotation_merge.errors import SpaceError
+from rotation_merge.files.scratch import Scratch
+from rotation_merge.run.data import Data
+from rotation_merge.run.functions import architecture_of
+from rotation_merge.run.layers import ByLayer
+from rotation_merge.run.measure import Measured, Measurement, MeasureOptions
+from rotation_merge.run.measuring import checkpoint_of, record
+from rotation_merge.run.passes import Pass, Unfinished, run_passes
+from rotation_merge.run.runner import Runner
+from rotation_merge.run.statistics_file import NAME, unwritten
+from rotation_merge.run.streamed import streamed_model
+from rotation_merge.workers import memory
+
+HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
+FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
+OPTIONS = MeasureOptions(("gram", "moments"))
+
+
+def both(case: Case, where: Path) -> tuple[Measured, Measured]:
+    """What is found of the whole model, and layer by layer."""
+    model = make(case)
+    given: Any = inputs(case, model)
+    config, state = save(model, where / "model")
+    own = transformers.AutoConfig.from_pretrained(where / "model")
+    stored = resolve(config, list(state), case.name)
+    with exactly():
+        runner = Runner(own, state, stored, [given], dtype=torch.float64)
+        by_layer = ByLayer(runner, OPTIONS, Unfinished(where / "layers", {}), lambda *_: None).run()
+        whole = Measurement(model, architecture_of(model), [given], "none")
+        return whole.run(OPTIONS, Unfinished(where / "whole", {}), lambda *_: None), by_layer
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
+def test_layer_by_layer_finds_what_the_whole_model_shows(case: Case, tmp_path: Path) -> None:
+    whole, found = both(case, tmp_path)
+    assert found.shared == whole.shared
+    assert (found.behind, found.uncalled) == (whole.behind, whole.uncalled)
+    assert found.tensors.keys() == whole.tensors.keys()
+    apart = set(whole.split) - set(found.split)  # behind the layers of a tower that is not the last
+    assert set(found.split) <= set(whole.split)
+    assert not any(".layers." in name for name in apart)
+    for key, wanted in whole.tensors.items():
+        if key.rpartition(".")[0] not in apart:
+            torch.testing.assert_close(found.tensors[key].load(), wanted.load(), rtol=1e-9, atol=1e-9)
+
+
+def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
+    """Two layers or eight: weights of one, sums of one."""
+    peaks = []
+    for layers in (2, 5):
+        path = make_checkpoint("llama", tmp_path / str(layers), num_hidden_layers=layers, intermediate_size=96)
+        data = Data([{"input_ids": torch.arange(24).view(2, 12)}], "none", 2)
+        options, out, seen = MeasureOptions(("gram",)), tmp_path / f"{layers}.safetensors", list[int]()
+        forget()
+        record(checkpoint_of(str(path)), None, data, "data", options, out, lambda *_, s=seen: s.append(alive()))
+        peaks.append(max(seen))
+    assert 0 < peaks[1] <= 1.02 * peaks[0]
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that does not fit is run by layer: the same statistics, the same after an interruption; or one line."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    np.savez(tmp_path / "data.npz", input_ids=np.arange(48).reshape(4, 12) % 40)
+    given = ("measure", path, "--data", tmp_path / "data.npz", "--batch-size", "2")
+    assert run(*given).exit_code == 0
+    whole = load_file(path / NAME)
+    assert run(*given, "--by-layer", "--out", tmp_path / "once").exit_code == 0
+    (path / NAME).unlink()
+    monkeypatch.setattr("rotation_merge.run.passes.room", lambda: 1)
+    stock, calls = ByLayer._outputs, []
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return stock(self, *arguments)
+
+    monkeypatch.setattr(ByLayer, "_outputs", interrupted)
+    assert run(*given).exit_code != 0
+    assert not (path / NAME).exists()
+    assert run(*given).exit_code == 0
+    assert (path / NAME).read_bytes() == (tmp_path / "once").read_bytes()
+    found = load_file(path / NAME)
+    assert found.keys() == whole.keys()
+    for key in whole:
+        torch.testing.assert_close(found[key], whole[key])
+    assert sorted(p.name for p in path.iterdir() if "unfinished" in p.name) == []
+    for extra in (["--kinds", "kfac,fisher"], ["--data", "self", "--samples", "3"]):
+        wanted = [*given[:2], *(extra if "--data" in extra else [*given[2:], *extra]), "--length", "12"]
+        for how in ("whole", "by-layer"):
+            assert run(*wanted, f"--{how}", "--out", tmp_path / how).exit_code == 0
+        assert_equal_up_to_rounding(load_file(tmp_path / "by-layer"), load_file(tmp_path / "whole"), units=4096)
+        for how in ("whole", "by-layer"):
+            (tmp_path / how).unlink()
+
+
+GRADIENTS = MeasureOptions(("gram", "kfac", "fisher"))
+TOGETHER = [case for case in FAMILIES if case.family not in ("clip", "dinov2")]  # those with a head
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case.family)
+def test_gradients_through_layers_that_come_and_go_are_those_of_the_whole_model(case: Case, tmp_path: Path) -> None:
+    model = make(case)
+    given: Any = inputs(case, model)
+    config, state = save(model, tmp_path / "model")
+    own = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    with exactly():
+        streamed = streamed_model(own, state, resolve(config, list(state), case.name), torch.float64)
+        pair = [
+            Measurement(one, architecture_of(one), [given], "none").run(
+                GRADIENTS, Unfinished(tmp_path / name, {}), lambda *_: None
+            )
+            for name, one in (("whole", model), ("streamed", streamed))
+        ]
+    assert_equal_up_to_rounding(pair[1].loss_scale, pair[0].loss_scale)
+    whole, by_layer = ({key: stored.load() for key, stored in one.tensors.items()} for one in pair)
+    assert_equal_up_to_rounding(by_layer, whole, units=4096, noise=1e-24)  # softmax sees no bias of keys
+
+
+class Counted(dict[str, torch.Tensor]):
+    """A source that counts how often each tensor is read."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__(state)
+        self.reads: Counter[str] = Counter()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.reads[name] += 1
+        return super().__getitem__(name)
+
+
+def test_weights_are_read_on_the_way_forth_and_back_and_let_go_between(tmp_path: Path) -> None:
+    case = next(case for case in ALL if case.family == "llama")
+    config, state = save(make(case), tmp_path / "model")
+    own = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    source = Counted(state)
+    model = streamed_model(own, source, resolve(config, list(state), case.name), torch.float64)
+    weights = [name for name in state if name.endswith("down_proj.weight")]
+    assert all(source.reads[name] == 0 for name in weights)
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    embedded = model.get_input_embeddings()(ids).requires_grad_()
+    logits = model(inputs_embeds=embedded).logits
+    assert all(source.reads[name] == 1 for name in weights)
+    assert all(model.get_parameter(name).isnan().all() for name in weights)
+    logits.sum().backward()
+    assert [source.reads[name] for name in weights] == [2] * (len(weights) - 1) + [1]  # the last layer was still there
+    assert embedded.grad.isfinite().all()
+
+
+def counting(stop: BaseException | None = None, within: bool = False) -> Pass:
+    """A pass of three steps that add one and two; it is stopped in the second, between the two or before both."""
+
+    def run(step: int, sums: dict[str, torch.Tensor]) -> None:
+        for number in (1, 2):
+            if stop is not None and step == 1 and number == 1 + within:
+                raise stop
+            sums.setdefault("a", torch.zeros(()))
+            sums["a"] += number
+
+    return Pass("counting", frozenset({"a"}), 3, run, dict)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_what_is_stopped_within_a_step_counts_nothing_twice(within: bool, tmp_path: Path) -> None:
+    state = Unfinished(tmp_path / "out", {})
+    with pytest.raises(KeyboardInterrupt), state:
+        run_passes([counting(KeyboardInterrupt(), within)], state, lambda *_: None)
+    assert state.begun(counting())[0] == (0 if within else 1)
+    with Unfinished(tmp_path / "out", {}) as again:
+        found = run_passes([counting()], again, lambda *_: None)
+        assert float(found["a"].load()) == 9
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("done", "kept"), [(True, True), (False, False)])
+def test_a_full_disk_leaves_what_is_done(done: bool, kept: bool, tmp_path: Path) -> None:
+    """The folder stays where a next run can use it, and goes where there is nothing in it."""
+    state = Unfinished(tmp_path / "out", {})
+    full = unwritten(tmp_path / "out", OSError(28, "No space left on device"))
+    if done:
+        run_passes([counting()], state, lambda *_: None)
+    with pytest.raises(SpaceError, match=r"no space left.*the same command goes on"), state:
+        raise full
+    assert state.folder.exists() == kept
+
+
+def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SpaceError, match=f"^{tmp_path}: the disk is full.*TMPDIR"), Scratch():
+        raise OSError(28, "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_free_memory_goes_back_after_large_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(memory, "_trim", lambda: calls.append)
+    small, large = (torch.nn.Linear(n, n, bias=False, device="meta") for n in (8, 2048))
+    for layer in (None, small, large):
+        memory.give_back(layer)
+    assert calls == [0]

@@ -1,0 +1,160 @@
+"""What `align` writes proves itself: right work passes in every storage type, wrong work is kept aside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import parsed, run
+from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
+from tiny_models import ALL, save
+from tiny_models import make as tiny
+from torch import Tensor
+
+from rotation_merge.matching import written as aligned
+from rotation_merge.model.sources import Renamed
+from rotation_merge.run import answers, proof, runner
+from rotation_merge.run.proof import Proof, prove
+
+FAMILIES = ("llama", "qwen2", "mistral", "bert", "roberta", "vit")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    folder = tmp_path_factory.mktemp("models")
+    return {f: (make(f, folder / f / "a"), make(f, folder / f / "b", seed=1)) for f in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_right_work_passes(family: str, dtype: str, models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    found = parsed("align", *models[family], tmp_path / "out", "--heads", "permutation", "--dtype", dtype)["proof"]
+    assert 0 < found["difference"] <= found["allowed"]
+    assert "random batches" in (tmp_path / "out" / "README.md").read_text()
+    assert not (tmp_path / "out.rejected").exists()
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Let `align` move tensors of this name wrongly, but for the second layer's."""
+    real = aligned.aligned_tensors
+
+    def spoilt(*arguments: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in real(*arguments):
+            yield name, tensor.flip(0) if wrong in name and ".1." not in name else tensor
+
+    monkeypatch.setattr(aligned, "aligned_tensors", spoilt)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", ["gate_proj", "v_proj", "embed_tokens"])
+def test_wrong_work_is_kept_aside(
+    wrong: str, dtype: str, models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor of one layer left out of the move (or moved by itself)."""
+    spoil(monkeypatch, wrong)
+    arguments = ("align", *models["llama"], tmp_path / "out", "--dtype", dtype, "--alignment", tmp_path / "map")
+    done = run(*arguments)
+    assert done.exit_code == 2
+    line = one_error(done.output)
+    assert "does not compute what" in line
+    assert str(tmp_path / "out.rejected") in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.rejected"]
+    assert state(tmp_path / "out.rejected")
+    assert run(*arguments, "--no-verify").exit_code == 0
+    assert (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "bert", "vit"])
+def test_large_models_are_proven_layer_by_layer(
+    family: str, models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No model is held whole: the same difference and limit as otherwise, and wrong work is kept aside."""
+    donor = models[family][1]
+    monkeypatch.setattr(answers, "LARGEST", 10)
+    monkeypatch.setattr(answers, "load", never)
+    found = parsed("align", *models[family], tmp_path / "out")["proof"]
+    monkeypatch.undo()
+    whole = prove(str(donor), str(tmp_path / "out"))
+    assert (found["difference"], found["allowed"]) == pytest.approx((whole.difference, whole.allowed), rel=0.9)
+    assert found["difference"] < found["allowed"]
+    monkeypatch.setattr(answers, "LARGEST", 10)
+    monkeypatch.setattr(answers, "load", never)
+    assert run("verify", donor, tmp_path / "out", "--batches", 1).exit_code == 0
+    assert run("verify", *models[family], "--batches", 1).exit_code == 1
+    assert "too large to be held whole" in one_error(run("verify", donor, donor, "--data", "self").output)
+    spoil(monkeypatch, "v_proj" if family == "qwen2" else "output.dense.weight")
+    done = run("align", *models[family], tmp_path / "second")
+    assert done.exit_code == 2, done.output
+    assert str(tmp_path / "second.rejected") in one_error(done.output)
+    assert not (tmp_path / "second").exists()
+
+
+def test_large_models_have_their_classes_compared_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "LARGEST", 10)
+    model = tiny(next(case for case in ALL if case.class_name == "ViTForImageClassification")).float()
+    names, order = ["cat", "dog"], [1, 0]
+    model.config.id2label = dict(enumerate(names))
+    save(model, tmp_path / "one")
+    for parameter in model.classifier.parameters():
+        parameter.data = parameter.data[order]
+    model.config.id2label = dict(enumerate(names[i] for i in order))
+    save(model, tmp_path / "two")
+    assert run("verify", tmp_path / "one", tmp_path / "two", "--batches", 1).exit_code == 0
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("a large model is held whole")
+
+
+def test_what_cannot_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in ALL if case.family == "nomic_bert")
+    for seed in (0, 1):
+        save(tiny(case, seed).float(), tmp_path / str(seed))
+    assert parsed("align", tmp_path / "0", tmp_path / "1", tmp_path / "out")["proof"]["difference"] is not None
+    monkeypatch.setattr(answers, "LARGEST", 10)
+    assert "not checked: " not in run("align", tmp_path / "0", tmp_path / "1", tmp_path / "large").output
+    monkeypatch.setattr(runner, "Respelled", Renamed)  # a form that is not the file's in pieces
+    done = run("align", tmp_path / "0", tmp_path / "1", tmp_path / "strange")
+    assert done.exit_code == 0
+    assert "not checked: " in done.output
+    assert "NomicBertForMaskedLM in another form" in done.output
+
+
+def test_an_output_that_is_no_answer_counts(tmp_path: Path) -> None:
+    """CLIP's towers hand out their streams: one turned with its readers leaves the logits alone, and is found out."""
+    case = next(case for case in ALL if case.class_name == "CLIPModel")
+    for seed in (0, 1):
+        save(tiny(case, seed).float(), tmp_path / str(seed))
+    assert run("align", tmp_path / "0", tmp_path / "1", tmp_path / "out").exit_code == 0
+    changed = state(tmp_path / "out")
+    for name in ("text_model.final_layer_norm.weight", "text_model.final_layer_norm.bias"):
+        changed[name] = 2 * changed[name]
+    changed["text_projection.weight"] = changed["text_projection.weight"] / 2
+    write_state(changed, tmp_path / "out", tmp_path / "changed")
+    done = json.loads(run("verify", tmp_path / "1", tmp_path / "changed", "--json").stdout)
+    assert not done["same"]
+    assert done["output"].startswith("text_model_output.")
+
+
+@pytest.mark.parametrize("residual", ["none", "rotation"])
+def test_a_merge_proves_donors_moved_by_files(
+    residual: str, models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchor, donor = models["llama"]
+    assert run("align", anchor, donor, "--alignment", tmp_path / "map", "--residual", residual).exit_code == 0
+    recipe = from_file(recipe_for("linear", anchor, donor, prove=True), tmp_path / "map")
+    if residual == "rotation":  # one layer at a time
+        monkeypatch.setattr(answers, "LARGEST", 10)
+        monkeypatch.setattr(answers, "load", never)
+    merged(recipe, tmp_path / "out")
+    notes = " ".join(json.loads((tmp_path / "out" / "rotation_merge.json").read_text())["notes"])
+    assert "random batches" in notes
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
+    monkeypatch.setattr(proof, "prove", lambda *_: Proof(1.0, 0.1))
+    done = mergekit_yaml(recipe, tmp_path / "second")
+    assert done.exit_code == 2
+    assert f"changes what {donor} computes" in one_error(done.output)
+    assert not (tmp_path / "second").exists()

@@ -1,0 +1,91 @@
+"""Running models block by block: the same answers as the whole model, in every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import SafetensorError
+from tiny_models import ALL, Case, difference, exactly, make, outputs, save
+
+from rotation_merge.architecture import resolve
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.run import functions
+from rotation_merge.run.inputs import random_batch
+from rotation_merge.run.runner import Runner
+from rotation_merge.run.store import Store
+
+HELD = ("nomic_bert",)
+"""Families that transformers takes apart, and that are held whole."""
+
+FIRST = list({case.family: case for case in reversed(ALL)}.values())
+HARD = [case for case in ALL if case.name in ("classifier, all layers", "t5-mt5", "v2, own keys, convolution")]
+
+
+def runner(case: Case, folder: Path, store: Store | None = None) -> tuple[Runner, dict[str, torch.Tensor]]:
+    """A tiny model about to run on two batches of the same random examples, and what it answers.
+
+    Mixtures too, whose experts stand one by one in their files and together in transformers' models.
+    """
+    model = make(case)
+    draw = random_batch(model, torch.Generator().manual_seed(0))
+    given = {name: x.double() if x.is_floating_point() else x for name, x in draw.items()}
+    config, state = save(model, folder)
+    architecture = resolve(config, list(state), case.name)
+    own = transformers.AutoConfig.from_pretrained(folder)
+    layered, twice = None if case.family in HELD else case.name, [given, dict(given)]
+    found = Runner(own, state, architecture, twice, store, dtype=torch.float64, layered=layered)
+    return found, outputs(model, given)
+
+
+@pytest.mark.parametrize("case", [*FIRST, *HARD], ids=lambda case: f"{case.family}-{case.name}")
+def test_block_by_block_is_the_whole_model(case: Case, tmp_path: Path) -> None:
+    run, expected = runner(case, tmp_path)
+    filled = []
+    with exactly():
+        while (block := run.advance()) is not None:
+            with run.recording():
+                for batch in range(2):
+                    run.run(batch)
+            layers = [run.module_of(b) for b in run.architecture.blocks if b.index is not None]
+            filled.append(sum(all(p.device.type != "meta" for p in m.parameters()) for m in layers if m is not None))
+            assert filled[-1] <= 1 or case.family in HELD, block.name
+        assert difference(outputs(run.model, run.batches[1]), expected) <= 1e-9
+        assert functions.outputs(run.model, run.batches[1]).keys() == expected.keys()
+    assert max(filled) >= 1
+
+
+def test_states_wait_on_disk(tmp_path: Path) -> None:
+    """Hidden states in a folder give the same as in memory, and the folder is left as it was."""
+    store = Store(str(tmp_path / "spill"))
+    case = next(case for case in ALL if case.family == "llama")
+    run, expected = runner(case, tmp_path / "model", store)
+    with exactly():
+        while run.advance() is not None:
+            with run.recording():
+                for batch in range(2):
+                    run.run(batch)
+        assert len(list((tmp_path / "spill").rglob("*.safetensors"))) == 2
+        assert difference(outputs(run.model, run.batches[0]), expected) <= 1e-9
+    store.clear()
+    assert not list((tmp_path / "spill").rglob("*.safetensors"))
+    store.close()
+    assert list((tmp_path / "spill").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RotationMergeError, match="cannot be written to"):
+        Store(str(tmp_path / "file"))
+
+
+def test_states_that_find_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    store = Store(str(tmp_path / "spill"))
+    monkeypatch.setattr("rotation_merge.run.store.save_file", full)
+    with pytest.raises(RotationMergeError, match=r"No space left.*name a folder for 'spill' that has more space"):
+        store.put("a", [torch.zeros(2)])

@@ -1,0 +1,350 @@
+"""Folders of sentence-transformers go through whole: modules, prompts, config; dense maps are aligned with the rest."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import parsed, run
+from plugin_support import mergekit_yaml, one_error, recipe_for, save
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    BertConfig,
+    BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import AlignConfig
+from rotation_merge.model.checkpoint import open_model
+from rotation_merge.model.source import transform_state
+from rotation_merge.run.data import read_batches
+from rotation_merge.run.functions import load
+from rotation_merge.search.candidates import Planner
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
+WHOLE = ("--heads", "permutation", "--residual", "permutation")
+
+
+def modules(folder: Path, *dense: int, pooling: str = "mean_tokens", linear: bool = False) -> Path:
+    """Pooling, dense maps of these sizes with a Tanh between (or linear without biases), normalisation, prompts."""
+    kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), "Normalize"]
+    paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds) if i)]
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "q: "}}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 16}))
+    for path in paths[1:]:
+        (folder / path).mkdir()
+    mode = {f"pooling_mode_{name}": name == pooling for name in ("cls_token", "mean_tokens", "max_tokens")}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **mode}))
+    width = 32
+    for number, size in enumerate(dense):
+        between = number < len(dense) - 1 and not linear
+        act = "torch.nn.modules.activation.Tanh" if between else "torch.nn.modules.linear.Identity"
+        config = {"in_features": width, "out_features": size, "bias": not linear, "activation_function": act}
+        place = folder / f"{number + 2}_Dense"
+        (place / "config.json").write_text(json.dumps(config))
+        weights = {"linear.weight": torch.randn(size, width)} | ({} if linear else {"linear.bias": torch.randn(size)})
+        save_file(weights, place / "model.safetensors")
+        width = size
+    return folder
+
+
+def encoder(folder: Path, *dense: int, seed: int = 0, pooling: str = "mean_tokens", gemma: bool = False) -> Path:
+    torch.manual_seed(seed)
+    both_ways = {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": 4, "use_bidirectional_attention": True}
+    model: PreTrainedModel = BertModel(BertConfig(**SIZES, max_position_embeddings=16))
+    if gemma:
+        model = Gemma3TextModel(
+            Gemma3TextConfig(**SIZES, **both_ways, layer_types=["sliding_attention", "full_attention"])
+        )
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1)
+    save(model, folder)
+    inner = Tokenizer(WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+    inner.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", pad_token="w1").save_pretrained(folder)
+    return modules(folder, *dense, pooling=pooling, linear=gemma)
+
+
+def moved(model: Path, where: Path, residual: str = "permutation") -> Path:
+    """The same function in other coordinates, dense maps included."""
+    source = open_model(str(model))
+    tensors = {name: source[name].clone() for name in source.names}
+    options = AlignConfig(heads="permutation", residual=residual)
+    gauge = random_gauge(source.architecture, options, torch.Generator().manual_seed(3))
+    changed = transform_state(source.architecture, tensors, gauge)
+    shutil.copytree(model, where)
+    save_file({n: t.contiguous() for n, t in changed.items() if "_Dense" not in n}, where / "model.safetensors")
+    for place in where.glob("*_Dense"):
+        own = {n.partition(".")[2]: t.contiguous() for n, t in changed.items() if n.startswith(place.name)}
+        save_file(own, place / "model.safetensors")
+    return where
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sentence")
+    anchor = encoder(folder / "anchor", 24, 16)
+    donor = encoder(folder / "donor", 24, 16, seed=4)
+    return {"anchor": anchor, "twin": moved(anchor, folder / "twin"), "donor": donor,
+            "bare": encoder(folder / "bare")}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pairs(models: dict[str, Path]) -> Path:
+    """Pairs of texts, scored by what the anchor says of them."""
+    draw = torch.Generator().manual_seed(1)
+    texts = [" ".join(f"w{i}" for i in torch.randint(2, 40, (4 + k % 5,), generator=draw)) for k in range(64)]
+    path = models["anchor"].parent / "pairs.csv"
+    rows = [["sentence1", "sentence2", "score"], *([a, b, "0"] for a, b in zip(texts[::2], texts[1::2], strict=True))]
+    write(path, rows)
+    model = load(str(models["anchor"]))
+    data = read_batches(str(path), str(models["anchor"]), model)
+    cosines = torch.cat([model(**{n: t for n, t in b.items() if n != "labels"}).logits for b in data.batches])
+    write(path, [rows[0], *([a, b, f"{float(c):.6f}"] for (a, b, _), c in zip(rows[1:], cosines, strict=True))])
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(pairs: Path) -> Path:
+    """The same texts, one a line."""
+    path = pairs.with_name("texts.txt")
+    with pairs.open() as file:
+        path.write_text("".join(f"{row[0]}\n{row[1]}\n" for row in list(csv.reader(file))[1:]))
+    return path
+
+
+def write(path: Path, rows: list[Any]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "okenizer" not in p.name}
+
+
+def test_embeddings_are_those_of_the_modules_one_by_one(models: dict[str, Path]):
+    model, ids = load(str(models["anchor"])), torch.tensor([[2, 3, 4, 0], [5, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    states = BertModel.from_pretrained(models["anchor"])(input_ids=ids, attention_mask=mask).last_hidden_state
+    pooled = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    for number, act in ((2, torch.tanh), (3, lambda x: x)):
+        dense = load_file(models["anchor"] / f"{number}_Dense" / "model.safetensors")
+        pooled = act(pooled @ dense["linear.weight"].T + dense["linear.bias"])
+    wanted = pooled / pooled.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).text_embeds, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_default_prompt_stands_before_every_text(models: dict[str, Path], pairs: Path, tmp_path: Path):
+    """As sentence-transformers encodes; no more tokens than the folder says."""
+    path = tmp_path / "prompted"
+    shutil.copytree(models["anchor"], path)
+    plain, settings = load(str(path)), path / "config_sentence_transformers.json"
+    ids = [b["input_ids"] for b in read_batches(str(pairs), str(path), plain, 4).batches]
+    settings.write_text(json.dumps({"prompts": {"query": "w7 w8 "}, "default_prompt_name": "query"}))
+    found = [b["input_ids"] for b in read_batches(str(pairs), str(path), plain, 4).batches]
+    assert torch.equal(found[0][..., 2:], ids[0])
+    assert (found[0][..., :2] == torch.tensor([7, 8])).all()
+    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 3}))
+    assert read_batches(str(pairs), str(path), plain, 4).batches[0]["input_ids"].shape[-1] == 3
+    settings.write_text(json.dumps({"default_prompt_name": "query"}))
+    assert "not among its prompts" in one_error(run("evaluate", path, "--data", pairs).output)
+    settings.write_text(json.dumps({"prompts": {"query": "w7 "}, "default_prompt_name": "query"}))
+    pooling = path / "1_Pooling" / "config.json"
+    pooling.write_text(json.dumps({**json.loads(pooling.read_text()), "include_prompt": False}))
+    assert "its pooling leaves out the prompt" in one_error(run("evaluate", path, "--data", pairs).output)
+
+
+def test_align_takes_the_stream_and_the_dense_maps_along(models: dict[str, Path], tmp_path: Path):
+    out = tmp_path / "out"
+    assert parsed("verify", models["anchor"], models["twin"])["same"]
+    assert parsed("align", models["anchor"], models["twin"], out, *WHOLE)
+    assert everything(out) >= everything(models["twin"])
+    assert parsed("verify", models["twin"], out)["same"]
+    wanted, got = (open_model(str(path)) for path in (models["anchor"], out))
+    assert any("_Dense" in name for name in wanted.names)
+    for name in wanted.names:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_embedding_gemma(tmp_path: Path):
+    """Gemma 3 that looks both ways, its stream read by two linear dense maps: a moved twin gives the same embeddings,
+    and the anchor when merged with it."""
+    anchor = encoder(tmp_path / "anchor", 48, 32, gemma=True)
+    donor = moved(anchor, tmp_path / "twin", residual="signed_permutation")
+    first, second = ({**load_file(p / "model.safetensors"), **load_file(p / "2_Dense" / "model.safetensors")}
+                     for p in (anchor, donor))  # fmt: skip
+    assert not [name for name in first if torch.equal(first[name], second[name])]
+    ids = torch.arange(2, 11)[None]
+    model, twin = (load(str(path), torch.float64) for path in (anchor, donor))
+    found = model(input_ids=ids).text_embeds
+    assert found.shape == (1, 32)
+    assert (twin(input_ids=ids).text_embeds - found).abs().max() <= 1e-5
+    other = ids.index_fill(1, torch.tensor([8]), 30)
+    early = [Gemma3TextModel.forward(model, input_ids=x).last_hidden_state[:, 0] for x in (ids, other)]
+    assert (early[0] - early[1]).abs().max() > 1e-3  # the first token sees the last one
+    out = tmp_path / "out"
+    result = mergekit_yaml(recipe_for("linear", anchor, donor, residual="signed_permutation"), out)
+    assert result.exit_code == 0, result.output
+    assert everything(out) >= everything(anchor)
+    wanted, got = (open_model(str(path)) for path in (anchor, out))
+    assert sum("_Dense" in name for name in wanted.names) == 2
+    for name in wanted.names:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_merge_writes_every_module(models: dict[str, Path], tmp_path: Path):
+    recipe = recipe_for("linear", models["anchor"], models["twin"], residual="permutation")
+    out = tmp_path / "out"
+    result = mergekit_yaml(recipe, out)
+    assert result.exit_code == 0, result.output
+    assert everything(out) >= everything(models["anchor"])
+    assert not any("_Dense" in name for name in load_file(out / "model.safetensors"))
+    assert parsed("verify", models["anchor"], out, "--tolerance", "1e-3")["same"]
+    plain = {**recipe, "parameters": {**recipe["parameters"], "residual": "none", "ffn": "none", "attention": "none",
+                                      "heads": "none", "rescale": False}}  # fmt: skip
+    assert mergekit_yaml(plain, tmp_path / "plain").exit_code == 0
+    dense = load_file(tmp_path / "plain" / "2_Dense" / "model.safetensors")
+    both = [load_file(models[name] / "2_Dense" / "model.safetensors") for name in ("anchor", "twin")]
+    torch.testing.assert_close(dense["linear.weight"], sum(d["linear.weight"] for d in both) / 2)
+    assert not parsed_same(models["anchor"], tmp_path / "plain")
+
+
+def parsed_same(a: Path, b: Path) -> bool:
+    return run("verify", a, b, "--tolerance", "1e-3").exit_code == 0
+
+
+def test_without_a_dense_map_the_stream_stays(models: dict[str, Path], tmp_path: Path):
+    done = run("align", models["bare"], models["bare"], tmp_path / "out", "--residual", "permutation")
+    assert done.exit_code == 2
+    assert "which this model gives out" in one_error(done.output)
+    assert parsed("align", models["bare"], models["bare"], tmp_path / "out", "--heads", "permutation")
+    assert everything(tmp_path / "out") >= everything(models["bare"])
+
+
+def test_carry_keeps_the_modules(models: dict[str, Path], tmp_path: Path):
+    arguments = ("--from", models["anchor"], "--to", models["twin"], *WHOLE)
+    assert parsed("carry", models["anchor"], tmp_path / "out", *arguments)
+    assert everything(tmp_path / "out") >= everything(models["twin"])
+    assert parsed("verify", models["anchor"], tmp_path / "out", "--tolerance", "1e-3")["same"]
+
+
+def test_measured_by_spearman_on_pairs(models: dict[str, Path], pairs: Path):
+    found = parsed("evaluate", models["anchor"], models["donor"], "--data", pairs)
+    assert found[0]["task"] == "similarity"
+    assert found[0]["spearman"] == pytest.approx(1.0, abs=1e-3)
+    assert found[1]["spearman"] < 0.9
+    (barrier,) = parsed("barrier", models["anchor"], models["twin"], "--data", pairs, "--points", "3", *WHOLE)
+    plain, aligned = (curve["loss"] for curve in barrier["curves"])
+    assert plain[1] > aligned[1] + 0.02
+    assert aligned[1] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_averages_with_inputs_take_pairs_as_texts(models: dict[str, Path], pairs: Path, tmp_path: Path):
+    """By regmean and refit the anchor and itself in other coordinates give the anchor back, dense maps included; what
+    does not know the modules behind the transformer says so."""
+    anchor, twin = models["anchor"], models["twin"]
+    recipe = recipe_for("linear", anchor, twin, residual="permutation")
+    for entry in recipe["models"]:
+        file = tmp_path / f"{Path(entry['model']).name}.safetensors"
+        assert run("measure", entry["model"], "--data", pairs, "--out", file).exit_code == 0
+        entry["parameters"]["statistics"] = str(file)
+    assert "2_Dense.linear.weight.gram" in load_file(file)
+    recipe["parameters"]["delegate"] = "regmean"
+    assert mergekit_yaml(recipe, tmp_path / "out").exit_code == 0
+    assert parsed("evaluate", tmp_path / "out", "--data", pairs)[0]["spearman"] == pytest.approx(1, abs=1e-3)
+    refit = recipe_for("linear", anchor, twin, residual="permutation")
+    refit["parameters"] |= {"delegate": "refit", "data": str(pairs)}
+    assert mergekit_yaml(refit, tmp_path / "refit").exit_code == 0
+    assert parsed("evaluate", tmp_path / "refit", "--data", pairs)[0]["spearman"] == pytest.approx(1, abs=1e-3)
+    bad = run("measure", anchor, "--data", pairs, "--kinds", "fisher", "--out", tmp_path / "f.safetensors")
+    assert "no head that gives probabilities" in one_error(bad.output)
+    bad = run("polish", anchor, tmp_path / "polished", "--teachers", twin, "--data", pairs)
+    assert "whose modules are not trained" in one_error(bad.output)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_refit_moves_embeddings_towards_both(
+    single: bool, models: dict[str, Path], pairs: Path, texts: Path, tmp_path: Path
+):
+    """On pairs and on single texts; dense maps are solved with the transformer's, and come nearer to what was wanted
+    than the plain average does, on texts that the refit has not seen."""
+    recipe = recipe_for("linear", models["anchor"], models["donor"], ffn="none", attention="none", heads="none")
+    assert mergekit_yaml(recipe, tmp_path / "plain").exit_code == 0
+    recipe["parameters"] |= {"delegate": "refit", "data": str(texts if single else pairs), "samples": 48}
+    assert mergekit_yaml(recipe, tmp_path / "refit").exit_code == 0
+    assert everything(tmp_path / "refit") >= everything(models["anchor"])
+    names = ("anchor", "donor", "plain", "refit")
+    folders = [models.get(name, tmp_path / name) for name in names]
+    ids = torch.randint(2, 40, (64, 7), generator=torch.Generator().manual_seed(9))
+    anchor, donor, plain, refit = (load(str(folder))(input_ids=ids).text_embeds for folder in folders)
+    middle = torch.nn.functional.normalize(anchor + donor, dim=1)
+    assert ((refit - middle).norm() < 0.8 * (plain - middle).norm()).item()
+    dense = [load_file(folder / "2_Dense" / "model.safetensors")["linear.weight"] for folder in folders]
+    assert not torch.allclose(dense[2], dense[3], atol=1e-3)
+
+
+def test_merge_chooses_without_scores(
+    models: dict[str, Path], texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Texts without scores are judged by how alike they are to the parents; a refit is tried."""
+    real = Planner.candidates
+    wanted = ("plain", "refit, plain")
+    monkeypatch.setattr(Planner, "candidates", lambda self: [c for c in real(self) if c.name in wanted])
+    options = ("--data", texts, "--batch-size", "6", "--samples", "24", "--anyway")
+    found = parsed("merge", models["anchor"], models["donor"], tmp_path / "out", *options)
+    assert not found["labelled"]
+    assert found["unit"] == "1 - Spearman"
+    assert {tried["name"] for tried in found["tried"]} == set(wanted)
+    first, second = found["parents"].values()
+    assert [first["each"][0], second["each"][1]] == pytest.approx([0, 0], abs=1e-6)
+    assert 0 < found["ensemble"]["score"] < first["score"]
+    assert "give pairs of texts" in one_error(run("evaluate", models["anchor"], "--data", texts).output)
+    one = run("merge", models["anchor"], models["donor"], tmp_path / "one", "--data", texts, "--batch-size", "1")
+    assert "embeddings are compared within a batch" in one_error(one.output)
+
+
+def test_merge_chooses_by_it(models: dict[str, Path], pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = Planner.candidates
+    monkeypatch.setattr(Planner, "candidates", lambda self: real(self)[:2])
+    options = ("--data", pairs, "--batch-size", "2", "--anyway")
+    found = parsed("merge", models["anchor"], models["twin"], tmp_path / "out", *options)
+    assert found["labelled"]
+    assert found["tried"][0]["figures"]["score"] < 0.01
+    assert found["plain"]["score"] > found["best"]["score"]
+    assert everything(tmp_path / "out") >= everything(models["anchor"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda f: (f / "2_Dense" / "model.safetensors").unlink(), "weights are missing"),
+        (lambda f: (f / "2_Dense" / "model.safetensors").write_bytes(b"x"), "cannot be read"),
+        (lambda f: (f / "modules.json").write_text("{}"), "list of modules"),
+        (lambda f: (f / "modules.json").write_text('[{"type": "a.LSTM", "path": "1"}]'), "'LSTM' is not known"),
+        (lambda f: (f / "modules.json").write_text('[{"type": "a.Dense", "path": "../x"}]'), "outside"),
+    ],
+)
+def test_damage_is_one_line(spoil: Any, said: str, tmp_path: Path):
+    bad = encoder(tmp_path / "bad", 16)
+    spoil(bad)
+    done = run("align", bad, bad, tmp_path / "out")
+    assert done.exit_code == 2
+    assert said in one_error(done.output)
+    assert not (tmp_path / "out").exists()

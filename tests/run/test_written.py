@@ -1,0 +1,108 @@
+"""Samples that need no data, and batches without padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import ALL, exactly, make
+from torch import Tensor
+from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
+
+from rotation_merge.errors import DataError
+from rotation_merge.run.data import read_batches, together, unpadded
+from rotation_merge.run.demo import CHECKPOINTS
+from rotation_merge.run.functions import fused_attention, load
+from rotation_merge.run.written import self_written
+
+LLAMA, VIT = str(CHECKPOINTS / "llama-0"), str(CHECKPOINTS / "vit-0")
+
+
+def test_a_language_model_writes_its_own_samples():
+    model = load(LLAMA)
+    first, again, other = (read_batches("self", LLAMA, model, limit=3, length=40, seed=s) for s in (0, 0, 1))
+    ids = first.batches[0]["input_ids"]
+    assert ids.shape == (3, 40)
+    assert first.task == "next token"
+    assert torch.equal(ids, again.batches[0]["input_ids"])
+    assert not torch.equal(ids, other.batches[0]["input_ids"])
+    with torch.no_grad():
+        own = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).mean()
+        noise = torch.randint(256, ids.shape, generator=torch.Generator().manual_seed(0))
+        random = model(input_ids=noise).logits[:, :-1].log_softmax(-1).gather(-1, noise[:, 1:, None]).mean()
+    assert own > random + 3
+    with pytest.raises(DataError, match="does not take images"):
+        read_batches("synthetic", LLAMA, model)
+
+
+def test_models_that_hand_out_no_keys_and_values_write_the_same(monkeypatch: pytest.MonkeyPatch):
+    """As Mamba, which keeps what it has read in another way: the whole text goes through it for every token."""
+    model = load(LLAMA)
+    wanted = self_written(model, LLAMA, 2, 12)
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **given: MambaCausalLMOutput(logits=forward(**given).logits))
+    assert torch.equal(self_written(model, LLAMA, 2, 12), wanted)
+
+
+def test_synthetic_images_are_in_the_range_of_real_ones():
+    model = load(VIT)
+    pixels = read_batches("synthetic", VIT, model, limit=40).batches[0]["pixel_values"]
+    assert pixels.shape[1:] == (1, 8, 8)
+    assert -0.5 <= float(pixels.min()) < -0.4
+    assert 0.4 < float(pixels.max()) <= 0.5
+    with pytest.raises(DataError, match="does not write text"):
+        read_batches("self", VIT, model)
+
+
+def test_padding_is_cut_off_and_equal_lengths_stand_together():
+    left = {"input_ids": torch.tensor([[0, 8, 9]]), "attention_mask": torch.tensor([[0, 1, 1]])}
+    right = {
+        "input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+    }
+    long, short = unpadded([right, left], "data")
+    assert long["input_ids"].tolist() == [[1, 2, 3]]
+    assert short["input_ids"].tolist() == [[4, 5], [8, 9]]
+    assert set(long) == {"input_ids"}
+    with pytest.raises(DataError, match="holes"):
+        unpadded([{"input_ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 0, 1]])}], "data")
+
+
+def test_texts_of_like_length_stand_together():
+    texts = [torch.arange(1, n + 1) for n in (5, 10, 9, 4, 8)]
+    pictures = {"input_ids": torch.ones(1, 3).long(), "pixel_values": torch.zeros(1, 1, 2, 2)}
+    made = together([*({"input_ids": text[None], "labels": torch.ones(1)} for text in texts), pictures], 30)
+    assert [batch["input_ids"].shape for batch in made[:-1]] == [(3, 10), (2, 5)]
+    assert [batch["attention_mask"].sum(1).tolist() for batch in made[:-1]] == [[10, 9, 8], [5, 4]]
+    assert made[-1] is pictures
+    assert torch.equal(made[0]["input_ids"][2, :8], texts[4])
+    (alike,) = together([{"input_ids": torch.ones(2, 4).long()}], 8)
+    assert set(alike) == {"input_ids"}
+
+
+@pytest.mark.parametrize(
+    "family", ["bert", "deberta_v2", "mpnet", "gpt2", "llama", "falcon_h1", "qwen3_next", "mixtral"]
+)
+def test_padding_at_the_end_changes_no_family(family: str):
+    """Recurrent ones, too: all families were tried once."""
+    model = make(next(case for case in ALL if case.family == family), 0)
+    long, short = (torch.randint(3, 20, (1, n), generator=torch.Generator().manual_seed(n)) for n in (10, 8))
+    (both,) = together([{"input_ids": long}, {"input_ids": short}], 100)
+    with exactly(), torch.no_grad():
+        padded, alone = (model(**batch)[0] for batch in (both, {"input_ids": short}))
+    assert float((padded[1:, :8] - alone).abs().max()) <= 1e-9
+
+
+def test_fused_attention_only_where_it_computes_the_same(monkeypatch: pytest.MonkeyPatch):
+    model = load(LLAMA)
+    batch = {"input_ids": torch.arange(20)[None]}
+    with fused_attention(model, batch):
+        assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "eager"
+    usual = torch.nn.functional.scaled_dot_product_attention
+
+    def capped(*given: Tensor, **more: object) -> Tensor:
+        return 0.9 * usual(*given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", capped)
+    with fused_attention(model, batch):
+        assert model.config._attn_implementation == "eager"

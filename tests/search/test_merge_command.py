@@ -1,0 +1,396 @@
+"""`rotation-merge merge` writes the best it tried, whose recipe gives the same bytes, or says that none is worth it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from plugin_support import mergekit_yaml, state
+from safetensors.torch import load_file
+
+from rotation_merge.cli.app import app
+from rotation_merge.errors import DataError
+from rotation_merge.run.data import Data, read_batches
+from rotation_merge.run.demo import CHECKPOINTS
+from rotation_merge.run.evaluate import evaluate
+from rotation_merge.run.functions import load
+from rotation_merge.run.measuring import checkpoint_of
+from rotation_merge.search.candidates import FAR, NEAR, SHARED, Candidate, Planner
+from rotation_merge.search.clock import Clock
+from rotation_merge.search.config import SearchConfig
+from rotation_merge.search.costs import Costs
+from rotation_merge.search.held_out import split, write_data
+from rotation_merge.search.judge import Figures, Judge
+from rotation_merge.search.outcome import Outcome, Tried
+from rotation_merge.search.run import Search
+
+ENGLISH, C = (str(CHECKPOINTS / f"llama-0-{domain}") for domain in ("english", "c"))
+TINY = ("--samples", "8", "--length", "16", "--batch-size", "2")
+OTHERS = {"V": "vit-0", "W": "vit-1", "L": "llama-0-lora-english"}
+SMALL = ("--samples", "16", "--length", "48", "--batch-size", "4")
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let searches try no more than the first few candidates."""
+    real = Planner.candidates
+    return lambda count: monkeypatch.setattr(Planner, "candidates", lambda self: real(self)[:count])
+
+
+def quiet_clock(budget: float = 60.0) -> Clock:
+    return Clock(budget, print, print)
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["merge", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """Two near fine-tunes, judged by text that they write themselves."""
+    out = tmp_path_factory.mktemp("merge") / "out"
+    result = run(ENGLISH, C, f"{out}/", *SMALL, "--budget", "3s", "--anyway", "--json")
+    assert result.exit_code == 0, result.output
+    return out, json.loads(result.stdout)
+
+
+def test_the_best_is_written_and_its_recipe_gives_the_same_bytes(merged: tuple[Path, dict], tmp_path: Path):
+    out, found = merged
+    scores = [entry["figures"]["score"] for entry in found["tried"]]
+    assert scores == sorted(scores)
+    assert "plain" in [entry["name"] for entry in found["tried"]]
+    assert (out / "recipe.yml").read_text() == found["tried"][0]["recipe"]
+    assert (out / "tokenizer_config.json").exists()
+    assert not Path(f"{out}.unfinished").exists()
+    result = mergekit_yaml((out / "recipe.yml").read_text(), tmp_path / "again")
+    assert result.exit_code == 0, result.output
+    first, again = state(out), state(tmp_path / "again")
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_figures_are_of_samples_that_nothing_saw(merged: tuple[Path, dict]):
+    """Parents diverge from one another, the ensemble less; the merge reported is the one written."""
+    _, found = merged
+    assert not found["labelled"]
+    parents = [figures["score"] for figures in found["parents"].values()]
+    assert found["ensemble"]["score"] < max(parents)
+    assert found["worth_it"] == (found["best"]["score"] < min(parents))
+
+
+def test_one_parent_alone_is_better_and_nothing_is_written(tmp_path: Path):
+    """Independent models, no alignment in the budget: the plain average is worse than either."""
+    out = tmp_path / "out"
+    pair = [CHECKPOINTS / f"llama-{seed}" for seed in (0, 1)]
+    result = run(*pair, out, "--data", "demo:python", *SMALL, "--budget", "1s")
+    assert result.exit_code == 1, result.output
+    assert "alone is better than every merge" in result.output
+    assert not out.exists()
+    assert not list(tmp_path.iterdir())
+    again = run(*pair, out, "--data", "demo:python", *SMALL, "--budget", "1s", "--anyway", "--json")
+    assert again.exit_code == 0
+    found = json.loads(again.stdout)
+    assert found["labelled"]
+    assert found["best"]["accuracy"] is not None
+    assert (out / "recipe.yml").exists()
+    (kept,) = json.loads((out / "evaluation.json").read_text())
+    assert kept["figures"] == {"loss": found["best"]["score"], "accuracy": found["best"]["accuracy"]}
+    assert kept["fingerprint"] == checkpoint_of(str(out)).fingerprint
+    assert (kept["pipeline"], kept["data"]) == ("text-generation", "demo:python")
+
+
+def test_the_judge_counts_as_evaluate_does():
+    model = load(str(CHECKPOINTS / "llama-0"))
+    data = read_batches("demo:python", str(CHECKPOINTS / "llama-0"), model, limit=8, batch_size=4, length=32)
+    judge = Judge([data], labelled=True)
+    loss, accuracy = evaluate(model, data)
+    found = judge.measure(model)
+    assert found.score == pytest.approx(loss, abs=1e-5)
+    assert found.accuracy == pytest.approx(accuracy)
+    assert len(found.examples[0]) == 8
+    assert sum(found.examples[0]) / 8 == pytest.approx(loss, abs=1e-5)
+    parents, together = judge.parents({"a": model, "b": model})
+    assert together is not None
+    assert parents["a"] == parents["b"] == found
+    assert together.score == pytest.approx(loss, abs=1e-5)
+
+
+def test_divergence_is_zero_for_the_parent_itself():
+    model = load(str(CHECKPOINTS / "llama-0"))
+    data = read_batches("self", str(CHECKPOINTS / "llama-0"), model, limit=4, batch_size=4, length=16)
+    judge = Judge([data], labelled=False)
+    judge.parents({"a": model})
+    assert judge.measure(model).score == pytest.approx(0.0, abs=1e-6)
+    assert judge.measure(load(str(CHECKPOINTS / "llama-1"))).score > 0.01
+
+
+def test_samples_are_drawn_from_the_whole_file(tmp_path: Path):
+    """A file that begins with one kind of text says nothing of the other where its first samples are taken."""
+    (tmp_path / "x.txt").write_text("a" * 4000 + "b" * 4000)
+    model = load(str(CHECKPOINTS / "llama-0"))
+    read = [read_batches(str(tmp_path / "x.txt"), str(CHECKPOINTS / "llama-0"), model, 32, 8, 16, mixed=m)
+            for m in (False, True)]  # fmt: skip
+    kinds = [[set(batch["input_ids"].flatten().tolist()) for batch in data.batches] for data in read]
+    assert kinds[0] == [{ord("a")}] * 4
+    assert kinds[1] == [{ord("a"), ord("b")}] * 4
+    assert [data.examples for data in read] == [32, 32]
+
+
+def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
+    batches = [{"input_ids": torch.arange(6).reshape(2, 3) + 10 * i} for i in range(16)]
+    sets = split([Data(batches, "next token", 32)], seed=1)
+    seen = [set(b["input_ids"].flatten().tolist()) for part in (sets.training, sets.deciding, sets.reported)
+            for b in part[0].batches]  # fmt: skip
+    assert sum(map(len, seen)) == len(set().union(*seen)) == 96
+    assert [len(p[0].batches) for p in (sets.training, sets.deciding, sets.reported)] == [8, 4, 4]
+    few = split([Data(batches[:3], "next token", 6)], seed=1)  # batches are divided
+    assert [p[0].examples for p in (few.training, few.deciding, few.reported)] == [2, 2, 2]
+    with pytest.raises(DataError, match="too few"):
+        split([Data(batches[:1], "next token", 2)], seed=1)
+    ones = [torch.ones(1, length, dtype=torch.int64) for length in (2, 4)]
+    uneven = Data([{"input_ids": row, "attention_mask": row} for row in ones], "next token", 2)
+    found = load_file(write_data(uneven, tmp_path / "d" / "x.safetensors"))
+    assert found["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["A", "OUT"], "two or more models"),
+        (["A", "B", "OUT", "--budget", "soon"], "'soon' is no time"),
+        (["A", "nowhere", "OUT"], "no such directory"),
+        (["A", "B", "OUT", "--data", "one.txt", "--data", "demo:python", "--data", "demo:c"], "3 data for 2 models"),
+        (["A", "V", "OUT"], "llama"),
+        (["A", "B", "FILE"], "is a file"),
+        (["A", "B", "/proc/nothing/out"], "cannot be written"),
+        (["A", "B", "A", "--force"], "is one of the inputs"),
+        (["A", "A/", "OUT"], "is named twice"),
+        (["A", "L", "OUT"], "is an adapter, no model; write llama-0+"),
+        (["V", "W", "OUT", "--data", __file__], "takes images, no text"),
+        (["A", "B", "OUT", "--dtype", "float31"], "did you mean 'float32'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path):
+    places = {word: str(CHECKPOINTS / name) for word, name in OTHERS.items()}
+    names = {**places, "A/": f"{ENGLISH}/", "A": ENGLISH, "B": C, "OUT": str(tmp_path / "out"), "FILE": __file__}
+    result = run(*[names.get(word, word) for word in arguments], *SMALL)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_into_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "access", lambda path, _: path != str(tmp_path))
+    result = run(ENGLISH, C, tmp_path, *SMALL)
+    assert result.exit_code == 2
+    assert result.stderr == f"Error: {tmp_path}: cannot be written into; write somewhere else\n"
+
+
+def test_what_another_search_left_is_neither_used_nor_lost(tmp_path: Path):
+    """Files beside OUT are those of these models and samples; a merge that is there keeps what its recipe names."""
+    text = tmp_path / "a.txt"
+    text.write_text("a" * 4000)
+    config = SearchConfig((ENGLISH, C), str(tmp_path / "out"), (str(text),), samples=8)
+    first = Search(config, quiet_clock())
+    assert Search(replace(config, budget=5.0), quiet_clock()).files == first.files
+    assert Search(replace(config, seed=1), quiet_clock()).files != first.files
+    first.files.mkdir(parents=True)
+    (first.files / "statistics-0.safetensors").write_text("mine")
+    text.write_text("b" * 4000)
+    os.utime(text, ns=(1, 1))
+    other = Search(config, quiet_clock())
+    assert other.files != first.files
+    other.files.mkdir()
+    (other.files / "0.safetensors").write_text("x")
+    other.clean(written=False)
+    assert [path.name for path in (tmp_path / "out-samples").rglob("*.safetensors")] == ["statistics-0.safetensors"]
+
+
+def test_an_output_that_is_there_is_kept(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    result = run(ENGLISH, C, tmp_path / "out", *SMALL)
+    assert result.exit_code == 2
+    assert "--force" in result.output
+
+
+def test_an_interrupted_search_goes_on_and_a_failing_candidate_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What was announced is of the size of what it took; a merge that cannot be made does not end the search."""
+    from rotation_merge.search import run as search
+
+    real, made = search.merge_recipe, list[str]()
+
+    def merging(text: str, out: str, **options: object) -> None:
+        made.append(text)
+        if len(made) == 2:
+            raise DataError("it cannot be", remedy="try another")
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        real(text, out, **options)
+
+    monkeypatch.setattr(search, "merge_recipe", merging)
+    arguments = (ENGLISH, C, tmp_path / "out", "--data", "demo:python", *TINY, "--anyway", "--json")
+    assert run(*arguments).exit_code == 130
+    assert list((tmp_path / "out.unfinished").glob("plain-*.json"))
+    plain = made[0]
+    again = run(*arguments, "--budget", "1s")
+    assert again.exit_code == 0, again.output
+    assert made.count(plain) == 1
+    found = json.loads(again.stdout[again.stdout.index("{") :])
+    assert found["relations"] == {C: pytest.approx(1.0, abs=0.1)}
+    assert found["tried"]
+
+
+def test_its_recipe_runs_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Models and files that were named from where the command was run."""
+    from rotation_merge.search import run as search
+
+    real, made = Planner.candidates, list[str]()
+    monkeypatch.setattr(Planner, "candidates", lambda self: [c for c in real(self) if c.needs][:1])
+    monkeypatch.setattr(search, "merge_recipe", lambda text, *_, **__: (made.append(text), interrupted()))
+    monkeypatch.chdir(CHECKPOINTS)
+    place = os.path.relpath(tmp_path / "out")
+    assert run(os.path.basename(ENGLISH), os.path.basename(C), place, "--data", "demo:python", *TINY).exit_code == 130
+    (text,) = made
+    assert f"base_model: {ENGLISH}\n" in text
+    assert f"{tmp_path / 'out-samples'}{os.sep}" in text
+
+
+def test_interrupted_while_it_writes_it_goes_on_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[[int], None]
+):
+    """Nothing half written, whenever it ends; what is in OUT by then is neither made again nor lost."""
+    from rotation_merge.search import run as search
+
+    merging, made = search.merge_recipe, list[str]()
+    monkeypatch.setattr(search, "merge_recipe", lambda *given, **more: (made.append(given[1]), merging(*given, **more)))
+    only(1)
+    out = tmp_path / "out"
+    arguments = (ENGLISH, C, out, "--data", "demo:python", *TINY, "--anyway")
+    with monkeypatch.context() as patch:
+        patch.setattr(search.Search, "_complete", interrupted)
+        assert run(*arguments).exit_code == 130
+    assert not out.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(search.Search, "clean", interrupted)
+        assert run(*arguments).exit_code == 130
+    names = {path.name for path in out.iterdir()}
+    assert {"config.json", "model.safetensors", "recipe.yml", "evaluation.json"} <= names
+    weights = (out / "model.safetensors").read_bytes()
+    assert "\n# out\n" in (out / "README.md").read_text()
+    assert run(*arguments).exit_code == 0
+    assert {path.name for path in out.iterdir()} == names
+    assert (out / "model.safetensors").read_bytes() == weights
+    assert (len(made), [path.name for path in tmp_path.iterdir()]) == (1, ["out"])
+    assert "--force" in run(*arguments).output
+
+
+def planner(relation: str = FAR, **given: Any) -> Planner:
+    anchor = checkpoint_of(ENGLISH)
+    data = {ENGLISH: "self", C: "self"}
+    return Planner([ENGLISH, C], anchor.architecture, False, data, {"samples": 8}, True, relation, **given)
+
+
+def test_announced_times_follow_what_was_measured():
+    anchor = checkpoint_of(ENGLISH)
+    every = planner().candidates()
+    by_name = {candidate.name: candidate for candidate in every}
+    costs = Costs(anchor.architecture, anchor.shapes, per_token=0.001, tokens=1000, judging=2.0)
+    assert costs.expected(by_name["plain"], 60) == pytest.approx(2.0, abs=0.5)
+    costs.took(by_name["plain"], 1.0)
+    assert costs.expected(by_name["learned"], 60) == pytest.approx(31.0, abs=0.5)
+    before = costs.expected(by_name["refit, plain"], 60)
+    assert 2.0 < before < 60.0
+    costs.written = True
+    assert costs.expected(by_name["refit, plain"], 60) > before + 2
+    costs.took(by_name["refit, plain"], 101.0)
+    assert costs.expected(by_name["refit, plain"], 60) == pytest.approx(101.0)
+    assert costs.expected(by_name["refit, whole model"], 60) > 101
+    assert costs.expected(by_name["whole model, by activations"], 60) > costs.expected(by_name["whole model"], 60)
+    assert 1.0 < costs.expected(by_name["attention alone"], 60) < 15.0
+    assert [candidate.name for candidate in every][-3:-1] == ["lower layers", "upper layers"]
+    assert by_name["lower layers"].parameters["layers"] == "0-1"
+    seen = by_name["whole model, by activations"]
+    assert (seen.kind, seen.parameters["match_on"], seen.of_model[C]) == ("seen", "both", {"data": "self"})
+
+
+def test_no_candidate_is_the_plain_one_again():
+    """Where models share their coordinates nothing is aligned; what can win comes first. Where not, all is tried."""
+    shared = planner(SHARED)
+    names = [candidate.name for candidate in shared.candidates()]
+    assert names == ["plain", "refit, plain", "regmean"]
+    for candidate in shared.candidates():
+        assert {candidate.parameters[name] for name in ("attention", "heads", "ffn")} == {"none"}
+    assert "share their coordinates" in shared.left_out()["aligned merges"]
+    near = [candidate.name for candidate in planner(NEAR).candidates()]
+    assert near[:3] == names
+    assert "learned" in near
+    assert not planner(FAR).left_out()
+    other = planner(SHARED, other_ids=True)
+    assert [candidate.name for candidate in other.candidates()] == ["plain", "regmean"]
+    assert "token ids differ" in other.left_out()["refits"]
+    assert all("\ntokenizer:\n  source: base\n" in candidate.recipe(None) for candidate in other.candidates())
+
+
+def test_a_soup_keeps_what_helps(monkeypatch: pytest.MonkeyPatch):
+    """One after the other, in the order of their worth; what does not help is left out again."""
+    worth = {"ab": 2.0, "ac": 9.0, "abc": 3.0, "abd": 1.0}
+    seen = []
+
+    def trying(candidate: Candidate, *_: object) -> Tried:
+        seen.append("".join(sorted(candidate.models)))
+        return Tried(candidate.name, Figures(worth[seen[-1]], None, []), 1.0, "")
+
+    search = Search(SearchConfig(tuple("abcde"), "out", ("self",)), quiet_clock())
+    search.parents = SimpleNamespace(order=list("abcde"))
+    monkeypatch.setattr(search, "_try", trying)
+    worth["abde"] = 5.0
+    search._soup([(Candidate("plain", "b", tuple("bacde"), {}), Tried("plain", Figures(4.0, None, []), 1.0, ""))])
+    assert seen == ["ab", "abc", "abd", "abde"]
+
+
+def test_polish_is_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Callable[[int], None]):
+    """The merge stays as its recipe makes it; the trained model stands beside it with figures of its own."""
+    from rotation_merge.averaging.polish import PolishReport
+    from rotation_merge.cli import polish
+
+    def polished(merged: str, out: str, teachers: object, sources: list[str], ways: object) -> PolishReport:
+        assert (teachers, sources) == ((ENGLISH, C), ["self", "self"])
+        shutil.copytree(merged, out)
+        return PolishReport(1.0, 0.5)
+
+    only(1)
+    monkeypatch.setattr(polish, "polished", polished)
+    result = run(ENGLISH, C, tmp_path / "out", *TINY, "--anyway", "--polish", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["polished"]
+    assert found["out"] == str(tmp_path / "out-polished")
+    assert "divergence (nats) on samples that nothing has seen" in found["verdict"]
+    assert (tmp_path / "out" / "recipe.yml").exists()
+
+
+def test_a_lower_loss_with_fewer_right_answers_is_said():
+    def of(*shares: float | None) -> list[str]:
+        parents = {name: Figures(1.0, share, []) for name, share in zip("ab", shares, strict=False)}
+        best = Figures(0.5, shares[2], [])
+        tried = [Tried("plain", best, 1.0, "")]
+        return Outcome(True, tried, parents, None, best, None).verdict.sentences()[1:]
+
+    assert of(0.5, 0.25, 0.375) == ["Its accuracy is lower than that of a (37.5% against 50.0%)."]
+    assert of(0.5, 0.25, 0.5) == of(None, None, None) == []

@@ -1,0 +1,450 @@
+"""A merge pushed to a hub, pulled by somebody else and made again: the same bytes; what is tampered with is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cli_support import parsed, run
+from hub_support import Hub
+from huggingface_hub import ModelCard
+from plugin_support import from_file, make, merged, one_error, recipe_for, state, twin
+from safetensors.torch import save_file
+
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.matching.alignment import load_alignment
+from rotation_merge.record import MANIFEST_FILE
+from rotation_merge.share.completed import completed
+from rotation_merge.share.manifest import Manifest, sum_of
+from rotation_merge.share.names import Renaming, given_names, left_over
+from rotation_merge.share.push import _with_header
+
+REPO = "me/merge"
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory, hub: Hub) -> tuple[Path, Path, Path, dict[str, str]]:
+    """Two models of the hub as folders here, a merge of them by an alignment file, and their revisions."""
+    folder = tmp_path_factory.mktemp("local")
+    anchor = make("llama", folder / "anchor")
+    donor = twin(anchor, folder / "donor", seed=4, residual="none")
+    (anchor / "README.md").write_text("---\nlicense: mit\n---\n# Anchor\n")
+    revisions = {name: hub.publish(f"org/{name}", folder / name) for name in ("anchor", "donor")}
+    maps = folder / "elsewhere" / "maps.safetensors"
+    assert run("align", anchor, donor, "--alignment", maps, "--heads", "permutation").exit_code == 0
+    merged(from_file(recipe_for("linear", anchor, donor), maps), folder / "out")
+    return anchor, donor, folder / "out", revisions
+
+
+def load_head(content: bytes) -> dict[str, str]:
+    """The entries at the head of a safetensors file."""
+    (length,) = struct.unpack("<Q", content[:8])
+    found: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
+    return found
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Every text in JSON that is no key."""
+    if isinstance(value, str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts_of(item)
+
+
+def named(local: tuple[Path, Path, Path, dict[str, str]]) -> list[str]:
+    """`--as` for both models, the donor's revision left to the hub."""
+    anchor, donor, _, revisions = local
+    return ["--as", f"{anchor}=org/anchor@{revisions['anchor']}", "--as", f"{donor}=org/donor"]
+
+
+@pytest.fixture
+def pushed(local: tuple[Path, Path, Path, dict[str, str]], home: Hub) -> str:
+    """The merge on the hub; its revision."""
+    found: str = parsed("push", local[2], REPO, *named(local), "--yes")["revision"]
+    return found
+
+
+def test_somebody_else_makes_the_same_bytes(local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
+    done = run("pull", f"{REPO}@{pushed}", tmp_path / "theirs", "--no-weights")
+    assert done.exit_code == 0, done.output
+    assert not list((tmp_path / "theirs").glob("*.safetensors"))
+    again = merged((tmp_path / "theirs" / "recipe.yml").read_text(), tmp_path / "again")
+    assert run("pull", REPO, tmp_path / "whole").exit_code == 0
+    assert again.keys() == state(local[2]).keys()
+    folders = (local[2], tmp_path / "whole", tmp_path / "again")
+    weights = [{path.name: path.read_bytes() for path in folder.glob("model*.safetensors")} for folder in folders]
+    assert weights[0]
+    assert weights[0] == weights[1] == weights[2]
+    assert parsed("verify", tmp_path / "whole", tmp_path / "again")["same"]
+
+
+def test_what_is_published(local: Any, home: Hub, pushed: str) -> None:
+    anchor, _, _, revisions = local
+    files = home.files(REPO)
+    text = files["README.md"].decode()
+    found = ModelCard(text).data.to_dict()
+    assert "\n# merge\n" in text
+    assert found["base_model"] == ["org/anchor", "org/donor"]
+    assert found["tags"] == ["mergekit", "merge", "rotation-merge"]
+    assert found["license"] == "other", "one is mit, the other states nothing"
+    recipe = yaml.safe_load(files["recipe.yml"])
+    assert f" using org/anchor@{revisions['anchor']} as a base." in text
+    assert f"* org/donor@{revisions['donor']}\n" in text
+    assert yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]) == recipe
+    (first, second) = (f"org/{name}@{revisions[name]}" for name in ("anchor", "donor"))
+    assert [entry["model"] for entry in recipe["models"]] == [first, second]
+    alignment = recipe["models"][1]["parameters"]["alignment"]
+    place, _, commit = alignment.removeprefix(f"{REPO}/").partition("@")
+    assert home.at(f"models/{REPO}", commit)[1][place] == files[place]  # type: ignore[index]
+    for name, content in files.items():
+        assert str(anchor.parent).encode() not in content, name
+    manifest = json.loads(files[MANIFEST_FILE])
+    assert set(manifest["files"]) == set(files) - {MANIFEST_FILE}
+    assert manifest["reproduction"]["tolerance"] == 6e-6
+    assert manifest["machine"]["kernels"]
+
+
+def test_weights_go_the_way_of_large_files(local: Any, home: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches of git-lfs, or by Xet where huggingface_hub has it: the same commit; what fails is one line."""
+    from huggingface_hub import _commit_api, constants
+
+    out = ["push", local[2], "me/large", *named(local), "--yes"]
+    home.blobs.clear()
+    before = len(home.asked)
+    assert run(*out).exit_code == 0
+    sums = [sum_of(content) for place, content in home.files("me/large").items() if place.endswith(".safetensors")]
+    assert len(sums) > 1
+    assert {f"PUT blobs/{mark}" for mark in sums} <= set(home.asked[before:])
+    assert "POST me/large.git/info/lfs/objects/batch" in home.asked[before:]
+
+    def by_xet(*, additions: Any, **_: Any) -> None:
+        _commit_api._compute_missing_sha256s(additions, num_threads=1)
+        for one in additions:
+            with one.as_file() as file:
+                home.blobs[one.upload_info.sha256.hex()] = file.read()
+
+    home.blobs.clear()
+    first = home.files("me/large")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr(_commit_api, "_upload_xet_files", by_xet)
+    assert run(*out).exit_code == 0
+    assert {n: x for n, x in home.files("me/large").items() if n.endswith(".safetensors")} == {
+        n: x for n, x in first.items() if n.endswith(".safetensors")
+    }
+    for error in (RuntimeError("Error while uploading 'model.safetensors' to the Hub."), ValueError("LFS: too large")):
+        monkeypatch.setattr(_commit_api, "_upload_files", lambda error=error, **_: (_ for _ in ()).throw(error))
+        assert "me/large: cannot be published (" in one_error(run(*out).output)
+
+
+def test_a_dry_run_shows_a_summary_and_sends_nothing(local: Any, home: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    before = len(home.asked)
+    done = run("push", local[2], "me/other", *named(local))
+    assert done.exit_code == 0, done.output
+    for words in ("README.md", "alignment/0-maps.safetensors", "org/anchor@", MANIFEST_FILE, "add --yes"):
+        assert words in done.output
+    assert len(done.output.splitlines()) < 8
+    assert not any(line.startswith("POST") for line in home.asked[before:])
+    assert "models/me/other" not in home.repos
+    caplog.set_level("INFO", "rotation_merge")
+    done = run("push", local[2], "me/other", *named(local), "-v")
+    for words in ("README.md", "base_model:", "org/anchor@", "REVISION", "add --yes"):
+        assert words in done.output
+
+
+def test_local_names_are_refused_with_the_remedy(local: Any, home: Hub, tmp_path: Path) -> None:
+    anchor, donor, out, _ = local
+    line = one_error(run("push", out, REPO, "--yes").output)
+    assert str(anchor) in line
+    assert str(donor) in line
+    assert f"add --as {anchor}=org/name@revision --as {donor}=org/name@revision (not on the hub yet" in line
+    assert "--as" in one_error(run("push", out, REPO, "--as", "nonsense").output)
+    assert (
+        "no report" in one_error(run("push", anchor, REPO).output) or "no such file" in run("push", anchor, REPO).output
+    )
+    assert "names no repository" in one_error(run("push", out, "me").output)
+    line = one_error(run("push", out, REPO, "--as", f"{anchor}=org/gone", "--as", f"{donor}=org/donor").output)
+    assert "org/gone@REVISION" in line
+    card = out / "README.md"
+    kept = card.read_text()
+    try:
+        card.write_text(f"{kept}\nSee {anchor.parent}/notes.\n")
+        line = one_error(run("push", out, REPO, *named(local)).output)
+        assert f"{anchor.parent}/notes" in line
+    finally:
+        card.write_text(kept)
+
+
+def test_an_aligned_donor_is_published_as_a_fine_tune(local: Any, home: Hub, tmp_path: Path) -> None:
+    assert run("align", *local[:2], tmp_path / "aligned", "--no-verify").exit_code == 0
+    (tmp_path / "aligned" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(local[0])}))
+    assert parsed("push", tmp_path / "aligned", "me/aligned", *named(local), "--yes")["repository"] == "me/aligned"
+    files = home.files("me/aligned")
+    found = ModelCard(files["README.md"].decode()).data.to_dict()
+    assert (found["base_model"], found["base_model_relation"]) == ("org/donor", "finetune")
+    assert "recipe.yml" not in files
+    config = json.loads(files["adapter_config.json"])
+    assert config == {"base_model_name_or_path": "org/anchor", "revision": local[3]["anchor"]}
+    assert run("pull", "me/aligned", tmp_path / "theirs").exit_code == 0
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_what_was_polished_is_published_with_its_base(lora: bool, local: Any, home: Hub, tmp_path: Path) -> None:
+    anchor, donor, _, revisions = local
+    flags = ("--samples", 8, "--steps", 6, "--length", 8, "--learning-rate", 0.01, *(("--lora", 2) if lora else ()))
+    far = make("llama", tmp_path / "far", 5)
+    assert run("polish", anchor, tmp_path / "out", "--teachers", far, *flags).exit_code == 0
+    again = run("polish", anchor, tmp_path / "out", "--teachers", donor, *flags)
+    assert "is there already" in one_error(again.output)
+    spelled = f"{anchor.parent}/./{anchor.name}"
+    names = ["--as", f"{spelled}=org/anchor@{revisions['anchor']}", "--as", f"{far}=org/far@1"]
+    assert parsed("push", tmp_path / "out", "me/polished", *names, "--yes")["repository"] == "me/polished"
+    files = home.files("me/polished")
+    found = ModelCard(files["README.md"].decode()).data.to_dict()
+    assert (found["base_model"], found["base_model_relation"]) == ("org/anchor", "adapter" if lora else "finetune")
+    assert found["license"] == "mit"
+    assert "**trained**: `org/anchor@" in files["README.md"].decode()
+    if lora:
+        assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/anchor"
+    assert ("model.safetensors" in files) != lora
+    assert not any(str(anchor.parent).encode() in content for content in files.values())
+    assert run("pull", "me/polished", tmp_path / "theirs").exit_code == 0
+    assert run("inspect", tmp_path / "theirs", "--report").exit_code == 0
+
+
+def test_statistics_beside_a_model_travel(
+    local: Any, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe does not name them; the published one does, and makes the same bytes where they lie beside nothing."""
+    anchor, donor, _, revisions = local
+    monkeypatch.chdir(tmp_path)
+    for model in (anchor, donor):
+        shutil.copytree(model, model.name)
+        assert run("measure", model.name, "--data", "self", "--length", "8", "--samples", "8").exit_code == 0
+    recipe = "# kept\nmerge_method: rotation_merge\nbase_model: anchor\nmodels: [{model: anchor}, {model: donor}]\n"
+    merged(f"{recipe}parameters: {{delegate: regmean, weight: 0.5}}\ndtype: float32\n", tmp_path / "out")
+    names = [x for n in ("anchor", "donor") for x in ("--as", f"./{n}=org/{n}@{revisions[n]}")]
+    assert parsed("push", "out", "me/regmean", *names, "--with-data", "--yes")["repository"] == "me/regmean"
+    for model in ("anchor", "donor"):
+        shutil.rmtree(model)
+    assert run("pull", "me/regmean", "theirs").exit_code == 0
+    text = Path("theirs/recipe.yml").read_text()
+    assert text.startswith("# kept\n")
+    own = [entry["parameters"]["statistics"].partition("@")[0] for entry in yaml.safe_load(text)["models"]]
+    assert own == [f"me/regmean/statistics/{n}-statistics.safetensors" for n in (0, 1)]
+    merged(text, tmp_path / "again")
+    assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
+
+
+def test_a_recipe_names_what_lay_beside_its_models() -> None:
+    """However it is written; the rest of the text stays."""
+    text = """# kept
+models:
+- model: a
+- {model: b, parameters: {weight: 1}}
+- model: c
+  parameters:  # its own
+    weight: 0.25
+- model: d
+  parameters:
+- parameters: &x {}
+  model: e
+"""
+    used = [{"of": f"statistics of {name}", "file": f"/x/{name}"} for name in "abcde"]
+    found = completed(text, used)
+    assert [x["parameters"].pop("statistics") for x in yaml.safe_load(found)["models"]] == [f"/x/{n}" for n in "abcde"]
+    assert "# kept" in found
+    assert "# its own" in found
+    assert completed(text, [{"of": "statistics of a", "source": "self"}]) == text
+    with pytest.raises(RotationMergeError, match="no place to name them"):
+        completed(text, [{"of": "statistics of z", "file": "/x/z"}])
+    with pytest.raises(RotationMergeError, match="no place to name them"):
+        completed("models: [{model: a, parameters: &x {weight: 1}}, {model: b, parameters: *x}]", used[:2])
+
+
+def test_samples_travel_where_that_is_said(local: Any, home: Hub, tmp_path: Path) -> None:
+    from rotation_merge.run.demo import CHECKPOINTS
+
+    model, text = CHECKPOINTS / "llama-0", tmp_path / "code.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 20)
+    options = ("--data", text, "--length", "8", "--samples", "8", "--out", tmp_path / "s.safetensors")
+    assert run("measure", model, *options).exit_code == 0
+    recipe = recipe_for("linear", model)
+    recipe["parameters"] = {"delegate": "regmean", "statistics": str(tmp_path / "s.safetensors")}
+    merged(recipe, tmp_path / "out")
+    arguments = ["push", tmp_path / "out", "me/regmean", "--as", f"{model}=org/donor@1"]
+    found = parsed(*arguments, "--with-data")
+    assert {"data/0-code.txt", "statistics/1-s.safetensors"} <= {*found["files"]}
+    statistics = yaml.safe_load(found["recipe"])["parameters"]["statistics"]
+    assert statistics.startswith("me/regmean/statistics/")
+    found = parsed(*arguments, "--as", f"{text}=datasets/org/code/code.txt@main", "--with-data")
+    assert "statistics/0-s.safetensors" in found["files"]
+    assert ModelCard(found["card"]).data.datasets == ["org/code"]
+    assert str(tmp_path) not in found["card"]
+
+
+def test_statistics_stay_here_and_the_manifest_says_how_they_are_measured(
+    local: Any, home: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever pulls the merge measures them with the commands that are printed, and makes the same bytes."""
+    folders, revisions, work = local[:2], local[3], tmp_path / "work"
+    work.mkdir()
+    samples = {"input_ids": torch.arange(80).reshape(10, 8) % 40}
+    save_file(samples, work / "texts.safetensors")
+    recipe = recipe_for("linear", *folders)
+    recipe["parameters"] = {"delegate": "regmean"}
+    for entry, seed in zip(recipe["models"], (3, 4), strict=True):
+        file = work / Path(entry["model"]).name / "s.safetensors"
+        entry["parameters"]["statistics"] = str(file)
+        options = ("--samples", 8, "--seed", seed, "--batch-size", 4, "--out", file)
+        done = run("measure", entry["model"], "--data", work / "texts.safetensors", *options)
+        assert done.exit_code == 0, done.output
+    merged(recipe, work / "out")
+    done = run("push", work / "out", "me/stay", *named(local), "--yes")
+    assert done.exit_code == 0, done.output
+    assert "without statistics" in done.output
+    files = home.files("me/stay")
+    assert not [place for place in files if "statistics" in place or place.startswith("data")]
+    assert not [place for place, content in files.items() if str(tmp_path).encode() in content]
+    pulled = parsed("pull", "me/stay", tmp_path / "theirs", "--no-weights")
+    assert [entry["model"] for entry in pulled["statistics"]] == [f"org/{n}@{revisions[n]}" for n in revisions]
+    assert [entry["seed"] for entry in pulled["statistics"]] == [3, 4]
+    assert [entry["data"] for entry in pulled["statistics"]] == ["texts.safetensors"] * 2
+    again = yaml.safe_load((tmp_path / "theirs" / "recipe.yml").read_text())
+    names = [entry["parameters"]["statistics"] for entry in again["models"]]
+    assert names == [entry["file"] for entry in pulled["statistics"]] == ["0-s.safetensors", "1-s.safetensors"]
+    commands = [entry["command"] for entry in pulled["statistics"]]
+    card, shown = files["README.md"].decode(), run("pull", "me/stay", tmp_path / "shown", "--no-weights").output
+    for command in commands:
+        assert command in card
+        assert command in shown
+    assert "not published" in card
+    assert "published the merge" in shown
+    assert parsed("push", tmp_path / "shown", "me/again", "--include", "*.md")["recipe"] == files["recipe.yml"].decode()
+    monkeypatch.chdir(tmp_path / "theirs")
+    shutil.copy(work / "texts.safetensors", ".")
+    for command in commands:
+        done = run(*shlex.split(command)[1:])
+        assert done.exit_code == 0, done.output
+    merged(Path("recipe.yml").read_text(), tmp_path / "second")
+    for path in (work / "out").glob("model*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes()
+
+
+def test_statistics_in_the_folder_itself_are_published_only_where_asked(local: Any, home: Hub) -> None:
+    path = local[2] / "statistics.safetensors"
+    path.write_bytes(b"x")
+    try:
+        found = parsed("push", local[2], REPO, *named(local))
+        assert path.name not in found["files"]
+        assert found["left_out"] == [path.name]
+        assert "--with-data" in run("push", local[2], REPO, *named(local)).output
+    finally:
+        path.unlink()
+
+
+def test_models_in_the_head_of_an_alignment_have_their_names_of_the_hub(
+    local: Any, home: Hub, pushed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every entry, and also where the models are called as words are."""
+    revisions = local[3]
+    (content,) = (content for place, content in home.files(REPO).items() if place.startswith("alignment/"))
+    head = load_head(content)
+    models = [f"org/{name}@{revisions[name]}" for name in ("anchor", "donor")]
+    assert json.loads(head["basis"])["models"] == models
+    assert not any(str(local[0].parent) in entry for entry in head.values())
+    monkeypatch.chdir(local[0].parent)
+    assert run("align", "anchor", "donor", "--alignment", tmp_path / "near.safetensors").exit_code == 0
+    copy = _with_header(
+        str(tmp_path / "near.safetensors"), Renaming({"anchor": "org/a@1", "donor": "org/b@2"}), tmp_path
+    )
+    head = load_head(Path(str(copy)).read_bytes())
+    assert json.loads(head["basis"])["models"] == ["org/a@1", "org/b@2"]
+    assert not {"anchor", "donor"} & set(texts_of([json.loads(head[name]) for name in ("basis", "made")]))
+    assert load_alignment(str(copy)).made
+
+
+@pytest.mark.parametrize("what", ["tensor", "recipe", "alignment", "manifest", "missing", "outside"])
+def test_tampered_files_are_refused(what: str, local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
+    repo = "me/tampered"
+    files = {**home.files(REPO), MANIFEST_FILE: home.files(REPO)[MANIFEST_FILE].replace(REPO.encode(), repo.encode())}
+    if what == "manifest":
+        files[MANIFEST_FILE] = b"{}"
+    elif what == "missing":
+        files.pop("config.json")
+    elif what == "outside":
+        content = json.loads(files[MANIFEST_FILE])
+        content["files"]["../evil"] = {"sha256": "0", "bytes": 1}
+        files[MANIFEST_FILE] = json.dumps(content).encode()
+    else:
+        name = {"tensor": "model", "recipe": "recipe.yml", "alignment": "alignment/"}[what]
+        place = next(n for n in files if n.startswith(name) and "index" not in n)
+        files[place] = files[place][:-1] + bytes([files[place][-1] ^ 1])
+    home.repos.pop(f"models/{repo}", None)
+    home.commit(f"models/{repo}", files)
+    done = run("pull", repo, tmp_path / "theirs")
+    assert done.exit_code == 2
+    line = one_error(done.output)
+    assert any(words in line for words in ("SHA-256", "manifest", "lacks", "outside"))
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_what_is_nowhere(home: Hub, tmp_path: Path) -> None:
+    home.commit("models/me/plain", {"config.json": b"{}"})
+    assert "not published by" in one_error(run("pull", "me/plain", tmp_path / "a").output)
+    assert "cannot be downloaded" in one_error(run("pull", "me/nowhere", tmp_path / "a").output)
+    assert list(tmp_path.glob("a*")) == []
+
+
+def test_the_endpoint_is_that_of_the_environment(local: Any, home: Hub, pushed: str, tmp_path: Path) -> None:
+    """A process of its own finds the hub through HF_ENDPOINT, and waits for nothing that it does not need."""
+    program = Path(sys.executable).with_name("rotation-merge")
+    environment = {**os.environ, "HF_ENDPOINT": home.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-X", "importtime", program, "pull", REPO, str(tmp_path / "theirs"), "--no-weights"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "theirs" / "recipe.yml").read_bytes() == home.files(REPO)["recipe.yml"]
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "torch" in imported
+    assert not imported & {"mergekit", "transformers"}
+
+
+def test_names_are_replaced_whole() -> None:
+    renaming = Renaming({"/a/b": "org/b@1", "/a/b/maps": "me/x/maps@2", "org/c": "org/c@3", "same": "same"})
+    text = "/a/b, '/a/b/maps' /a/b. /a/bc /a/b/other x/a/b org/c org/c@9 org/c/d"
+    assert renaming.text(text) == "org/b@1, 'me/x/maps@2' org/b@1. /a/bc /a/b/other x/a/b org/c@3 org/c@9 org/c/d"
+    assert renaming.value({"/a/b": ["/a/b", 1, None]}) == {"org/b@1": ["org/b@1", 1, None]}
+    assert left_over("see /a/other/x", ["/a/b"]) == "/a/other/x"
+    assert left_over(json.dumps({"recipe": 'data: "/a/other/x"'}), ["/a/b"]) == "/a/other/x", "no stray backslash"
+    assert left_over("see http://x.org/a/b, a/b", ["/a/b"]) is None
+    assert given_names(["./x=y=org/a@b"]) == {"./x=y": "org/a@b"}
+
+
+def test_folders_may_be_called_as_words_are() -> None:
+    renaming = Renaming({"a": "org/a@1", "anchor": "org/x@2"})
+    text = (
+        "a: 1\nmodel: a  # a word\nx: [{model: a, b: anchor}]\n* anchor\nThis is a merge of `a` and an anchor.\n| a |"
+    )
+    after = (
+        "a: 1\nmodel: org/a@1  # a word\nx: [{model: org/a@1, b: org/x@2}]\n* org/x@2\nThis is a merge of `org/a@1` and"
+    )
+    assert renaming.text(text) == f"{after} an anchor.\n| org/a@1 |"
+    report = {"anchor": "anchor", "models": {"anchor": {"hub": None}}, "of": "statistics of a", "notes": ["a merge"]}
+    found = {"anchor": "org/x@2", "models": {"org/x@2": {"hub": None}}, "of": "statistics of org/a@1"}
+    assert renaming.value(report) == {**found, "notes": ["a merge"]}
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = Manifest("org/a", {"config.json": ("0" * 64, 3)}, {"torch": "2"})
+    (tmp_path / MANIFEST_FILE).write_text(made.text())
+    assert Manifest.read(str(tmp_path / MANIFEST_FILE), "org/a") == made
