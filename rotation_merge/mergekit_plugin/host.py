@@ -14,7 +14,7 @@ OLDEST = NEWEST = "0.1.5"
 work, and says in one line where it does not."""
 
 BUILT_ON: dict[str, tuple[str, ...]] = {
-    "mergekit.merge": ("run_merge", "_model_out_config", "_get_donor_model"),
+    "mergekit.merge": ("run_merge", "_model_out_config", "_get_donor_model", "MultiGPUExecutor"),
     "mergekit.card": ("is_hf", "generate_card"),
     "mergekit.architecture": ("get_architecture_info",),
     "mergekit.parameter_resolver": ("resolve_parameters",),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import queue
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -246,12 +248,13 @@ def _as_it_is_here(apart: Apart) -> Iterator[None]:
     """Let nothing be written that holds NaN, and gather what is to be written apart; write the card without asking the
     hub whether it knows a directory that is here, which without a network would end the merge at its last step, and
     with names that Markdown shows as they are; and take the base model's small files from where they are, not from a
-    cache of models merged with their adapters."""
+    cache of models merged with their adapters; and wait for the results of every device."""
     token = _apart.set(apart)
     cards = (card, "is_hf", _on_hub), (card, "maybe_link_hf", _linked), (merge, "generate_card", _fenced)
     small = *cards, (merge, "_get_donor_model", _base_folder)
+    devices = (merge, "MultiGPUExecutor", _with_all_results)
     try:
-        with replaced(*small, (TensorWriter, "save_tensor", _save)):
+        with replaced(*small, devices, (TensorWriter, "save_tensor", _save)):
             yield
     finally:
         _apart.reset(token)
@@ -266,6 +269,29 @@ def _save(real: Callable[..., None], writer: TensorWriter, name: str, tensor: Te
         apart.tensors[name] = tensor.detach().cpu().clone()
     if apart is not None:
         apart.tick()
+
+
+class AllTaken(threading.Event):
+    """Set only once a queue is empty, too.
+
+    Args:
+        results: what is still to be taken from the queue.
+    """
+
+    def __init__(self, results: queue.Queue[Any]) -> None:
+        super().__init__()
+        self._results = results
+
+    def is_set(self) -> bool:
+        return super().is_set() and self._results.empty()
+
+
+def _with_all_results(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """mergekit's executor for several GPUs, which stops taking results as soon as the devices are done, whether or not
+    some are left in its queue."""
+    executor = real(*args, **options)
+    executor.done_event = AllTaken(executor.task_completion_queue)
+    return executor
 
 
 def _on_hub(real: Callable[[str], bool], path: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
+from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import open_model, weights_of
 from rotation_merge.model.labels import label_rows, labels
 from rotation_merge.run.empty import empty_model
@@ -63,6 +64,7 @@ class Layered:
     def __init__(self, path: str, dtype: torch.dtype, like: str | None) -> None:
         self.path, self.dtype = path, dtype
         self.files = open_model(path)
+        check_own_base(self.files)
         if like is not None:
             other = open_model(like)
             if sorted(labels(other.config)) == sorted(labels(self.files.config)):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.errors import CheckpointError, DataError, short
+from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import adapted_state, open_model, parse_reference
 from rotation_merge.model.headers import check_config, check_folder, check_local, read_json
 from rotation_merge.model.hub import downloaded
@@ -68,7 +69,8 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
         like: a model in whose order its classes are to stand, where they have the same names.
 
     Raises:
-        CheckpointError: no class of transformers fits, or weights are missing or of the wrong shape.
+        CheckpointError: no class of transformers fits, weights are missing or of the wrong shape, or an adapter was
+            trained on another base.
     """
     import transformers
 
@@ -79,6 +81,7 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
     if not stores_codes(read_config(directory)):
         check_folder(directory)
     options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
+    check_own_base(open_model(path))
     state = adapted_state(path)
     try:
         if state is None:

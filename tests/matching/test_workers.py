@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import queue
 import sys
 import threading
 import time
@@ -163,6 +164,23 @@ def test_multi_gpu_merges_match_blocks_on_every_device_to_the_same_bytes(
     assert all(torch.equal(together[name], alone[name]) for name in alone)
     matched = "both" if options else "tasks"
     assert len({thread for part, thread in used if part == matched}) >= 2
+
+
+def test_multi_gpu_merges_wait_for_results_that_are_taken_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine, where the devices are done before the last results have left the queue."""
+    anchor = make("llama", tmp_path / "anchor")
+    donor = twin(anchor, tmp_path / "donor", 1, **EVERYTHING)
+    alone = merged(recipe_for("linear", anchor, donor), tmp_path / "alone")
+    two_devices(monkeypatch)
+
+    class Slow(queue.Queue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            time.sleep(0.02)
+            return super().get(block, timeout)
+
+    monkeypatch.setattr(multigpu_executor, "queue", SimpleNamespace(Queue=Slow, Empty=queue.Empty))
+    together = merged(recipe_for("linear", anchor, donor), tmp_path / "together", "--multi-gpu")
+    assert all(torch.equal(together[name], alone[name]) for name in alone)
 
 
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:

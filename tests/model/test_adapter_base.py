@@ -109,3 +109,22 @@ def test_commands_and_python(models: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match=REFUSED):
         rm.align(str(anchor), adapted)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "verify", "measure", "polish", "barrier"])
+def test_commands_that_run_models(models: Path, command: str, tmp_path: Path) -> None:
+    """What an adapter gives on another base is no figure of a model; nothing is written."""
+    adapted, out = f"{models / 'other'}+{models / 'lora'}", tmp_path / "out"
+    samples = tmp_path / "samples.txt"
+    samples.write_text("some words to read\n" * 8)
+    asked: dict[str, list[Any]] = {
+        "evaluate": ["evaluate", adapted, "--data", samples],
+        "verify": ["verify", models / "own", adapted],
+        "measure": ["measure", adapted, "--data", samples, "--out", out],
+        "polish": ["polish", models / "own", out, "--teachers", models / "own", "--teachers", adapted],
+        "barrier": ["barrier", models / "own", adapted, "--data", samples],
+    }
+    done = run(*asked[command])
+    assert done.exit_code, done.output
+    assert REFUSED in one_error(done.output)
+    assert not out.exists()
