@@ -109,10 +109,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rotation_merge/workers/threads.py": ("matching/test_workers.py",),
     "rotation_merge/mergekit_plugin/planning": MERGES,
     "rotation_merge/mergekit_plugin/planning/ahead.py": ("matching/test_workers.py", *MERGES),
-    "rotation_merge/mergekit_plugin/planning/averages.py": ("averaging/test_averaging.py", "carrying/test_carry.py"),
+    "rotation_merge/mergekit_plugin/planning/statistics.py": ("averaging/test_averaging.py", "carrying/test_carry.py"),
     "rotation_merge/mergekit_plugin/planning/carrying.py": ("carrying/test_carry_recipe.py", *MERGES),
     "rotation_merge/mergekit_plugin/planning/carry_task.py": ("carrying/test_carry_recipe.py",),
-    "rotation_merge/mergekit_plugin/planning/fusing.py": ("averaging/test_ot_fusion.py",),
+    "rotation_merge/mergekit_plugin/planning/transport.py": ("averaging/test_ot_fusion.py",),
     "rotation_merge/mergekit_plugin/planning/keeping.py": ("matching/test_save_alignment.py",),
     "rotation_merge/mergekit_plugin/planning/refit.py": ("averaging/test_refit_sources.py", "averaging/test_refit.py"),
     "rotation_merge/mergekit_plugin/planning/refit_tasks.py": (

@@ -23,12 +23,12 @@ from torch import Tensor
 from train_checkpoints import CONTEXT, fit, save, warm_cosine
 from transformers import AutoConfig, ViTForImageClassification
 
-from rotation_merge.averaging.ot_fusion import REGULARISATION, Plans, block_plans, transported, weight_points
+from rotation_merge.averaging.ot_fusion import REGULARISATION, How, Plans, block_plans, transported, weight_points
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.carry_scale import Scaled
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin.planning.fusing import How, PlanStreams
+from rotation_merge.mergekit_plugin.planning.transport import PlanStreams
 from rotation_merge.model.source import read_block, unstack
 from rotation_merge.run import demo
 from rotation_merge.run.data import Data
@@ -250,10 +250,7 @@ def _tuned(base: Path, task: str, steps: int) -> Model:
 def _plans(new: Model, old: Model) -> Plans:
     """Soft plans from the old base's coordinates to the new one's, from weights, as delegate `ot_fusion` makes them."""
     how = How(hard=False, regularisation=REGULARISATION["weights"])
-    task = PlanStreams(
-        key="streams", label="", architecture=new.architecture, anchor=new.state, donor=old.state, how=how
-    )
-    found = task.execute()
+    found = PlanStreams(new.architecture, new.state, old.state, how)()
     for block in new.architecture.blocks:
         donor = {
             key: transported(tensor, info, found, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,44 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
+from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.closed_forms import Metric, fisher, kfac, mean, regmean
 from rotation_merge.errors import RecipeError, StatisticsError
+
+STOCK, TENSOR, BLOCK, MODEL = "stock", "tensor", "block", "model"
+"""What a delegate works on at a time. STOCK: single tensors, by a task of mergekit's own."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a delegate needs, from which the planner makes tasks.
+
+    Attributes:
+        unit: what it works on at a time: a tensor; a tensor by what it finds of the tensor's whole block; whole models.
+        statistics: the kind that every model brings, which are carried along with it; empty for none.
+        maps_only: whether its rule is for linear maps alone, each by itself as (outputs, inputs).
+        base: whether it takes the base's tensor, whatever the base's weight.
+        negative: whether weights may be negative.
+        no_changes: why it takes no donor that stands for a change carried to the anchor; empty where it does.
+    """
+
+    unit: str
+    statistics: str = ""
+    maps_only: bool = True
+    base: bool = False
+    negative: bool = False
+    no_changes: str = ""
+
+    @property
+    def one_shape(self) -> bool:
+        """Whether it looks at more of a donor than its tensors in the anchor's coordinates."""
+        return bool(self.statistics) or self.unit == BLOCK
+
+
+def plan_of(method: MergeMethod) -> Plan:
+    """What a delegate needs; of one that is not ours its tensors alone."""
+    plan: Plan = method.plan() if hasattr(method, "plan") else Plan(STOCK)
+    return plan
 
 
 @dataclass(frozen=True)
@@ -31,14 +67,48 @@ class Source:
     Attributes:
         weight: the tensor, in the anchor's coordinates.
         share: its weight among the models.
-        held: its statistics for this tensor, carried: `dense` or `diagonal` and `factor`, `gradient`, `fisher`.
+        held: what else there is of it: its statistics for this tensor, carried (`dense` or `diagonal` and `factor`,
+            `gradient`, `fisher`), or transport plans by space.
         made: the head of its statistics file.
     """
 
     weight: Tensor
     share: float
-    held: Mapping[str, Tensor]
-    made: Mapping[str, Any]
+    held: Mapping[str, Any] = field(default_factory=dict)
+    made: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class MergeLog:
+    """What a delegate did, over all tensors of a merge.
+
+    Attributes:
+        base: the anchor's name.
+        with_statistics: names of the tensors that statistics weighed.
+        facts: what the delegate noted, by name.
+    """
+
+    base: str = ""
+    with_statistics: set[str] = field(default_factory=set)
+    facts: dict[str, list[Any]] = field(default_factory=dict)
+
+    def note(self, name: str, value: Any) -> None:
+        self.facts.setdefault(name, []).append(value)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The output tensor that a delegate merges.
+
+    Attributes:
+        linear: whether it is a linear map.
+        piece: which of several stacked pieces it is; None where it is not one of several.
+    """
+
+    info: TensorInfo
+    linear: bool = False
+    piece: int | None = None
+    log: MergeLog = field(default_factory=MergeLog, repr=False)
 
 
 WEIGHT = ParameterSpec("weight", float, ParameterScope.INPUT, description="share of each model")
@@ -46,7 +116,14 @@ RIDGE = ParameterSpec("ridge", float, ParameterScope.SHARED, 1e-3, "added to Gra
 
 
 class OwnMethod(MergeMethod):
-    """A delegate of our own: it runs inside a merge and looks at more than single tensors."""
+    """A delegate of our own: it runs inside a merge and looks at more than single tensors.
+
+    A new one is a class like this in a file of this folder, with a line in `mergekit_plugin/recipe/delegates.py`.
+    """
+
+    def plan(self) -> Plan:
+        """What it needs."""
+        raise NotImplementedError
 
     def check(self, parameters: Mapping[str, Any]) -> None:
         """Refuse values that mean nothing.
@@ -55,6 +132,18 @@ class OwnMethod(MergeMethod):
             RecipeError: names the parameter.
         """
         raise NotImplementedError
+
+    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
+        """The merged tensor, in any floating dtype; of units smaller than the whole model.
+
+        Args:
+            sources: of the models that count, the anchor's first; at least one.
+        """
+        raise NotImplementedError
+
+    def words(self, log: MergeLog) -> list[str]:
+        """Lines for the report, once all is merged."""
+        return []
 
     def _execute(
         self,
@@ -85,6 +174,17 @@ class Averaging(OwnMethod):
     def average(self, sources: Sequence[Source], parameters: Mapping[str, Any]) -> Tensor:
         """The average, float64; the anchor's source first."""
         raise NotImplementedError
+
+    def plan(self) -> Plan:
+        return Plan(TENSOR, self.kind, self.maps_only)
+
+    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
+        return self.average(sources, parameters) if sources[0].held else averaged(sources)
+
+    def words(self, log: MergeLog) -> list[str]:
+        kind = "linear maps" if self.maps_only else "tensors"
+        how = "by statistics of the models on samples, not by position"
+        return [f"Delegate {self.spec.name} averaged {len(log.with_statistics)} {kind} {how}."]
 
     def check(self, parameters: Mapping[str, Any]) -> None:
         for name, (low, high) in _RANGES.items():

@@ -10,7 +10,7 @@ what they read has been aligned) or from standardised activations, over their la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,11 +18,14 @@ import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
 from torch import Tensor
 
-from rotation_merge.architecture.model import Axis, Block, Space, TensorInfo
-from rotation_merge.averaging.methods import WEIGHT, OwnMethod
+from rotation_merge.architecture.model import Architecture, Axis, Block, Space, TensorInfo
+from rotation_merge.averaging.closed_forms import mean
+from rotation_merge.averaging.methods import BLOCK, WEIGHT, OwnMethod, Source, Target
+from rotation_merge.averaging.methods import Plan as DelegatePlan
 from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.matching.activations import wanted_roles
 from rotation_merge.model.apply import placed, split_axis, transform_tensor
+from rotation_merge.model.source import TensorSource, read_tensor
 from rotation_merge.symmetry import SpaceTransform
 from rotation_merge.symmetry.base import act_by_matrices
 
@@ -48,12 +51,15 @@ class OtFusion(OwnMethod):
         contract=InputContract(base=BasePolicy.REQUIRED),
     )
 
-    def check(self, parameters: Mapping[str, Any]) -> None:
-        """Refuse values that mean nothing.
+    def plan(self) -> DelegatePlan:
+        why = "looks for coordinates that correspond, and a task vector has the anchor's already"
+        return DelegatePlan(BLOCK, maps_only=False, negative=True, no_changes=why)
 
-        Raises:
-            RecipeError: names the parameter.
-        """
+    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
+        moved = [transported(source.weight, target.info, source.held, target.piece) for source in sources]
+        return mean(moved, [source.share for source in sources])
+
+    def check(self, parameters: Mapping[str, Any]) -> None:
         for name, words in (("plan", ("soft", "hard")), ("stream", ("transport", "identity"))):
             if parameters[name] not in words:
                 raise RecipeError(
@@ -64,6 +70,14 @@ class OtFusion(OwnMethod):
         given = parameters["regularisation"]
         if given is not None and not given > 0:
             raise RecipeError(f"parameter 'regularisation' is {given}", where="parameters", remedy="it must be above 0")
+
+
+@dataclass(frozen=True)
+class How:
+    """How plans are made: hard or soft, and at what regularisation."""
+
+    hard: bool
+    regularisation: float
 
 
 @dataclass(frozen=True)
@@ -219,6 +233,48 @@ def block_plans(
         if matrices:
             found[space.name] = Plan(matrices)
     return found
+
+
+def stream_plans(
+    architecture: Architecture,
+    points: Callable[[str], tuple[Tensor | None, Tensor | None]],
+    how: How,
+) -> Plans:
+    """The plan of each residual stream.
+
+    Args:
+        points: of a stream's coordinates, in the anchor and in the donor; None where there are none.
+    """
+    plans: Plans = {}
+    for stream in architecture.streams:
+        anchor, donor = points(stream)
+        if anchor is not None and donor is not None:
+            matrix = plan(donor, anchor, how.hard, how.regularisation)[None]
+            plans[stream] = Plan(dict.fromkeys(("write", "read", "gain", "shift"), matrix))
+    return plans
+
+
+def stream_ends(
+    architecture: Architecture, stream: str, anchor: TensorSource, donor: TensorSource
+) -> tuple[Tensor | None, Tensor | None]:
+    """What stands before and after the layers, as points of a stream's coordinates: unit rows (size, features).
+
+    Args:
+        donor: aligned; of the anchor's names and folding.
+    """
+    rows: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for block in architecture.blocks:
+        for info in block.tensors if block.index is None else ():
+            for dim, axis in enumerate(info.axes):
+                if len(info.axes) > 1 and any(p.space.name == stream for p in axis.parts) and len(axis.parts) == 1:
+                    pair = read_tensor(info, anchor), read_tensor(info, donor)
+                    if pair[0] is not None and pair[1] is not None and pair[0].shape == pair[1].shape:
+                        for side, x in zip(rows, pair, strict=True):
+                            assert x is not None
+                            side.append(x.float().movedim(dim, 0).flatten(1))
+    if not rows[0]:
+        return None, None
+    return unit(torch.cat(rows[0], 1)), unit(torch.cat(rows[1], 1))
 
 
 def weight_points(block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
 
-from rotation_merge.averaging.methods import WEIGHT, OwnMethod
+from rotation_merge.averaging.methods import MODEL, WEIGHT, OwnMethod, Plan
 from rotation_merge.errors import RecipeError
 
 
@@ -23,6 +23,9 @@ class RefitMethod(OwnMethod):
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
+
+    def plan(self) -> Plan:
+        return Plan(MODEL, no_changes="asks models for answers, a task vector ('finetuned_from') gives none")
 
     def check(self, parameters: Mapping[str, Any]) -> None:
         ridge = parameters.get("ridge", 0.0)

@@ -15,7 +15,7 @@ import torch
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
 from torch import Tensor
 
-from rotation_merge.averaging.methods import OwnMethod
+from rotation_merge.averaging.methods import TENSOR, MergeLog, OwnMethod, Plan, Source, Target
 from rotation_merge.errors import RecipeError
 
 RATIO = 2.0
@@ -57,6 +57,51 @@ class TaskVectorMethod(OwnMethod):
             weights: importances, positive.
         """
         raise NotImplementedError
+
+    def plan(self) -> Plan:
+        return Plan(TENSOR, base=True)
+
+    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
+        base, *others = sources
+        if all(torch.equal(source.weight, base.weight) for source in others):
+            return base.weight
+        start, weights = base.weight.double(), [source.share for source in others]
+        changes = [(source.weight.to(start) - start).contiguous() for source in others]
+        if target.linear:
+            merged = self._map(changes, weights, target, parameters)
+        else:
+            target.log.note("others", parameters["others"])
+            merged = mean_of(changes, weights)
+            if parameters["others"] == "sum":
+                merged = merged * sum(weights)
+        return start + parameters["lambda"] * merged
+
+    def _map(
+        self, changes: Sequence[Tensor], weights: Sequence[float], target: Target, parameters: Mapping[str, Any]
+    ) -> Tensor:
+        """The merged change of one linear map."""
+        if target.info.vocabulary_axis is not None and "sides" in parameters:
+            parameters = {**parameters, "sides": "one"}  # rows of rare tokens have next to no change, and would grow
+        even, ratio = evened(changes)
+        target.log.note("ratios", ratio)
+        target.log.note("lengths", parameters["lengths"])
+        return self.change(even if parameters["lengths"] == "auto" else changes, weights, parameters)
+
+    def words(self, log: MergeLog) -> list[str]:
+        ratios = log.facts.get("ratios", [])
+        rule = " or ".join(sorted(set(log.facts.get("others", [])))) or "mean"
+        how = f"merged the changes of {len(ratios)} linear maps to {log.base}, not positions"
+        rest = f"Norms, biases, embeddings and other tensors got the {rule} of their changes."
+        lines = [f"Delegate {self.spec.name} {how}. {rest}"]
+        uneven = [ratio for ratio in ratios if ratio > RATIO]
+        if uneven:
+            keep = "keep" in log.facts["lengths"]
+            done = "they were kept ('lengths: keep')" if keep else "they were brought to their geometric mean"
+            lines.append(
+                f"In {len(uneven)} of {len(ratios)} linear maps the changes' lengths differ by more than {RATIO:g} "
+                f"(up to {max(uneven):.3g}): {done}."
+            )
+        return lines
 
     def check(self, parameters: Mapping[str, Any]) -> None:
         for name, words in self.choices.items():

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from mergekit.graph import Task
 from tiny_models import ALL, Case, exactly, inputs, make
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import Averaging, Kfac, RegMean
+from rotation_merge.averaging.methods import Averaging, Kfac, RegMean, Target
 from rotation_merge.averaging.moved_statistics import carried_fisher, carried_gradient, carried_gram, feeding
 from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.engine import untie_heads
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.mergekit_plugin.planning.averages import AverageTensor
+from rotation_merge.mergekit_plugin.planning.delegate import Helped, merge_tensor
 from rotation_merge.model.fold import Fold, Folded
 from rotation_merge.model.source import read_block, transform_state
 from rotation_merge.run.functions import architecture_of
@@ -108,14 +108,18 @@ def test_carrying_equals_measuring_after_alignment(case: Case, tmp_path: Path):
 
 def weigh_alike(method: Averaging, one: LinearMap, weight: Tensor, held: list[dict[str, Tensor]]) -> None:
     """By the statistics of twins, each weight counts as much as the other: two weights average to their mean."""
-    books = tuple(SimpleNamespace(statistics=SimpleNamespace(made={"loss_scale": 1.0})) for _ in held)
     other = weight + torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
-    task = AverageTensor.model_construct(
-        **{"method": method, "order": (0, 1), "shares": (0.5, 0.5), "carried": books, "label": "", "piece": None},
-        parameters={"shrink": 0.9, "ridge": 0.1},
-        flipped=one.reads < one.gives,
+    part = Helped((Task,), {"loss_scale": 1.0})
+    found = merge_tensor(
+        method,
+        Target(one.info, linear=True),
+        [(0, 0.5, part), (1, 0.5, part)],
+        {"shrink": 0.9, "ridge": 0.1},
+        one.reads < one.gives,
+        "",
+        {0: weight, 1: other},
+        **{"0:0": held[0], "1:0": held[1]},
     )
-    found = task.execute({0: weight, 1: other}, held0=held[0], held1=held[1])
     torch.testing.assert_close(found, (weight + other) / 2, rtol=0, atol=1e-4 * float(other.abs().max()))
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mergekit import merge_methods
-from mergekit.merge_methods.base import InputContract, MergeMethod, TensorGroup
+from mergekit.merge_methods.base import InputContract, MergeMethod, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.easy_define import merge_method
 from plugin_support import merged, mergekit_yaml, one_error, recipe_for, state
 
+from rotation_merge.averaging.methods import TENSOR, WEIGHT, OwnMethod, Plan, Source, Target
 from rotation_merge.mergekit_plugin.recipe import delegates
 
 Pair = tuple[Path, Path]
@@ -60,3 +63,27 @@ def test_a_stock_recipe_that_names_it_gets_one_line(half: MergeMethod, pair: Pai
     assert result.exit_code == 2
     assert "delegate: half" in one_error(result.output)
     assert not (tmp_path / "out").exists()
+
+
+class Lower(OwnMethod):
+    """The lower of the models' values: a plan, and what it does with one tensor."""
+
+    spec = MergeMethodSpec(name="lower", parameters=(WEIGHT,), contract=InputContract(min_inputs=2))
+
+    def plan(self) -> Plan:
+        return Plan(TENSOR, maps_only=False)
+
+    def check(self, parameters: Mapping[str, Any]) -> None:
+        pass
+
+    def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> torch.Tensor:
+        return torch.stack([source.weight for source in sources]).amin(0)
+
+
+def test_a_new_averaging_is_one_class(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(delegates.OWN, "lower", Lower())
+    recipe = recipe_for("linear", *pair, attention="none", ffn="none", heads="none", rescale=False, residual="none")
+    recipe["parameters"]["delegate"] = "lower"
+    got, states = merged(recipe, tmp_path / "out"), [state(path) for path in pair]
+    for name, tensor in got.items():
+        assert torch.equal(tensor, torch.minimum(states[0][name], states[1][name])), name

@@ -13,9 +13,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import Averaging
-from rotation_merge.averaging.ot_fusion import OtFusion
-from rotation_merge.averaging.refit_method import RefitMethod
+from rotation_merge.averaging.methods import MODEL, plan_of
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.alignment import check_fingerprints, load_alignment
@@ -172,7 +170,7 @@ class Donors:
             return Donor(origin, given, rows, checked)
         match = self._match(model, origin, reader)
         by_block = options.residual == "none" and not self._spans(model, options)
-        if by_block and match is match_model and not isinstance(self.recipe.delegate, RefitMethod):
+        if by_block and match is match_model and plan_of(self.recipe.delegate).unit != MODEL:
             return Donor(origin, None, rows, checked)
         self._fold(checked.folded)
         sources: list[TensorSource] = [self._base, self.source(origin or model)]
@@ -208,7 +206,7 @@ class Donors:
             RotationMergeError: the two do not meet, or something is asked for that needs weights of one shape.
         """
         recipe, base = self.recipe, str(self.recipe.base)
-        own = isinstance(recipe.delegate, Averaging | OtFusion)
+        own = plan_of(recipe.delegate).one_shape
         kept = next(
             (name for name in ("heads_of", "save_alignment") if recipe.value(name) not in ("base", None, False)), ""
         )

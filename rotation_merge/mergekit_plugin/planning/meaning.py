@@ -5,10 +5,7 @@ from __future__ import annotations
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
-from rotation_merge.averaging.methods import Averaging
-from rotation_merge.averaging.ot_fusion import OtFusion
-from rotation_merge.averaging.refit_method import RefitMethod
-from rotation_merge.averaging.task_vectors import TaskVectorMethod
+from rotation_merge.averaging.methods import MODEL, STOCK, plan_of
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.model.vocabulary import shared_rows
@@ -24,23 +21,26 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
     """
     recipe = donors.recipe
     name = f"delegate {recipe.delegate.spec.name}"
-    maps = isinstance(recipe.delegate, Averaging | OtFusion | RefitMethod | TaskVectorMethod)
-    if maps and donors.models[recipe.base].architecture.family == "unknown":
+    plan = plan_of(recipe.delegate)
+    if plan.unit != STOCK and donors.models[recipe.base].architecture.family == "unknown":
         remedy = "use another delegate, or add an architecture file (docs/add-architecture.md)"
         raise RecipeError(f"{name} does not know this architecture", where=str(recipe.base), remedy=remedy)
     words = [t.name for t in donors.models[recipe.base].architecture.tensors() if t.vocabulary_axis is not None]
-    by_row = isinstance(recipe.delegate, Averaging) and not recipe.delegate.maps_only
+    by_row = plan.statistics and not plan.maps_only
     by_row = by_row and not all(map(recipe.excluded, words))
     rearranged = config.tokenizer or config.tokenizer_source or donors.options.unsafe_truncate_embeddings
+    if plan.unit == MODEL:
+        _check_layers(config, donors)
     for model, donor in donors.found.items():
-        if isinstance(recipe.delegate, Averaging) and donor.carried.carrying is not None:
+        if plan.unit == MODEL and donor.origin is None:
+            _one_vocabulary(donors, model, f"{name} runs all models on one set of token ids", "use another delegate")
+        if plan.statistics and donor.carried.carrying is not None:
             what = f"samples carry its change into the anchor; {name} knows statistics of the donor, where it was"
             raise RecipeError(what, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
         if by_row and rearranged:
             _one_vocabulary(donors, model, f"{name} weighs the row of every token", "use delegate regmean or kfac")
-        if isinstance(recipe.delegate, OtFusion) and donor.origin is not None:
-            what = f"{name} looks for coordinates that correspond, and a task vector has the anchor's already"
-            raise RecipeError(what, where=str(model), remedy=CARRY_FIRST.format("merge"))
+        if plan.no_changes and donor.origin is not None:
+            raise RecipeError(f"{name} {plan.no_changes}", where=str(model), remedy=CARRY_FIRST.format("merge"))
 
 
 def check_pool(donors: Donors) -> None:
@@ -61,3 +61,21 @@ def _one_vocabulary(donors: Donors, model: ModelReference, why: str, remedy: str
     base = donors.models[donors.recipe.base]
     if shared_rows([base, donors.models[model]]) is not None:
         raise RecipeError(f"{why}, and its tokens are not those of {base.reference}", where=str(model), remedy=remedy)
+
+
+def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
+    """Every model gives all of its layers in their order."""
+    base = donors.models[donors.recipe.base]
+    for name, module in (config.modules or {}).items():
+        count = len(base.architecture.layers(name))
+        taken: dict[ModelReference, list[int]] = {}
+        for piece in module.slices or []:
+            for source in piece.sources:
+                taken.setdefault(source.model, []).extend(range(*source.layer_range))
+        for model, layers in taken.items():
+            if count and layers != list(range(count)):
+                raise RecipeError(
+                    f"delegate refit runs whole models, the slices take layers {layers} of {count}",
+                    where=str(model),
+                    remedy="take all layers in their order ('models:'), or another delegate",
+                )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mergekit.architecture import ModelArchitecture, WeightInfo
 from mergekit.common import ImmutableMap, ModelReference
@@ -18,12 +18,10 @@ from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from rotation_merge.architecture.model import TensorInfo
-from rotation_merge.averaging.methods import Averaging
-from rotation_merge.averaging.ot_fusion import OtFusion
-from rotation_merge.averaging.refit_method import RefitMethod
-from rotation_merge.averaging.task_vectors import TaskVectorMethod
+from rotation_merge.averaging.methods import BLOCK, MODEL, STOCK, plan_of
 from rotation_merge.errors import RecipeError, not_written
 from rotation_merge.mergekit_plugin.planning.blocks import OutputBlock, Source, same_block
+from rotation_merge.mergekit_plugin.planning.delegate import Delegated
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.keeping import check_keepable
 from rotation_merge.mergekit_plugin.planning.meaning import check_meaning
@@ -33,9 +31,6 @@ from rotation_merge.mergekit_plugin.planning.tasks import AlignedGather, FiniteT
 from rotation_merge.mergekit_plugin.planning.wanted import Wanted
 from rotation_merge.mergekit_plugin.recipe.delegates import registered_name
 from rotation_merge.model.vocabulary import check_token_ids
-
-if TYPE_CHECKING:
-    from rotation_merge.mergekit_plugin.planning.refit_tasks import RefitModels
 
 
 class RotationMergePlanner(MergePlanner):
@@ -48,7 +43,7 @@ class RotationMergePlanner(MergePlanner):
         self.session = session = session_of(config, options)
         self.recipe, self.models, self.run = session.recipe, session.models, session.run
         self._method = self.recipe.delegate
-        self.refit: RefitModels | None = None
+        self.unit = plan_of(self._method).unit
         settle_heads(session, config.referenced_models())
         self._blocks_planned = 0
         self._same_ids = {self.recipe.base}
@@ -69,28 +64,7 @@ class RotationMergePlanner(MergePlanner):
         self.donors = Donors.read(self.config, self.recipe, self.models, self.options, self.run)
         self.session.donors = self.donors
         check_meaning(self.config, self.donors)
-        if isinstance(self._method, Averaging):
-            from rotation_merge.mergekit_plugin.planning.averages import Averages
-
-            device = str(self.options.device or "cpu")
-            self.owner: Any = Averages(self._method, self.recipe, self.models, self.run, device)
-        if isinstance(self._method, OtFusion):
-            from rotation_merge.mergekit_plugin.planning.fusing import Fusion
-
-            self.owner = Fusion(self._method, self.recipe, self.models, self.donors, self.run)
-        if isinstance(self._method, TaskVectorMethod):
-            from rotation_merge.mergekit_plugin.planning.changes import TaskVectorMerges
-
-            self.owner = TaskVectorMerges(self._method, self.recipe, self.run, str(self.options.device or "cpu"))
-        if isinstance(self._method, RefitMethod):
-            from rotation_merge.mergekit_plugin.planning.refit import read_lesson
-            from rotation_merge.mergekit_plugin.planning.refit_tasks import RefitModels
-
-            lesson = read_lesson(self.config, self.recipe, self.donors, self.options)
-            device, quiet = str(self.options.device or "cpu"), self.options.quiet
-            self.refit = RefitModels(
-                key="refit", label="", lesson=lesson, donors=self.donors, device=device, quiet=quiet
-            )
+        self.delegated = delegated(self.donors, self.config)
         self.run.folded = self.donors.folded
         if left_out := self.models[self.recipe.base].ignored:
             self.run.note(not_written(left_out))
@@ -176,22 +150,22 @@ class RotationMergePlanner(MergePlanner):
 
     def _plan_info(self, info: TensorInfo, out: OutputBlock, moves: Moves, reader: ConfigReader) -> None:
         names = out.names(info)
-        alone = self.recipe.excluded(names[0])
-        sources = [out.anchor] if alone or self.refit else out.sources
-        if self.refit is None or alone:
-            given = [(s.model, moves.tasks(s, info)) for s in sources]
+        excluded = self.recipe.excluded(names[0])
+        sources = [out.anchor] if excluded or self.unit == MODEL else out.sources
+        if self.unit == MODEL and not excluded:
+            tasks_of = [(self.recipe.base, tuple(self.delegated.tensor(name) for name in names))]
         else:
-            given = [(self.recipe.base, tuple(self.refit.tensor(name) for name in names))]
+            tasks_of = [(s.model, moves.tasks(s, info)) for s in sources]
         for piece, name in enumerate(names):
             gather = AlignedGather(
                 weight_info=ImmutableMap(data={}),
                 key=f"{out.number}:{name}",
                 label=name,
-                sources=tuple((model, tasks[piece], piece) for model, tasks in given),
+                sources=tuple((model, tasks[piece], piece) for model, tasks in tasks_of),
                 storage=self.config.dtype,
             )
             originals = {s.model: (s.block.tensor(info.key) or info).names[piece] for s in sources}
-            if isinstance(self._method, Averaging | OtFusion | TaskVectorMethod) and not self.recipe.excluded(name):
+            if self.unit not in (STOCK, MODEL) and not self.recipe.excluded(name):
                 self._plan_average(info, piece, originals, gather, moves, reader)
             else:
                 self._plan_merge(info, name, originals, gather, reader)
@@ -219,7 +193,9 @@ class RotationMergePlanner(MergePlanner):
         )
         shares = {model: float(values["weight"]) for model, values in per_input.items()}
         found = self._with_vocabulary(weight, gather, reader)
-        self._tensors.append((weight, self.owner.task(Wanted(info, piece, found, name, moves, reader, shares, shared))))
+        self._tensors.append(
+            (weight, self.delegated.task(Wanted(info, piece, found, name, moves, reader, shares, shared)))
+        )
 
     def _plan_merge(
         self,
@@ -230,7 +206,7 @@ class RotationMergePlanner(MergePlanner):
         reader: ConfigReader,
     ) -> None:
         weight = WeightInfo(name=name, vocabulary_axis=info.vocabulary_axis)
-        alone = len(originals) == 1 and (self.recipe.excluded(name) or self.refit is not None)
+        alone = len(originals) == 1 and (self.recipe.excluded(name) or self.unit == MODEL)
         method = "passthrough" if alone else registered_name(self._method)
         shared, per_input = (
             ({}, {m: {"scale": None} for m in originals})
@@ -290,3 +266,28 @@ class RotationMergePlanner(MergePlanner):
         if self.options.unsafe_truncate_embeddings:
             return TruncatedVocabulary(gather_tensors=gather, weight_info=weight)
         return gather
+
+
+def delegated(donors: Donors, config: MergeConfiguration) -> Any:
+    """What plans the output tensors of a delegate of our own, by the unit it works on; None of mergekit's.
+
+    Args:
+        config: normalised (modules with slices).
+    """
+    method: Any = donors.recipe.delegate
+    plan = plan_of(method)
+    if plan.unit == STOCK:
+        return None
+    if plan.unit == MODEL:
+        from rotation_merge.mergekit_plugin.planning.refit_tasks import RefitModels
+
+        return RefitModels(donors, config)
+    if plan.unit == BLOCK:
+        from rotation_merge.mergekit_plugin.planning.transport import Transport
+
+        return Delegated(method, donors, Transport(donors))
+    if plan.statistics:
+        from rotation_merge.mergekit_plugin.planning.statistics import CarriedStatistics
+
+        return Delegated(method, donors, CarriedStatistics(donors))
+    return Delegated(method, donors, None)

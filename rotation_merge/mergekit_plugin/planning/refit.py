@@ -12,7 +12,6 @@ from mergekit.options import MergeOptions
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.model.vocabulary import shared_rows
 from rotation_merge.run.data import read_batches, together, unpadded
 from rotation_merge.run.empty import empty_model
 from rotation_merge.run.functions import Batch, local_path
@@ -70,8 +69,6 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
         RotationMergeError: models or data that nothing can be refitted to.
     """
     readers = _readers(config)
-    _check_layers(config, donors)
-    _check_models(list(readers), donors)
     weights = {model: _number("weight", reader, model, 1.0) for model, reader in readers.items()}
     total = sum(weights.values())
     if min(weights.values()) < 0 or total <= 0:
@@ -113,42 +110,6 @@ def _number(name: str, reader: ConfigReader, model: ModelReference | None, defau
         where=str(model or "parameters"),
         remedy="give one number",
     )
-
-
-def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
-    """Every model gives all of its layers in their order."""
-    base = donors.models[donors.recipe.base]
-    for name, module in (config.modules or {}).items():
-        count = len(base.architecture.layers(name))
-        taken: dict[ModelReference, list[int]] = {}
-        for piece in module.slices or []:
-            for source in piece.sources:
-                taken.setdefault(source.model, []).extend(range(*source.layer_range))
-        for model, layers in taken.items():
-            if count and layers != list(range(count)):
-                raise RecipeError(
-                    f"delegate refit runs whole models, the slices take layers {layers} of {count}",
-                    where=str(model),
-                    remedy="take all layers in their order ('models:'), or another delegate",
-                )
-
-
-def _check_models(models: Sequence[ModelReference], donors: Donors) -> None:
-    base = donors.models[donors.recipe.base]
-    for model in models:
-        donor = donors.found.get(model)
-        if donor is not None and donor.origin is not None:
-            raise RecipeError(
-                "delegate refit asks models for answers, a task vector ('finetuned_from') gives none",
-                where=str(model),
-                remedy="use delegate task_arithmetic, or leave 'finetuned_from' out",
-            )
-        if model != donors.recipe.base and shared_rows([base, donors.models[model]]) is not None:
-            raise RecipeError(
-                f"delegate refit needs models with one tokenizer, this one's is not that of {base.reference}",
-                where=str(model),
-                remedy="use another delegate",
-            )
 
 
 def _usual(donors: Donors, model: ModelReference) -> str:

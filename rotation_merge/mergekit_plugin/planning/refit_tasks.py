@@ -13,17 +13,17 @@ from typing import Any, cast
 
 import torch
 from mergekit.common import dtype_from_name
-from pydantic import Field
+from mergekit.config import MergeConfiguration
 from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.refit import Refit, Refitted, Teachers
 from rotation_merge.matching.alignment import Alignment, aligned_source
 from rotation_merge.matching.open_pair import WithTied
+from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask
 from rotation_merge.mergekit_plugin.planning.donors import Donors
-from rotation_merge.mergekit_plugin.planning.refit import AT_ONCE, LENGTH, Lesson, Teacher
-from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
-from rotation_merge.mergekit_plugin.planning.whole import WholeTask, progress_bar
+from rotation_merge.mergekit_plugin.planning.refit import AT_ONCE, LENGTH, Lesson, Teacher, read_lesson
+from rotation_merge.mergekit_plugin.planning.whole import progress_bar
 from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.heads import head_names, is_head
@@ -39,22 +39,26 @@ ELSEWHERE = "free some space, or name a folder that has more in TMPDIR (in a rec
 """What there is to do where results find no space."""
 
 
-class RefitModels(WholeTask):
-    """Refits the merge; gives its tensors by name."""
+class RefitModels:
+    """Plans a refit: one task for all tensors, and one each that takes its own."""
 
-    lesson: Lesson = Field(repr=False)
-    donors: Donors = Field(repr=False)
-    device: str = "cpu"
-    quiet: bool = False
+    def __init__(self, donors: Donors, config: MergeConfiguration) -> None:
+        self.lesson, self.donors = read_lesson(config, donors.recipe, donors, donors.options), donors
+        wholes = {str(t.model): donors.found[t.model].whole for t in self.lesson.teachers if t.model in donors.found}
+        needs = {name: whole for name, whole in wholes.items() if whole is not None}
+        self.all = DelegateTask(key="refit", label="", work=self._run, needs=needs, first=True)
 
-    def arguments(self) -> dict[str, KeyedTask]:
-        found = {str(t.model): self.donors.found.get(t.model) for t in self.lesson.teachers}
-        wholes = {name: donor.whole for name, donor in found.items() if donor is not None}
-        return {name: cast(KeyedTask, whole) for name, whole in wholes.items() if whole is not None}
+    def tensor(self, name: str) -> DelegateTask:
+        """The task that gives one tensor of the refitted merge."""
 
-    def execute(self, **alignments: Alignment) -> Store:
-        with progress_bar("Refitting", self.quiet) as progress:
-            work = _Work(self, alignments)
+        def take(all: Store) -> Tensor:
+            return all.get(name)[0]
+
+        return DelegateTask(key=f"refit:{name}", label=name, work=take, needs={"all": self.all}, moved=False)
+
+    def _run(self, **alignments: Alignment) -> Store:
+        with progress_bar("Refitting", self.donors.options.quiet) as progress:
+            work = _Work(self.lesson, self.donors, alignments)
             try:
                 result = work.refit(progress)
                 work.write_rest()
@@ -64,10 +68,6 @@ class RefitModels(WholeTask):
                 work.states.close()
         self._report(result)
         return work.results
-
-    def tensor(self, name: str) -> RefittedTensor:
-        """The task that gives one of them."""
-        return RefittedTensor(key=f"refit:{name}", label=name, name=name, all=self)
 
     def _report(self, result: Refitted) -> None:
         run, lesson = self.donors.run, self.lesson
@@ -94,8 +94,8 @@ class RefitModels(WholeTask):
 class _Work:
     """One refit in progress: sources, samples, runners."""
 
-    def __init__(self, task: RefitModels, alignments: dict[str, Alignment]) -> None:
-        self.lesson, self.donors, self.device = task.lesson, task.donors, task.device
+    def __init__(self, lesson: Lesson, donors: Donors, alignments: dict[str, Alignment]) -> None:
+        self.lesson, self.donors, self.device = lesson, donors, str(donors.options.device or "cpu")
         self.recipe = self.donors.recipe
         self.base = self.donors.models[self.recipe.base]
         self.states = Store(self.lesson.spill)
@@ -249,19 +249,3 @@ class _Stored:
 
     def __getitem__(self, name: str, /) -> Tensor:
         return self.store.get(name)[0]
-
-
-class RefittedTensor(KeyedTask):
-    """One tensor of a refitted merge."""
-
-    name: str
-    all: RefitModels = Field(repr=False)
-
-    def arguments(self) -> dict[str, KeyedTask]:
-        return {"all": self.all}
-
-    def execute(self, all: Store) -> Tensor:
-        return all.get(self.name)[0]
-
-    def uses_accelerator(self) -> bool:
-        return False

@@ -1,4 +1,4 @@
-"""The tasks of delegates that average by statistics: statistics found, carried along, and used."""
+"""Statistics for delegates that average by them: the files of the models, and what brings them to the anchor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader
-from mergekit.graph import Task
-from pydantic import Field
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.averaging.methods import HALF, Averaging, Source, averaged
+from rotation_merge.averaging.methods import HALF, Plan, plan_of
 from rotation_merge.averaging.moved_statistics import (
     Feeding,
     carried_fisher,
@@ -26,12 +24,12 @@ from rotation_merge.averaging.moved_statistics import (
 )
 from rotation_merge.errors import RotationMergeError, StatisticsError
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.planning.blocks import same_block
+from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, Helped
+from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.moves import Move, Moves
-from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask, Loads, load_arguments, loaded, map_arguments
+from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
 from rotation_merge.mergekit_plugin.planning.wanted import Wanted
-from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import along, read_by, shifted
 from rotation_merge.model.checkpoint import Model, Models
@@ -47,7 +45,8 @@ from rotation_merge.symmetry import SpaceTransform
 class Books:
     """The statistics files of a merge, opened and checked once each."""
 
-    method: Averaging
+    plan: Plan
+    name: str
     models: Models
     found: dict[ModelReference, Statistics] = field(default_factory=dict)
 
@@ -69,12 +68,12 @@ class Books:
         where, command = str(model.reference), self._command(model, given, path is not None)
         if path is None:
             what = f"no statistics are at '{given}'" if given else "no statistics lie beside it"
-            raise StatisticsError(f"{what}, delegate {self.method.spec.name} needs them", where=where, remedy=command)
+            raise StatisticsError(f"{what}, delegate {self.name} needs them", where=where, remedy=command)
         found = Statistics.open(path)
-        if self.method.kind not in found.made.get("kinds", ()):
+        if self.plan.statistics not in found.made.get("kinds", ()):
             raise StatisticsError(
                 f"'{path}' holds {', '.join(found.made.get('kinds', ())) or 'nothing'}, "
-                f"delegate {self.method.spec.name} needs {self.method.kind}",
+                f"delegate {self.name} needs {self.plan.statistics}",
                 where=where,
                 remedy=command,
             )
@@ -98,70 +97,39 @@ class Books:
 
     def _command(self, model: Model, given: str | None, found: bool) -> str:
         """How to make a model's statistics, and have the recipe find them."""
-        kinds = "" if self.method.kind == "gram" else f" --kinds {self.method.kind}"
+        kinds = "" if self.plan.statistics == "gram" else f" --kinds {self.plan.statistics}"
         out = f" --out {given}" if given and not found else ""
         told = ", and name the file that it writes under 'statistics'" if given and found else ""
         return f"run 'rotation-merge measure {model.reference} --data DATA{kinds}{out}'{told}"
 
 
-@dataclass
-class Averages:
-    """Plans the tensors of a merge whose delegate averages by statistics."""
+class CarriedStatistics:
+    """Statistics of the models, carried along with them, for delegates that average by them."""
 
-    method: Averaging
-    recipe: Recipe
-    models: Models
-    run: Run
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        self.books = Books(self.method, self.models)
-        self.weighed: set[str] = set()
-        self.run.told_later(self._words)
-        if self.method.maps_only:
-            note = (
-                f"Delegate {self.method.spec.name}: embeddings, biases, norms and other tensors that are no linear maps"
-            )
+    def __init__(self, donors: Donors) -> None:
+        self.donors, self.recipe, self.models, self.run = donors, donors.recipe, donors.models, donors.run
+        method: Any = self.recipe.delegate
+        self.plan, self.name = plan_of(method), str(method.spec.name)
+        self.device = str(donors.options.device or "cpu")
+        self.books = Books(self.plan, self.name, self.models)
+        if self.plan.maps_only:
+            note = f"Delegate {self.name}: embeddings, biases, norms and other tensors that are no linear maps"
             tied = self.models[self.recipe.base].tied_head is not None and not self.recipe.untie
             head = ", and the head, which is tied to the embedding ('untie: true' would free it)," if tied else ""
             self.run.note(f"{note}{head} keep the average.")
 
-    def task(self, wanted: Wanted) -> AverageTensor:
-        """
-        Raises:
-            RotationMergeError: statistics are missing or of other weights, a parameter means nothing.
-        """
-        self.method.check(wanted.parameters)
-        wanted.check_shares(self.method.spec.name)
-        order, info, moves = wanted.models(self.recipe.base), wanted.info, wanted.moves
-        one = linear_map(moves.out.anchor.block, info)
-        by_statistics = not self.method.maps_only or one is not None
-        books = self._books(order, wanted.reader) if by_statistics else {}
-        by_statistics = by_statistics and not self._no_parameter(info, moves, books)
-        called = [model for model in order if not self._uncalled(books.get(model), info, moves, model)]
-        carried = [self._carry(info, moves, model, books[model]) for model in called] if by_statistics else []
-        if self.method.kind == "kfac" and any(b.is_half(self._names(info, moves, m)[0]) for m, b in books.items()):
+    def needs(self, wanted: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
+        info, moves = wanted.info, wanted.moves
+        if self.plan.maps_only and linear_map(moves.out.anchor.block, info) is None:
+            return {}
+        books = self._books(models, wanted.reader)
+        if self._no_parameter(info, moves, books):
+            return {}
+        called = [model for model in models if not self._uncalled(books[model], info, moves, model)]
+        parts = {m: Helped((self._carry(info, moves, m, books[m]),), books[m].made, True) for m in called}
+        if self.plan.statistics == "kfac" and any(b.is_half(self._names(info, moves, m)[0]) for m, b in books.items()):
             self.run.note(HALF)
-        if carried:
-            self.weighed.update(info.names)
-        return AverageTensor(
-            key=wanted.key,
-            label=wanted.label,
-            gather=wanted.gather,
-            method=self.method,
-            order=tuple(called if carried else order),
-            shares=tuple(wanted.shares[model] for model in (called if carried else order)),
-            parameters=dict(wanted.parameters),
-            carried=tuple(carried),
-            flipped=bool(carried) and self.method.maps_only and one is not None and one.reads < one.gives,
-            piece=wanted.piece if info.stacked else None,
-        )
-
-    def _words(self) -> list[str]:
-        """What was averaged by statistics, for the report."""
-        kind = "linear maps" if self.method.maps_only else "tensors"
-        how = "by statistics of the models on samples, not by position"
-        return [f"Delegate {self.method.spec.name} averaged {len(self.weighed)} {kind} {how}."]
+        return parts
 
     def _books(self, models: Sequence[ModelReference], reader: ConfigReader) -> dict[ModelReference, Statistics]:
         """
@@ -188,48 +156,51 @@ class Averages:
         self.run.used(f"statistics of {model}", source, count, None if given else str(book.path))
         return book
 
-    def _uncalled(self, book: Statistics | None, info: TensorInfo, moves: Moves, model: ModelReference) -> bool:
+    def _uncalled(self, book: Statistics, info: TensorInfo, moves: Moves, model: ModelReference) -> bool:
         """Whether a map never ran on the samples that a model was measured on."""
-        return book is not None and self.method.maps_only and self._names(info, moves, model)[0] in book.uncalled
+        return self.plan.maps_only and self._names(info, moves, model)[0] in book.uncalled
 
     def _no_parameter(self, info: TensorInfo, moves: Moves, books: Mapping[ModelReference, Statistics]) -> bool:
         """Whether no gradient could reach a tensor of any model, which then gets the mean."""
-        found = self.method.kind == "fisher" and all(
+        found = self.plan.statistics == "fisher" and all(
             set(self._names(info, moves, model)) <= set(book.made.get("buffers", ())) for model, book in books.items()
         )
         if found:
-            self.run.note(f"Delegate {self.method.spec.name}: buffers, which no gradient reaches, keep the average.")
+            self.run.note(f"Delegate {self.name}: buffers, which no gradient reaches, keep the average.")
         return found
 
     @staticmethod
     def _names(info: TensorInfo, moves: Moves, model: ModelReference) -> tuple[str, ...]:
         return (moves.found[model].source.block.tensor(info.key) or info).names
 
-    def _carry(self, info: TensorInfo, moves: Moves, model: ModelReference, book: Statistics) -> CarryStatistics:
+    def _carry(self, info: TensorInfo, moves: Moves, model: ModelReference, book: Statistics) -> DelegateTask:
         move, names = moves.found[model], self._names(info, moves, model)
         framed = move.frame.tensor(info.key) or info
-        shared = book.inputs.get(names[0], names[0]) if self.method.kind == "gram" else names[0]
-        mine = linear_map(move.frame, framed) if self.method.maps_only else None
+        shared = book.inputs.get(names[0], names[0]) if self.plan.statistics == "gram" else names[0]
+        mine = linear_map(move.frame, framed) if self.plan.maps_only else None
         feeds = [] if mine is None else feeding_keys(mine)
         keys = moves.folded_from(move.frame, feeds)
         biases = moves.folded_from(move.frame, self._biases(move, framed))
-        return CarryStatistics(
-            key=f"{moves.out.number}:{model}:{shared}",
-            label=moves.out.label,
+        work = CarryStatistics(
             block=move.frame,
             info=framed,
             names=names,
-            kind=self.method.kind,
+            kind=self.plan.statistics,
             model_name=str(model),
             statistics=book,
             feeds=moves.loads(move.source, keys),
             biases=moves.loads(move.source, biases),
             anchor=moves.loads(same_block(self.models, self.recipe.base, move.frame), biases),
             fold=moves.fold,
-            transforms=move.transforms,
-            whole=move.whole,
             device=self.device,
             rows=self.models[model].rows.get(names[0]),
+        )
+        loads = load_arguments(feeds=work.feeds, biases=work.biases, anchor=work.anchor)
+        return DelegateTask(
+            key=f"statistics:{moves.out.number}:{model}:{shared}",
+            label=moves.out.label,
+            work=work,
+            needs={**loads, **map_arguments(move.transforms, move.whole)},
         )
 
     def _biases(self, move: Move, info: TensorInfo) -> list[str]:
@@ -238,7 +209,7 @@ class Averages:
         matched = move.origin is None and (move.transforms is not None or move.whole is not None)
         if one is None or one.values is None or not matched:
             return []
-        if self.method.kind == "fisher":
+        if self.plan.statistics == "fisher":
             self.run.note(
                 "Fisher diagonals of the maps that read attention's values weigh by what the donors themselves read "
                 "there, before they are given the anchor's biases."
@@ -247,7 +218,8 @@ class Averages:
         return [one.values.key]
 
 
-class CarryStatistics(KeyedTask):
+@dataclass(frozen=True)
+class CarryStatistics:
     """What a model's statistics say of one map (or of one tensor), in the anchor's coordinates.
 
     Attributes:
@@ -257,26 +229,20 @@ class CarryStatistics(KeyedTask):
         rows: what puts the model's classes into the anchor's order (see `model/labels.py`).
     """
 
-    block: Block = Field(repr=False)
-    info: TensorInfo = Field(repr=False)
+    block: Block
+    info: TensorInfo
     names: tuple[str, ...]
     kind: str
     model_name: str
-    statistics: Statistics = Field(repr=False)
-    feeds: Loads = Field(default_factory=dict, repr=False)
-    biases: Loads = Field(default_factory=dict, repr=False)
-    anchor: Loads = Field(default_factory=dict, repr=False)
-    fold: Fold | None = Field(default=None, repr=False)
-    transforms: Task | None = None
-    whole: Task | None = None
-    device: str = "cpu"
-    rows: tuple[int, tuple[int, ...]] | None = Field(default=None, repr=False)
+    statistics: Statistics
+    feeds: Loads
+    biases: Loads
+    anchor: Loads
+    fold: Fold | None
+    device: str
+    rows: tuple[int, tuple[int, ...]] | None
 
-    def arguments(self) -> dict[str, Task]:
-        loads = load_arguments(feeds=self.feeds, biases=self.biases, anchor=self.anchor)
-        return {**loads, **map_arguments(self.transforms, self.whole)}
-
-    def execute(
+    def __call__(
         self,
         transforms: dict[str, SpaceTransform] | None = None,
         whole: Alignment | None = None,
@@ -346,59 +312,3 @@ class CarryStatistics(KeyedTask):
     def _feeding(self, one: LinearMap, values: Mapping[str, Tensor | None]) -> Feeding:
         tensors = loaded("feeds", self.feeds, self.block, values)
         return feeding({key: tensor.to(self.device) for key, tensor in tensors.items()}, one, self.fold)
-
-
-class AverageTensor(KeyedTask):
-    """One output tensor, averaged by a delegate of ours.
-
-    Attributes:
-        gather: gives each model's tensor.
-        order: the models that count, the anchor first.
-        carried: what gives each model's statistics, in that order; empty where the mean is taken.
-        piece: which of the stacked pieces this is; None where it is not one of several.
-    """
-
-    gather: Task
-    method: Averaging = Field(repr=False)
-    order: tuple[ModelReference, ...] = Field(repr=False)
-    shares: tuple[float, ...] = Field(repr=False)
-    parameters: dict[str, Any] = Field(repr=False)
-    carried: tuple[CarryStatistics, ...] = Field(default=(), repr=False)
-    flipped: bool = False
-    piece: int | None = None
-
-    def arguments(self) -> dict[str, Task]:
-        return {"tensors": self.gather, **{f"held{i}": task for i, task in enumerate(self.carried)}}
-
-    def execute(self, tensors: dict[ModelReference, Tensor], **held: dict[str, Tensor]) -> Tensor:
-        first = tensors[self.order[0]]
-        if not first.is_floating_point():
-            return first
-        sources = []
-        for number, (model, share) in enumerate(zip(self.order, self.shares, strict=True)):
-            own = {name: self._of_piece(x) for name, x in held.get(f"held{number}", {}).items()}
-            made = self.carried[number].statistics.made if self.carried else {}
-            sources.append(Source(self._flip(tensors[model]), share, own, made))
-        try:
-            result = averaged(sources) if not self.carried else self._pieces(sources)
-        except StatisticsError as error:
-            raise StatisticsError(error.what, where=error.where or self.label, remedy=error.remedy) from error
-        return self._flip(result).to(first.dtype)
-
-    def _of_piece(self, held: Tensor) -> Tensor:
-        return held if self.piece is None else held[self.piece]
-
-    def _pieces(self, sources: list[Source]) -> Tensor:
-        """The average; of a stack of maps in one tensor, one map after the other."""
-        if self.method.maps_only and sources[0].weight.ndim == 3:
-            rows = range(len(sources[0].weight))
-            return torch.stack([self.method.average([_row(s, i) for s in sources], self.parameters) for i in rows])
-        return self.method.average(sources, self.parameters)
-
-    def _flip(self, tensor: Tensor) -> Tensor:
-        """Maps as (outputs, inputs), whatever way they are stored; and back."""
-        return tensor.mT if self.flipped else tensor
-
-
-def _row(source: Source, row: int) -> Source:
-    return Source(source.weight[row], source.share, {name: x[row] for name, x in source.held.items()}, source.made)

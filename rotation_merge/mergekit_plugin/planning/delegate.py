@@ -1,0 +1,171 @@
+"""Delegates of our own as tasks: the plan of each (`averaging.methods.Plan`) says which, one type of task does them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.graph import Task
+from pydantic import Field
+from torch import Tensor
+
+from rotation_merge.averaging.methods import MergeLog, OwnMethod, Source, Target, plan_of
+from rotation_merge.errors import StatisticsError
+from rotation_merge.mergekit_plugin.planning.donors import Donors
+from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
+from rotation_merge.mergekit_plugin.planning.wanted import Wanted
+from rotation_merge.run.maps import linear_map
+
+
+class DelegateTask(KeyedTask):
+    """One step of a delegate: a function, and the tasks whose results it takes by name.
+
+    Attributes:
+        first: whether it looks at whole models: it runs once, on the main thread, ahead of all that depends on it.
+        moved: whether what it takes is moved to the accelerator.
+    """
+
+    work: Callable[..., Any] = Field(repr=False)
+    needs: Mapping[str, Task] = Field(default_factory=dict, repr=False)
+    first: bool = False
+    moved: bool = True
+
+    def arguments(self) -> dict[str, Task]:
+        return dict(self.needs)
+
+    def execute(self, **values: Any) -> Any:
+        return self.work(**values)
+
+    def priority(self) -> int:
+        return 2000 if self.first else 0
+
+    def uses_accelerator(self) -> bool:
+        return self.moved and not self.first
+
+    def main_thread_only(self) -> bool:
+        return self.first
+
+
+class Helper(Protocol):
+    """Plans what a delegate takes beside the models' tensors."""
+
+    def needs(self, wanted: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
+        """For every model that counts what its part of one output tensor is merged with; empty where there is nothing.
+
+        Raises:
+            RotationMergeError: it is missing, or a parameter means nothing.
+        """
+
+
+@dataclass(frozen=True)
+class Helped:
+    """What one model's part of a tensor is merged with.
+
+    Attributes:
+        tasks: whose results, put together, are `Source.held`.
+        made: the head of its statistics file.
+        split: whether the results are of all stacked pieces, of which each tensor takes its own.
+    """
+
+    tasks: tuple[Task, ...] = ()
+    made: Mapping[str, Any] = field(default_factory=dict)
+    split: bool = False
+
+
+class Delegated:
+    """Plans the output tensors of a merge by a delegate of our own, one task each."""
+
+    def __init__(self, method: OwnMethod, donors: Donors, helper: Helper | None) -> None:
+        self.method, self.plan, self.base, self.helper = method, plan_of(method), donors.recipe.base, helper
+        self.log = MergeLog(str(self.base))
+        donors.run.told_later(lambda: method.words(self.log))
+
+    def task(self, wanted: Wanted) -> DelegateTask:
+        """
+        Raises:
+            RotationMergeError: a parameter means nothing, weights are of no use, or statistics are missing.
+        """
+        self.method.check(wanted.parameters)
+        if not self.plan.negative:
+            wanted.check_shares(self.method.spec.name)
+        models = wanted.models(self.base)
+        if self.plan.base:
+            models = [self.base, *(model for model in models if model != self.base)]
+        helped = self.helper.needs(wanted, models) if self.helper is not None else {}
+        if helped and self.plan.statistics:
+            models = [model for model in models if model in helped]
+            self.log.with_statistics.update(wanted.info.names)
+        block = wanted.moves.out.anchor.block
+        linear = linear_map(block, wanted.info) if self.plan.maps_only else None
+        parts = [helped.get(model, Helped()) for model in models]
+        merge = partial(
+            merge_tensor,
+            self.method,
+            Target(
+                block.tensor(wanted.info.key) or wanted.info,
+                linear is not None,
+                wanted.piece if wanted.info.stacked else None,
+                self.log,
+            ),
+            [(model, float(wanted.shares[model]), part) for model, part in zip(models, parts, strict=True)],
+            dict(wanted.parameters),
+            linear is not None and linear.reads < linear.gives,
+            wanted.label,
+        )
+        needs = {f"{i}:{j}": task for i, part in enumerate(parts) for j, task in enumerate(part.tasks)}
+        key = f"merge:{wanted.key}"
+        return DelegateTask(key=key, label=wanted.label, work=merge, needs={"tensors": wanted.gather, **needs})
+
+
+def merge_tensor(
+    method: OwnMethod,
+    target: Target,
+    parts: Sequence[tuple[ModelReference, float, Helped]],
+    parameters: Mapping[str, Any],
+    flipped: bool,
+    label: str,
+    tensors: Mapping[ModelReference, Tensor],
+    **results: Mapping[str, Any],
+) -> Tensor:
+    """One output tensor, in the dtype of the first model's.
+
+    Args:
+        parts: of the models that count, the anchor first: weights, and what each is merged with.
+        flipped: whether a linear map is stored as (inputs, outputs).
+        label: its name in the output.
+        tensors: in the anchor's coordinates, vocabularies brought together.
+        results: of the tasks of `parts`, as `MODEL:TASK` by their numbers.
+
+    Raises:
+        StatisticsError: what weighs the models is of no use.
+    """
+    first = tensors[parts[0][0]]
+    if not first.is_floating_point():
+        return first
+    sources = []
+    for number, (model, share, helped) in enumerate(parts):
+        held: dict[str, Any] = {}
+        for i in range(len(helped.tasks)):
+            held |= results[f"{number}:{i}"]
+        if helped.split and target.piece is not None:
+            held = {name: value[target.piece] for name, value in held.items()}
+        weight = tensors[model].mT if flipped else tensors[model]
+        sources.append(Source(weight, share, held, helped.made))
+    try:
+        if target.linear and first.ndim == 3:
+            rows = [[_row(source, i) for source in sources] for i in range(len(first))]
+            merged = torch.stack([method.merge(row, target, parameters) for row in rows])
+        else:
+            merged = method.merge(sources, target, parameters)
+    except StatisticsError as error:
+        raise StatisticsError(error.what, where=error.where or label, remedy=error.remedy) from error
+    return (merged.mT if flipped else merged).to(first.device, first.dtype)
+
+
+def _row(source: Source, row: int) -> Source:
+    held = {name: value[row] for name, value in source.held.items()}
+    return Source(source.weight[row], source.share, held, source.made)

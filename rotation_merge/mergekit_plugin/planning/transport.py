@@ -1,0 +1,243 @@
+"""Transport plans of blocks and streams, from weights or activations, for delegates that move donors by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader
+from mergekit.graph import Task
+from torch import Tensor
+
+from rotation_merge.architecture.model import Architecture, Block, TensorInfo
+from rotation_merge.averaging.ot_fusion import (
+    REGULARISATION,
+    How,
+    Plans,
+    block_plans,
+    stream_ends,
+    stream_plans,
+    transported,
+    weight_points,
+)
+from rotation_merge.errors import RecipeError
+from rotation_merge.matching.activations import Activations, activation_points, stream_points
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, Helped
+from rotation_merge.mergekit_plugin.planning.donors import Donors
+from rotation_merge.mergekit_plugin.planning.meaning import check_pool
+from rotation_merge.mergekit_plugin.planning.moves import Moves
+from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
+from rotation_merge.mergekit_plugin.planning.wanted import Wanted
+from rotation_merge.model.biases import Aligned
+from rotation_merge.model.fold import Fold, Folded
+from rotation_merge.model.source import TensorSource
+from rotation_merge.model.sources import Rows
+from rotation_merge.model.vocabulary import shared_rows
+from rotation_merge.run.data import read_batches, unpadded
+from rotation_merge.run.functions import Batch, architecture_of, load, local_path
+from rotation_merge.symmetry import SpaceTransform
+
+SAMPLES = 200
+"""Samples that activations are taken on."""
+
+
+def pool(anchor: str, data: str, seed: int) -> list[Batch]:
+    """The samples of all models, which the anchor reads, or writes."""
+    samples = read_batches(data, local_path(anchor), load(anchor), SAMPLES, seed=seed)
+    return unpadded(samples.batches, data)
+
+
+def watch(model: str, batches: list[Batch]) -> Activations:
+    """A model's activations on samples."""
+    module = load(model)
+    return Activations.of(module, architecture_of(module), batches)
+
+
+@dataclass(frozen=True)
+class PlanStreams:
+    """The plan of each residual stream, from embeddings and heads, or from activations.
+
+    Attributes:
+        anchor, donor: sources by the anchor's names.
+        folded: streams that are folded in both.
+    """
+
+    architecture: Architecture
+    anchor: TensorSource
+    donor: TensorSource
+    how: How
+    folded: tuple[str, ...] = ()
+
+    def __call__(
+        self,
+        whole: Alignment | None = None,
+        anchor: Activations | None = None,
+        donor: Activations | None = None,
+    ) -> Plans:
+        transforms = whole.transforms if whole else {}
+
+        def points(stream: str) -> tuple[Tensor | None, Tensor | None]:
+            if anchor is not None and donor is not None:
+                ours = stream_points(self.architecture, stream, anchor, {})
+                return ours, stream_points(self.architecture, stream, donor, transforms)
+            sources = [self.anchor, self.donor]
+            if self.folded:
+                sources = [Folded(self.architecture, source, self.folded) for source in sources]
+            moved = Aligned(self.architecture, sources[1], transforms)
+            return stream_ends(self.architecture, stream, sources[0], moved)
+
+        return stream_plans(self.architecture, points, self.how)
+
+
+@dataclass(frozen=True)
+class PlanBlock:
+    """The plans of a block's local spaces.
+
+    Attributes:
+        loads: of the anchor's tensors.
+        donor: by key, how many pieces a donor's tensor comes in.
+    """
+
+    block: Block
+    how: How
+    loads: Loads
+    donor: Mapping[str, int]
+    fold: Fold | None
+
+    def __call__(
+        self,
+        streams: Plans | None = None,
+        transforms: dict[str, SpaceTransform] | None = None,
+        whole: Alignment | None = None,
+        anchor: Activations | None = None,
+        donor: Activations | None = None,
+        **values: Any,
+    ) -> Plans:
+        maps = {**(whole.transforms if whole else {}), **(transforms or {})}
+        if anchor is not None and donor is not None:
+            ours, theirs = activation_points(self.block, anchor, {}), activation_points(self.block, donor, maps)
+        else:
+            tensors = loaded("tensors", self.loads, self.block, values)
+            ours = weight_points(self.block, tensors if self.fold is None else self.fold.block(self.block, tensors))
+            theirs = weight_points(self.block, dict(self._donor(values, streams or {})))
+        return block_plans(self.block, theirs, ours, self.how.hard, self.how.regularisation)
+
+    def _donor(self, values: Mapping[str, Any], streams: Plans) -> Iterator[tuple[str, Tensor]]:
+        """The donor's tensors, aligned, and what they read after the stream's plan."""
+        for key, count in self.donor.items():
+            info = self.block.tensor(key)
+            pieces = [values[f"donor:{key}:{i}"] for i in range(count)]
+            whole = [piece[i] if isinstance(piece, tuple) else piece for i, piece in enumerate(pieces)]
+            if info is not None and all(piece is not None for piece in whole):
+                tensor = torch.stack(whole) if info.stacked else whole[0]
+                yield key, transported(tensor, info, streams, None)
+
+
+class Transport:
+    """Plans what brings every donor's coordinates to the anchor's by optimal transport."""
+
+    def __init__(self, donors: Donors) -> None:
+        self.donors, self.recipe, self.models, self.run = donors, donors.recipe, donors.models, donors.run
+        self.streams: dict[ModelReference, DelegateTask] = {}
+        self.blocks: dict[tuple[int, ModelReference], DelegateTask] = {}
+        self.data: str | None = None
+
+    def needs(self, wanted: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
+        if wanted.parameters["stream"] == "transport" and self.recipe.value("heads_of") == "each":
+            what = "'heads_of: each' puts the body under every donor's head, which no plan of the stream moves"
+            raise RecipeError(what, where="parameters", remedy="add 'stream: identity'")
+        self._settle_data(wanted.reader, wanted.shares)
+        donors = [model for model in models if model != self.recipe.base]
+        return {model: Helped(self._plans(model, wanted.info, wanted.moves, wanted.parameters)) for model in donors}
+
+    def _settle_data(self, reader: ConfigReader, models: Iterable[ModelReference]) -> None:
+        """The samples of all models, which are one pool.
+
+        Raises:
+            RecipeError: models have samples of their own.
+        """
+        found = {self.recipe.of_model("data", reader, model) for model in models}
+        if len(found) > 1:
+            raise RecipeError(
+                "delegate ot_fusion compares activations on the same samples, and models have 'data' of their own",
+                where="parameters",
+                remedy="write 'data' once, under the recipe's parameters",
+            )
+        self.data = None if None in found else str(found.pop())
+        if self.data is not None:
+            check_pool(self.donors)
+            self.run.used("matching of activations", self.data, SAMPLES)
+
+    def _plans(
+        self, model: ModelReference, info: TensorInfo, moves: Moves, parameters: Mapping[str, Any]
+    ) -> tuple[Task, ...]:
+        """What moves one donor's tensor."""
+        soft = "soft plans, which are no symmetries: what was averaged no longer computes what the donor does"
+        words = "hard plans, which are permutations" if parameters["plan"] == "hard" else soft
+        self.run.note(f"Delegate ot_fusion moved `{model}` by {words}.")
+        plans: list[Task] = []
+        kinds = {space.kind for space in info.spaces()}
+        if "stream" in kinds and parameters["stream"] == "transport":
+            plans.append(self._streams(model, parameters))
+        if kinds - {"stream"}:
+            plans.append(self._block(model, moves, parameters))
+        return tuple(plans)
+
+    def _how(self, parameters: Mapping[str, Any]) -> How:
+        default = REGULARISATION["weights" if self.data is None else "activations"]
+        given = parameters["regularisation"]
+        return How(parameters["plan"] == "hard", default if given is None else given)
+
+    def _watched(self, model: ModelReference) -> dict[str, Task]:
+        """Activations of the anchor and of a donor, where there are samples."""
+        if self.data is None:
+            return {}
+        base, seed = str(self.recipe.base), self.donors.options.random_seed or 0
+        samples = DelegateTask(key="pool", label="", work=partial(pool, base, self.data, seed), first=True)
+        return {
+            side: DelegateTask(
+                key=f"watch:{name}", label="", work=partial(watch, name), needs={"batches": samples}, first=True
+            )
+            for side, name in (("anchor", base), ("donor", str(model)))
+        }
+
+    def _streams(self, model: ModelReference, parameters: Mapping[str, Any]) -> DelegateTask:
+        if model not in self.streams:
+            donor, base = self.donors.found[model], self.models[self.recipe.base]
+            sources: list[TensorSource] = [base, self.donors.source(model)]
+            if (rows := shared_rows([base, self.models[model]])) is not None:
+                sources = [Rows(base.architecture, source, own) for source, own in zip(sources, rows, strict=True)]
+            self.streams[model] = DelegateTask(
+                key=f"streams:{model}",
+                label="",
+                work=PlanStreams(base.architecture, sources[0], sources[1], self._how(parameters), self.donors.folded),
+                needs={**self._watched(model), **map_arguments(None, donor.whole)},
+                first=True,
+            )
+        return self.streams[model]
+
+    def _block(self, model: ModelReference, moves: Moves, parameters: Mapping[str, Any]) -> DelegateTask:
+        key = moves.out.number, model
+        if key not in self.blocks:
+            move, anchor, watched = moves.found[model], moves.out.anchor, self._watched(model)
+            local = {space.name for space in anchor.block.spaces.values()}
+            infos = [i for i in anchor.block.tensors if any(s.name in local for s in i.spaces()) and not watched]
+            loads = moves.loads(anchor, dict.fromkeys(k for i in infos for k in moves.fold_keys(anchor.block, i.key)))
+            donor = {info.key: moves.tasks(move.source, info) for info in infos}
+            needs: dict[str, Task] = {**load_arguments(tensors=loads), **watched}
+            needs |= {f"donor:{k}:{i}": task for k, tasks in donor.items() for i, task in enumerate(tasks)}
+            if parameters["stream"] == "transport" and not watched:
+                needs["streams"] = self._streams(model, parameters)
+            counts = {k: len(tasks) for k, tasks in donor.items()}
+            self.blocks[key] = DelegateTask(
+                key=f"plans:{moves.out.number}:{model}",
+                label=moves.out.label,
+                work=PlanBlock(anchor.block, self._how(parameters), loads, counts, moves.fold),
+                needs={**needs, **map_arguments(move.transforms, move.whole)},
+            )
+        return self.blocks[key]
