@@ -28,7 +28,8 @@ def command(repo: str, folder: str, include: tuple[str, ...], no_weights: bool, 
     """Download what 'rotation-merge push' published, into DIR, whole or not at all.
 
     Nothing is taken but what a merge has: weights, config, tokenizer, recipe, alignment files, statistics, report and
-    card. A recipe that names paths outside its folder is refused. With --force DIR keeps its other files.
+    card. A recipe that names paths outside its folder is refused. With --force the weights and config of a model in
+    DIR are replaced; its other files stay.
 
     Every file is compared with the manifest's SHA-256 sums, and so are the alignment files and statistics that the
     recipe names, which wait in the hub's cache. Statistics that are not published have to be measured first; the

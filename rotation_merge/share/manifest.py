@@ -12,6 +12,7 @@ from typing import Any
 
 from rotation_merge.errors import RotationMergeError, short
 from rotation_merge.model.card import TOLERANCE
+from rotation_merge.record import MANIFEST_FILE
 from rotation_merge.share.contents import belongs, included, well_formed
 from rotation_merge.share.fields import checked_count, checked_word
 from rotation_merge.share.remeasure import Measurement
@@ -71,7 +72,8 @@ class Manifest:
         try:
             manifest = cls._checked(_content(path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RotationMergeError(f"is no manifest ({short(error)})", where=path, remedy=DAMAGED) from error
+            where = path if repo is None else f"{repo}, {MANIFEST_FILE}"
+            raise RotationMergeError(f"is no manifest ({short(error)})", where=where, remedy=DAMAGED) from error
         if repo is None:
             return manifest
         if manifest.repo.casefold() != repo.casefold():
