@@ -77,8 +77,8 @@ CASES = (
     Case(
         "near",
         "Two fine-tunes of one base",
-        "One was tuned on English, the other on C. They share their coordinates, there is next to nothing to align. "
-        "Their average has kept more of the Python that their base knew than either.",
+        "One was tuned on English, the other on C. They share their coordinates, so there is next to nothing to align. "
+        "Their average keeps more of the base's Python than either fine-tune.",
         (ENGLISH, C),
         NEAR,
         ("demo:python",),
@@ -86,7 +86,7 @@ CASES = (
     Case(
         "base",
         "A fine-tune and its base",
-        "Half of the change that taught it English, for most of what it teaches and little of what it costs.",
+        "The base plus half of the change that taught English: most of the gain for little of the cost.",
         ("C/llama-0", ENGLISH),
         NEAR,
         ("demo:python", "demo:english"),
@@ -94,7 +94,7 @@ CASES = (
     Case(
         "carried",
         "A fine-tune's change, carried to another base",
-        "The change that taught one base English is moved into the coordinates of another base, and half of it added.",
+        "The change that taught one base English is moved to another base, and half of it is added.",
         ("C/llama-1", ENGLISH),
         FAR,
         ("demo:english",),
@@ -104,8 +104,8 @@ CASES = (
     Case(
         "refit",
         "Two ViTs trained independently, refitted",
-        "The layers' maps are solved on synthetic images, to do there what the two models do: much of what the average "
-        "loses comes back, without data.",
+        "The layers are solved on synthetic images to do what the two models do. Much of what the average loses comes "
+        "back, without data.",
         VITS,
         {**REFIT, "data": "synthetic", "samples": 256},
         ("demo:digits",),
@@ -113,7 +113,7 @@ CASES = (
     Case(
         "llamas",
         "Two Llamas trained independently, by their weights alone",
-        "Alignment lowers the barrier; what is left of it costs more than a second model is worth.",
+        "Alignment lowers the barrier. The rest of it costs more than the second model is worth.",
         LLAMAS,
         FAR,
         ("demo:python",),
@@ -121,7 +121,7 @@ CASES = (
     Case(
         "vits",
         "The two ViTs, by their weights alone",
-        "The pair of the refit above, without samples.",
+        "The same pair without samples.",
         VITS,
         FAR,
         ("demo:digits",),
@@ -191,8 +191,9 @@ def picture(barrier: Barrier, path: Path) -> None:
 HEAD = """# Gallery
 
 Six merges of the checkpoints that come with the package (`C/` stands for `rotation_merge/run/checkpoints/`), made,
-drawn and measured by `python benchmarks/gallery.py`. Losses are in nats, means over the data named. Where a table says
-so, do not merge: `rotation-merge merge` finds it out, and writes nothing.
+drawn and measured by `python benchmarks/gallery.py`. Losses are in nats, means over the named data. Two of the merges
+are better than each model alone; for three, the table says not to merge. `rotation-merge merge` finds this out and
+writes nothing then.
 """
 
 SECTION = """

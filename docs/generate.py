@@ -25,35 +25,34 @@ VERSION = f"mergekit {version('mergekit')}:"
 PART = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 MEANINGS = {
-    "attention": "Maps inside attention heads. `permutation`: orders of coordinates, where the layer admits them; "
-    "`rotation`: the largest compact group that the layer admits; "
-    "`invertible`: any invertible map, where the layer admits it.",
-    "heads": "Order of attention heads. `permutation`: the joint optimum of the order and the maps inside heads; "
-    "`spectral`: by singular values, after TransFusion (theirs are of queries, keys and values without biases, ours of "
-    "all four with biases), for comparison.",
-    "ffn": "Order of FFN neurons, and of experts.",
-    "rescale": "Rescaling, of either sign where the layer allows it. `sequential`: after the rotation, as the ICML "
-    "2025 paper does, instead of solving for both.",
-    "residual": "Group of the residual stream: one map for the whole model. See [The residual stream](residual.md).",
-    "layers": "Which layers to match; ranges such as `0-5,11`.",
-    "match_on": "What the maps are chosen by. `activations`: by what both models' linear maps read and give on the "
-    "same samples (`data`, `samples`; not given: text of which each of the two writes half), centred, those of streams "
-    "partly whitened; experts, mixers, latents and scales by weights. `both`: weights and activations, the streams "
-    "started from activations. The donor computes what it always did, whatever they say; vocabularies must agree. "
-    "Not given: `weights`, of `carry: activations` `both`.",
-    "finetuned_from": "The donor is a fine-tune of this model. The map from it to the anchor is found, and the "
-    "delegate sees anchor + map(donor - this model).",
-    "alignment": "File of transforms, written by `rotation-merge align --alignment` or `rotation-merge fit`, that is "
-    "applied instead of matching: a path, or `org/repo/file@revision` of the hub. Options of matching beside it, or "
-    "for donors that files move one and all, are a fault: they would do nothing.",
+    "attention": "Maps inside attention heads. `permutation`: orders of coordinates. `rotation`: the largest compact "
+    "group that the layer admits. `invertible`: any invertible map, where the layer admits it.",
+    "heads": "Order of attention heads. `permutation`: the joint optimum of the order and the maps inside heads. "
+    "`spectral`: by singular values, as TransFusion does (here of all four matrices and biases), for "
+    "comparison.",
+    "ffn": "Order of FFN neurons and of experts.",
+    "rescale": "Rescaling, with a sign where the layer admits it. `sequential`: after the rotation, as in the ICML "
+    "2025 paper, instead of jointly.",
+    "residual": "Group of the residual stream, one map for the whole model. See [Merge independent "
+    "models](merge-independent.md#why-the-residual-stream-matters).",
+    "layers": "Layers to match; ranges such as `0-5,11`.",
+    "match_on": "What chooses the maps. `activations`: inputs and outputs of both models' linear maps on the same "
+    "samples (`data`, `samples`; by default each model writes half of the text), centred and partly "
+    "whitened; experts, mixers, latents and scales still by weights. `both`: weights and activations. The"
+    " donor's outputs stay the same in any case. Both models need one vocabulary. Default: `weights`; "
+    "with `carry: activations`, `both`.",
+    "finetuned_from": "The base that the donor was fine-tuned from. It is aligned to the anchor, and the delegate "
+    "receives anchor + map(donor - base).",
+    "alignment": "A file of transforms, written by `rotation-merge align --alignment` or `rotation-merge fit`, to "
+    "apply instead of matching: a path, or `org/repo/file@revision` on the hub. Options of matching "
+    "beside it are an error.",
     "delegate": "The merge method that averages. See [Delegates](delegates.md).",
-    "unsupported": "`merge`: what cannot be aligned is merged as it stands, and the report says so.",
-    "exclude": "Comma-separated parts of tensor names; such tensors are copied from `base_model`.",
-    "untie": "Give a tied output its own tensor, where residual rotation needs it.",
-    "anchor": "`mean`: align all models to their running mean, expressed in the coordinates of `base_model`.",
-    "save_alignment": "Keep the transforms that the merge used as files for `alignment:`, the same that "
-    "`rotation-merge align --alignment` writes. `true`: as `alignment.safetensors` beside the model. Further donors: "
-    "`NAME-2`, `NAME-3`.",
+    "unsupported": "`merge`: tensors that cannot be aligned are merged as they are; the report names them.",
+    "exclude": "Comma-separated parts of tensor names. These tensors are copied from `base_model`.",
+    "untie": "Give a tied output head its own tensor; a residual rotation needs it.",
+    "anchor": "`mean`: align all models to their running mean, in the coordinates of `base_model`.",
+    "save_alignment": "Store the transforms for `alignment:`. `true`: as `alignment.safetensors` beside the model. "
+    "Further donors: `NAME-2`, `NAME-3`.",
     "report": "Also write the report as an HTML page, `report.html`.",
 }
 """Longer words than the code's own; a parameter that is not here gets those."""

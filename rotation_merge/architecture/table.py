@@ -14,21 +14,25 @@ from rotation_merge.symmetry.stream import STREAM_GROUPS
 INTRO = """\
 # Architectures
 
-Which models can be aligned, and by which groups. This page is written from the architecture files by
-`python -m rotation_merge.architecture.table > docs/architectures.md`; the tests compare it with them, and prove for
-each family, on real transformers models, that every group listed leaves the outputs unchanged. To add one, see
-[Add your architecture](add-architecture.md).
+Models that can be aligned, and the groups that each admits. The page is generated from the architecture files by
+`python -m rotation_merge.architecture.table > docs/architectures.md`. The tests prove for each family, on transformers
+models, that every group listed leaves the outputs unchanged. [Add an architecture](add-architecture.md) says how to
+add one.
 
-What is listed is the largest group of each space; where a config switches something on that makes it smaller, the notes
-say so. A model without a head (`...Model`) gives out its residual stream itself, so that no stream of it is moved.
-Task heads go through the delegate like any other tensor.
+Listed is the largest group of each space; the notes name configs that make it smaller. A model without a head
+(`...Model`) returns its residual stream, so its stream stays where it is. The delegate merges task heads like any other
+tensor.
 
-Words: *planar* is a rotation and a rescaling of each RoPE pair; *O(d)* an orthogonal map with one rescaling, or with
-`attention: invertible` any invertible map; *sign* stands for plus or minus one; *gain exchange*: what the norm of
-queries gains, that of keys loses; *scaled* is a positive rescaling of each neuron, or one of either sign where the FFN
-is gated (*fourfold*: between all factors of a product with a convolution in it); *free* heads may change places (query
-heads within their KV group, and KV groups), *fixed* ones may not;
-*shifted* rows of a router: one vector is added to all of them.
+| word | meaning |
+|---|---|
+| planar | a rotation and a scale for each RoPE pair |
+| O(d) | an orthogonal map and one scale; with `attention: invertible`, any invertible map |
+| sign | plus or minus one |
+| gain exchange | what the query norm gains, the key norm loses |
+| scaled | a positive scale for each neuron; of either sign in a gated FFN |
+| scaled fourfold | scales exchanged between all factors of a product with a convolution |
+| free, fixed | heads may change places (query heads within their KV group, and KV groups), or may not |
+| rows shifted | one vector is added to all rows of a router |
 
 """
 

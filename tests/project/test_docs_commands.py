@@ -184,8 +184,8 @@ def test_nothing_in_a_bash_block_goes_unread(page: Path) -> None:
     assert [line for line in shown if not ours(line) and not line.startswith(OTHER)] == []
 
 
-FOLLOWED = ("add-group.md",)
-"""Pages whose Python is parts of files; `test_add_group.py` follows them."""
+FOLLOWED = ("add-group.md", "add-averaging.md")
+"""Pages whose Python is parts of files; `test_add_group.py` and `test_add_averaging.py` follow them."""
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in FOLLOWED], ids=lambda page: page.name)

@@ -85,6 +85,7 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_site_builds_offline_without_warnings(tmp_path: Path) -> None:
     """And loads nothing from other machines."""
     pytest.importorskip("material", reason="needs mkdocs-material")
+    pytest.importorskip("mkdocstrings", reason="needs mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
     done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,47 @@
+"""docs/add-averaging.md, followed to the letter: its rule obeys the law, and merges in a recipe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_task_vectors as laws
+import torch
+
+from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod
+from rotation_merge.mergekit_plugin.recipe.delegates import OWN
+
+PAGE = (Path(__file__).parents[2] / "docs" / "add-averaging.md").read_text(encoding="utf-8")
+CLASS, LINE = re.findall(r"```python title=\"[^\"]*\"\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+@pytest.fixture
+def method(monkeypatch: pytest.MonkeyPatch) -> TaskVectorMethod:
+    """The page's rule, added by the page's line."""
+    namespace: dict[str, Any] = {"__name__": "page", "TASK_VECTORS": TASK_VECTORS}
+    exec(compile(CLASS, "docs/add-averaging.md", "exec", dont_inherit=True), namespace)
+    exec(LINE, namespace)
+    added: TaskVectorMethod = namespace["TASK_VECTORS"][-1]
+    monkeypatch.setitem(OWN, added.spec.name, added)
+    monkeypatch.setitem(laws.BY_NAME, added.spec.name, added)
+    return added
+
+
+def test_the_rule_follows_rotations(method: TaskVectorMethod) -> None:
+    laws.test_merged_changes_follow_rotations("balanced", {}, (6, 9))
+    laws.test_one_change_is_kept("balanced")
+    changes = [laws.random(4, 5, seed=seed) for seed in range(2)]
+    half = method.change(changes, [1.0, 1.0], laws.defaults(method, power=0.0))
+    torch.testing.assert_close(half, changes[0] + changes[1])
+
+
+def test_the_rule_merges_in_a_recipe(method: TaskVectorMethod, tmp_path: Path) -> None:
+    base = laws.checkpoint("llama", "llama", tmp_path / "base")
+    models = [laws.tuned(base, tmp_path / str(seed), seed) for seed in (1, 2)]
+    result = laws.merged(laws.recipe(base.path, *(m.path for m in models), delegate="balanced"), tmp_path / "out")
+    name = "model.layers.0.mlp.up_proj.weight"
+    changes = [(m.state[name] - base.state[name]).double() for m in models]
+    change = method.change(changes, [1.0, 1.0], laws.defaults(method))
+    torch.testing.assert_close(result[name].double(), base.state[name].double() + change, atol=1e-5, rtol=1e-5)
