@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -110,11 +110,16 @@ CORRELATIONS = ("Pearson", "Spearman")
 @dataclass(frozen=True)
 class Score:
     """What one model is worth: a score, less is better, and where there are labels the share of right answers (or a
-    correlation)."""
+    correlation).
+
+    Attributes:
+        on_base: the loss on text that the models' base wrote (nats a token), which says what was forgotten.
+    """
 
     name: str
     score: float
     accuracy: float | None = None
+    on_base: float | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,7 @@ class Verdict:
         ensemble, plain: None where there is none; `notes` may say why.
         tried: the best first.
         left_out: by merges, why they were not tried.
+        base: the base's loss on its own text.
     """
 
     unit: str
@@ -155,6 +161,7 @@ class Verdict:
     tried: list[Attempt] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    base: float | None = None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
@@ -177,7 +184,8 @@ class Verdict:
 
     @property
     def headers(self) -> list[str]:
-        return ["", self.unit, *([self.figure] if self.best.accuracy is not None else [])]
+        beside = [self.figure] if self.best.accuracy is not None else []
+        return ["", self.unit, *beside, *([] if self.base is None else [f"base's own text ({self.base:.4f})"])]
 
     def rows(self, names: Mapping[str, str]) -> list[list[str]]:
         """A table's rows.
@@ -191,7 +199,18 @@ class Verdict:
         return [*rows, self._row(f"best merge: {self.best.name}", self.best)]
 
     def _row(self, words: str, score: Score) -> list[str]:
-        return [words, f"{score.score:.4f}", *([] if score.accuracy is None else [self._figure(score.accuracy)])]
+        """A line of a table with `headers`; what is not known stays empty."""
+        beside = [] if self.best.accuracy is None else [self._cell(score.accuracy, self._figure)]
+        return [words, f"{score.score:.4f}", *beside, *([] if self.base is None else [self._cell(score.on_base)])]
+
+    @staticmethod
+    def _cell(value: float | None, shown: Callable[[float], str] = "{:.4f}".format) -> str:
+        return "" if value is None else shown(value)
+
+    def attempt_rows(self) -> list[list[str]]:
+        """A table of all that was tried: `headers`, and seconds."""
+        given_up = " (given up on its first samples)"
+        return [[*self._row(f"{a.name}{given_up if a.unfinished else ''}", a), f"{a.seconds:.0f}"] for a in self.tried]
 
     def _figure(self, value: float) -> str:
         return f"{value:.4f}" if self.figure in CORRELATIONS else f"{value:.1%}"

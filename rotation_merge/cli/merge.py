@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.paths import MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, WORD, outputs_of, writing
+from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, WORD, outputs_of, writing
 from rotation_merge.cli.show import StatusLine, json_option, note, print_json, say, shown, table
 from rotation_merge.errors import RotationMergeError, nearest
 from rotation_merge.run.kinds import KINDS
@@ -42,7 +42,16 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 @click.option("--seed", default=0, show_default=True)
 @click.option("--batch-size", default=8, show_default=True, type=click.IntRange(min=1))
 @click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
+@click.option(
+    "--base", type=MODEL, help="What the models were tuned from (default: as adapters, cards or nearness say)."
+)
 @click.option("--dtype", type=WORD, help="Store weights in this type (default: as the models).")
+@click.option(
+    "--subsets",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of N random subsets of three or more models: how often do merges in the best way beat the best model?",
+)
 @click.option("--anyway", is_flag=True, help="Write the best merge even if one parent alone is better.")
 @click.option("--polish", is_flag=True, help="Then train the merge for a few steps, into OUT-polished.")
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
@@ -56,7 +65,9 @@ def command(
     seed: int,
     batch_size: int,
     length: int,
+    base: str | None,
     dtype: str | None,
+    subsets: int | None,
     anyway: bool,
     polish: bool,
     force: bool,
@@ -64,8 +75,9 @@ def command(
 ) -> int:
     """Find the best merge of A, B, ... and write it to OUT with its recipe.
 
-    Tries plain and aligned averages, refits and learned alignments, as far as the budget goes, judges each on samples
-    that no merge has seen, and writes the best one with recipe.yml, which mergekit-yaml runs to the same weights.
+    Tries plain and aligned averages, averages of task vectors (of --base, or of a base that adapters, cards or weights
+    tell), refits and learned alignments, as far as the budget goes. Judges each on samples that no merge has seen, and
+    by what it forgets of the base. Writes the best one with recipe.yml, which mergekit-yaml runs to the same weights.
     Says so when one parent alone is better than every merge, and then writes nothing (exit code 1) unless --anyway.
     An interrupted search goes on where it was. --polish distils the parents into the merge, as a step of its own.
     """
@@ -75,6 +87,8 @@ def command(
     *names, out = models
     names = list(map(_anywhere, names))
     _check_names(names)
+    if subsets and len(names) < 3:
+        raise click.UsageError("--subsets is for three or more models")
     out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
     given = seconds(budget)
     context = click.get_current_context()
@@ -90,7 +104,19 @@ def command(
     if dtype is not None and dtype not in DTYPES:
         raise RotationMergeError(f"--dtype is '{dtype}'", remedy=nearest(dtype, DTYPES))
     sources = data or (_made_up(names[0]),)
-    config = SearchConfig(tuple(names), out, sources, samples, given, seed, length, batch_size, dtype)
+    config = SearchConfig(
+        tuple(names),
+        out,
+        sources,
+        samples,
+        given,
+        seed,
+        length,
+        batch_size,
+        dtype,
+        base and _anywhere(base),
+        subsets or 0,
+    )
     line = StatusLine()
     with Clock(given, line.say, line.status, began) as clock:
         search = Search(config, clock)
@@ -181,6 +207,8 @@ def _show(outcome: Outcome, out: str | None) -> None:
     parents = [parent.name for parent in verdict.parents]
     numbers = range(1, len(verdict.headers))
     table(f"On {verdict.samples}:", verdict.headers, verdict.rows(shortened(parents)), [*numbers])
+    headers = [*verdict.headers, "seconds"]
+    table("Tried, on the samples that chose:", headers, verdict.attempt_rows(), [*range(1, len(headers))])
     for name, why in verdict.left_out.items():
         note(f"not tried: {name} ({why})")
     first, *others = verdict.sentences()

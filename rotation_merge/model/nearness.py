@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,3 +77,39 @@ def _spread(architecture: Architecture, first: TensorSource, second: TensorSourc
 def likeness(anchor: Model, donor: Model) -> float:
     """Mean cosine of the angle between matrices of the same name; 1 where no two can be compared."""
     return nearness(anchor.architecture, anchor, donor).mean
+
+
+@dataclass(frozen=True)
+class SampledChanges:
+    """What fine-tuning changed in a few matrices of a base.
+
+    Attributes:
+        lengths: by model, the norm of its changes to all of them.
+        cosine: mean over the matrices and over pairs of models, of the angle between their changes; 0 of one model.
+    """
+
+    lengths: Mapping[str, float]
+    cosine: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The longest over the shortest; models that are the base do not count."""
+        lengths = [length for length in self.lengths.values() if length > 0]
+        return max(lengths) / min(lengths) if lengths else 1.0
+
+
+def sampled_changes(base: Model, models: Mapping[str, Model]) -> SampledChanges:
+    """Changes of the matrices that `nearness` looks at."""
+    squares, cosines = dict.fromkeys(models, 0.0), []
+    for name in _spread(base.architecture, base, next(iter(models.values()))):
+        start = base[name].double()
+        tensors = {key: model[name] for key, model in models.items() if name in model}
+        if any(tensor.shape != start.shape for tensor in tensors.values()):
+            continue
+        changes = {key: (tensor.double() - start).flatten() for key, tensor in tensors.items()}
+        for key, change in changes.items():
+            squares[key] += float(change.square().sum())
+        moved = [change for change in changes.values() if bool(change.any())]
+        cosines += [float(a @ b / (a.norm() * b.norm())) for a, b in itertools.combinations(moved, 2)]
+    lengths = {key: math.sqrt(square) for key, square in squares.items()}
+    return SampledChanges(lengths, sum(cosines) / len(cosines) if cosines else 0.0)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from rotation_merge.architecture import Architecture
 from rotation_merge.matching.options import BOTH
 from rotation_merge.model.naming import shortened
+from rotation_merge.search.base import Base
 
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
 LOCAL = {"heads": "permutation"}
@@ -19,12 +21,31 @@ SHARED, NEAR, FAR = "shared", "near", "far"
 """How models lie to each other: in the same coordinates, so that alignment leaves them where they are; as fine-tunes of
 one base that alignment brings nearer; or in other coordinates."""
 
+CHANGES = {
+    "wudi": {},
+    "task_arithmetic": {},
+    "ties": {"density": 0.5},
+    "tsv": {},
+    "iso": {},
+    "dare_ties": {"density": 0.5},
+}
+"""Delegates that merge changes of a base, the likeliest to win first, with what stands under each model."""
+
+SCALES = {"wudi": 1.2, "ties": 1.5, "dare_ties": 1.5}
+"""Where the search for `lambda` begins; elsewhere at 1, for sums of changes at one over the root of their number."""
+
 ORDER = {
-    SHARED: ("plain", "refit", "regmean"),
-    NEAR: ("plain", "refit", "regmean", "local", "whole", "refit whole", "learned", "seen"),
+    SHARED: ("plain", *CHANGES, "slerp", "refit", "regmean"),
+    NEAR: ("plain", *CHANGES, "slerp", "refit", "regmean", "local", "whole", "refit whole", "learned", "seen"),
     FAR: ("plain", "whole", "refit whole", "seen", "learned", "local", "refit", "regmean"),
 }
 """The order in which candidates are tried, the likeliest to win first."""
+
+PARALLEL = 0.98
+"""Models whose matrices have a larger mean cosine are averaged by slerp as by linear, up to half a percent."""
+
+DRAWING = ("dare_ties",)
+"""Delegates that draw at random, from the seed that mergekit is given."""
 
 FIRST_PART = "attention alone"
 """The first of the candidates that align parts; a soup of fewer models goes before them."""
@@ -37,11 +58,13 @@ class Candidate:
     Attributes:
         name: what tables call it.
         anchor: the model that donors are aligned to.
-        models: those that are merged, the anchor among them.
+        models: those that are merged, the anchor among them, or where changes are merged the models beside the base.
         parameters: of the whole recipe.
         of_model: of single models, by model.
         needs: what must be made before: `fit` or `statistics`; None for nothing.
         other_ids: whether token ids of the models differ, so that tokens are matched by name.
+        weights: of the models: equal shares, one for each, or none.
+        scale: where the search for `lambda` begins; None: the delegate has none.
     """
 
     name: str
@@ -51,13 +74,27 @@ class Candidate:
     of_model: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     needs: str | None = None
     other_ids: bool = False
+    weights: Literal["share", "one", "none"] = "share"
+    scale: float | None = None
 
     @property
     def kind(self) -> str:
-        """What takes its time: learning, refit, regmean, matching on samples, or on weights alone."""
+        """What takes its time: learning, refit, regmean, matching on samples, the search for a scale, or matching on
+        weights alone."""
         if "match_on" in self.parameters:
             return "seen"
+        if self.scale is not None:
+            return "scaled"
         return "learned" if self.needs == "fit" else str(self.parameters.get("delegate", "matching"))
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws at random."""
+        return self.parameters.get("delegate") in DRAWING
+
+    def scaled(self, scale: float) -> Candidate:
+        """The same with another `lambda`."""
+        return replace(self, parameters={**self.parameters, "lambda": scale}, scale=scale)
 
     def with_files(self, of_model: Mapping[str, Mapping[str, Any]]) -> Candidate:
         """The same once what it needs is there."""
@@ -65,11 +102,12 @@ class Candidate:
 
     def recipe(self, dtype: str | None) -> str:
         """The recipe as YAML."""
-        share = round(1 / len(self.models), 6)
+        weight = {"share": {"weight": round(1 / len(self.models), 6)}, "one": {"weight": 1.0}, "none": {}}[self.weights]
+        models = [(model, {**weight, **self.of_model.get(model, {})}) for model in self.models]
         content: dict[str, Any] = {
             "merge_method": "rotation_merge",
             "base_model": self.anchor,
-            "models": [{"model": m, "parameters": {"weight": share, **self.of_model.get(m, {})}} for m in self.models],
+            "models": [{"model": m, **({"parameters": values} if values else {})} for m, values in models],
             "parameters": dict(self.parameters),
             **({"tokenizer": {"source": "base"}} if self.other_ids else {}),
             **({"dtype": dtype} if dtype else {}),
@@ -89,6 +127,8 @@ class Planner:
         learned: whether an alignment can be learned on the samples.
         relation: how the models lie to each other: shared, near or far.
         other_ids: whether their token ids differ.
+        base: what they were tuned from.
+        cosine: mean of the models' matrices to those of the first one.
     """
 
     models: Sequence[str]
@@ -99,6 +139,8 @@ class Planner:
     learned: bool = False
     relation: str = NEAR
     other_ids: bool = False
+    base: Base | None = None
+    cosine: float = 0.0
 
     def candidates(self) -> list[Candidate]:
         """What may be tried, the likeliest to win first."""
@@ -114,6 +156,39 @@ class Planner:
         if self.other_ids:
             kinds = ("refits",) if self.relation == SHARED else ("refits", "learned alignments", "matching on samples")
             found[", ".join(kinds)] = "the models' token ids differ"
+        if why := self._no_changes():
+            found["averages of task vectors"] = why
+        elif len(self._tuned) == 1:
+            found[", ".join(name for name in CHANGES if name != "task_arithmetic")] = "there is one task vector alone"
+        if len(self.models) == 2 and self.relation != FAR and self.cosine >= PARALLEL:
+            found["slerp"] = f"between matrices with a cosine of {self.cosine:.2f} it is the plain average"
+        return found
+
+    def _no_changes(self) -> str:
+        """Why no changes of a base are merged; empty where they are."""
+        if self.relation == FAR:
+            return "the models are no fine-tunes of one base"
+        if self.other_ids:
+            return "the models' token ids differ"
+        return "" if self.base is not None else "no base is known, --base names it"
+
+    @property
+    def _tuned(self) -> list[str]:
+        """The models beside their base."""
+        return [model for model in self.models if self.base is None or model != self.base.name]
+
+    def _of_changes(self, options: Mapping[str, Any]) -> dict[str, Candidate]:
+        """Delegates that merge what fine-tuning changed; of one change its scale alone is in question."""
+        if self._no_changes() or self.base is None:
+            return {}
+        tuned = self._tuned
+        found = {}
+        for name, values in CHANGES.items():
+            if len(tuned) > 1 or name == "task_arithmetic":
+                scale = SCALES.get(name, 1 / math.sqrt(len(tuned)) if name == "task_arithmetic" else 1.0)
+                candidate = self._candidate(name, {"delegate": name, **options}, dict.fromkeys(tuned, values))
+                made = replace(candidate, anchor=self.base.name, models=tuple(tuned), weights="one")
+                found[name] = made.scaled(round(scale, 3))
         return found
 
     def _named(self) -> dict[str, Candidate]:
@@ -123,7 +198,11 @@ class Planner:
             "plain": self._candidate("plain", PLAIN),
             "local": self._candidate("heads, neurons", LOCAL),
             "regmean": self._candidate("regmean", {"delegate": "regmean", **plain}, needs="statistics"),
+            **self._of_changes(plain),
         }
+        if len(self.models) == 2 and self.relation != FAR and self.cosine < PARALLEL:
+            slerp = self._candidate("slerp", {"delegate": "slerp", "t": 0.5, **plain})
+            found["slerp"] = replace(slerp, weights="none")
         moves = any(groups[-1] != "none" for groups in self.architecture.stream_groups.values())
         if moves:
             found["whole"] = self._candidate("whole model", self._whole)
@@ -176,8 +255,10 @@ def _halves(architecture: Architecture) -> list[tuple[str, str]]:
 
 def with_models(best: Candidate, models: Sequence[str]) -> Candidate:
     """A candidate's way with fewer models, as a greedy soup tries them (Wortsman 2022)."""
-    anchor = best.anchor if best.anchor in models else models[0]
-    ordered = (anchor, *(m for m in models if m != anchor))
+    outside = best.anchor not in best.models  # a base whose changes are merged
+    anchor = best.anchor if outside or best.anchor in models else models[0]
+    first = () if outside else (anchor,)
+    ordered = (*first, *(m for m in models if m != anchor))
     of_model = {m: values for m, values in best.of_model.items() if m in models}
     name = f"{best.name} of {' and '.join(shortened(models).values())}"
     return replace(best, name=name, anchor=anchor, models=ordered, of_model=of_model)

@@ -18,6 +18,8 @@ class SearchConfig:
         models: the first is the anchor.
         data: one source for all, or one for each model.
         budget: seconds.
+        base: what the models were tuned from, where the user says it.
+        subsets: of so many subsets of the models the best way's merge is measured, too.
     """
 
     models: tuple[str, ...]
@@ -29,11 +31,14 @@ class SearchConfig:
     length: int = 128
     batch_size: int = 8
     dtype: str | None = None
+    base: str | None = None
+    subsets: int = 0
 
     def key(self) -> str:
         """Stands for what is merged with what: the models, the samples, and their files as they are."""
-        asked = {name: value for name, value in asdict(self).items() if name not in ("budget", "out")}
-        files = [path for model in self.models for path in _weights(model)] + list(filter(os.path.exists, self.data))
+        asked = {name: value for name, value in asdict(self).items() if name not in ("budget", "out", "subsets")}
+        models = [*self.models, *([self.base] if self.base else [])]
+        files = [path for model in models for path in _weights(model)] + list(filter(os.path.exists, self.data))
         stamps = [os.stat(path).st_mtime_ns for path in files]
         return hashlib.blake2b(json.dumps([asked, stamps]).encode(), digest_size=4).hexdigest()
 

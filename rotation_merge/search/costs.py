@@ -21,6 +21,9 @@ before each of its solves."""
 STATISTICS = 3.0
 """Measuring Grams takes so many times what reading the samples takes."""
 
+SCALED = 5.0
+"""Scales that the search for the best one measures."""
+
 SEEN = 8.0
 """Matching on samples takes so many times what matching on weights alone takes, until one has been measured."""
 
@@ -81,6 +84,7 @@ class Costs:
             "refit": REFIT * read + write,
             "seen": REFIT * read + write + (SEEN - 1) * matching,
             "regmean": STATISTICS * read + write,
+            "scaled": SCALED * self.judging,
         }
         return matching + extra.get(candidate.kind, 0.0)
 

@@ -46,6 +46,7 @@ class Figures:
         each: the score on every set of samples.
         examples: by set, the loss of every example.
         unfinished: whether the model was given up after its first samples.
+        on_base: the loss on text that the base wrote, nats a token; None where there is none.
     """
 
     score: float
@@ -53,6 +54,7 @@ class Figures:
     each: list[float]
     examples: list[list[float]] = field(default_factory=list, repr=False)
     unfinished: bool = False
+    on_base: float | None = None
 
 
 @dataclass(frozen=True)

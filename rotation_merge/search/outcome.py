@@ -7,17 +7,31 @@ from typing import Any
 
 from rotation_merge.record import Attempt, Score, Verdict
 from rotation_merge.search.judge import Figures
+from rotation_merge.search.subsets import Subset, words
 
 
 @dataclass
 class Tried:
-    """One candidate and what it is worth on the deciding samples; `expected`: the seconds that were announced."""
+    """One candidate and what it is worth on the deciding samples.
+
+    Attributes:
+        expected: the seconds that were announced.
+        scale: the `lambda` that was found for it.
+    """
 
     name: str
     figures: Figures
     seconds: float
     recipe: str
     expected: float | None = None
+    scale: float | None = None
+
+    @property
+    def attempt(self) -> Attempt:
+        """What report and card say of it."""
+        f = self.figures
+        name = self.name if self.scale is None else f"{self.name}, lambda {self.scale:g}"
+        return Attempt(name, f.score, f.accuracy, f.on_base, self.seconds, f.unfinished)
 
 
 @dataclass
@@ -25,7 +39,7 @@ class Outcome:
     """What was found.
 
     Attributes:
-        tried: by score, the best first; those that were given up last.
+        tried: by score, the best first; then those that forget too much, and those that were given up.
         parents, ensemble, best: on the samples that only report, as is `plain`; no ensemble where models divide text
             differently.
         left_out: candidates that the budget had no room for, or that could not be made, and why.
@@ -33,6 +47,8 @@ class Outcome:
         unit, figure: what scores are, and what stands beside them where there are labels.
         samples: those that only report, in words.
         notes: what else there is to know of the figures.
+        base: what the base is worth on the samples that chose, with its loss on its own text.
+        subsets: merges of subsets of the models, in the best one's way.
     """
 
     labelled: bool
@@ -47,32 +63,35 @@ class Outcome:
     figure: str = "accuracy"
     samples: str = "samples that no merge has seen"
     notes: list[str] = field(default_factory=list)
+    base: Figures | None = None
+    subsets: list[Subset] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
         """What report and card say of it."""
 
         def score(name: str, figures: Figures | None) -> Score | None:
-            return None if figures is None else Score(name, figures.score, figures.accuracy)
+            return None if figures is None else Score(name, figures.score, figures.accuracy, figures.on_base)
 
         best = self.tried[0].name
         return Verdict(
             self.unit,
             self.figure,
             self.samples,
-            [Score(name, figures.score, figures.accuracy) for name, figures in self.parents.items()],
-            Score(best, self.best.score, self.best.accuracy),
+            [Score(name, f.score, f.accuracy, f.on_base) for name, f in self.parents.items()],
+            Score(best, self.best.score, self.best.accuracy, self.best.on_base),
             score("plain", self.plain),
             score("ensemble", self.ensemble),
-            [Attempt(t.name, t.figures.score, t.figures.accuracy, t.seconds, t.figures.unfinished) for t in self.tried],
+            [t.attempt for t in self.tried],
             dict(self.left_out),
-            list(self.notes),
+            [*self.notes, *([words(self.subsets)] if self.subsets else [])],
+            None if self.base is None else self.base.on_base,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """For programs; without the losses of single examples."""
         found = asdict(self)
-        single = [found["ensemble"], found["best"], found["plain"], *found["parents"].values()]
+        single = [found["ensemble"], found["best"], found["plain"], *found["parents"].values(), found["base"]]
         for figures in [*single, *(tried["figures"] for tried in found["tried"])]:
             if figures is not None:
                 del figures["examples"]

@@ -12,6 +12,7 @@ import torch
 
 from rotation_merge.architecture import Architecture
 from rotation_merge.errors import DataError
+from rotation_merge.matching.check_pair import check_forward
 from rotation_merge.matching.open_pair import Pair, open_pair
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.written import match_pair
@@ -23,11 +24,13 @@ from rotation_merge.run.data import UNLABELLED, Data, read_batches
 from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import load
 from rotation_merge.run.measuring import checkpoint_of
-from rotation_merge.run.written import SELF, SOURCES
+from rotation_merge.run.written import SELF, SOURCES, writes_text
+from rotation_merge.search.base import Base, find_base
 from rotation_merge.search.candidates import FAR, NEAR, SHARED
 from rotation_merge.search.clock import Clock
 from rotation_merge.search.config import SearchConfig
 from rotation_merge.search.costs import WRITING, Costs
+from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.held_out import Sets, split, tokens_in, with_batches, write_data
 from rotation_merge.search.judge import Figures, Judge
 from rotation_merge.search.readers import Reader, readers_of, texts
@@ -36,6 +39,11 @@ WRITTEN_APART = 7919
 """Added to the seed for held-out samples that models write themselves, so that no merge has seen them."""
 FOR_MEASURING = 0.3
 """Share of the budget that samples and measuring the parents may take, where there are samples to spare."""
+BASE_TEXTS = 16
+"""So many texts the base writes, to see what merges forget of it."""
+FOR_FORGETTING = 0.1
+"""Share of the budget that this may take, with `JUDGED` models read on it."""
+JUDGED = 12
 LEAST_TEXTS, LEAST_TOKENS = 4, 32
 """No fewer held-out texts, and no shorter ones, are written for want of time."""
 LOOKED_AT = 3
@@ -58,6 +66,8 @@ class Parents:
         figures, ensemble: what they are worth alone, and side by side, on the samples that only report.
         order: the models in the order of what they are worth on the samples that decide.
         costs: what is known of times.
+        base: what they were tuned from, as far as that is known.
+        forgetting: what tells how much a merge forgets of it; None where the base writes no text.
         notes: what there is to know of the figures.
     """
 
@@ -75,6 +85,8 @@ class Parents:
     ensemble: Figures | None
     order: Sequence[str]
     costs: Costs
+    base: Base | None = None
+    forgetting: Forgetting | None = None
     notes: Sequence[str] = field(default_factory=list)
 
 
@@ -99,11 +111,14 @@ class Preparation:
         models = self.config.models
         with self.clock.step("opening the models"):
             pairs = {model: open_pair(models[0], model, NOTHING) for model in models[1:]}
+            for pair in pairs.values():
+                check_forward(pair.checked.anchor, pair.checked.donor)
             relations = {model: self._relate(pair, model) for model, pair in pairs.items()}
             anchor = checkpoint_of(models[0])
             architecture = anchor.architecture
             self.other_ids = any(token_ids_differ(anchor, pair.donor) for pair in pairs.values())
             relation = self._relation(architecture, relations)
+            base = self._base(relation)
             loaded = {model: load(model, like=models[0]) for model in models}
         with self.clock.step("reading the samples"):
             given = [] if self.made_up else self._given(loaded[models[0]])
@@ -120,6 +135,9 @@ class Preparation:
         with self.clock.step("measuring the models", seconds):
             chosen, _ = deciding.parents(loaded)
             figures, ensemble = reporting.parents(loaded)
+            forgetting = self._forgetting(base, loaded, deciding, per_token)
+            if forgetting is not None:
+                figures = {name: forgetting.measured(loaded[name], figures[name]) for name in figures}
         costs = Costs(
             architecture,
             anchor.shapes,
@@ -144,8 +162,43 @@ class Preparation:
             ensemble,
             sorted(models, key=lambda name: chosen[name].score),
             costs,
+            base,
+            forgetting,
             self.notes,
         )
+
+    def _base(self, relation: str) -> Base | None:
+        """The models' base, where they may have one; said."""
+        config = self.config
+        if config.base is None and (relation == FAR or self.other_ids):
+            return None
+        base = find_base(config.models, config.base)
+        if base is None:
+            self.say("base: not known, so that task vectors are not merged; --base names it")
+            return None
+        names = shortened([*config.models, *([base.name] if base.name not in config.models else [])])
+        lengths = ", ".join(f"{names[model]} {length:.3g}" for model, length in base.changes.lengths.items())
+        self.say(
+            f"base: {names[base.name]} ({base.why}); lengths of changes in a few matrices: {lengths} (ratio "
+            f"{base.changes.ratio:.2g}), mean cosine between them {base.changes.cosine:.2f}"
+        )
+        return base
+
+    def _forgetting(
+        self, base: Base | None, loaded: Mapping[str, Any], deciding: Judge, per_token: float
+    ) -> Forgetting | None:
+        """What tells how much merges forget of their base; texts are shorter where time is short."""
+        if base is None or self.other_ids:
+            return None
+        model = loaded[base.name] if base.name in loaded else load(base.name, like=self.config.models[0])
+        if not writes_text(model):
+            return None
+        config, length = self.config, self.config.length
+        seconds = per_token * BASE_TEXTS * length * (WRITING + JUDGED)
+        share = FOR_FORGETTING * self.clock.left / max(seconds, 1e-9)
+        length = max(min(LEAST_TOKENS, length), min(length, int(length * share)))
+        seed = config.seed + WRITTEN_APART + len(loaded)
+        return Forgetting.of(model, base.name, deciding, BASE_TEXTS, length, config.batch_size, seed)
 
     def _for_each(self, part: list[Data], labelled: bool) -> list[Data]:
         """One set of samples for each model, where each is asked for its own answers."""

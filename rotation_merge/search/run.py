@@ -23,6 +23,7 @@ from rotation_merge.mergekit_plugin.console import OneLineError
 from rotation_merge.mergekit_plugin.merging import merge_recipe
 from rotation_merge.model.card import class_of, renewed
 from rotation_merge.model.headers import reason
+from rotation_merge.model.naming import shortened
 from rotation_merge.model.output import staged
 from rotation_merge.report.html import REPORT_FILE, read_report
 from rotation_merge.run.data import data_hash
@@ -32,10 +33,13 @@ from rotation_merge.run.written import SELF, SYNTHETIC
 from rotation_merge.search.candidates import FIRST_PART, Candidate, Planner, with_models
 from rotation_merge.search.clock import Clock, OutOfTime
 from rotation_merge.search.config import SearchConfig
+from rotation_merge.search.forgetting import Forgetting, sentences
 from rotation_merge.search.judge import Figures
 from rotation_merge.search.making import Maker
 from rotation_merge.search.outcome import Outcome, Tried
 from rotation_merge.search.preparation import Preparation
+from rotation_merge.search.scaling import best_scale
+from rotation_merge.search.subsets import Subset, drawn
 
 MARKED = re.compile(r"[0-9a-f]{8}")
 """How the folders of searches are called, beside OUT: all else there is somebody else's."""
@@ -60,6 +64,9 @@ class Search:
         self.files = Path(f"{os.path.abspath(config.out)}-samples") / self.mark
         self.left_out: dict[str, str] = {}
         self.tail = SPARE
+        self.forgetting: Forgetting | None = None
+        self.plain: Figures | None = None
+        self.linear: Figures | None = None
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -98,7 +105,9 @@ class Search:
         self.parents = parents = Preparation(config, self.clock, self.files).run()
         self.data, self.deciding, self.reporting = parents.data, parents.deciding, parents.reporting
         self.maker = Maker(config, parents.data, parents.training, self.files, parents.tied, parents.readers)
-        self.samples_mark = data_hash([batch for data in self.deciding.sets for batch in data.batches])
+        self.forgetting = parents.forgetting
+        judges = [self.deciding, *([self.forgetting.judge] if self.forgetting else [])]
+        self.samples_mark = data_hash([batch for judge in judges for data in judge.sets for batch in data.batches])
 
     def _load(self, model: str | Path) -> Any:
         """A model, its classes in the order that the samples are read in."""
@@ -109,7 +118,6 @@ class Search:
     def run(self) -> Outcome:
         """Try what the budget allows, and measure the best one on the samples that only report."""
         tried: list[tuple[Candidate, Tried]] = []
-        self.plain: Figures | None = None
         planner = self._planner()
         planned = planner.candidates()
         self.left_out |= planner.left_out()
@@ -125,10 +133,13 @@ class Search:
         if not tried:
             raise RotationMergeError("no merge could be made", remedy=next(iter(self.left_out.values()), "check"))
         best, figures = self._best(tried)
-        reported = self.plain if best.name == "plain" and self.plain else self._report(best)
+        reported = self.plain if best.name == "plain" and self.plain else self._report(best, figures)
+        notes = sentences(self.forgetting, [(t.name, t.figures) for _, t in tried], figures.figures)
+        if best.draws:
+            notes.append(f"It draws at random: 'mergekit-yaml --random-seed {self.config.seed}' makes it again.")
         outcome = Outcome(
             self.reporting.labelled,
-            sorted((t for _, t in tried), key=lambda t: (t.figures.unfinished, t.figures.score)),
+            sorted((t for _, t in tried), key=lambda t: (t.figures.unfinished, *self._rank(t.figures))),
             dict(self.parents.figures),
             self.parents.ensemble,
             reported,
@@ -138,10 +149,34 @@ class Search:
             self.reporting.unit,
             self.reporting.figure,
             self._samples_words(),
-            list(self.parents.notes),
+            [*self.parents.notes, *notes],
+            None if self.forgetting is None else self.forgetting.base,
         )
         self.best, self.text, self.outcome = best, figures.recipe, outcome
+        if self.config.subsets:
+            ways = [(c, t) for c, t in tried if c.parameters == best.parameters]
+            outcome.subsets = self._subsets(*max(ways, key=lambda pair: len(pair[0].models)))
         return outcome
+
+    def _subsets(self, way: Candidate, tried: Tried) -> list[Subset]:
+        """Merges of subsets of the models in one way, with its `lambda`, on the samples that only report."""
+        models, found = self.config.models, []
+        way = way if tried.scale is None else replace(way.scaled(tried.scale), scale=None)
+        parents = [self.parents.figures[model] for model in models]
+        merged = [number for number, model in enumerate(models) if model in way.models]
+        chosen = [[merged[i] for i in some] for some in drawn(len(merged), self.config.subsets, self.config.seed)]
+        for number, places in enumerate(chosen):
+            members = [models[i] for i in places]
+            candidate = replace(with_models(way, members), name=f"subset {number + 1} of {len(chosen)}")
+            with self.clock.step(candidate.name):
+                ready = self.maker.ready(candidate, self.config.budget / len(chosen) / 2)
+                self._make(ready, ready.recipe(self.config.dtype))
+                figures = self.reporting.measure(self._load(self._place(ready)), ready.anchor)
+            shutil.rmtree(self._place(ready))
+            found.append(Subset.of(places, models, figures, parents))
+            names = " and ".join(shortened(models)[model] for model in found[-1].models)
+            self.say(f"{candidate.name}, {names}: {found[-1].merge:.4f}, the best of them {found[-1].parent:.4f}")
+        return found
 
     def _planner(self) -> Planner:
         own, parents = len(set(self.data.values())) > 1 or self.config.data[0] == SELF, self.parents
@@ -154,6 +189,8 @@ class Search:
             bool(parents.training) and not parents.other_ids,
             parents.relation,
             parents.other_ids,
+            parents.base,
+            sum(parents.relations.values()) / len(parents.relations),
         )
 
     def _samples_words(self) -> str:
@@ -163,9 +200,18 @@ class Search:
         whose = {SELF: "that the models wrote", SYNTHETIC: "of noise"}.get(self.config.data[0], f"of {sources}")
         return " ".join(filter(None, (f"{count} samples", whose, "that no merge has seen")))
 
-    @staticmethod
-    def _best(tried: Sequence[tuple[Candidate, Tried]]) -> tuple[Candidate, Tried]:
-        return min((p for p in tried if not p[1].figures.unfinished), key=lambda pair: pair[1].figures.score)
+    def _best(self, tried: Sequence[tuple[Candidate, Tried]]) -> tuple[Candidate, Tried]:
+        """The one with the least score among those that do not forget too much; of all where there is none."""
+        whole = [pair for pair in tried if not pair[1].figures.unfinished]
+        return min(whole, key=lambda pair: self._rank(pair[1].figures))
+
+    def _rank(self, figures: Figures) -> tuple[float, float]:
+        """What is least of the best merge."""
+        return self._excess(figures), figures.score
+
+    def _excess(self, figures: Figures) -> float:
+        """What a merge forgets too much."""
+        return 0.0 if self.forgetting is None else self.forgetting.excess(figures, self.linear)
 
     def _place(self, candidate: Candidate) -> Path:
         """Where a merge that was tried lies."""
@@ -197,7 +243,7 @@ class Search:
             with self.clock.step(candidate.name, expected, left if tried else None):
                 found = self._tried(candidate, left, self._best(tried)[1].figures if tried else None)
                 if candidate.name == "plain":
-                    self.plain = self._report(candidate)
+                    self.linear, self.plain = found.figures, self._report(candidate, found)
         except OutOfTime:
             self.left_out[candidate.name] = f"was not done within the budget, {left:.0f} s were left"
         except (RotationMergeError, OneLineError) as error:
@@ -217,30 +263,58 @@ class Search:
         figures = tried.figures
         words = f"{figures.score:.4f} {self.deciding.unit}"
         words += "" if figures.accuracy is None else f", {self.deciding.figure} {figures.accuracy:.3f}"
+        words += "" if figures.on_base is None else f", on the base's text {figures.on_base:.4f}"
         words += " on its first samples, given up" if figures.unfinished else ""
         return f"{tried.name}: {words} ({tried.seconds:.0f} s)"
 
     def _tried(self, candidate: Candidate, left: float, best: Figures | None) -> Tried:
         """A candidate as it was tried before the search was interrupted, or is tried now."""
         begin = time.perf_counter()
-        text = self.maker.ready(candidate, max(left / 2, 1.0)).recipe(self.config.dtype)
-        found, place = self._kept(candidate, text), self._place(candidate)
-        if found is not None:
+        ready = self.maker.ready(candidate, max(left / 2, 1.0))
+        key = self._key(ready.recipe(self.config.dtype), self.samples_mark)
+        if (found := self._kept(candidate, key)) is not None:
             return found
-        if not self._is_merged(place, text):
-            merge_recipe(text, str(place), tokenizer=True)
-            write_text(Path(f"{place}{KEY}"), self._key(text))
-        figures = self.deciding.measure(self._load(place), candidate.anchor, best)
-        found = Tried(candidate.name, figures, time.perf_counter() - begin, text)
-        write_text(Path(f"{place}{FIGURES}"), json.dumps({"key": self._key(text, self.samples_mark), **asdict(found)}))
+        self._make(ready, ready.recipe(self.config.dtype))
+        figures = scale = None
+        if ready.scale is not None:
+            scale, figures = self._scaled(ready, ready.scale)
+            ready = ready.scaled(scale)
+        text = ready.recipe(self.config.dtype)
+        if figures is None or best is None or self._rank(figures) < self._rank(best):  # else its scale is all to know
+            self._make(ready, text)
+            figures = self._measured(self._load(self._place(ready)), ready.anchor, best)
+        found = Tried(candidate.name, figures, time.perf_counter() - begin, text, None, scale)
+        write_text(Path(f"{self._place(candidate)}{FIGURES}"), json.dumps({"key": key, **asdict(found)}))
         return found
 
-    def _kept(self, candidate: Candidate, text: str) -> Tried | None:
-        """What an interrupted search found for the same recipe and samples."""
+    def _make(self, candidate: Candidate, text: str) -> None:
+        """The merge of a recipe in the candidate's place, unless it is there."""
         place = self._place(candidate)
+        if self._is_merged(place, text):
+            return
+        shutil.rmtree(place, ignore_errors=True)
+        merge_recipe(text, str(place), tokenizer=True, seed=self.config.seed if candidate.draws else None)
+        write_text(Path(f"{place}{KEY}"), self._key(text))
+
+    def _scaled(self, candidate: Candidate, scale: float) -> tuple[float, Figures]:
+        """The best `lambda` of a merge that was made, and what the merge is worth with it."""
+
+        def measure(model: Any, best: Figures | None) -> tuple[float, Figures]:
+            figures = self._measured(model, candidate.anchor, best)
+            return self._excess(figures), figures
+
+        return best_scale(self._load(self._place(candidate)), self._load(candidate.anchor), scale, measure)
+
+    def _measured(self, model: Any, anchor: str, best: Figures | None) -> Figures:
+        """What a merge is worth, and what it forgets."""
+        figures = self.deciding.measure(model, anchor, best)
+        return figures if self.forgetting is None or figures.unfinished else self.forgetting.measured(model, figures)
+
+    def _kept(self, candidate: Candidate, key: str) -> Tried | None:
+        """What an interrupted search found for the same recipe and samples."""
         try:
-            kept = json.loads(Path(f"{place}{FIGURES}").read_text(encoding="utf-8"))
-            if kept.pop("key") != self._key(text, self.samples_mark) or not self._is_merged(place, text):
+            kept = json.loads(Path(f"{self._place(candidate)}{FIGURES}").read_text(encoding="utf-8"))
+            if kept.pop("key") != key:
                 return None
             return Tried(**{**kept, "figures": Figures(**kept["figures"])})
         except (OSError, ValueError, KeyError, TypeError):
@@ -256,12 +330,13 @@ class Search:
     def _key(self, *of: str) -> str:
         return hashlib.blake2b(json.dumps([self.mark, *of]).encode(), digest_size=16).hexdigest()
 
-    def _report(self, candidate: Candidate) -> Figures:
+    def _report(self, candidate: Candidate, tried: Tried) -> Figures:
         """What a merge that was tried is worth on the samples that only report."""
         begin = time.perf_counter()
+        self._make(candidate, tried.recipe)
         figures = self.reporting.measure(self._load(self._place(candidate)), candidate.anchor)
         self.tail = SPARE + 1.2 * (time.perf_counter() - begin)
-        return figures
+        return replace(figures, on_base=tried.figures.on_base)
 
     # --- the end -----------------------------------------------------------------------------------------------
 

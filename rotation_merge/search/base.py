@@ -1,0 +1,137 @@
+"""The base that models were tuned from: as named, by adapters or cards, or by how their changes lie to each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rotation_merge.errors import CheckpointError, RotationMergeError
+from rotation_merge.matching.check_pair import check_forward
+from rotation_merge.matching.open_pair import open_pair
+from rotation_merge.matching.options import NOTHING
+from rotation_merge.model.card import front_matter
+from rotation_merge.model.checkpoint import Model, parse_reference
+from rotation_merge.model.hub import in_cache, is_absent, is_hub_name
+from rotation_merge.model.nearness import RELATED, SampledChanges, likeness, sampled_changes
+from rotation_merge.run.measuring import checkpoint_of
+
+UNRELATED = 0.35
+"""Fine-tunes change a base in directions of their own: the cosine of two changes to it is below this. Seen from a
+sibling it is one half or more, as both changes hold the sibling's own."""
+
+MOST_BESIDE = 32
+"""So many folders beside the models are looked at."""
+
+MERGED = ("mergekit_config.yml", "rotation_merge.json")
+"""Files of a merge, which is no base."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """What models were tuned from.
+
+    Attributes:
+        name: a folder, or a name on the hub.
+        why: how that is known, in words.
+        changes: of the models to it.
+    """
+
+    name: str
+    why: str
+    changes: SampledChanges
+
+
+def find_base(models: Sequence[str], given: str | None = None) -> Base | None:
+    """The base of all models; None where nothing says which it is, or it is not here.
+
+    Args:
+        given: as the user named it.
+
+    Raises:
+        RotationMergeError: the named one is missing, does not fit, or is not what a model was tuned from.
+    """
+    opened = {name: checkpoint_of(name) for name in models}
+    if given is not None:
+        return _opened(given, "as given", opened)
+    for name, why in _named(models, opened):
+        if (base := _tried(name, why, opened)) is not None:
+            return base
+    return _nearest(models, opened)
+
+
+def _opened(name: str, why: str, models: Mapping[str, Model]) -> Base:
+    """
+    Raises:
+        RotationMergeError: it is missing, or not the base of a model.
+    """
+    base = checkpoint_of(name)
+    for model in models:
+        if model == name:
+            continue
+        pair = open_pair(name, model, NOTHING)
+        check_forward(pair.checked.anchor, pair.checked.donor)
+        if (cosine := likeness(pair.anchor, pair.donor)) < RELATED:
+            what = f"is no base of {model}: the mean cosine of their matrices is {cosine:.2f}"
+            raise CheckpointError(what, where=name, remedy="name the model that all were tuned from, or leave it out")
+    others = {model: opened for model, opened in models.items() if model != name}
+    return Base(name, why, sampled_changes(base, others))
+
+
+def _tried(name: str, why: str, models: Mapping[str, Model]) -> Base | None:
+    try:
+        return _opened(name, why, models)
+    except RotationMergeError:
+        return None
+
+
+def _named(models: Sequence[str], opened: Mapping[str, Model]) -> Iterator[tuple[str, str]]:
+    """What adapters and cards name, as far as it is here."""
+    for name in models:
+        reference = parse_reference(name)
+        if reference.lora is not None:
+            yield str(reference.model), f"its adapter stands on it ({os.path.basename(str(reference.lora))})"
+    for name in models:
+        for stated in _stated(opened[name].folder):
+            beside = os.path.join(os.path.dirname(opened[name].folder), stated)
+            for place in (stated, beside):
+                if os.path.isdir(place):
+                    yield os.path.abspath(place), f"the card of {os.path.basename(name)} names it"
+            if is_hub_name(stated) and in_cache(stated, None) is not None and not is_absent(parse_reference(stated)):
+                yield stated, f"the card of {os.path.basename(name)} names it"
+
+
+def _stated(folder: str) -> list[str]:
+    """What a model's card calls its base; none of a merge, which has several."""
+    try:
+        with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
+            stated = front_matter(file.read())[0].get("base_model")
+    except (OSError, UnicodeDecodeError):
+        return []
+    names = [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else []
+    return [str(name) for name in names] if len(names) == 1 else []
+
+
+def _nearest(models: Sequence[str], opened: Mapping[str, Model]) -> Base | None:
+    """Of the models themselves and the folders beside them, the one that all others changed each in its own way."""
+    if len(models) < 2:
+        return None
+    candidates = [*(models if len(models) > 2 else []), *_beside(models)]
+    bases = [base for name in candidates if (base := _tried(name, "by its weights", opened)) is not None]
+    bases = [base for base in bases if all(base.changes.lengths.values()) and abs(base.changes.cosine) < UNRELATED]
+    return min(bases, key=lambda base: abs(base.changes.cosine), default=None)
+
+
+def _beside(models: Sequence[str]) -> list[str]:
+    """Folders with a model beside the models; merges are none."""
+    parents = {os.path.dirname(os.path.abspath(name)) for name in models if os.path.isdir(name)}
+    places = [os.path.join(parent, name) for parent in sorted(parents) for name in sorted(os.listdir(parent))]
+    named = {os.path.realpath(name) for name in models}
+    folders = [
+        place
+        for place in places
+        if os.path.isfile(os.path.join(place, "config.json"))
+        and os.path.realpath(place) not in named
+        and not any(os.path.exists(os.path.join(place, file)) for file in MERGED)
+    ]
+    return folders[:MOST_BESIDE]

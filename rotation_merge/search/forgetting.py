@@ -1,0 +1,85 @@
+"""What merges forget of their base: their loss on text that the base has written itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rotation_merge.run.data import Data
+from rotation_merge.run.written import self_written
+from rotation_merge.search.judge import Figures, Judge
+
+TOLERATED = 0.1
+"""Share of what a merge gains over the base that it may lose on the base's own text."""
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """The base's own text, and what the base itself is worth.
+
+    Attributes:
+        judge: measures models on the text.
+        base: the base on the samples that decide, `on_base` on its own text.
+    """
+
+    judge: Judge
+    base: Figures
+
+    @classmethod
+    def of(
+        cls, model: Any, name: str, deciding: Judge, texts: int, length: int, batch_size: int, seed: int
+    ) -> Forgetting:
+        """Text of a base that writes.
+
+        Args:
+            model: the base, loaded.
+            texts, length: how many it writes, of so many tokens.
+        """
+        ids = self_written(model, name, texts, length, seed)
+        batches = [{"input_ids": part, "labels": part} for part in ids.split(batch_size)]
+        judge = Judge([Data(batches, "next token", len(ids))], labelled=True)
+        found = cls(judge, deciding.measure(model, name))
+        return cls(judge, found.measured(model, found.base))
+
+    def measured(self, model: Any, figures: Figures) -> Figures:
+        """What a model is worth, with its loss on the base's text."""
+        return replace(figures, on_base=self.judge.measure(model).score)
+
+    def lost(self, figures: Figures) -> float:
+        """Nats that a model loses on the base's text."""
+        return (figures.on_base or 0.0) - (self.base.on_base or 0.0)
+
+    def gained(self, figures: Figures) -> float:
+        """What a model gains over the base on the samples that decide."""
+        return self.base.score - figures.score
+
+    def excess(self, figures: Figures, plain: Figures | None) -> float:
+        """Nats that a merge loses beyond what the plain average loses and `TOLERATED` of its gain; 0 within that."""
+        if figures.on_base is None:
+            return 0.0
+        return max(self._more(figures, plain) - TOLERATED * self.gained(figures), 0.0)
+
+    def _more(self, figures: Figures, plain: Figures | None) -> float:
+        """Nats that a merge loses more than the plain average does."""
+        return self.lost(figures) - (0.0 if plain is None else max(self.lost(plain), 0.0))
+
+    def why(self, name: str, figures: Figures, plain: Figures | None) -> str:
+        """Why a merge with a better score is not the one that is taken."""
+        return (
+            f"'{name}' scores {figures.score:.4f} on the samples that chose and is not taken: on the base's own text "
+            f"it loses {self._more(figures, plain):.4f} nats more than the plain average does, over a tenth of the "
+            f"{self.gained(figures):.4f} that it gains over the base."
+        )
+
+
+def sentences(forgetting: Forgetting | None, tried: Sequence[tuple[str, Figures]], best: Figures) -> list[str]:
+    """Of every merge that scores better than the best one and forgets too much: why it is not the best one."""
+    if forgetting is None:
+        return []
+    plain = next((figures for name, figures in tried if name == "plain"), None)
+    return [
+        forgetting.why(name, figures, plain)
+        for name, figures in tried
+        if not figures.unfinished and figures.score < best.score and forgetting.excess(figures, plain)
+    ]

@@ -1,0 +1,56 @@
+"""Subsets of a search's models, to see how often its best way to merge beats the best of the models that it merges."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rotation_merge.search.judge import Figures
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Some of the models, what their merge is worth, and the best of them, on their own samples.
+
+    Attributes:
+        merge, parent: scores, less is better.
+    """
+
+    models: tuple[str, ...]
+    merge: float
+    parent: float
+
+    @classmethod
+    def of(cls, chosen: Sequence[int], models: Sequence[str], merge: Figures, parents: Sequence[Figures]) -> Subset:
+        """
+        Args:
+            chosen: which of all models are merged.
+            parents: what each of all models is worth.
+        """
+        sets = chosen if len(merge.each) == len(models) else range(len(merge.each))
+
+        def score(figures: Figures) -> float:
+            return sum(figures.each[i] for i in sets) / len(sets)
+
+        return cls(tuple(models[i] for i in chosen), score(merge), min(score(parents[i]) for i in chosen))
+
+    @property
+    def better(self) -> bool:
+        """Whether the merge beats the best of its models."""
+        return self.merge < self.parent
+
+
+def drawn(models: int, count: int, seed: int) -> list[tuple[int, ...]]:
+    """At most so many subsets of two or more models, but not of all; all there are, or some at random."""
+    every = [s for size in range(2, models) for s in itertools.combinations(range(models), size)]
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [every[i] for i in sorted(order[:count])]
+
+
+def words(subsets: Sequence[Subset]) -> str:
+    """What was found, in a sentence."""
+    better = sum(subset.better for subset in subsets)
+    return f"In {better} of {len(subsets)} subsets of the models a merge in this way beats the best of them."

@@ -1,0 +1,276 @@
+"""The search among fine-tunes of one base: which base, which scale, what a merge forgets, subsets of the models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cli_support import run
+from plugin_support import mergekit_yaml, one_error, state, write_state
+from test_merge_command import planner
+
+from rotation_merge.run.demo import CHECKPOINTS
+from rotation_merge.run.functions import load
+from rotation_merge.search.base import Base, find_base
+from rotation_merge.search.candidates import CHANGES, FAR, NEAR, SHARED, Planner
+from rotation_merge.search.forgetting import Forgetting
+from rotation_merge.search.judge import Figures
+from rotation_merge.search.scaling import STEP, best_scale
+from rotation_merge.search.subsets import Subset, drawn
+
+BASE, ENGLISH, C, OTHER = (str(CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-0-c", "llama-1"))
+TINY = ("--samples", "8", "--length", "24", "--batch-size", "4", "--anyway")
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let searches try no other candidates than those of some names."""
+    real = Planner.candidates
+
+    def chosen(*names: str) -> None:
+        monkeypatch.setattr(Planner, "candidates", lambda self: [c for c in real(self) if c.name in names])
+
+    return chosen
+
+
+def copied(name: str, to: Path, base: str | None = None) -> str:
+    shutil.copytree(name, to)
+    if base is not None:
+        (to / "README.md").write_text(f"---\nbase_model: {base}\n---\n# Card\n")
+    return str(to)
+
+
+# --- the base --------------------------------------------------------------------------------------------------------
+
+
+def test_the_base_is_found_by_what_was_changed() -> None:
+    """A sibling, an independent model and the base itself stand beside: changes to the base alone are unlike."""
+    base = find_base([ENGLISH, C])
+    assert base is not None
+    assert (base.name, base.why) == (BASE, "by its weights")
+    assert base.changes.ratio == pytest.approx(1.3, abs=0.05)
+
+
+def test_one_of_three_models_may_be_the_base(tmp_path: Path) -> None:
+    models = [copied(name, tmp_path / name[-5:]) for name in (ENGLISH, BASE, C)]
+    base = find_base(models)
+    assert base is not None
+    assert base.name == models[1]
+    assert set(base.changes.lengths) == {models[0], models[2]}
+
+
+def test_a_card_names_the_base_and_merges_are_none(tmp_path: Path) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    models = [copied(ENGLISH, home / "a", str(away / "base")), copied(C, home / "b")]
+    assert find_base(models) is None
+    copied(BASE, away / "base")
+    base = find_base(models)
+    assert base is not None
+    assert (base.name, base.why) == (str(away / "base"), "the card of a names it")
+    copied(BASE, home / "merge")
+    shutil.rmtree(away)
+    (home / "merge" / "mergekit_config.yml").write_text("merge_method: linear")
+    assert find_base(models) is None
+
+
+def test_an_adapter_stands_on_its_base() -> None:
+    base = find_base([f"{BASE}+{CHECKPOINTS / 'llama-0-lora-english'}", C])
+    assert base is not None
+    assert base.name == BASE
+    assert "adapter" in base.why
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [(OTHER, "is no base of"), ("nowhere", "no such directory"), (str(CHECKPOINTS / "vit-0"), "architecture is")],
+)
+def test_a_base_that_is_none_is_refused_in_one_line(base: str, words: str, tmp_path: Path) -> None:
+    done = run("merge", ENGLISH, C, tmp_path / "out", "--base", base, *TINY)
+    assert done.exit_code == 2
+    assert words in one_error(done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_of_other_kinds_are_refused_when_they_are_opened(tmp_path: Path) -> None:
+    """A Granite computes otherwise by a Llama's weights."""
+    other = Path(copied(C, tmp_path / "granite"))
+    config = json.loads((other / "config.json").read_text())
+    config |= {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.5}
+    (other / "config.json").write_text(json.dumps(config))
+    done = run("merge", ENGLISH, other, tmp_path / "out", *TINY)
+    assert done.exit_code == 2
+    assert "attention_multiplier" in one_error(done.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["granite"]
+
+
+# --- what is tried ---------------------------------------------------------------------------------------------------
+
+
+def names(relation: str, **values: Any) -> list[str]:
+    return [candidate.name for candidate in planner(relation, **values).candidates()]
+
+
+def test_changes_are_merged_where_there_is_a_base() -> None:
+    base = find_base([ENGLISH, C])
+    assert names(SHARED, base=base)[: 1 + len(CHANGES)] == ["plain", *CHANGES]
+    assert not {*CHANGES} & {*names(SHARED)}
+    assert not {*CHANGES} & {*names(FAR, base=base)}
+    assert "no base is known" in planner(NEAR).left_out()["averages of task vectors"]
+    assert "slerp" in names(NEAR)
+    assert "slerp" not in names(NEAR, cosine=0.99)
+    alone = Base(C, "as given", base.changes if base else None)  # type: ignore[arg-type]
+    assert {*CHANGES} & {*names(SHARED, base=alone)} == {"task_arithmetic"}
+    assert any("one task vector" in why for why in planner(SHARED, base=alone).left_out().values())
+
+
+def test_recipes_of_changes_name_the_base_and_leave_it_out_of_the_models() -> None:
+    base = find_base([ENGLISH, C])
+    for candidate in planner(SHARED, base=base).candidates():
+        recipe = yaml.safe_load(candidate.recipe(None))
+        assert [entry["model"] for entry in recipe["models"]] == [ENGLISH, C]
+        assert recipe["base_model"] == (BASE if candidate.name in CHANGES else ENGLISH)
+        assert ("lambda" in recipe["parameters"]) == (candidate.name in CHANGES)
+
+
+@pytest.mark.parametrize("name", ["task_arithmetic", "dare_ties", "wudi"])
+def test_the_scale_is_searched_and_the_recipe_makes_the_merge(
+    name: str, tmp_path: Path, only: Callable[..., None]
+) -> None:
+    only(name)
+    done = run("merge", ENGLISH, C, tmp_path / "out", *TINY, "--data", "demo:english", "--data", "demo:c", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    recipe = yaml.safe_load((tmp_path / "out" / "recipe.yml").read_text())
+    assert recipe["parameters"]["lambda"] == found["tried"][0]["scale"]
+    assert found["base"]["on_base"] < found["best"]["on_base"]
+    flags = ("--random-seed", "0") if name == "dare_ties" else ()
+    again = mergekit_yaml((tmp_path / "out" / "recipe.yml").read_text(), tmp_path / "again", *flags)
+    assert again.exit_code == 0, again.output
+    first, second = state(tmp_path / "out"), state(tmp_path / "again")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("--random-seed 0" in card) == (name == "dare_ties")
+    assert "base's own text" in card
+
+
+# --- the scale -------------------------------------------------------------------------------------------------------
+
+
+def line(goal: float, limit: float = 9.0) -> tuple[float, list[float]]:
+    """The scale found where a model with its weight nearest to `goal` is best, and above `limit` forgets."""
+    seen = []
+
+    def measure(model: torch.nn.Linear, best: Figures | None) -> tuple[float, Figures]:
+        weight = float(model.weight)
+        seen.append(weight)
+        return max(weight - limit, 0.0), Figures(abs(weight - goal), None, [])
+
+    merged, base = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        merged.weight.fill_(2.0)
+        base.weight.fill_(1.0)
+    return best_scale(merged, base, 1.0, measure)[0], seen
+
+
+@pytest.mark.parametrize("goal", [1.6, 2.0, 2.9])
+def test_the_best_scale_is_found_on_the_line_from_the_base(goal: float) -> None:
+    scale, seen = line(goal)
+    assert abs(1 + scale - goal) <= min(abs(weight - goal) for weight in seen) + 1e-3
+    assert (goal - 1) / STEP**0.5 < scale < (goal - 1) * STEP**0.5
+    assert len(seen) == len(set(seen)) <= 8
+
+
+def test_a_scale_that_forgets_comes_after_every_other() -> None:
+    scale, _ = line(goal=2.9, limit=1.7)
+    assert 0.6 < scale <= 0.7
+
+
+# --- forgetting ------------------------------------------------------------------------------------------------------
+
+
+def figures(score: float, on_base: float) -> Figures:
+    return Figures(score, None, [], on_base=on_base)
+
+
+def test_a_merge_that_forgets_more_than_it_may_does_not_win() -> None:
+    forgetting = Forgetting(SimpleNamespace(), figures(2.0, 1.0))  # type: ignore[arg-type]
+    plain = figures(1.5, 1.05)
+    assert forgetting.excess(plain, plain) == 0
+    assert forgetting.excess(figures(1.0, 1.14), plain) == 0  # 0.09 more, a tenth of its gain is 0.1
+    assert forgetting.excess(figures(1.2, 1.14), plain) == pytest.approx(0.01)
+    assert forgetting.excess(figures(1.2, 1.14), None) == pytest.approx(0.06)
+    assert forgetting.excess(Figures(1.2, None, []), plain) == 0
+    words = forgetting.why("ties", figures(1.2, 1.14), plain)
+    assert "'ties' scores 1.2000" in words
+    assert "0.0900 nats more" in words
+
+
+def test_the_verdict_says_why_a_better_score_was_not_taken(
+    tmp_path: Path, only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only("plain", "refit, plain")
+    real = Forgetting.measured
+
+    def forgetful(self: Forgetting, model: Any, found: Figures) -> Figures:
+        on_base = real(self, model, found)
+        plain = found.score > 1.5
+        return on_base if plain else Figures(found.score, found.accuracy, found.each, found.examples, False, 99.0)
+
+    monkeypatch.setattr(Forgetting, "measured", forgetful)
+    values = ("--data", "demo:english", "--data", "demo:c", "--samples", "32", "--length", "64")
+    done = run("merge", ENGLISH, C, tmp_path / "out", *TINY, *values)
+    assert done.exit_code == 0, done.output
+    assert "best merge: plain" in done.stdout
+    assert "'refit, plain' scores" in done.stdout
+    assert "is not taken" in done.stdout
+    assert "is not taken" in (tmp_path / "out" / "README.md").read_text()
+
+
+# --- subsets ---------------------------------------------------------------------------------------------------------
+
+
+def test_subsets_are_of_two_or_more_and_never_all() -> None:
+    assert drawn(3, 9, 0) == [(0, 1), (0, 2), (1, 2)]
+    some = drawn(5, 4, 1)
+    assert len(set(some)) == 4
+    assert all(2 <= len(subset) <= 4 for subset in some)
+    assert drawn(5, 4, 1) == some
+
+
+def test_a_subset_is_judged_on_its_own_samples() -> None:
+    merge = Figures(0.0, None, [1.0, 2.0, 9.0])
+    parents = [Figures(0.0, None, values) for values in ([1.0, 3.0, 0.0], [2.0, 1.5, 0.0], [0.0, 0.0, 0.0])]
+    subset = Subset.of((0, 1), ["a", "b", "c"], merge, parents)
+    assert (subset.models, subset.merge, subset.parent) == (("a", "b"), 1.5, 1.75)
+    assert subset.better
+    once = Subset.of((0, 1), ["a", "b", "c"], Figures(0.0, None, [5.0]), [Figures(0.0, None, [x]) for x in (4.0, 6, 0)])
+    assert (once.merge, once.parent) == (5.0, 4.0)
+
+
+def test_subsets_of_three_models_are_merged_in_the_best_way(tmp_path: Path, only: Callable[..., None]) -> None:
+    only("wudi")
+    third = {name: x + 0.01 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x.dtype)
+             for name, x in state(Path(BASE)).items()}  # fmt: skip
+    other = write_state(third, Path(BASE), tmp_path / "third")
+    arguments = ("merge", ENGLISH, C, other, tmp_path / "out", "--base", BASE, *TINY, "--data", "demo:english")
+    done = run(*arguments, "--subsets", "2", "--json")
+    assert done.exit_code == 0, done.output
+    subsets = json.loads(done.stdout)["subsets"]
+    assert [len(subset["models"]) for subset in subsets] == [2, 2]
+    assert "of 2 subsets of the models" in (tmp_path / "out" / "README.md").read_text()
+    assert "three or more" in run("merge", ENGLISH, C, tmp_path / "o", "--subsets", "2").output
+
+
+def test_loading_leaves_a_base_as_it_is() -> None:
+    """The search for a scale moves the merge alone."""
+    base, merged = load(BASE), load(C)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    best_scale(merged, base, 1.0, lambda *_: (0.0, Figures(1.0, None, [])))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
