@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rotation_merge.matching.fit import fit
     from rotation_merge.matching.fit_records import FitConfig
     from rotation_merge.matching.options import AlignConfig
+    from rotation_merge.mergekit_plugin.adapter_merge import merge_adapters
     from rotation_merge.model.view import View
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ _PUBLIC = {
     "align": "rotation_merge.api",
     "average": "rotation_merge.api",
     "fit": "rotation_merge.matching.fit",
+    "merge_adapters": "rotation_merge.mergekit_plugin.adapter_merge",
     "transfer": "rotation_merge.api",
 }
 
@@ -41,6 +43,7 @@ __all__ = [
     "align",
     "average",
     "fit",
+    "merge_adapters",
     "transfer",
 ]
 

@@ -49,12 +49,19 @@ class TaskVectorMethod(OwnMethod):
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
     """Ranges of parameters that are numbers."""
 
-    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
+    def change(
+        self,
+        changes: Sequence[Tensor],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+        shape: tuple[int, int] | None = None,
+    ) -> Tensor:
         """The merged change of one map, before `lambda`.
 
         Args:
             changes: of the models, (outputs, inputs) each, float64; not all zero.
             weights: importances, positive.
+            shape: of the map, where the changes are given in smaller orthonormal bases; None: theirs.
         """
         raise NotImplementedError
 
@@ -148,11 +155,18 @@ class Wudi(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
+    def change(
+        self,
+        changes: Sequence[Tensor],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+        shape: tuple[int, int] | None = None,
+    ) -> Tensor:
+        outputs, inputs = shape or changes[0].shape
         if parameters["sides"] == "both":
-            return both_sides(changes, weights, parameters["ridge"])
+            return both_sides(changes, weights, parameters["ridge"], outputs * inputs)
         shares = [weight * _over_norm(d, parameters["gram_norm"]) for weight, d in zip(weights, changes, strict=True)]
-        return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"])
+        return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"], inputs)
 
 
 def _over_norm(change: Tensor, kind: str) -> float:
@@ -165,39 +179,42 @@ def _over_norm(change: Tensor, kind: str) -> float:
     return 1.0 / squared if kind == "norm" else change.shape[1] / squared
 
 
-def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float) -> Tensor:
+def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, ridge: float, inputs: int) -> Tensor:
     """``(sum_t a_t D_t G_t + l M) (sum_t a_t G_t + l I)^-1``; see `Wudi`.
 
     Args:
         shares: a_t.
         prior: M.
         ridge: l over the mean of the diagonal of the sum.
+        inputs: of the map, over which that mean is taken.
     """
     total = torch.zeros(prior.shape[1], prior.shape[1], dtype=prior.dtype, device=prior.device)
     right = torch.zeros_like(prior)
     for change, share in zip(changes, shares, strict=True):
         total.addmm_(change.mT, change, alpha=share)
         right.addmm_((change - prior) @ change.mT, change, alpha=share)
-    penalty = ridge * float(total.diagonal().mean())
+    penalty = ridge * float(total.diagonal().sum()) / inputs
     if penalty == 0.0:
         return prior + torch.linalg.lstsq(total, right.mT, driver="gelsd").solution.mT
     total.diagonal().add_(penalty)
     return prior + torch.cholesky_solve(right.mT, torch.linalg.cholesky(total)).mT
 
 
-def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float) -> Tensor:
+def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float, entries: int) -> Tensor:
     """``sum_t L_t D G_t = sum_t L_t D_t G_t`` with a ridge towards `PRIOR` times the sum, by conjugate gradients.
 
     Each factor is divided by its trace and multiplied by its size; L_t is never formed.
+
+    Args:
+        entries: of the map.
     """
-    rows, columns = changes[0].shape
     counting = [(d, w / float(d.square().sum()) ** 2) for d, w in zip(changes, weights, strict=True) if bool(d.any())]
     start = PRIOR * torch.stack(list(changes)).sum(0)
     penalty = ridge * sum(weights)
 
     def weighed(x: Tensor, change: Tensor, share: float) -> Tensor:
         inner = change.mT @ x @ (change.mT @ change)
-        return (share * rows * columns) * (change @ inner)
+        return (share * entries) * (change @ inner)
 
     def apply(x: Tensor) -> Tensor:
         return sum((weighed(x, d, share) for d, share in counting), penalty * x)
@@ -235,9 +252,15 @@ class Tsv(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
+    def change(
+        self,
+        changes: Sequence[Tensor],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+        shape: tuple[int, int] | None = None,
+    ) -> Tensor:
         counting = [(d, weight) for d, weight in zip(changes, weights, strict=True) if bool(d.any())]
-        kept = max(1, min(changes[0].shape) // len(counting))
+        kept = max(1, min(shape or changes[0].shape) // len(counting))
         lefts, values, rights = [], [], []
         for change, weight in counting:
             u, s, v = torch.linalg.svd(change, full_matrices=False)
@@ -250,6 +273,8 @@ class Tsv(TaskVectorMethod):
 
 class Iso(TaskVectorMethod):
     """Iso-C: the sum of the changes with all its singular values replaced by their mean.
+
+    Changes in smaller bases get the mean over the directions that they span.
 
     With `share` below 1 (Iso-CTS) only that share of the directions is the sum's; the rest are the largest of what each
     change has beside them.
@@ -269,7 +294,13 @@ class Iso(TaskVectorMethod):
         contract=CONTRACT,
     )
 
-    def change(self, changes: Sequence[Tensor], weights: Sequence[float], parameters: Mapping[str, Any]) -> Tensor:
+    def change(
+        self,
+        changes: Sequence[Tensor],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+        shape: tuple[int, int] | None = None,
+    ) -> Tensor:
         weighed = [weight * d for d, weight in zip(changes, weights, strict=True)]
         total = torch.stack(weighed).sum(0)
         u, s, v = torch.linalg.svd(total, full_matrices=False)

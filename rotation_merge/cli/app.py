@@ -17,6 +17,7 @@ COMMANDS = {
     "check": "Check a recipe before it is run: all faults at once, and which preset fits.",
     "inspect": "A model or a recipe: spaces, groups, expected cost; a tensor, a file, a report; what there is.",
     "align": "Write a donor in an anchor's coordinates, as a normal checkpoint.",
+    "lora": "Merge LoRA adapters into one adapter.",
     "carry": "Carry a LoRA to a new base, without training.",
     "verify": "Do two models compute the same function?",
     "compare": "How far apart are two models, space by space, before and after alignment?",

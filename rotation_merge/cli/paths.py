@@ -99,6 +99,14 @@ class Writes(click.types.StringParamType):
         return [written, *(Output(f"{path}{ending}", option, WORK, beside=self.beside) for ending in self.work)]
 
 
+class WritesAdapter(Writes):
+    """A file, where it is called so, or a folder."""
+
+    def outputs(self, value: str, option: str) -> list[Output]:
+        kind = FILE if value.endswith(".safetensors") else FOLDER
+        return Writes(kind).outputs(value, option)
+
+
 class ReadsModelsAndWrites(click.types.StringParamType):
     """Models, and behind them the folder to write."""
 
@@ -206,4 +214,5 @@ STATISTICS = Writes(FILE, work=(UNFINISHED,), wrote=is_statistics, beside=True)
 PAGE = Writes(FILE, wrote=is_page, beside=True)
 NEW_ALIGNMENT = Writes(FILE, work=(UNFINISHED, MATCHING_UNFINISHED))
 NEW_MODEL = Writes(FOLDER, work=(UNFINISHED, MATCHING_UNFINISHED))
+ADAPTERS_AND_OUT = ReadsModelsAndWrites(WritesAdapter())
 MODELS_AND_OUT = ReadsModelsAndWrites(Writes(FOLDER, work=(UNFINISHED, MATCHING_UNFINISHED, "-samples")))

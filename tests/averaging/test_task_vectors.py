@@ -69,7 +69,7 @@ def test_one_side_is_the_minimum_of_its_objective() -> None:
     """sum_t a_t |(D - D_t) D_t^T|^2 + l |D - M|^2: the gradient vanishes."""
     changes, shares = [random(4, 6, seed=seed) for seed in range(3)], [0.2, 0.5, 1.0]
     prior = mean_of(changes, shares)
-    merged_change = one_side(changes, shares, prior, 0.1)
+    merged_change = one_side(changes, shares, prior, 0.1, prior.shape[1])
     grams = [a * d.T @ d for a, d in zip(shares, changes, strict=True)]
     penalty = 0.1 * float(torch.stack(grams).sum(0).diagonal().mean())
     x = merged_change.clone().requires_grad_()
@@ -81,7 +81,7 @@ def test_one_side_is_the_minimum_of_its_objective() -> None:
 
 def test_both_sides_solve_their_equation() -> None:
     changes, weights = [random(5, 4, seed=seed) for seed in range(2)], [1.0, 3.0]
-    merged_change = both_sides(changes, weights, 0.1)
+    merged_change = both_sides(changes, weights, 0.1, changes[0].numel())
     left = [5 * d @ d.T / d.square().sum() for d in changes]
     right = [4 * d.T @ d / d.square().sum() for d in changes]
     start, ridge = 0.7 * sum(changes), 0.1 * sum(weights)

@@ -1,0 +1,98 @@
+"""`rotation-merge lora`."""
+
+from __future__ import annotations
+
+import click
+
+from rotation_merge.cli.paths import ADAPTERS_AND_OUT, WORD, writes
+from rotation_merge.cli.show import json_option, print_json, say, shown, table
+from rotation_merge.errors import RecipeError
+
+
+@click.command(epilog="Example: rotation-merge lora ./german ./french ./merged --method wudi -p lambda=1.4 --rank 16")
+@click.argument("adapters", type=ADAPTERS_AND_OUT, nargs=-1, required=True, metavar="A B [C ...] OUT")
+@click.option("--method", "-m", default="linear", show_default=True, type=WORD, help="What merges the changes.")
+@click.option("--weights", type=WORD, metavar="W,W,...", help="One for each adapter; all 1 if not given.")
+@click.option(
+    "--rank",
+    type=WORD,
+    metavar="N|auto",
+    help="Rank of the result; the ranks together if not given, which loses nothing.",
+)
+@click.option("--energy", default=0.99, show_default=True, help="What --rank auto keeps of each map's squared norm.")
+@click.option(
+    "--parameter", "-p", type=WORD, multiple=True, metavar="NAME=VALUE", help="Of the method, as in a recipe."
+)
+@click.option("--seed", default=0, show_default=True, help="Of the entries that DARE drops.")
+@json_option
+@shown
+@writes
+def command(
+    adapters: tuple[str, ...],
+    method: str,
+    weights: str | None,
+    rank: str | None,
+    energy: float,
+    parameter: tuple[str, ...],
+    seed: int,
+    as_json: bool,
+) -> int:
+    """Merge LoRA adapters of one base into one adapter, without the base.
+
+    An adapter is a folder in peft's format, or a .safetensors file in kohya's or diffusers'; OUT has the form of the
+    first. The methods are linear (weighted mean), mergekit's task_arithmetic, ties, dare_ties, dare_linear, breadcrumbs
+    and della, and wudi, tsv and iso. The result is what merging the full models would change, as far as its rank
+    reaches. The table says what survives of each adapter: the merged change's component along its own.
+
+    With --force adapters that name different bases are merged, too.
+    """
+    from rotation_merge.mergekit_plugin.adapter_merge import merge_adapters
+
+    *sources, out = adapters
+    force = bool(click.get_current_context().params.get("force"))
+    merged = merge_adapters(
+        sources,
+        method,
+        None if weights is None else _numbers(weights),
+        _rank(rank),
+        energy,
+        dict(map(_pair, parameter)),
+        same_base=not force,
+        seed=seed,
+    )
+    merged.save(out)
+    shares, ranks = merged.shares(), [found.rank for found in merged.maps.values()]
+    if as_json:
+        maps = {module: vars(found) for module, found in merged.maps.items()}
+        print_json({"out": out, "shares": dict(zip(sources, shares, strict=True)), "maps": maps})
+        return 0
+    lowest = [
+        min((found.shares[index], module) for module, found in merged.maps.items() if found.shares[index] is not None)
+        for index in range(len(sources))
+    ]
+    rows = [
+        (source, f"{share:.1%}", f"{least:.1%}", module)
+        for source, share, (least, module) in zip(sources, shares, lowest, strict=True)
+    ]
+    table("What survives of each adapter", ("adapter", "mean", "least", "in"), rows, numbers=(1, 2))
+    say(f"{len(ranks)} maps by {method}, rank {min(ranks)} to {max(ranks)}; at least {merged.energy:.1%} of each kept.")
+    say(f"Written to {out}.")
+    return 0
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise RecipeError(f"--weights is '{text}'", remedy="give numbers with commas between") from error
+
+
+def _rank(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.lstrip("-").isdecimal() else text
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise RecipeError(f"--parameter is '{text}'", remedy="give NAME=VALUE")
+    return name, value

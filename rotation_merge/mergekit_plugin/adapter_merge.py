@@ -1,0 +1,329 @@
+r"""Several LoRA adapters merged into one, map by map, without their base.
+
+The changes ``D_t = B_t A_t`` of one map lie in the span of all B_t and of all A_t. With orthonormal bases Q_B (outputs)
+and Q_A (inputs) of the two, ``D_t = Q_B C_t Q_A^T`` with small cores C_t. Methods that commute with orthogonal maps
+merge the cores, which is exactly what merging the full changes gives; methods that look at single entries (TIES, DARE)
+merge the full changes of one map at a time. The singular vectors of the result are the factors of the new adapter.
+
+Source: Stoica and others 2025 (KnOTS, arXiv 2410.19735) for the common bases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from mergekit.merge_methods import registry
+from mergekit.merge_methods.base import TensorGroup
+from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
+from torch import Tensor
+
+from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, evened, mean_of
+from rotation_merge.errors import CheckpointError, RecipeError, nearest
+from rotation_merge.model.adapter_files import PEFT, AdapterFactors, Factors, read_adapter, write_adapter
+
+LINEAR = "linear"
+AUTO = "auto"
+SPARE = 16
+"""Directions that a randomised decomposition looks at beyond the rank that is asked for."""
+
+_OWN = {method.spec.name: method for method in TASK_VECTORS}
+_ENTRYWISE = {
+    method.spec.name: method
+    for method in registry.registered_methods()
+    if isinstance(method, GeneralizedTaskArithmeticMerge)
+}
+METHODS = (LINEAR, *sorted(_ENTRYWISE), *_OWN)
+"""What adapters can be merged by."""
+
+
+@dataclass(frozen=True)
+class MergedMap:
+    """What became of one map.
+
+    Attributes:
+        shares: by adapter, the merged change's component along the adapter's own, over that change; None where the
+            adapter leaves the map as it is.
+        energy: share of the merged change's squared norm that the rank keeps.
+        ratio: of the longest change to the shortest.
+    """
+
+    rank: int
+    shares: tuple[float | None, ...]
+    energy: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class MergedAdapter:
+    """One adapter out of several.
+
+    Attributes:
+        adapter: the result; its form is that of the inputs.
+        sources: paths of the inputs.
+        maps: what became of each map, by module.
+    """
+
+    adapter: AdapterFactors
+    sources: tuple[str, ...]
+    maps: Mapping[str, MergedMap]
+
+    def shares(self) -> list[float]:
+        """For each input, the mean over its maps of what survives of its change."""
+        by_source = zip(*(merged.shares for merged in self.maps.values()), strict=True)
+        present = [[share for share in column if share is not None] for column in by_source]
+        return [sum(column) / len(column) for column in present]
+
+    @property
+    def energy(self) -> float:
+        """The least share of a map's squared norm that the rank keeps."""
+        return min(merged.energy for merged in self.maps.values())
+
+    def save(self, out: str) -> None:
+        """Write the adapter: a folder in peft's format, or the one file that the inputs were."""
+        write_adapter(self.adapter, out)
+
+
+def merge_adapters(
+    adapters: Sequence[str],
+    method: str = LINEAR,
+    weights: Sequence[float] | None = None,
+    rank: int | str | None = None,
+    energy: float = 0.99,
+    parameters: Mapping[str, Any] | None = None,
+    same_base: bool = True,
+    seed: int = 0,
+) -> MergedAdapter:
+    """Merge LoRA adapters of one base into one adapter.
+
+    Args:
+        adapters: folders or hub names in peft's format, or `.safetensors` files in kohya's or diffusers'; two at least.
+        method: one of `METHODS`; `linear` is the weighted mean of the changes.
+        weights: one for each adapter; 1 if not given.
+        rank: of the result; None: as large as the ranks together, which loses nothing but where entries are dropped;
+            `auto`: the least that keeps `energy` of each map's squared norm.
+        parameters: of the method, such as `lambda`, `density`, `ridge`.
+        same_base: whether adapters that name different bases are refused.
+        seed: of the entries that DARE drops.
+
+    Raises:
+        CheckpointError: an adapter cannot be read, or they do not belong together.
+        RecipeError: a parameter, a weight or the rank means nothing.
+    """
+    if len(adapters) < 2:
+        raise CheckpointError("a merge needs two adapters or more", remedy="name another")
+    read = [read_adapter(path) for path in adapters]
+    _check_alike(read, same_base)
+    rule = _rule(method, dict(parameters or {}))
+    shares = _weights(weights, len(read))
+    _check_rank(rank, energy, read)
+    torch.manual_seed(seed)
+    maps: dict[str, Factors] = {}
+    told: dict[str, MergedMap] = {}
+    for module in sorted({module for adapter in read for module in adapter.maps}):
+        maps[module], told[module] = _merged([a.maps.get(module) for a in read], shares, rule, rank, energy)
+    first = read[0]
+    return MergedAdapter(replace(first, maps=maps), tuple(a.path for a in read), told)
+
+
+def _merged(
+    parts: Sequence[Factors | None],
+    weights: Sequence[float],
+    rule: _Rule,
+    rank: int | str | None,
+    energy: float,
+) -> tuple[Factors, MergedMap]:
+    """One map of the new adapter; None stands for an adapter that leaves the map as it is."""
+    present = [part for part in parts if part is not None]
+    like = present[0]
+    flats = [part.flat() for part in present]
+    outputs = torch.linalg.qr(torch.cat([b for _, b in flats], 1))[0]
+    inputs = torch.linalg.qr(torch.cat([a for a, _ in flats], 0).mT)[0]
+    cores, remaining = [], iter(flats)
+    for part in parts:
+        a, b = (
+            next(remaining)
+            if part is not None
+            else (inputs.new_zeros(1, len(inputs)), outputs.new_zeros(len(outputs), 1))
+        )
+        cores.append((outputs.mT @ b) @ (a @ inputs))
+    even, ratio = evened(cores) if rule.evens else (cores, _ratio(cores))
+    if rule.entrywise and not like.embedding:
+        whole = rule.merge([outputs @ core @ inputs.mT for core in even], weights, like.shape)
+        u, s, v = _decomposed(whole, sum(part.rank for part in present))
+        total = float(whole.square().sum())
+    else:
+        merged = rule.mean(even, weights) if like.embedding else rule.merge(even, weights, like.shape)
+        u, s, v = torch.linalg.svd(merged, full_matrices=False)
+        u, v, total = outputs @ u, v @ inputs.mT, float(merged.square().sum())
+    most = min(sum(part.rank for part in present), len(s))
+    count = _count(s[:most], total, rank, energy)
+    root = s[:count].sqrt()
+    a, b = root[:, None] * v[:count], u[:, :count] * root
+    kept = float(s[:count].square().sum()) / total if total else 1.0
+    shares: list[float | None] = []
+    for part in parts:
+        if part is None:
+            shares.append(None)
+            continue
+        own_a, own_b = part.flat()
+        squared = float(((own_b.mT @ own_b) * (own_a @ own_a.mT)).sum())
+        shares.append(float(((b.mT @ own_b) * (a @ own_a.mT)).sum()) / squared if squared else 1.0)
+    return like.with_flat(a, b), MergedMap(count, tuple(shares), kept, ratio)
+
+
+def _ratio(cores: Sequence[Tensor]) -> float:
+    lengths = [length for core in cores if (length := float(core.norm())) > 0]
+    return max(lengths) / min(lengths) if lengths else 1.0
+
+
+def _count(values: Tensor, total: float, rank: int | str | None, energy: float) -> int:
+    """How many singular values stay: at least one, as an adapter has no rank 0."""
+    if isinstance(rank, int):
+        return min(rank, len(values))
+    nonzero = int((values > 1e-9 * values[0]).sum()) if total else 1
+    if rank is None:
+        return max(1, nonzero)
+    reached = values.square().cumsum(0) >= energy * total * (1 - 1e-12)
+    return max(1, min(nonzero, int((~reached).sum()) + 1))
+
+
+def _decomposed(matrix: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest singular triples of a matrix: all of a small one, of a large one those that a randomised subspace
+    iteration finds (what it misses is in the energy that is reported)."""
+    looked_at = most + SPARE
+    if looked_at * 4 > min(matrix.shape):
+        u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+        return u, s, v
+    u, s, right = torch.svd_lowrank(matrix, q=looked_at, niter=6)
+    return u, s, right.mT
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How changes are merged.
+
+    Attributes:
+        merge: changes (outputs, inputs), weights, and the shape of the whole map, to the merged change.
+        mean: the same for embeddings.
+        entrywise: whether it looks at single entries, so that cores do not do.
+        evens: whether long changes are shortened first.
+    """
+
+    merge: Callable[[Sequence[Tensor], Sequence[float], tuple[int, int]], Tensor]
+    mean: Callable[[Sequence[Tensor], Sequence[float]], Tensor]
+    entrywise: bool = False
+    evens: bool = False
+
+
+def _rule(name: str, parameters: dict[str, Any]) -> _Rule:
+    if name == LINEAR:
+        _check_known(name, parameters, ())
+        return _Rule(lambda changes, weights, _: mean_of(changes, weights), mean_of)
+    method = _ENTRYWISE.get(name) or _OWN.get(name)
+    if method is None:
+        remedy = f"{nearest(name, METHODS)}; there are {', '.join(METHODS)}"
+        raise RecipeError(f"adapters are not merged by '{name}'", remedy=remedy)
+    defaults = {spec.name: spec.default for spec in method.spec.parameters if spec.name != "weight"}
+    _check_known(name, parameters, defaults)
+    values = {**defaults, **{key: _as(defaults[key], value, key) for key, value in parameters.items()}}
+    if isinstance(method, TaskVectorMethod):
+        return _of_task_vectors(method, values)
+
+    def merge(changes: Sequence[Tensor], weights: Sequence[float], _: tuple[int, int]) -> Tensor:
+        base = torch.zeros_like(changes[0])
+        group = TensorGroup.from_tensors([base, *changes], base_index=0)
+        each = {entry.id: weight for entry, weight in zip(group.non_base, weights, strict=True)}
+        per_model = {k: dict.fromkeys(each, values[k]) for k in ("density", "gamma", "epsilon") if k in values}
+        result: Tensor = method.merge_group(group, **{**values, **per_model, "weight": each})
+        return result
+
+    entrywise = method.sparsification_method is not None or method.consensus_method is not None
+    return _Rule(merge, lambda changes, weights: merge(changes, weights, (0, 0)), entrywise)
+
+
+def _of_task_vectors(method: TaskVectorMethod, values: dict[str, Any]) -> _Rule:
+    method.check(values)
+
+    def merge(changes: Sequence[Tensor], weights: Sequence[float], shape: tuple[int, int]) -> Tensor:
+        if not any(bool(change.any()) for change in changes):
+            return torch.zeros_like(changes[0])
+        return float(values["lambda"]) * method.change(changes, weights, values, shape)
+
+    def mean(changes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        merged = mean_of(changes, weights) * (sum(weights) if values["others"] == "sum" else 1.0)
+        return float(values["lambda"]) * merged
+
+    return _Rule(merge, mean, evens=values["lengths"] == "auto")
+
+
+def _check_known(method: str, parameters: Mapping[str, Any], known: Sequence[str] | Mapping[str, Any]) -> None:
+    for name in parameters:
+        if name not in known:
+            remedy = f"{nearest(name, known)}; it has {', '.join(known)}" if known else "leave it out"
+            raise RecipeError(f"'{method}' has no parameter '{name}'", remedy=remedy)
+
+
+def _as(default: Any, value: Any, name: str) -> Any:
+    """A value of a default's type; text, as a command line gives it, is read."""
+    if isinstance(default, bool):
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+    elif isinstance(default, float):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    else:
+        return value
+    kind = "true or false" if isinstance(default, bool) else "a number"
+    raise RecipeError(f"parameter '{name}' is {value!r}", remedy=f"it must be {kind}")
+
+
+def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    values = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    if len(values) != count:
+        raise RecipeError(f"{len(values)} weights for {count} adapters", remedy="give one for each")
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        raise RecipeError(
+            f"a weight is {min(values, key=lambda v: v if v == v else -math.inf)}",
+            remedy="all must be positive numbers",
+        )
+    return values
+
+
+def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
+    """Refuse adapters of different forms, bases, or shapes of one map."""
+    first = read[0]
+    for adapter in read[1:]:
+        if adapter.form != first.form:
+            what = f"is in the format of {adapter.form}, {first.path} in that of {first.form}"
+            raise CheckpointError(what, where=adapter.path, remedy="convert one of them first")
+        if same_base and adapter.base != first.base:
+            what = f"is an adapter of {adapter.base}, {first.path} one of {first.base}"
+            remedy = "carry one of them first ('rotation-merge carry'); --force if the two are the same model"
+            raise CheckpointError(what, where=adapter.path, remedy=remedy)
+        for module, factors in adapter.maps.items():
+            other = first.maps.get(module)
+            if other is not None and other.shape != factors.shape:
+                what = f"changes '{module}' of shape {list(factors.shape)}, {first.path} of {list(other.shape)}"
+                raise CheckpointError(what, where=adapter.path, remedy="they belong to different models")
+    if not any(set(first.maps) & set(adapter.maps) for adapter in read[1:]) and first.form != PEFT:
+        raise CheckpointError(
+            f"has no map in common with {first.path}", where=read[1].path, remedy="they belong to different models"
+        )
+
+
+def _check_rank(rank: int | str | None, energy: float, read: Sequence[AdapterFactors]) -> None:
+    most = sum(max(factors.rank for factors in adapter.maps.values()) for adapter in read)
+    if isinstance(rank, str) and rank != AUTO:
+        raise RecipeError(f"the rank is '{rank}'", remedy=f"it must be a number or '{AUTO}'")
+    if isinstance(rank, int) and not 1 <= rank <= most:
+        raise RecipeError(f"the rank is {rank}", remedy=f"it must be from 1 to {most}, the ranks together")
+    if not 0 < energy <= 1:
+        raise RecipeError(f"the energy to keep is {energy:g}", remedy="it must be above 0 and at most 1")

@@ -1,0 +1,276 @@
+"""Adapters merged into one: what merging the full changes gives, in peft's and kohya's formats, or one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import run
+from mergekit.merge_methods import registry
+from mergekit.merge_methods.base import TensorGroup
+from plugin_support import make, one_error
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rotation_merge import merge_adapters
+from rotation_merge.averaging.task_vectors import TASK_VECTORS, evened
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.model.adapter_files import AdapterFactors, read_adapter
+
+MAPS = {"q_proj": (12, 10), "up_proj": (16, 10), "down_proj": (10, 16)}
+BASE = "org/base"
+
+
+def write_peft(
+    folder: Path, seed: int, rank: int = 2, scale: float = 1.0, maps: tuple[str, ...] = tuple(MAPS), **settings: Any
+) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    ranks = settings.get("rank_pattern", {})
+    tensors = {}
+    for name in maps:
+        outputs, inputs = MAPS[name]
+        own = ranks.get(name, rank)
+        for part, shape in (("A", (own, inputs)), ("B", (outputs, own))):
+            key = f"base_model.model.layers.0.{name}.lora_{part}.weight"
+            tensors[key] = scale * torch.randn(shape, generator=generator)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "base_model_name_or_path": BASE, **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def changes(adapter: AdapterFactors) -> dict[str, Tensor]:
+    return {module: b @ a for module, factors in adapter.maps.items() for a, b in [factors.flat()]}
+
+
+def of(path: Path | str) -> dict[str, Tensor]:
+    return changes(read_adapter(str(path)))
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[str]:
+    """Adapters of mixed ranks and scalings, one of which leaves a map as it is."""
+    return [
+        str(write_peft(tmp_path / "one", 0)),
+        str(write_peft(tmp_path / "two", 1, 3, use_rslora=True, rank_pattern={"q_proj": 1}, alpha_pattern={"up": 5})),
+        str(write_peft(tmp_path / "three", 2, 2, maps=("q_proj", "down_proj"))),
+    ]
+
+
+def test_linear_loses_nothing(three: list[str], tmp_path: Path) -> None:
+    """With the ranks together: base + OUT is base + the weighted mean of the changes."""
+    merge_adapters(three, weights=[1, 2, 1]).save(str(tmp_path / "out"))
+    parts, merged = [of(path) for path in three], of(tmp_path / "out")
+    for module in merged:
+        mean = sum(
+            weight / 4 * part.get(module, torch.zeros(())) for weight, part in zip((1, 2, 1), parts, strict=True)
+        )
+        torch.testing.assert_close(merged[module], mean, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("wudi", {}),
+        ("wudi", {"sides": "both"}),
+        ("wudi", {"gram_norm": "trace"}),
+        ("tsv", {}),
+        ("tsv", {"lambda": 1.4}),
+    ],
+)
+def test_cores_give_what_the_full_changes_give(
+    name: str, settings: dict[str, Any], three: list[str], tmp_path: Path
+) -> None:
+    method = next(method for method in TASK_VECTORS if method.spec.name == name)
+    defaults = {spec.name: spec.default for spec in method.spec.parameters}
+    parameters = {**defaults, **settings}
+    parts = [of(path) for path in three]
+    merged = changes(merge_adapters(three, name, parameters=settings).adapter)
+    for module, found in merged.items():
+        full, _ = evened([part.get(module, torch.zeros_like(found)) for part in parts])
+        expected = parameters["lambda"] * method.change(full, [1.0] * 3, parameters)
+        torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.norm()), rtol=1e-4)
+
+
+def test_iso_gives_one_value_to_all_directions_that_the_adapters_span(three: list[str]) -> None:
+    for merged in changes(merge_adapters(three, "iso").adapter).values():
+        values = torch.linalg.svdvals(merged)
+        values = values[values > 1e-5]
+        torch.testing.assert_close(values, values.mean().expand_as(values), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("ties", {"density": 0.5}), ("task_arithmetic", {"lambda": 0.7}), ("dare_ties", {"density": 0.6}), ("della", {})],
+)
+def test_mergekits_methods_as_for_full_models(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """At a rank that holds any matrix of the size."""
+    paths = [str(write_peft(tmp_path / str(seed), seed, rank=6)) for seed in range(2)]
+    found = changes(merge_adapters(paths, name, parameters=settings, seed=3).adapter)
+    parts, method = [of(path) for path in paths], registry.get(name)
+    defaults = {spec.name: spec.default for spec in method.spec.parameters if spec.name != "weight"}
+    values = {**defaults, **settings}
+    torch.manual_seed(3)
+    for module in sorted(found):
+        group = TensorGroup.from_tensors(
+            [torch.zeros_like(parts[0][module]), *(p[module] for p in parts)], base_index=0
+        )
+        ids = [entry.id for entry in group.non_base]
+        each = {k: dict.fromkeys(ids, values[k]) for k in ("density", "gamma", "epsilon") if k in values}
+        expected = method.merge_group(group, **{**values, **each, "weight": dict.fromkeys(ids, 1.0)})
+        torch.testing.assert_close(found[module], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_survives_is_told(tmp_path: Path) -> None:
+    """Of changes that share no direction all in their sum, half in their mean, the longer at half the rank."""
+    for index, name in enumerate(("one", "two")):
+        a, b = torch.zeros(1, 6), torch.zeros(5, 1)
+        a[0, index], b[index, 0] = 1.0 + index, 1.0
+        (tmp_path / name).mkdir()
+        save_file(
+            {"base_model.model.m.lora_A.weight": a, "base_model.model.m.lora_B.weight": b},
+            tmp_path / name / "adapter_model.safetensors",
+        )
+        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": BASE}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+    paths = [str(tmp_path / name) for name in ("one", "two")]
+    assert merge_adapters(paths, "task_arithmetic").shares() == pytest.approx([1, 1], abs=1e-6)
+    assert merge_adapters(paths).shares() == pytest.approx([0.5, 0.5], abs=1e-6)
+    cut = merge_adapters(paths, "task_arithmetic", rank=1)
+    assert cut.shares() == pytest.approx([0, 1], abs=1e-6)
+    assert cut.energy == pytest.approx(0.8, abs=1e-6)
+    assert merge_adapters(paths, "task_arithmetic", rank="auto", energy=0.8).maps["m"].rank == 1
+    assert merge_adapters(paths, "task_arithmetic", rank="auto", energy=0.81).maps["m"].rank == 2
+
+
+def test_peft_reads_it_and_its_own_merges_agree(tmp_path: Path) -> None:
+    """Concatenation and a decomposition at full rank are the weighted sum, which is task_arithmetic."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = make("llama", tmp_path / "base")
+    inputs = torch.arange(12)[None]
+    for seed, name in enumerate(("one", "two")):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2 + seed, target_modules=["q_proj", "down_proj"]))
+        for key, value in model.named_parameters():
+            if "lora_" in key:
+                torch.nn.init.normal_(value, std=0.1)
+        model.save_pretrained(tmp_path / name)
+    merged = merge_adapters([str(tmp_path / "one"), str(tmp_path / "two")], "task_arithmetic", weights=[0.5, 2])
+    merged.save(str(tmp_path / "out"))
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "one", "one")
+    model.load_adapter(tmp_path / "two", "two")
+    model.load_adapter(tmp_path / "out", "out")
+    model.add_weighted_adapter(["one", "two"], [0.5, 2.0], "both", combination_type="cat")
+    outputs = []
+    for name in ("out", "both"):
+        model.set_adapter(name)
+        with torch.no_grad():
+            outputs.append(model(inputs).logits)
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-4)
+
+
+def write_kohya(path: Path, seed: int, rank: int, alpha: float | None, form: Mapping[str, str]) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"lora_unet_attn_to_q.{form['a']}": torch.randn(rank, 8, generator=generator),
+        f"lora_unet_attn_to_q.{form['b']}": torch.randn(6, rank, generator=generator),
+        f"lora_unet_conv.{form['a']}": torch.randn(rank, 4, 3, 3, generator=generator),
+        f"lora_unet_conv.{form['b']}": torch.randn(5, rank, 1, 1, generator=generator),
+    }
+    if alpha is not None:
+        tensors |= {f"lora_unet_{name}.alpha": torch.tensor(alpha) for name in ("attn_to_q", "conv")}
+    save_file(tensors, path)
+    return path
+
+
+KOHYA = {"a": "lora_down.weight", "b": "lora_up.weight"}
+DIFFUSERS = {"a": "lora_A.weight", "b": "lora_B.weight"}
+
+
+@pytest.mark.parametrize(("form", "alpha"), [(KOHYA, 3.0), (KOHYA, None), (DIFFUSERS, None)])
+def test_single_files_keep_their_names(form: dict[str, str], alpha: float | None, tmp_path: Path) -> None:
+    paths = [str(write_kohya(tmp_path / f"{seed}.safetensors", seed, 2 + seed, alpha, form)) for seed in range(2)]
+    out = tmp_path / "out.safetensors"
+    done = run("lora", *paths, out)
+    assert done.exit_code == 0, done.output
+    stored = load_file(out)
+    assert {key.removesuffix(".alpha") for key in stored} >= {f"lora_unet_conv.{leaf}" for leaf in form.values()}
+    assert stored[f"lora_unet_conv.{form['a']}"].shape == (5, 4, 3, 3)
+    parts, merged = [of(path) for path in paths], of(out)
+    for module in merged:
+        torch.testing.assert_close(merged[module], (parts[0][module] + parts[1][module]) / 2, atol=1e-5, rtol=1e-5)
+
+
+def test_the_command(three: list[str], tmp_path: Path) -> None:
+    done = run("lora", *three, tmp_path / "out", "--method", "ties", "-p", "density=0.4", "--rank", "3", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.output)
+    assert list(told["shares"]) == three
+    assert {found["rank"] for found in told["maps"].values()} == {3}
+    assert all(0 < found["energy"] < 1 for found in told["maps"].values())
+    again = run("lora", *three, tmp_path / "out")
+    assert "is already there" in one_error(again.output) or "--force" in one_error(again.output)
+    done = run("lora", *three, tmp_path / "out", "--force", "--rank", "auto", "--weights", "1,1,2")
+    assert done.exit_code == 0, done.output
+    assert "What survives" in done.output
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == BASE
+    assert config["lora_alpha"] == config["r"]
+
+
+def test_bad_input_gets_one_line(three: list[str], tmp_path: Path) -> None:
+    write_peft(tmp_path / "foreign", 5, base_model_name_or_path="org/other")
+    write_peft(tmp_path / "dora", 6, use_dora=True)
+    keys = load_file(tmp_path / "dora" / "adapter_model.safetensors")
+    magnitude = {
+        key.replace("lora_A", "lora_magnitude_vector"): torch.ones(16) for key in keys if "up_proj.lora_A" in key
+    }
+    save_file({**keys, **magnitude}, tmp_path / "dora" / "adapter_model.safetensors")
+    write_peft(tmp_path / "nan", 7, scale=float("nan"))
+    other = {"base_model.model.layers.0.q_proj.lora_A.weight": torch.ones(1, 4)}
+    other["base_model.model.layers.0.q_proj.lora_B.weight"] = torch.ones(4, 1)
+    write_peft(tmp_path / "shape", 8)
+    save_file(other, tmp_path / "shape" / "adapter_model.safetensors")
+    kohya = write_kohya(tmp_path / "k.safetensors", 0, 2, None, KOHYA)
+    loha = tmp_path / "loha.safetensors"
+    save_file({"m.hada_w1_a": torch.ones(2, 2)}, loha)
+    first, out = three[0], tmp_path / "out"
+    for arguments, named in [
+        ([first, out], "two adapters"),
+        ([first, tmp_path / "foreign", out], "is an adapter of org/other"),
+        ([first, tmp_path / "dora", out], "DoRA"),
+        ([first, tmp_path / "nan", out], "NaN"),
+        ([first, tmp_path / "shape", out], "of shape"),
+        ([first, kohya, out], "format of kohya"),
+        ([first, loha, out], "hada_w1_a"),
+        ([first, tmp_path / "nothing", out], "no LoRA adapter"),
+        ([*three, out, "--rank", "99"], "rank is 99"),
+        ([*three, out, "--rank", "-1"], "rank is -1"),
+        ([*three, out, "--rank", "all"], "rank is 'all'"),
+        ([*three, out, "--method", "tis"], "'ties'"),
+        ([*three, out, "-p", "density=1"], "no parameter 'density'"),
+        ([*three, out, "--method", "wudi", "-p", "ridge=much"], "must be a number"),
+        ([*three, out, "--method", "wudi", "-p", "sides=three"], "sides"),
+        ([*three, out, "-p", "density"], "NAME=VALUE"),
+        ([*three, out, "--weights", "1,2"], "2 weights for 3"),
+        ([*three, out, "--weights", "1,0,1"], "positive"),
+        ([*three, out, "--weights", "a"], "--weights"),
+        ([*three, out, "--energy", "2"], "energy"),
+        ([*three, tmp_path / "out.safetensors"], "a folder"),
+    ]:
+        done = run("lora", *arguments)
+        assert done.exit_code == 2, (arguments, done.output)
+        assert named in one_error(done.output), (named, done.output)
+        assert not out.exists()
+        assert not (tmp_path / "out.safetensors").exists()
+    assert run("lora", first, tmp_path / "foreign", out, "--force").exit_code == 0
+    with pytest.raises(RotationMergeError, match="two adapters"):
+        merge_adapters([first])
