@@ -100,7 +100,9 @@ def write_state(tensors: dict[str, torch.Tensor], like: Path, where: Path) -> Pa
     from safetensors.torch import save_file
 
     where.mkdir(parents=True)
-    (where / "config.json").write_text((like / "config.json").read_text())
+    for name in ("config.json", "generation_config.json"):
+        if (like / name).exists():
+            (where / name).write_text((like / name).read_text())
     save_file(tensors, where / "model.safetensors", {"format": "pt"})
     return where
 

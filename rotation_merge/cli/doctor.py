@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
-from rotation_merge.cli.paths import MODEL, MODELS_OR_RECIPE
+from rotation_merge.cli.paths import MODEL, MODELS_OR_RECIPE, NEW_FOLDER, writes
 from rotation_merge.cli.show import Progress, json_option, note, print_json, say, shown
+
+if TYPE_CHECKING:
+    from rotation_merge.diagnose.doctor import Case
 
 
 @click.command(
@@ -17,15 +21,25 @@ from rotation_merge.cli.show import Progress, json_option, note, print_json, say
 )
 @click.argument("patient", type=MODELS_OR_RECIPE, metavar="MERGED | RECIPE")
 @click.argument("parents", type=MODEL, nargs=-1)
+@click.option("--mend", is_flag=True, help="Correct headers, configs and small files, in place.")
+@click.option("--mend-weights", is_flag=True, help="Tensors too: drop those not read, take missing ones.")
+@click.option("--out", type=NEW_FOLDER, metavar="DIR", help="Correct a copy instead.")
 @json_option
 @shown
-def command(patient: str, parents: tuple[str, ...], as_json: bool) -> int:
+@writes
+def command(
+    patient: str, parents: tuple[str, ...], mend: bool, mend_weights: bool, out: str | None, as_json: bool
+) -> int:
     """Why is this merge gibberish? What was found, the likeliest cause first, each with its remedy.
 
     Takes a merged model (of any merge method: what it was made of is read from mergekit_config.yml and
-    rotation_merge.json beside it, or name PARENTS) or a recipe before it is run. Looks for parents that do not fit,
-    tokens at other ids, another RoPE base or config, tied heads, NaN, what the dtype cannot hold, models in other
-    coordinates or of another lineage, and weights and activations that vanish by layer. Exit code 1: a likely cause.
+    rotation_merge.json beside it, or name PARENTS) or a recipe before it is run. Looks whether the folder is whole
+    (tensors, index, config, token ids, files that the parents have), for parents that do not fit, tokens at other ids,
+    another RoPE base or config, tied heads, NaN, what the dtype cannot hold, models in other coordinates or of another
+    lineage, and weights and activations that vanish by layer. Exit code 1: a likely cause.
+
+    --mend corrects what it can (every file is whole at any moment) and says what; weights are left alone without
+    --mend-weights.
     """
     from rotation_merge.diagnose.doctor import diagnose, open_case
     from rotation_merge.diagnose.doctor.cause import LIKELY
@@ -34,14 +48,19 @@ def command(patient: str, parents: tuple[str, ...], as_json: bool) -> int:
     if os.path.isdir(patient) and mend_interrupted(patient):
         note(f"{patient}: the exchange of its model was interrupted; it holds again what it held before.")
     case = open_case(patient, parents)
+    corrected = _mended(case, out, mend_weights) if mend or mend_weights or out else []
+    if corrected or out:
+        case = open_case(out or patient, case.parents)
     progress = Progress()
     found = diagnose(case, progress)
     progress.close()
     likely = any(cause.likelihood >= LIKELY for cause in found)
     if as_json:
         facts = {"merged": case.merged, "parents": case.parents, "absent": case.absent, "method": case.method}
-        print_json({**facts, "causes": [{**asdict(cause), "word": cause.word} for cause in found]})
+        print_json({**facts, "mended": corrected, "causes": [{**asdict(cause), "word": cause.word} for cause in found]})
         return 1 if likely else 0
+    for line in corrected:
+        say(f"mended {line}", "green")
     for name in case.absent:
         note(f"{name} is not here: what lies between it and the others was not looked at.")
     if not case.parents and case.merged is not None:
@@ -54,3 +73,21 @@ def command(patient: str, parents: tuple[str, ...], as_json: bool) -> int:
             "Nothing was found that spoils a merge; 'rotation-merge merge' measures whether another is better.", "green"
         )
     return 1 if likely else 0
+
+
+def _mended(case: Case, out: str | None, weights: bool) -> list[str]:
+    """Correct the merged model, or a copy of it; what was done, by line.
+
+    Raises:
+        RotationMergeError: the case is a recipe, or a file cannot be written.
+    """
+    from rotation_merge.errors import RotationMergeError
+    from rotation_merge.report.integrity.mending import mend, mended_copy
+
+    if case.merged is None or not os.path.isdir(case.merged):
+        raise RotationMergeError("is no folder of a model", where=case.name, remedy="only a merged model can be mended")
+    return (
+        mend(case.merged, case.folders, weights)
+        if out is None
+        else mended_copy(case.merged, out, case.folders, weights)
+    )

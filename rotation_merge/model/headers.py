@@ -239,16 +239,31 @@ def safetensors_shapes(path: str) -> Shapes:
 def safetensors_entries(path: str) -> tuple[dict[str, Any], int]:
     """The tensors' entries of a safetensors file, and where its data begin; read once as long as the file stays what it
     is."""
-    found = os.stat(path)
-    return _once(path, found.st_size, found.st_mtime_ns, found.st_ino)
+    entries, _, start = _once(path)
+    return entries, start
+
+
+def safetensors_metadata(path: str) -> Mapping[str, str]:
+    """What a safetensors file's header says besides its tensors, `format` first of all.
+
+    Raises:
+        ValueError: the header is damaged.
+    """
+    return _once(path)[1]
+
+
+Header = tuple[dict[str, Any], dict[str, str], int]
+"""Entries of tensors, metadata, and where the data begin."""
+
+
+def _once(path: str) -> Header:
+    """A file's header, read once as long as the file stays what it is."""
+    facts = os.stat(path)
+    return _header(path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
 
 
 @lru_cache(maxsize=512)
-def _once(path: str, size: int, changed: int, number: int) -> tuple[dict[str, Any], int]:
-    return _header(path, size)
-
-
-def _header(path: str, size: int) -> tuple[dict[str, Any], int]:
+def _header(path: str, size: int, changed: int, number: int) -> Header:
     with open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
@@ -256,8 +271,10 @@ def _header(path: str, size: int) -> tuple[dict[str, Any], int]:
             raise ValueError("it is truncated or not a safetensors file")
         head = file.read(length)
     try:
-        return {name: entry for name, entry in json.loads(head).items() if name != "__metadata__"}, 8 + length
-    except (ValueError, AttributeError, RecursionError):
+        entries = dict(json.loads(head))
+        metadata = entries.pop("__metadata__", None) or {}
+        return entries, dict(metadata), 8 + length
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise ValueError("its header is damaged") from None
 
 

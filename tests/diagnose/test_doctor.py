@@ -173,7 +173,7 @@ def test_models_that_do_not_fit_and_those_that_are_not_here(models: dict[str, Pa
     assert "stacked layers" in causes(stacked, tmp_path)
     kept = {name: tensor for name, tensor in state(models["anchor"]).items() if "layers.1.mlp.up" not in name}
     broken = write_state(kept, models["anchor"], tmp_path / "broken")
-    assert "up_proj" in causes(broken, tmp_path)["damaged"]["what"]
+    assert "up_proj" in causes(broken, tmp_path)["missing tensors"]["what"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rotation_merge.diagnose.doctor.activations import of_activations
 from rotation_merge.diagnose.doctor.case import Case, open_case
-from rotation_merge.diagnose.doctor.cause import Cause
+from rotation_merge.diagnose.doctor.cause import CERTAIN, Cause
+from rotation_merge.diagnose.doctor.integrity import of_integrity
 from rotation_merge.diagnose.doctor.pairs import of_pairs
 from rotation_merge.diagnose.doctor.span import SPOILS, of_span
 from rotation_merge.diagnose.doctor.weights import of_weights
@@ -20,12 +21,15 @@ def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
     Raises:
         RotationMergeError: what is to be looked at cannot be read.
     """
+    found = list(of_integrity(case))
     if case.patient is not None:
         try:
+            case.patient.check_files()
             case.patient.architecture  # noqa: B018  (names, shapes and config are read and checked)
         except RotationMergeError as error:
-            return [Cause("damaged", 0.97, error.what, error.where or case.name, error.remedy or "merge again")]
-    found = list(of_pairs(case, progress))
+            damaged = Cause("damaged", 0.97, error.what, error.where or case.name, error.remedy or "merge again")
+            return found if any(cause.likelihood >= CERTAIN for cause in found) else [damaged, *found]
+    found += of_pairs(case, progress)
     if "do not fit" not in [cause.name for cause in found]:
         found += of_span(case, progress)
     explained = any(cause.name in SPOILS for cause in found)

@@ -21,10 +21,12 @@ from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.settings import MULTI_KEYS, explain
 from rotation_merge.model.checkpoint import Model, open_model, parse_reference
-from rotation_merge.model.hub import is_absent, is_hub_name
+from rotation_merge.model.headers import holds_model
+from rotation_merge.model.hub import in_cache, is_absent, is_hub_name
 from rotation_merge.model.source import Progress
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.html import read_report
+from rotation_merge.report.integrity import Defect, check_folder
 
 RECIPES = ("mergekit_config.yml", "recipe.yml")
 """What recipes are called beside a merged model."""
@@ -72,6 +74,20 @@ class Case:
         return {name: open_model(name, "merge") for name in self.parents}
 
     @property
+    def folders(self) -> list[str]:
+        """Where the files of the parents lie, the base's first."""
+        parts = [parse_reference(name).model for name in self.parents]
+        places = [part.path if os.path.isdir(part.path) else in_cache(part.path, part.revision) for part in parts]
+        return [place for place in places if place is not None]
+
+    @cached_property
+    def defects(self) -> list[Defect]:
+        """What headers and small files of the merged model's folder tell."""
+        if self.merged is None or not os.path.isdir(self.merged):
+            return []
+        return check_folder(self.merged, self.folders)
+
+    @property
     def method(self) -> str:
         return str(self.recipe.get("merge_method", ""))
 
@@ -102,7 +118,8 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
         return _of_recipe(name, None, parents)
     if not os.path.isdir(name) and parse_reference(name).lora is None:
         raise CheckpointError("no such file or directory", where=name, remedy="give a recipe or a merged model")
-    open_model(name).check_files()
+    if not os.path.isdir(name) or not (holds_model(name) or os.path.exists(os.path.join(name, "config.json"))):
+        open_model(name).check_files()
     path = next((os.path.join(name, file) for file in RECIPES if os.path.isfile(os.path.join(name, file))), None)
     if path is not None:
         return _of_recipe(path, name, parents)

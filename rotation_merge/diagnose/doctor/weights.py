@@ -47,6 +47,9 @@ def _values(case: Case, name: str, model: Model, progress: Progress | None) -> I
             continue
         low, high = torch.aminmax(tensor.float())
         largest = max(abs(float(low)), abs(float(high)))
+        if largest == 0 and tensor.ndim > 1 and not _zero_before(case, tensor_name):
+            remedy = "take it from a parent, or merge again"
+            yield Cause("zero tensor", 0.9, f"tensor '{tensor_name}' holds nothing but zeros", name, remedy)
         if low.isnan() or high.isnan():
             remedy = "a parent holds it, or weights add up to 0: 'rotation-merge doctor RECIPE' looks at the parents"
             yield Cause("NaN", 1.0, f"tensor '{tensor_name}' holds NaN", name, remedy)
@@ -55,6 +58,14 @@ def _values(case: Case, name: str, model: Model, progress: Progress | None) -> I
             what = f"tensor '{tensor_name}' reaches {largest:.3g}, float16 ends at {HALF:.0f}"
             yield Cause("dtype overflow", 1.0, what, name, "merge with 'dtype: bfloat16', or float32")
             return
+
+
+def _zero_before(case: Case, name: str) -> bool:
+    """Whether a parent's tensor holds nothing but zeros, too; without parents nobody knows, and nothing is said."""
+    if case.patient is None:
+        return True
+    parents = [model for model in case.models.values() if name in model]
+    return not parents or any(not bool(model[name].any()) for model in parents)
 
 
 def _own_head(patient: Model) -> Iterator[Cause]:

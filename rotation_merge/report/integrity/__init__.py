@@ -1,0 +1,46 @@
+"""Whether a checkpoint folder is whole: its headers and small files against each other, against transformers' model and
+against the models it was merged from. No weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rotation_merge.report.integrity.companions import check_companions
+from rotation_merge.report.integrity.contents import Contents
+from rotation_merge.report.integrity.defect import Defect
+from rotation_merge.report.integrity.fields import check_fields
+from rotation_merge.report.integrity.keys import check_keys
+from rotation_merge.report.integrity.tokens import check_tokens
+from rotation_merge.report.integrity.weight_files import check_weight_files
+
+__all__ = ["CHECKS", "Contents", "Defect", "check_folder"]
+
+CHECKS: tuple[Callable[[Contents, Sequence[Contents]], Iterator[Defect]], ...] = (
+    check_weight_files,
+    check_fields,
+    check_keys,
+    check_tokens,
+    check_companions,
+)
+"""Each takes a folder and those of its parents, the base first."""
+
+
+def check_folder(folder: str, parents: Sequence[str] = ()) -> list[Defect]:
+    """Every defect that headers and small files tell of a checkpoint folder, the fatal ones first.
+
+    What a parent has, too, is not fatal: the merge did not make it.
+
+    Args:
+        parents: folders of the models that it was merged from, the base first; others are not looked at.
+    """
+    contents, others = Contents(folder), [Contents(parent) for parent in parents]
+    defects = list(dict.fromkeys(_defects(contents, others)))
+    if any(defect.fatal for defect in defects):
+        inherited = {defect.key for parent in others for defect in _defects(parent, ())}
+        defects = [defect.inherited() if defect.key in inherited else defect for defect in defects]
+    return sorted(defects, key=lambda defect: not defect.fatal)
+
+
+def _defects(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
+    for check in CHECKS:
+        yield from check(contents, parents)

@@ -1,0 +1,113 @@
+"""A defect of a checkpoint folder, and the corrections that mend one: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rotation_merge.errors import named
+
+
+@dataclass(frozen=True)
+class JsonEntries:
+    """Entries of a JSON file, by path (`text_config.vocab_size`); a value of None removes the entry."""
+
+    file: str
+    entries: Mapping[str, Any]
+
+    @property
+    def words(self) -> str:
+        changes = (f"{key} removed" if value is None else f"{key}: {value!r}" for key, value in self.entries.items())
+        return f"{self.file}: {named(changes)}"
+
+
+@dataclass(frozen=True)
+class JsonFile:
+    """A JSON file written anew."""
+
+    file: str
+    content: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def words(self) -> str:
+        return f"{self.file}: written anew"
+
+
+@dataclass(frozen=True)
+class FileCopy:
+    """A file of a parent."""
+
+    file: str
+    source: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.file}: copied from {self.source}"
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """The header of a safetensors file: tensors under other names, the format set; the bytes of tensors stay."""
+
+    file: str
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        return f"{self.file}: header, {f'{len(self.names)} tensors renamed' if self.names else 'format set'}"
+
+
+@dataclass(frozen=True)
+class ShardTensors:
+    """Tensors of a safetensors file dropped, or taken from files of a parent (by name: that file)."""
+
+    file: str
+    dropped: tuple[str, ...] = ()
+    taken: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        changes = [f"{name} dropped" for name in self.dropped]
+        return f"{self.file}: {named([*changes, *(f'{name} from {path}' for name, path in self.taken.items())])}"
+
+
+Correction = JsonEntries | JsonFile | FileCopy | ShardHeader | ShardTensors
+
+
+@dataclass(frozen=True)
+class Defect:
+    """What is wrong with a checkpoint folder.
+
+    Attributes:
+        kind: a few words, the same for each defect of the kind.
+        what: the figures and names.
+        where: the file in the folder.
+        remedy: how to mend it.
+        fatal: whether a program refuses the folder, or loads another model than was merged.
+        corrections: what mends it, where that is known.
+    """
+
+    kind: str
+    what: str
+    where: str
+    remedy: str
+    fatal: bool = True
+    corrections: tuple[Correction, ...] = field(default=(), compare=False)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What two folders share that have the same defect."""
+        return self.kind, self.what
+
+    @property
+    def line(self) -> str:
+        return f"{self.kind}: {self.where}: {self.what}; {self.remedy}"
+
+    @property
+    def touches_weights(self) -> bool:
+        return any(isinstance(correction, ShardTensors) for correction in self.corrections)
+
+    def inherited(self) -> Defect:
+        """The defect, as one that a parent has, too."""
+        return replace(self, what=f"{self.what} (as in a parent)", fatal=False)

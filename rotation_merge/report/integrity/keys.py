@@ -1,0 +1,424 @@
+"""Tensor names and shapes against the model that transformers makes of the config, on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from rotation_merge.errors import CheckpointError, named, short
+from rotation_merge.model.headers import DTYPES, check_config
+from rotation_merge.report.integrity.contents import CONFIG, Contents
+from rotation_merge.report.integrity.defect import Correction, Defect, JsonEntries, ShardHeader, ShardTensors
+
+LAYER = re.compile(r"^(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<index>\d+)\.")
+
+IGNORED = (
+    *("rotary_emb.inv_freq", "position_ids", "token_type_ids", ".attn.bias", ".attention.bias", ".masked_bias"),
+    *("num_batches_tracked", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
+)
+"""How names of buffers end that older releases stored and nobody reads."""
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_local_experts", "num_experts", "moe_intermediate_size", "vocab_size", "num_labels", "id2label", "label2id"),
+    *("max_position_embeddings", "attention_bias", "mlp_bias", *LAYERS),
+)
+"""Config entries that decide shapes."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What transformers says of loading a checkpoint.
+
+    Attributes:
+        model_class: its class.
+        missing, unexpected: names of the model that are not stored, and stored ones that it does not read.
+        mismatched: by name, the shape that is stored and the model's.
+        names: of all tensors of the model.
+        embedding: name of its input embedding; None where it has none.
+        tied: names of tensors that are others' once it is loaded.
+        prefix: in front of the names of its base model.
+    """
+
+    model_class: str
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    names: frozenset[str]
+    embedding: str | None
+    tied: frozenset[str]
+    prefix: str
+
+
+def check_keys(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
+    """Compare names and shapes; corrections of the config are taken from the first parent that has the same shapes."""
+    if not contents.whole_files or not contents.config or contents.is_adapter:
+        return
+    loading = loading_of(contents)
+    if isinstance(loading, Defect):
+        yield loading
+        return
+    if loading is None:
+        return
+    missing, unexpected = set(loading.missing), set(loading.unexpected)
+    mismatched = dict(loading.mismatched)
+    for explain in (_vocabulary, _layers, _prefix):
+        yield from explain(contents, loading, missing, unexpected, mismatched)
+    yield from _differences(contents, parents, loading, missing, unexpected, mismatched)
+    yield from _stored_head(contents, loading)
+
+
+def embedding_rows(contents: Contents) -> int | None:
+    """Rows of the input embedding that is stored; None where that is not known."""
+    loading = loading_of(contents)
+    if not isinstance(loading, Loading) or loading.embedding is None:
+        return None
+    name = _stored_name(contents, loading.embedding)
+    return None if name is None else contents.tensors[name].shape[0]
+
+
+@dataclass(frozen=True)
+class _Headers:
+    """All that decides what transformers says of a folder; a merge and its parents mostly share it."""
+
+    config: str
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    folder: str = field(compare=False)
+
+
+def loading_of(contents: Contents) -> Loading | Defect | None:
+    """What transformers says; a defect where it cannot make the model, None where its code is not transformers' own."""
+    tensors = tuple((name, tensor.dtype, tensor.shape) for name, tensor in sorted(contents.tensors.items()))
+    text = contents.text(CONFIG) if contents.config else None
+    return _loading(_Headers(text or "", tensors, contents.folder))
+
+
+def settings_of(contents: Contents) -> Any:
+    """The config as transformers reads it; a defect where it cannot, None where its code is not transformers' own."""
+    return _settings(_Headers(contents.text(CONFIG) or "", (), contents.folder)) if contents.config else None
+
+
+@lru_cache(maxsize=8)
+def _settings(headers: _Headers) -> Any:
+    import transformers
+
+    config = json.loads(headers.config)
+    classes = config.get("architectures") or [""]
+    if config.get("auto_map") and not hasattr(transformers, str(classes[0])):
+        return None
+    try:
+        check_config(headers.folder)
+        return transformers.AutoConfig.from_pretrained(headers.folder, local_files_only=True)
+    except CheckpointError as error:
+        return Defect("config that cannot be loaded", error.what, CONFIG, error.remedy or "mend it")
+    except Exception as error:  # of many classes
+        return Defect("config that cannot be loaded", short(error), CONFIG, "mend it, or update transformers")
+
+
+@lru_cache(maxsize=8)
+def _loading(headers: _Headers) -> Loading | Defect | None:
+    import torch
+    import transformers
+
+    settings = _settings(replace(headers, tensors=())) if headers.config else None
+    config = json.loads(headers.config) if settings is not None else {}
+    if settings is None or isinstance(settings, Defect) or config.get("quantization_config"):
+        return settings if isinstance(settings, Defect) else None
+    classes = config.get("architectures")
+    model_class = getattr(transformers, classes[0], None) if classes else _base_class(settings)
+    if model_class is None:
+        what = f"transformers {transformers.__version__} has no {classes[0] if classes else config.get('model_type')}"
+        return Defect("unknown architecture", what, CONFIG, "set 'architectures' to the model's class")
+    state = {name: torch.empty(shape, dtype=_dtype(dtype), device="meta") for name, dtype, shape in headers.tensors}
+    try:
+        with _quiet():
+            model, info = model_class.from_pretrained(
+                *(None,),
+                config=copy.deepcopy(settings),
+                state_dict=state,
+                device_map="meta",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        if "automatic conversion" in str(error):  # of tensors that transformers brings together
+            what = f"{model_class.__name__} cannot bring the tensors together that are stored apart"
+            return Defect("wrong shape", what, CONFIG, "mend the config's sizes, or merge again")
+        return Defect("config that makes no model", short(error), CONFIG, "mend it")
+    return Loading(
+        model_class.__name__,
+        tuple(sorted(info["missing_keys"])),
+        tuple(sorted(name for name in info["unexpected_keys"] if not name.endswith(IGNORED))),
+        {name: (tuple(stored), tuple(expected)) for name, stored, expected in info["mismatched_keys"]},
+        frozenset(model.state_dict()),
+        _input_embedding(model),
+        frozenset(getattr(model, "all_tied_weights_keys", None) or {}),
+        f"{model.base_model_prefix}." if model.base_model_prefix else "",
+    )
+
+
+def _base_class(settings: Any) -> Any:
+    from transformers import AutoModel
+
+    return AutoModel._model_mapping.get(type(settings), None)
+
+
+def _dtype(code: str) -> Any:
+    import torch
+
+    return DTYPES.get(code) or getattr(torch, code.removeprefix("torch."), torch.float32)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers says while it loads is said here in a line of its own."""
+    from transformers.utils import logging as transformers_logging
+
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _input_embedding(model: Any) -> str | None:
+    try:
+        weight = model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):
+        return None
+    return next((name for name, parameter in model.named_parameters() if parameter is weight), None)
+
+
+def _stored_name(contents: Contents, name: str) -> str | None:
+    """What a tensor of the model is called in the files, which may spell what stands in front differently."""
+    if name in contents.tensors:
+        return name
+    steps = name.split(".")
+    for start in range(1, len(steps) - 1):
+        end = ".".join(steps[start:])
+        names = [stored for stored in contents.tensors if stored == end or stored.endswith(f".{end}")]
+        if len(names) == 1:
+            return names[0]
+    return None
+
+
+def entry_paths(config: Mapping[str, Any], keys: Sequence[str], value: Any, before: str = "") -> Iterator[str]:
+    """Where a config says `value` under one of some keys, as paths with points."""
+    for key, entry in config.items():
+        if key in keys and entry == value:
+            yield before + key
+        if isinstance(entry, dict):
+            yield from entry_paths(entry, keys, value, f"{before}{key}.")
+
+
+Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def _vocabulary(
+    contents: Contents, loading: Loading, missing: set[str], unexpected: set[str], mismatched: Shapes
+) -> Iterator[Defect]:
+    """All tensors of the vocabulary have another number of rows than the config says."""
+    if loading.embedding not in mismatched:
+        return
+    (rows, *width), (size, *model_width) = mismatched[loading.embedding]
+    others = {n for n, (a, b) in mismatched.items() if a[:1] == (rows,) and b[:1] == (size,) and a[1:] == b[1:]}
+    if width != model_width:
+        return
+    for name in others:
+        del mismatched[name]
+    paths = list(entry_paths(contents.config, ("vocab_size",), size))
+    corrections = (JsonEntries(CONFIG, dict.fromkeys(paths, rows)),) if len(paths) == 1 else ()
+    what = f"vocab_size is {size}, '{loading.embedding}' has {rows} rows"
+    yield Defect("vocabulary size", what, CONFIG, f"set it to {rows} ('--mend')", corrections=corrections)
+
+
+def _layers(
+    contents: Contents, loading: Loading, missing: set[str], unexpected: set[str], mismatched: Shapes
+) -> Iterator[Defect]:
+    """Whole layers that the config counts and the files lack, or the other way round."""
+    expected = _by_layer(loading.names)
+    unread_layers = _by_layer(frozenset(unexpected))
+    for stack, layers in expected.items():
+        unread = unread_layers.get(stack, {})
+        absent = [index for index, names in layers.items() if names <= missing]
+        extra = [index for index in unread if index not in layers and len(unread[index]) * 2 > len(layers[0])]
+        counted, held = len(layers), len(layers) - len(absent) + len(extra)
+        last = absent == list(range(held, counted)) if absent else extra == list(range(counted, held))
+        if not (absent or extra) or (absent and extra) or not last or not held:
+            continue
+        missing -= set().union(*(layers[index] for index in absent))
+        unexpected -= set().union(*(unread[index] for index in extra))
+        paths = list(entry_paths(contents.config, LAYERS, counted))
+        entries = dict.fromkeys(paths, held) | (_shortened(contents.config, counted, held) if absent else {})
+        corrections = (JsonEntries(CONFIG, entries),) if len(paths) == 1 else ()
+        what = f"{paths[0] if paths else 'the number of layers'} is {counted}, the files hold {held} of {stack}"
+        yield Defect("layer count", what, CONFIG, "set it ('--mend'), or merge again", corrections=corrections)
+
+
+def _by_layer(names: frozenset[str]) -> dict[str, dict[int, set[str]]]:
+    """Names by the last words of their stack (which files and models agree in) and by layer, in order."""
+    layers: dict[str, dict[int, set[str]]] = {}
+    for name in names:
+        if match := LAYER.match(name):
+            layers.setdefault(match["stack"], {}).setdefault(int(match["index"]), set()).add(name)
+    return {stack: dict(sorted(found.items())) for stack, found in layers.items()}
+
+
+def _shortened(config: Mapping[str, Any], counted: int, held: int) -> dict[str, Any]:
+    """Lists of an entry a layer, cut to the layers that there are."""
+    return {
+        key: value[:held]
+        for key, value in config.items()
+        if isinstance(value, list) and len(value) == counted and "layer" in key
+    }
+
+
+def _prefix(
+    contents: Contents, loading: Loading, missing: set[str], unexpected: set[str], mismatched: Shapes
+) -> Iterator[Defect]:
+    """Names that are the model's behind, or without, a prefix."""
+    before, after = _prefixes(unexpected, missing)
+    names = {
+        name: after + name.removeprefix(before)
+        for name in contents.tensors
+        if (before and name.startswith(before)) or (after and not name.startswith(after))
+    } or (_bare(contents, loading) if not before and not after else {})
+    if not names:
+        return
+    unexpected -= {name for name in unexpected if name.startswith(before)}
+    missing -= {name for name in missing if name.startswith(after)}
+    files = sorted({contents.tensors[name].file for name in names})
+    fits = all(file.endswith(".safetensors") for file in files)
+    corrections = tuple(
+        ShardHeader(file, {old: new for old, new in names.items() if contents.tensors[old].file == file})
+        for file in files
+    )
+    old, new = next(iter(names.items()))
+    what = f"{len(names)} tensors are called as '{old}', the model has '{new}'"
+    yield Defect("prefix", what, named(files), "rename them ('--mend')", corrections=corrections if fits else ())
+
+
+def _prefixes(unexpected: set[str], missing: set[str]) -> tuple[str, str]:
+    """What most unexpected names begin with, and most missing ones, which else are the same; both empty where none are.
+
+    transformers brings some tensors together before it compares, so that these names need not be those of the files.
+    """
+    pairs: Counter[tuple[str, str]] = Counter()
+    ends = {name.partition(".")[2]: name for name in missing}
+    for name in unexpected:
+        steps = name.split(".")
+        shorter = next((rest for k in range(1, len(steps)) if (rest := ".".join(steps[k:])) in missing), None)
+        if shorter is not None:
+            pairs[name.removesuffix(shorter), ""] += 1
+        elif name in ends:
+            pairs["", ends[name].removesuffix(name)] += 1
+    (before, after), count = max(pairs.items(), key=lambda pair: pair[1], default=(("", ""), 0))
+    return (before, after) if count * 2 > len(missing) else (_wrapper(unexpected, missing), "")
+
+
+def _wrapper(unexpected: set[str], missing: set[str]) -> str:
+    """The first step of all unexpected names, where they share one that no missing name has: what wraps a model."""
+    steps = {name.partition(".")[0] for name in unexpected}
+    shared = len(steps) == 1 and len(missing) > 1 and len(unexpected) > 1
+    return f"{steps.pop()}." if shared and not steps & {name.partition(".")[0] for name in missing} else ""
+
+
+def _bare(contents: Contents, loading: Loading) -> dict[str, str]:
+    """Tensors of a model with a head that lack its prefix: transformers adds it, vLLM and llama.cpp's converter do
+    not."""
+    if not loading.model_class.endswith(("ForCausalLM", "LMHeadModel")) or not loading.prefix:
+        return {}
+    names = {n: f"{loading.prefix}{n}" for n in contents.tensors if f"{loading.prefix}{n}" in loading.names}
+    behind = any(name.startswith(loading.prefix) for name in contents.tensors)
+    return {} if behind or set(names) & loading.names else names
+
+
+def _differences(
+    contents: Contents,
+    parents: Sequence[Contents],
+    loading: Loading,
+    missing: set[str],
+    unexpected: set[str],
+    mismatched: Shapes,
+) -> Iterator[Defect]:
+    """What no single entry explains."""
+    if missing:
+        what = f"{len(missing)} tensors of {loading.model_class} are not stored: {named(sorted(missing))}"
+        yield Defect("missing tensors", what, _place(contents), "merge again, or '--mend-weights' takes a parent's",
+                     corrections=_taken(contents, parents, missing))  # fmt: skip
+    if unexpected:
+        what = f"{loading.model_class} does not read {len(unexpected)} tensors: {named(sorted(unexpected))}"
+        yield Defect("unexpected tensors", what, _place(contents), "'--mend-weights' drops them",
+                     corrections=_dropped(contents, sorted(unexpected)))  # fmt: skip
+    if mismatched:
+        name, (stored, expected) = next(iter(sorted(mismatched.items())))
+        what = f"{len(mismatched)} tensors, '{name}' first: {list(stored)}, config.json makes it {list(expected)}"
+        entries = _sizes(contents, parents)
+        corrections = (JsonEntries(CONFIG, entries),) if entries else ()
+        yield Defect("wrong shape", what, CONFIG, "mend the config's sizes", corrections=corrections)
+
+
+def _place(contents: Contents) -> str:
+    return contents.index or named(contents.weight_files)
+
+
+def _taken(contents: Contents, parents: Sequence[Contents], missing: set[str]) -> tuple[Correction, ...]:
+    """The tensors of the first parent that has all of them, put into the last file."""
+    parent = next((parent for parent in parents if missing <= parent.tensors.keys()), None)
+    if parent is None or not contents.weight_files[-1].endswith(".safetensors"):
+        return ()
+    paths = {name: parent.path(parent.tensors[name].file) for name in sorted(missing)}
+    safe = all(path.endswith(".safetensors") for path in paths.values())
+    return (ShardTensors(contents.weight_files[-1], taken=paths),) if safe else ()
+
+
+def _dropped(contents: Contents, names: Sequence[str]) -> tuple[Correction, ...]:
+    files: dict[str, list[str]] = {}
+    for name in names:
+        if name in contents.tensors:
+            files.setdefault(contents.tensors[name].file, []).append(name)
+    safe = all(file.endswith(".safetensors") for file in files)
+    return tuple(ShardTensors(file, dropped=tuple(inside)) for file, inside in files.items()) if safe else ()
+
+
+def _sizes(contents: Contents, parents: Sequence[Contents]) -> dict[str, Any]:
+    """Entries that decide shapes, as the first parent with tensors of the same shapes has them."""
+    shapes = {name: tensor.shape for name, tensor in contents.tensors.items()}
+    parent = next((p for p in parents if {name: t.shape for name, t in p.tensors.items()} == shapes), None)
+    if parent is None:
+        return {}
+    return dict(_changes(contents.config, parent.config))
+
+
+def _changes(config: Mapping[str, Any], other: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key in {**config, **other}:
+        ours, theirs = config.get(key), other.get(key)
+        if isinstance(ours, dict) and isinstance(theirs, dict) and key not in SIZES:
+            yield from _changes(ours, theirs, f"{before}{key}.")
+        elif key in SIZES and ours != theirs:
+            yield before + key, theirs
+
+
+def _stored_head(contents: Contents, loading: Loading) -> Iterator[Defect]:
+    """A head that is stored although the config ties it to the embeddings."""
+    heads = [name for name in loading.tied if name in contents.tensors]
+    embedding = None if loading.embedding is None else _stored_name(contents, loading.embedding)
+    if heads and embedding is not None and embedding not in heads:
+        what = f"'{heads[0]}' is stored, and config.json ties it to '{embedding}': its weights count twice"
+        remedy = "'--mend-weights' drops it; if it is a head of its own, set 'tie_word_embeddings': false"
+        file = os.path.basename(contents.tensors[heads[0]].file)
+        yield Defect("tied head stored", what, file, remedy, fatal=False, corrections=_dropped(contents, heads))

@@ -1,0 +1,155 @@
+"""Corrections of a checkpoint folder, carried out file by file: each is whole, as it was or as it is to be."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.files.durable import replacing, write_text
+from rotation_merge.files.locks import output_lock
+from rotation_merge.model.headers import safetensors_entries, safetensors_metadata
+from rotation_merge.model.output import staged
+from rotation_merge.report.integrity import Contents, Defect, check_folder
+from rotation_merge.report.integrity.defect import (
+    Correction,
+    FileCopy,
+    JsonEntries,
+    JsonFile,
+    ShardHeader,
+    ShardTensors,
+)
+from rotation_merge.report.integrity.weight_files import index_of
+
+ROUNDS = 6
+"""Defects may hide others, such as a damaged index those of the config; so often a folder is looked at again."""
+CHUNK = 1 << 24
+
+
+def mend(folder: str, parents: Sequence[str] = (), weights: bool = False) -> list[str]:
+    """Correct whatever can be corrected without a question.
+
+    Args:
+        weights: tensors may be dropped, and taken from a parent.
+
+    Returns:
+        What was done, a line for each file.
+
+    Raises:
+        RotationMergeError: a file cannot be written; those before it have been.
+    """
+    done: list[str] = []
+    with output_lock(folder):
+        for _ in range(ROUNDS):
+            corrections = _open(check_folder(folder, parents), weights)
+            if not corrections:
+                break
+            for correction in corrections:
+                _carry_out(folder, correction)
+                done.append(correction.words)
+            if any(isinstance(correction, ShardHeader | ShardTensors) for correction in corrections):
+                done += _index(folder)
+    return done
+
+
+def mended_copy(folder: str, out: str, parents: Sequence[str] = (), weights: bool = False) -> list[str]:
+    """`mend` on a copy, which comes to its place whole."""
+    with staged(out) as staging:
+        shutil.copytree(folder, staging, symlinks=False)
+        return mend(staging, parents, weights)
+
+
+def _open(defects: Sequence[Defect], weights: bool) -> list[Correction]:
+    """The first correction of each file: one may settle what another was for."""
+    firsts: dict[str, Correction] = {}
+    for defect in defects:
+        if weights or not defect.touches_weights:
+            for correction in defect.corrections:
+                firsts.setdefault(correction.file, correction)
+    return list(firsts.values())
+
+
+def _carry_out(folder: str, correction: Correction) -> None:
+    path = os.path.join(folder, correction.file)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        match correction:
+            case JsonEntries(entries=entries):
+                write_text(path, json.dumps(_with_entries(path, entries), indent=2, ensure_ascii=False) + "\n")
+            case JsonFile(content=content):
+                write_text(path, json.dumps(content, indent=2) + "\n")
+            case FileCopy(source=source):
+                with replacing(path) as temporary:
+                    shutil.copyfile(source, temporary)
+            case ShardHeader(names=names):
+                _rewrite(path, names)
+            case ShardTensors(dropped=dropped, taken=taken):
+                _rewrite(path, {}, dropped, taken)
+    except (OSError, ValueError) as error:
+        raise RotationMergeError(f"cannot be mended ({error})", where=path, remedy="check rights and space") from error
+
+
+def _with_entries(path: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        content: dict[str, Any] = json.load(file)
+    for place, value in entries.items():
+        *steps, last = place.split(".")
+        part = content
+        for step in steps:
+            part = part.setdefault(step, {})
+        if value is None:
+            part.pop(last, None)
+        else:
+            part[last] = value
+    return content
+
+
+def _rewrite(
+    path: str, names: Mapping[str, str], dropped: Sequence[str] = (), taken: Mapping[str, str] | None = None
+) -> None:
+    """A safetensors file with tensors renamed, dropped, or added from other files, read and written in pieces."""
+    entries, start = safetensors_entries(path)
+    sources = {names.get(name, name): (path, entry, start) for name, entry in entries.items() if name not in dropped}
+    for name, other in (taken or {}).items():
+        others, begin = safetensors_entries(other)
+        sources[name] = (other, others[name], begin)
+    head: dict[str, Any] = {"__metadata__": {"format": "pt", **safetensors_metadata(path)}}
+    place = 0
+    ordered = sorted(sources.items(), key=lambda source: (source[1][0] != path, source[1][1]["data_offsets"][0]))
+    for name, (_, entry, _) in ordered:
+        size = entry["data_offsets"][1] - entry["data_offsets"][0]
+        head[name] = {**entry, "data_offsets": [place, place + size]}
+        place += size
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as temporary, open(temporary, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for _, (source, entry, begin) in ordered:
+            for piece in _pieces(source, begin + entry["data_offsets"][0], begin + entry["data_offsets"][1]):
+                out.write(piece)
+
+
+def _pieces(path: str, begin: int, end: int) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        file.seek(begin)
+        while begin < end:
+            piece = file.read(min(CHUNK, end - begin))
+            if not piece:
+                raise ValueError(f"{path} ends early")
+            begin += len(piece)
+            yield piece
+
+
+def _index(folder: str) -> list[str]:
+    """The index of shards whose tensors were renamed, dropped or added."""
+    contents = Contents(folder)
+    if contents.index is None or not contents.weight_map:
+        return []
+    index = JsonFile(contents.index, index_of(contents))
+    if index.content["weight_map"] == contents.weight_map:
+        return []
+    _carry_out(folder, index)
+    return [index.words]
