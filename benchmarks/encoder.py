@@ -40,7 +40,7 @@ from rotation_merge.files.scratch import Scratch
 from rotation_merge.mergekit_plugin.merging import merge_recipe
 from rotation_merge.run.data import read_batches
 from rotation_merge.run.functions import load
-from rotation_merge.run.measure import MeasureOptions
+from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.measuring import checkpoint_of, record
 
 LENGTH = 48
@@ -228,7 +228,7 @@ def merged(work: Path, scratch: Path, found: dict[str, Task], merge: Merge) -> t
 def measure(model: str, data: str, kind: str, out: Path) -> None:
     loaded = load(model)
     batches = read_batches(data, model, loaded, batch_size=16, length=LENGTH)
-    record(checkpoint_of(model), loaded, batches, data, MeasureOptions((kind,)), out, lambda *_: None)
+    record(checkpoint_of(model), loaded, batches, data, MeasureConfig((kind,)), out, lambda *_: None)
 
 
 def settings() -> dict[str, Merge]:

@@ -10,7 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from rotation_merge.api import align, average, transfer
+    from rotation_merge.api import align, average, evaluate, measure, transfer
     from rotation_merge.errors import RotationMergeError
     from rotation_merge.matching.alignment import Alignment
     from rotation_merge.matching.fit import fit
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rotation_merge.matching.options import AlignConfig
     from rotation_merge.mergekit_plugin.adapter_merge import merge_adapters
     from rotation_merge.model.view import View
+    from rotation_merge.run.evaluate import EvaluateConfig
+    from rotation_merge.run.measure import MeasureConfig
+    from rotation_merge.run.statistics_file import Statistics
 
 __version__ = "0.1.0"
 
@@ -25,10 +28,15 @@ _PUBLIC = {
     "Alignment": "rotation_merge.matching.alignment",
     "FitConfig": "rotation_merge.matching.fit_records",
     "AlignConfig": "rotation_merge.matching.options",
+    "EvaluateConfig": "rotation_merge.run.evaluate",
+    "MeasureConfig": "rotation_merge.run.measure",
     "RotationMergeError": "rotation_merge.errors",
+    "Statistics": "rotation_merge.run.statistics_file",
     "View": "rotation_merge.model.view",
     "align": "rotation_merge.api",
     "average": "rotation_merge.api",
+    "evaluate": "rotation_merge.api",
+    "measure": "rotation_merge.api",
     "fit": "rotation_merge.matching.fit",
     "merge_adapters": "rotation_merge.mergekit_plugin.adapter_merge",
     "transfer": "rotation_merge.api",
@@ -38,10 +46,15 @@ __all__ = [
     "Alignment",
     "FitConfig",
     "AlignConfig",
+    "EvaluateConfig",
+    "MeasureConfig",
     "RotationMergeError",
+    "Statistics",
     "View",
     "align",
     "average",
+    "evaluate",
+    "measure",
     "fit",
     "merge_adapters",
     "transfer",

@@ -1,8 +1,9 @@
-"""What `rotation_merge` gives to Python: aligning, averaging and carrying models that people have at hand."""
+"""What `rotation_merge` gives to Python: functions of models that people have at hand."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.averaging.methods import BLOCK, MODEL, plan_of
 from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.carrying.tuned import Tuned
 from rotation_merge.errors import CheckpointError, RecipeError, not_written
@@ -20,12 +22,20 @@ from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import MATCH_ON, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
 from rotation_merge.model.halves import NOTE
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.opened import ModelLike, OpenedModel, open_like, stored_dtype
-from rotation_merge.model.source import TensorSource, read_tensor
-from rotation_merge.model.sources import Average, Either, Relabelled
+from rotation_merge.model.opened import ModelLike, OpenedModel, open_like
+from rotation_merge.model.source import TensorSource
+from rotation_merge.model.sources import Either, Relabelled
 from rotation_merge.model.view import View, as_stored
+from rotation_merge.run.evaluate import EvaluateConfig, score
+from rotation_merge.run.kinds import SAMPLES, SOURCES
+from rotation_merge.run.measure import MeasureConfig
+from rotation_merge.run.measuring import measured_in_memory
+from rotation_merge.run.samples import Samples, for_each, read_samples
+from rotation_merge.run.statistics_file import Statistics
+from rotation_merge.run.written import SELF
 
 LOG = logging.getLogger(__name__)
 
@@ -96,46 +106,145 @@ def align(
     return replace(alignment, basis=basis, report=run.report(first.name, "none", recipe))
 
 
-def average(models: Iterable[ModelLike], weights: Sequence[float] | None = None) -> View:
-    """The weighted mean of models that lie in one set of coordinates.
+def average(
+    models: Iterable[ModelLike],
+    method: str = "linear",
+    *,
+    weights: Sequence[float] | None = None,
+    samples: Samples = None,
+    statistics: Sequence[Statistics | str | os.PathLike[str]] | None = None,
+    limit: int = SAMPLES,
+    seed: int = 0,
+    **parameters: Any,
+) -> View:
+    """Average models that lie in one set of coordinates, by any delegate that recipes can name.
 
     Args:
         models: views (`Alignment.apply`, `Alignment.apply_anchor`), or models as `align` takes them; at least one. The
-            result has the first one's names, config and storage dtypes.
-        weights: one for each model; divided by their sum. None: all equal.
+            first is the base where the method merges changes of one; the result has its names, config and dtypes.
+        method: `linear`, `slerp`, `ties`, `task_arithmetic`, ... of mergekit; `regmean`, `fisher`, `kfac`, `refit`,
+            `wudi`, `tsv`, `iso`, `ot_fusion` of our own.
+        weights: one for each model. None: all equal.
+        samples: what `regmean`, `fisher` and `kfac` measure the models on, and `refit` and `ot_fusion` run them on:
+            batches of what forward takes (all models share them), or such a list, or the name of a source (a file,
+            `self`, `synthetic`, `demo:NAME`), for each model.
+        statistics: of each model, in place of samples: what `measure` gave, or its files.
+        limit: of sources by name at most so many examples.
+        seed: of everything random.
+        **parameters: of the method, such as `t` or `density`; `lambda_` stands for `lambda`.
 
     Returns:
-        A lazy view: means are formed tensor by tensor in float32 at least, and rounded once.
+        A lazy view: tensors are merged one by one, in float32 at least, and rounded once; `refit` solves the whole
+        model when the first is asked for.
 
     Raises:
-        RecipeError: no models, other than one weight a model, or a sum of zero.
-        CheckpointError: the models' tensors differ in names or shapes.
+        RecipeError: there is no such method or parameter, or what it needs is missing.
+        CheckpointError: the models do not compute alike, or their tensors differ in names or shapes.
     """
     views = [model if isinstance(model, View) else as_stored(open_like(model)) for model in models]
-    shares = [1.0] * len(views) if weights is None else [float(weight) for weight in weights]
-    if not views or len(shares) != len(views):
-        raise RecipeError(f"{len(shares)} weights for {len(views)} models", remedy="give one weight for each model")
-    if abs(total := sum(shares)) < 1e-12:
+    if not views or (weights is not None and len(weights) != len(views)):
+        count = 0 if weights is None else len(weights)
+        raise RecipeError(f"{count} weights for {len(views)} models", remedy="give one weight for each model")
+    if weights is not None and abs(sum(map(float, weights))) < 1e-12:
         raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
+    if not isinstance(method, str):
+        what = f"the averaging is of type {type(method).__name__}"
+        raise RecipeError(what, remedy="give its name, such as 'linear'; weights are the keyword 'weights'")
+    plan = plan_of(delegate_of(method))
     for view in views[1:]:
         if odd := sorted(set(views[0]) ^ set(view)):
             remedy = "average models of one class; where a stream is rotated, take apply_anchor(anchor), too"
             raise CheckpointError(
                 f"tensor '{odd[0]}' is only in one of the models", where=view.opened.name, remedy=remedy
             )
+    opened = opened_views(views)
+    of_model: list[dict[str, Any]] = [{} for _ in views]
+    for settings, weight in zip(of_model, weights or (), strict=False):
+        settings["weight"] = float(weight)
+    measured: list[Statistics] = []
+    batches: list[list[dict[str, Tensor]]] = []
+    if plan.statistics:
+        measured = _measured(opened, method, plan.statistics, samples, statistics, limit, seed)
+    elif plan.unit == MODEL or samples is not None:
+        if plan.unit not in (MODEL, BLOCK):
+            raise RecipeError(f"'samples' do nothing with {method}", remedy="leave them out")
+        sources = for_each(SELF if samples is None else samples, len(views))
+        shared = samples is not None and all(source is sources[0] for source in sources)
+        for number, (model, source) in enumerate(zip(opened, sources, strict=True)):
+            batches.append(read_samples(model, source, limit, seed=seed + number).batches)
+            of_model[number]["data"] = "samples" if shared else f"samples of model {number + 1}"
+    return merge_views(views, opened, method, parameters, of_model, measured, batches, seed)
 
-    def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        stored = read_tensor(info, views[0].opened.source)
-        if stored is None:
-            return None
-        if not stored.is_floating_point():
-            return stored
-        wide = torch.promote_types(stored.dtype, torch.float32)
-        sources = [{info.key: _of_shape(view.to(wide), block, info, stored.shape)} for view in views]
-        mean = Average(sources, [share / total for share in shares])[info.key]
-        return mean.to(stored_dtype(stored, dtype))
 
-    return View(views[0].opened, compute, views[0].dtype, views[0].left_out)
+def _measured(
+    models: Sequence[OpenedModel],
+    method: str,
+    kind: str,
+    samples: Samples,
+    statistics: Sequence[Statistics | str | os.PathLike[str]] | None,
+    limit: int,
+    seed: int,
+) -> list[Statistics]:
+    """Statistics of each model: those that are given, or measured on samples.
+
+    Raises:
+        RecipeError: neither is there.
+        StatisticsError: they are not of these weights, or do not hold what the method needs.
+    """
+    if statistics is None and samples is None:
+        what = f"{method} averages by what the models do on samples"
+        raise RecipeError(what, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
+    if statistics is None:
+        config = MeasureConfig(kinds=(kind,), samples=limit, seed=seed)
+        return [
+            measure(model, part, config) for model, part in zip(models, for_each(samples, len(models)), strict=True)
+        ]
+    if len(statistics) != len(models):
+        what = f"{len(statistics)} statistics for {len(models)} models"
+        raise RecipeError(what, remedy="give those of each model, in their order")
+    opened = [part if isinstance(part, Statistics) else Statistics.open(os.fspath(part)) for part in statistics]
+    for model, part in zip(models, opened, strict=True):
+        part.check(
+            kind, model.mark.hexdigest(model.config), model.name, "measure it: rotation_merge.measure(model, ...)"
+        )
+    return opened
+
+
+def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | None = None) -> Statistics:
+    """Measure a model on samples, in memory: what `average` by `regmean`, `fisher` or `kfac` takes.
+
+    Args:
+        model: as `align` takes it, or a view.
+        samples: batches of what forward takes, or the name of a source (a file, `self`, `synthetic`, `demo:NAME`).
+
+    Returns:
+        The statistics, whose `save(path)` writes the file that recipes take.
+
+    Raises:
+        RotationMergeError: the model or the samples are of no use.
+    """
+    opened, config = open_like(model), config or MeasureConfig()
+    module = as_stored(opened).to_module()
+    limit = config.samples or (SAMPLES if isinstance(samples, str) and samples in SOURCES else None)
+    data = read_samples(opened, samples, limit, config.batch_size, config.length, config.seed, module)
+    return measured_in_memory(module, opened, data, config)
+
+
+def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None = None) -> dict[str, float]:
+    """What a model reaches on samples: `loss`, and by their labels accuracy, F1 or correlations.
+
+    Args:
+        model: as `align` takes it, or a view.
+        samples: batches of what forward takes, with `labels` where there are any, or the name of a source.
+
+    Raises:
+        RotationMergeError: the model or the samples are of no use, or nothing can be scored on them.
+    """
+    opened, config = open_like(model), config or EvaluateConfig()
+    module = as_stored(opened).to_module()
+    data = read_samples(opened, samples, config.limit, config.batch_size, config.length, module=module)
+    scores = score(module, data)
+    return {"loss": scores.loss, **scores.figures}
 
 
 def transfer(
@@ -244,12 +353,3 @@ def _check_names(first: OpenedModel, other: OpenedModel) -> None:
         what = f"tensor '{odd[0]}' is only in one of {first.name} and {other.name}"
         remedy = "give models of one class, both as folders or both as modules"
         raise CheckpointError(what, where=other.name, remedy=remedy)
-
-
-def _of_shape(view: View, block: Block, info: TensorInfo, shape: torch.Size) -> Tensor:
-    tensor = view.tensor(block, info)
-    if tensor is None or tensor.shape != shape:
-        own = "absent" if tensor is None else list(tensor.shape)
-        what = f"tensor '{info.name}' is {own}, in the first model {list(shape)}"
-        raise CheckpointError(what, where=view.opened.name, remedy="average models of equal shapes")
-    return tensor

@@ -10,7 +10,7 @@ from rotation_merge.cli.options import device_option, usable_device
 from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE, STATISTICS, WORD, writes, writing
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError, nearest
-from rotation_merge.run.data import KINDS, SAMPLES
+from rotation_merge.run.kinds import KINDS, SAMPLES
 from rotation_merge.run.kinds import STATISTICS as STATISTICS_KINDS
 from rotation_merge.run.written import SOURCES
 
@@ -81,11 +81,11 @@ def command(
     from rotation_merge.run.data import read_batches
     from rotation_merge.run.functions import load
     from rotation_merge.run.layers import in_layers
-    from rotation_merge.run.measure import MeasureOptions
+    from rotation_merge.run.measure import MeasureConfig
     from rotation_merge.run.measuring import checkpoint_of, place_beside, record
     from rotation_merge.run.passes import fits
 
-    options = MeasureOptions(_kinds(kinds), rank, labels, seed)
+    options = MeasureConfig(_kinds(kinds), rank, labels, seed)
     checkpoint = checkpoint_of(model)
     place = Path(out) if out is not None else place_beside(checkpoint.reference)
     if out is None:

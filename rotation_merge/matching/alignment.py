@@ -19,6 +19,7 @@ from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import tied_head
 from rotation_merge.errors import AlignmentError, RotationMergeError, not_written, short
 from rotation_merge.files.durable import replacing
+from rotation_merge.files.outputs import Output, check_replaced
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.both import Transforms
@@ -256,7 +257,9 @@ class Alignment:
 
         Raises:
             AlignmentError: the alignment has no basis.
+            RotationMergeError: there is a file at that place that holds no alignment; it stays as it is.
         """
+        check_replaced([Output(str(path), "path", wrote=holds_alignment, remedy="name another file, or move it away")])
         save_alignment(path, self, made, torch.float16 if half else torch.float64)
 
     @classmethod
@@ -443,6 +446,15 @@ def save_alignment(
     }
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=meta)
+
+
+def holds_alignment(path: str) -> bool:
+    """Whether a file holds an alignment, of this format or an older one."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str((file.metadata() or {}).get("format")).startswith(FORMAT.rpartition(".")[0])
+    except (OSError, SafetensorError):
+        return False
 
 
 def load_alignment(path: Path | str, architecture: Architecture | None = None) -> AlignmentFile:

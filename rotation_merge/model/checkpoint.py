@@ -55,6 +55,8 @@ class Model:
         rows: what puts its classes into the order of the anchor that it is read for (`model/labels.py`); its config,
             fingerprint and `stored` tensors stay those of its files.
         sizes: entries of its config that are not those of its files, where it was widened.
+        statistics, samples, module: of a model in memory: what was measured of it, batches to run it on, and what gives
+            it as a module.
     """
 
     def __init__(
@@ -64,6 +66,9 @@ class Model:
         self._heads: dict[str, Shapes] = {}
         self.rows: Rows = {}
         self.note, self.sizes = "", dict[str, int]()
+        self.statistics: Any = None
+        self.samples: list[dict[str, Tensor]] | None = None
+        self.module: Callable[[], Any] | None = None
 
     def _head(self, path: str) -> Shapes:
         """Shapes of the tensors in one of its files; each file's head is read once."""

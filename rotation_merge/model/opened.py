@@ -129,6 +129,31 @@ class OpenedModel:
         return unread(dict(self.config), list(self.names))
 
     @cached_property
+    def transformers_config(self) -> Any:
+        """Its config as transformers has it.
+
+        Raises:
+            CheckpointError: transformers has no class for it.
+        """
+        import transformers
+
+        names = self.config.get("architectures") or ["none"]
+        kind = getattr(transformers, str(names[0]), None)
+        if kind is None:
+            what = f"transformers has no class '{names[0]}'"
+            raise CheckpointError(what, where=self.name, remedy="do what runs no model")
+        return kind.config_class.from_dict(dict(self.config))
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """What its tensors are stored in; of tensors that are computed, what they are computed from is."""
+        known = dict(self.checkpoint.dtypes) if self.checkpoint is not None else {}
+        lacking = [name for name in self.names if name not in known]
+        if self.module is not None and lacking:
+            known |= {name: tensor.dtype for name, tensor in self.module.state_dict().items()}
+        return {name: known[name] if name in known else self.source[name].dtype for name in self.names}
+
+    @cached_property
     def mark(self) -> Fingerprint:
         """The fingerprint of all tensors; reads those that have not been read for it."""
         mark = Fingerprint()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,9 @@ from rotation_merge.run.checked import (
 )
 from rotation_merge.run.examples import KINDS, read_examples, tokenizer_of
 from rotation_merge.run.functions import Batch, check_kind, predicts_next
+from rotation_merge.run.kinds import SAMPLES
 from rotation_merge.run.sentence import is_sentence_model
 from rotation_merge.run.written import SOURCES, write_samples
-
-SAMPLES = 64
-"""Samples that are made where no number is given."""
-
 
 UNLABELLED = ("embedding", "none")
 """Tasks of data without labels."""
@@ -96,6 +93,38 @@ def read_batches(
         batches = [_batch(examples, rows[i : i + batch_size]) for i in range(0, count, batch_size)]
     if count == 0:
         raise DataError("holds no examples", where=source, remedy=f"give {KINDS}")
+    batches, task = _checked(batches, model, source, model_path, seed)
+    return Data(batches, task, count, source, length, batch_size)
+
+
+def held_data(samples: Sequence[Mapping[str, Tensor]], model: Any, source: str = "samples") -> Data:
+    """Batches that are in memory, with what a loss can be measured of.
+
+    Args:
+        samples: batches by the names that the model's forward takes; at least one.
+        model: takes them.
+
+    Raises:
+        DataError: they are none, or of another kind than the model takes.
+    """
+    remedy = "give a list of dictionaries such as {'input_ids': tensor}"
+    if isinstance(samples, Mapping) or not samples or not all(isinstance(batch, Mapping) for batch in samples):
+        raise DataError("are no batches", where=source, remedy=remedy)
+    if not all(isinstance(x, Tensor) and len(x) for batch in samples for x in batch.values()):
+        raise DataError("hold what is no tensor of examples", where=source, remedy=remedy)
+    check_inputs(samples[0], model, source)
+    batches, task = _checked([dict(batch) for batch in samples], model, source)
+    return Data(batches, task, sum(len(next(iter(batch.values()))) for batch in batches), source)
+
+
+def _checked(
+    batches: list[Batch], model: Any, source: str, model_path: str | None = None, seed: int = 0
+) -> tuple[list[Batch], str]:
+    """Batches that a model takes, with labels, and what a loss can be measured of.
+
+    Args:
+        model_path: where the tokenizer lies that says which token masks; None: nothing is masked.
+    """
     check_kind(model, batches[0], source)
     check_shape(model, batches[0], source)
     batches = [_begun(batch, model) for batch in _all_labelled(batches, model)]
@@ -104,12 +133,14 @@ def read_batches(
         check_tokens(batch, model, source)
     check_decoder(batches, model, source)
     task = _task(model, batches[0])
-    if task == "masked token":
+    if task == "masked token" and model_path is not None:
         generator = torch.Generator().manual_seed(seed)
         batches = [_masked(batch, model_path, generator) for batch in batches]
+    elif task == "masked token":
+        task = "none"
     elif task == "next token" and "labels" not in batches[0]:
         batches = [{**b, "labels": _labels(b, model.config)} for b in batches]
-    return Data(batches, task, count, source, length, batch_size)
+    return batches, task
 
 
 def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -> dict[str, Any]:

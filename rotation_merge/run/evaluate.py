@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotation_merge.config import Config, option
 from rotation_merge.errors import DataError
 from rotation_merge.files.ledger import NOWHERE, Entry, Ledger
 from rotation_merge.run.checked import check_labels
@@ -22,6 +23,16 @@ from rotation_merge.run.metrics import NUMBERS, of_classes, of_labels, of_number
 from rotation_merge.run.tables import PAIRS
 
 LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(Config):
+    """What a model is judged on."""
+
+    limit: int | None = option(None, "use at most so many examples of each", int, low=1)
+    batch_size: int = option(32, "examples in a batch", low=1)
+    length: int = option(128, "tokens in a window of text", low=2)
+
 
 PATH = "path, "
 """How the words begin that tell of progress on a path."""

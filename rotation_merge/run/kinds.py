@@ -10,3 +10,6 @@ SOURCES = ("self", "synthetic")
 
 STATISTICS = ("gram", "fisher", "moments", "kfac")
 """Kinds of statistics that `measure` writes."""
+
+SAMPLES = 64
+"""Samples that are made where no number is given."""

@@ -17,7 +17,7 @@ from rotation_merge.architecture.model import Block
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.run.empty import empty_model
 from rotation_merge.run.maps import linear_maps
-from rotation_merge.run.measure import Measured, MeasureOptions, Probe, check_watched
+from rotation_merge.run.measure import MeasureConfig, Measured, Probe, check_watched
 from rotation_merge.run.passes import Pass, Progress, Unfinished, stored_in
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics_file import Stored
@@ -31,7 +31,7 @@ WITHOUT_GRADIENTS = frozenset({"gram", "moments"})
 """Kinds of statistics that can be measured layer by layer."""
 
 
-def in_layers(checkpoint: Model, options: MeasureOptions, data: str, device: str) -> tuple[Any, bool]:
+def in_layers(checkpoint: Model, options: MeasureConfig, data: str, device: str) -> tuple[Any, bool]:
     """A model that is not to be in memory as a whole, and whether it is run as one.
 
     It has no weights at all where it is only to be looked at; where it is to write text, or gradients are to go through
@@ -55,7 +55,7 @@ class ByLayer:
         runner: about to run on the samples, which are without padding.
     """
 
-    def __init__(self, runner: Runner, options: MeasureOptions, state: Unfinished, progress: Progress) -> None:
+    def __init__(self, runner: Runner, options: MeasureConfig, state: Unfinished, progress: Progress) -> None:
         self.runner, self.options, self.state, self.progress = runner, options, state, progress
         self.opened = 0
         self.shared: dict[str, str] = {}

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.architecture.model import Architecture
+from rotation_merge.config import Config, option
 from rotation_merge.errors import StatisticsError
 from rotation_merge.run.arrays import one_by_one
 from rotation_merge.run.functions import check_answers
+from rotation_merge.run.kinds import SAMPLES, STATISTICS
 from rotation_merge.run.passes import Pass, Progress, Unfinished, packed, room, run_passes
 from rotation_merge.run.scores import answers, scores
 from rotation_merge.run.statistics_file import Stored
@@ -28,22 +30,21 @@ MOST_DIFFERENCE = 1e-3
 
 
 @dataclass(frozen=True)
-class MeasureOptions:
-    """What is measured.
+class MeasureConfig(Config):
+    """What is measured of a model, on what."""
 
-    Attributes:
-        kinds: of `sums.KINDS`.
-        rank: see `sums.Wanted`.
-        labels: sampled (exact where possible), or data.
-        seed: of drawn labels.
-        memory: bytes that sums may take; None: half of what is free.
-    """
-
-    kinds: tuple[str, ...] = ("gram",)
-    rank: int | None = None
-    labels: str = "sampled"
-    seed: int = 0
-    memory: int | None = None
+    kinds: tuple[str, ...] = option(("gram",), "what to measure", choices=STATISTICS)
+    rank: int | None = option(None, "keep Grams of neurons as a diagonal plus this rank", int, low=1)
+    labels: str = option(
+        "sampled",
+        "whose labels gradients are of: the model's own (exact for classifiers), or the data's",
+        choices=("sampled", "data"),
+    )
+    seed: int = option(0, "of samples that are made and of labels that are drawn")
+    memory: int | None = option(None, "bytes that sums may take; None: half of what is free", int, low=1, command=False)
+    samples: int | None = option(None, f"at most so many; of self and synthetic {SAMPLES} if not given", int, low=1)
+    batch_size: int = option(16, "examples in a batch", low=1)
+    length: int = option(128, "tokens in a window of text", low=2)
 
 
 @dataclass
@@ -114,12 +115,12 @@ class Measurement:
         check_answers(self.model, _tensors(made))
         return made
 
-    def passes(self, options: MeasureOptions) -> list[Pass]:
+    def passes(self, options: MeasureConfig) -> list[Pass]:
         """What has to be run for all that the options ask for."""
         return [*self._input_passes(options), *self._fisher_passes(options)]
 
-    def run(self, options: MeasureOptions, state: Unfinished, progress: Progress) -> Measured:
-        """Everything that the options ask for."""
+    def run(self, options: MeasureConfig, state: Unfinished | None, progress: Progress) -> Measured:
+        """Everything that the options ask for; without a state all of it stays in memory."""
         found = run_passes(self.passes(options), state, progress)
         scale = found.pop("loss.scale", None)
         return Measured(
@@ -135,7 +136,7 @@ class Measurement:
     def _dtype(self) -> torch.dtype:
         return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
 
-    def _input_passes(self, options: MeasureOptions) -> list[Pass]:
+    def _input_passes(self, options: MeasureConfig) -> list[Pass]:
         if not {"gram", "kfac", "moments"} & set(options.kinds):
             return []
         everything = Wanted(options.kinds, options.rank, ())
@@ -153,7 +154,7 @@ class Measurement:
             for number, blocks in enumerate(packed(order, options.memory or room()))
         ]
 
-    def _input_pass(self, options: MeasureOptions, wanted: Wanted, first: bool) -> Pass:
+    def _input_pass(self, options: MeasureConfig, wanted: Wanted, first: bool) -> Pass:
         def run(step: int, sums: Sums) -> None:
             collector = Collector(self.tapped.maps, self.shared, wanted, sums)
             with ExitStack() as stack:
@@ -172,7 +173,7 @@ class Measurement:
 
         return Pass("inputs of the maps", frozenset(wanted.blocks), len(self.batches), run, finish)
 
-    def _gradients(self, made: Any, step: int, options: MeasureOptions, collector: Collector, first: bool) -> None:
+    def _gradients(self, made: Any, step: int, options: MeasureConfig, collector: Collector, first: bool) -> None:
         draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
         heads = list(answers(self.model, made).values())
         watched = [y for _, _, y in collector.given]
@@ -189,7 +190,7 @@ class Measurement:
             rows = sum(head.flatten(0, -2).shape[0] for head in heads)
             collector.sums["loss.count"] = collector.sums.get("loss.count", torch.zeros((), dtype=torch.int64)) + rows
 
-    def _fisher_passes(self, options: MeasureOptions) -> list[Pass]:
+    def _fisher_passes(self, options: MeasureConfig) -> list[Pass]:
         if "fisher" not in options.kinds:
             return []
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -207,7 +208,7 @@ class Measurement:
 
     def _fisher_pass(
         self,
-        options: MeasureOptions,
+        options: MeasureConfig,
         own: dict[str, Tensor],
         blocks: frozenset[str],
         parts: Sequence[Batch],

@@ -17,16 +17,17 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import write_text
 from rotation_merge.model.card import MEASURED, measured_in
 from rotation_merge.model.checkpoint import Model, Models, parse_reference
+from rotation_merge.model.opened import OpenedModel
 from rotation_merge.model.origin import origins
 from rotation_merge.record import versions
 from rotation_merge.run.data import Data, described, first_apart, unpadded
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.layers import ByLayer
-from rotation_merge.run.measure import Measured, Measurement, MeasureOptions
+from rotation_merge.run.measure import MeasureConfig, Measured, Measurement
 from rotation_merge.run.naming import Named, as_stored
 from rotation_merge.run.passes import Progress, Unfinished
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.statistics_file import NAME, SPACE, Stored, write_statistics
+from rotation_merge.run.statistics_file import NAME, SPACE, Statistics, Stored, write_statistics
 from rotation_merge.run.store import Store
 
 
@@ -52,7 +53,7 @@ def record(
     model: nn.Module | None,
     data: Data,
     source: str,
-    options: MeasureOptions,
+    options: MeasureConfig,
     out: Path,
     progress: Progress,
     device: str = "cpu",
@@ -86,19 +87,52 @@ def record(
         measured, own = _measured(checkpoint, model, batches, data.task, options, state, progress, device)
         whole = resolve(checkpoint.config, checkpoint.names, str(checkpoint.reference), untie=True)
         named = as_stored(measured, own, whole)
-        made["loss_scale"] = measured.loss_scale
-        made["fisher_norm"] = _norm(named, checkpoint.names)
-        made["narrow"] = _narrow(named)
-        made["buffers"] = sorted(named.buffers)
-        meta = {
-            "made": json.dumps(made, sort_keys=True, default=str),
-            "inputs": json.dumps(named.inputs, sort_keys=True),
-            "split": json.dumps(sorted(named.split)),
-            "behind": json.dumps(sorted(named.behind)),
-            "uncalled": json.dumps(sorted(named.uncalled)),
-        }
-        write_statistics(out, named.tensors, meta)
+        write_statistics(out, named.tensors, _head(made, measured, named, checkpoint.names))
     return made
+
+
+def measured_in_memory(model: nn.Module, opened: OpenedModel, data: Data, options: MeasureConfig) -> Statistics:
+    """Measure a model that is in memory.
+
+    Args:
+        model: in evaluation mode; left as it is.
+        opened: the same one; the statistics go by its names.
+
+    Raises:
+        RotationMergeError: the model or the data do not allow it.
+    """
+    batches = unpadded(data.batches, data.source)
+    made: dict[str, Any] = {
+        "model": opened.name,
+        "fingerprint": opened.mark.hexdigest(opened.config),
+        "family": opened.architecture.family,
+        **described(data, data.source, batches),
+        "kinds": sorted(options.kinds),
+        "rank": options.rank,
+        "labels": options.labels,
+        "seed": options.seed,
+        "versions": versions(),
+    }
+    measurement = Measurement(model, architecture_of(model), batches, data.task)
+    measured = measurement.run(options, None, lambda *_: None)
+    whole = resolve(dict(opened.config), list(opened.names), opened.name, untie=True)
+    named = as_stored(measured, measurement.architecture, whole)
+    return Statistics.held(named.tensors, _head(made, measured, named, opened.names), opened.name)
+
+
+def _head(made: dict[str, Any], measured: Measured, named: Named, names: Sequence[str]) -> dict[str, str]:
+    """The head of a statistics file; completes `made`."""
+    made["loss_scale"] = measured.loss_scale
+    made["fisher_norm"] = _norm(named, names)
+    made["narrow"] = _narrow(named)
+    made["buffers"] = sorted(named.buffers)
+    return {
+        "made": json.dumps(made, sort_keys=True, default=str),
+        "inputs": json.dumps(named.inputs, sort_keys=True),
+        "split": json.dumps(sorted(named.split)),
+        "behind": json.dumps(sorted(named.behind)),
+        "uncalled": json.dumps(sorted(named.uncalled)),
+    }
 
 
 def _measured(
@@ -106,7 +140,7 @@ def _measured(
     model: nn.Module | None,
     batches: Sequence[dict[str, Tensor]],
     task: str,
-    options: MeasureOptions,
+    options: MeasureConfig,
     state: Unfinished,
     progress: Progress,
     device: str,

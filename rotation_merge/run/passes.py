@@ -124,10 +124,17 @@ def stored(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
     return {key: Stored(tuple(t.shape), t.dtype, load(t)) for key, t in tensors.items()}
 
 
-def run_passes(passes: Sequence[Pass], state: Unfinished, progress: Progress) -> dict[str, Stored]:
-    """Everything that the passes find, from their files; passes that are there already are not run again."""
+def run_passes(passes: Sequence[Pass], state: Unfinished | None, progress: Progress) -> dict[str, Stored]:
+    """Everything that the passes find, from their files; passes that are there already are not run again.
+
+    Args:
+        state: None: what they find stays in memory.
+    """
     found: dict[str, Stored] = {}
     for one in passes:
+        if state is None:
+            found.update(stored(one.finish(_run(one, None, progress))))
+            continue
         path = state.part(one)
         if not path.exists():
             state.done(one, one.finish(_run(one, state, progress)))
@@ -135,8 +142,8 @@ def run_passes(passes: Sequence[Pass], state: Unfinished, progress: Progress) ->
     return found
 
 
-def _run(one: Pass, state: Unfinished, progress: Progress) -> Sums:
-    done, sums = state.begun(one)
+def _run(one: Pass, state: Unfinished | None, progress: Progress) -> Sums:
+    done, sums = (0, Sums()) if state is None else state.begun(one)
     last, marks = time.monotonic(), _marks(sums)
     progress(one.name, done, one.steps)
     try:
@@ -145,11 +152,13 @@ def _run(one: Pass, state: Unfinished, progress: Progress) -> Sums:
             done += 1
             marks = _marks(sums)
             progress(one.name, done, one.steps)
-            if time.monotonic() - last > SECONDS:
+            if state is not None and time.monotonic() - last > SECONDS:
                 state.keep(one, done, sums)
                 last = time.monotonic()
     except KeyboardInterrupt:
-        if _marks(sums) == marks:  # else a part of a step is in them; what was written last is not
+        if (
+            state is not None and _marks(sums) == marks
+        ):  # else a part of a step is in them; what was written last is not
             state.keep(one, done, sums)
         raise
     return sums

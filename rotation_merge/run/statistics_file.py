@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError, SpaceError, StatisticsError, no_space, short
 from rotation_merge.files import durable
+from rotation_merge.files.outputs import Output, check_replaced
 from rotation_merge.linalg.finite import all_finite
 
 FORMAT = "rotation_merge.statistics.1"
@@ -94,6 +96,54 @@ class Statistics:
             raise StatisticsError(f"its head is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
         return cls(str(path), made, inputs, split, behind, uncalled, keys, file)
 
+    @classmethod
+    def held(cls, tensors: Mapping[str, Stored], meta: Mapping[str, str], name: str) -> Statistics:
+        """Statistics in memory.
+
+        Args:
+            meta: the head that the file would have.
+            name: of the model.
+        """
+        split, behind, uncalled = (frozenset(json.loads(meta[part])) for part in ("split", "behind", "uncalled"))
+        made, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
+        return cls(name, made, inputs, split, behind, uncalled, frozenset(tensors), Held(tensors))
+
+    def check(self, kind: str, fingerprint: str, model: str, remedy: str) -> None:
+        """Refuse statistics of other weights, or without a kind of numbers.
+
+        Args:
+            fingerprint: of the model.
+
+        Raises:
+            StatisticsError: says what they hold, or what they are of.
+        """
+        kinds = self.made.get("kinds", ())
+        if kind not in kinds:
+            what = f"'{self.path}' holds {', '.join(kinds) or 'nothing'}, {kind} is needed"
+            raise StatisticsError(what, where=model, remedy=remedy)
+        if self.made.get("fingerprint") != fingerprint:
+            what = f"'{self.path}' was measured on other weights than these ('{self.made.get('model')}')"
+            raise StatisticsError(what, where=model, remedy=remedy)
+
+    def save(self, path: Path | str) -> None:
+        """Write the file that `rotation-merge measure` writes, which recipes name under `statistics`.
+
+        Raises:
+            StatisticsError: it cannot be written; nothing is left behind.
+            RotationMergeError: there is a file at that place that holds no statistics; it stays as it is.
+        """
+        check_replaced([Output(str(path), "path", wrote=holds_statistics, remedy="name another file, or move it away")])
+        meta = {
+            "made": json.dumps(self.made, sort_keys=True, default=str),
+            "inputs": json.dumps(self.inputs, sort_keys=True),
+            **{part: json.dumps(sorted(getattr(self, part))) for part in ("split", "behind", "uncalled")},
+        }
+        stored = {}
+        for key in self.keys:
+            tensor = self[key]
+            stored[key] = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(self.__getitem__, key))
+        write_statistics(path, stored, meta)
+
     def __contains__(self, key: object) -> bool:
         return key in self.keys
 
@@ -128,6 +178,15 @@ class Statistics:
         return ran and not (f"{name}.gradient" in self and f"{self.inputs[name]}.gram" in self)
 
 
+def holds_statistics(path: str) -> bool:
+    """Whether a file holds statistics."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("format") == FORMAT
+    except (OSError, SafetensorError):
+        return False
+
+
 ANEW = "measure anew with 'rotation-merge measure'"
 
 
@@ -138,6 +197,16 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors in memory, read as those of a file are."""
+
+    tensors: Mapping[str, Stored]
+
+    def get_tensor(self, key: str) -> Tensor:
+        return self.tensors[key].load()
 
 
 def write_statistics(

@@ -79,6 +79,8 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
 
 
 def _begin(model_path: str) -> int | None:
+    if not model_path:  # of a model in memory
+        return None
     try:
         found: int | None = tokenizer_of(model_path).bos_token_id
     except DataError:
@@ -132,6 +134,6 @@ def synthetic_images(model: Any, model_path: str, count: int, seed: int = 0) -> 
         image = torch.nn.functional.interpolate(noise, size=shape, mode="bicubic" if cells > 1 else "nearest")
         contrast, brightness = 0.5 + 2.5 * torch.rand(1, generator=draw), torch.randn(1, generator=draw)
         made.append(torch.sigmoid(contrast * image + brightness))
-    factor, mean, deviation = normalisation(local_path(model_path), channels)
+    factor, mean, deviation = normalisation(local_path(model_path) if model_path else "", channels)
     white = 255.0 if factor == 1.0 else 1.0
     return (torch.cat(made) * white - mean) / deviation

@@ -13,7 +13,7 @@ from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.matching.open_pair import open_pair, write_alignment
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.functions import load
-from rotation_merge.run.measure import MeasureOptions
+from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.measuring import checkpoint_of, record
 from rotation_merge.run.written import SOURCES
 from rotation_merge.search.candidates import Candidate
@@ -64,7 +64,7 @@ class Maker:
             path.parent.mkdir(parents=True, exist_ok=True)
             loaded = load(model)
             data = self._data(model, number, loaded)
-            record(checkpoint_of(model), loaded, data, self.data[model], MeasureOptions(), path, listener())
+            record(checkpoint_of(model), loaded, data, self.data[model], MeasureConfig(), path, listener())
         return str(path)
 
     def _data(self, model: str, number: int, loaded: object) -> Data:

@@ -23,7 +23,7 @@ from rotation_merge.model.fold import Fold, Folded
 from rotation_merge.model.source import read_block, transform_state
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
-from rotation_merge.run.measure import Measured, Measurement, MeasureOptions
+from rotation_merge.run.measure import MeasureConfig, Measured, Measurement
 from rotation_merge.run.passes import Unfinished
 from rotation_merge.run.statistics_file import Gram
 
@@ -35,7 +35,7 @@ LOCAL = {"heads": "permutation", "attention": "invertible"}
 def measured(model: torch.nn.Module, case: Case, architecture: Architecture, where: Path, *kinds: str, **options):
     with exactly():
         found = Measurement(model, architecture, [inputs(case, model)], "none")
-        return found.run(MeasureOptions(kinds, **options), Unfinished(where, {}), lambda *_: None)
+        return found.run(MeasureConfig(kinds, **options), Unfinished(where, {}), lambda *_: None)
 
 
 def gram(found: Measured, name: str) -> Gram | None:
@@ -172,7 +172,7 @@ def test_what_norms_and_scales_do_is_put_back_by_multiplication(case: Case, tmp_
         plain = Measurement(model, architecture, [inputs(case, model)], "none")
         plain.tapped.split = lambda *_: contextlib.nullcontext()  # type: ignore[method-assign]
         plain.split, plain.behind = [], []
-        raw = plain.run(MeasureOptions(kinds), Unfinished(tmp_path / "raw", {}), lambda *_: None)
+        raw = plain.run(MeasureConfig(kinds), Unfinished(tmp_path / "raw", {}), lambda *_: None)
     for block in architecture.blocks:
         tensors = read_block(block, model.state_dict())
         for info in block.tensors:

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "rotation_merge"
 
 ORDER = (
     "errors",
+    "config",
     "files",
     "workers",
     "linalg",

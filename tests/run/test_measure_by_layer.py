@@ -23,7 +23,7 @@ from rotation_merge.files.scratch import Scratch
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.layers import ByLayer
-from rotation_merge.run.measure import Measured, Measurement, MeasureOptions
+from rotation_merge.run.measure import MeasureConfig, Measured, Measurement
 from rotation_merge.run.measuring import checkpoint_of, record
 from rotation_merge.run.passes import Pass, Unfinished, run_passes
 from rotation_merge.run.runner import Runner
@@ -33,7 +33,7 @@ from rotation_merge.workers import memory
 
 HARD = ("gpt2", "bart", "t5", "clip", "gemma2", "dinov2", "qwen3_next")
 FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in HARD}.values())
-OPTIONS = MeasureOptions(("gram", "moments"))
+OPTIONS = MeasureConfig(("gram", "moments"))
 
 
 def both(case: Case, where: Path) -> tuple[Measured, Measured]:
@@ -70,7 +70,7 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     for layers in (2, 5):
         path = make_checkpoint("llama", tmp_path / str(layers), num_hidden_layers=layers, intermediate_size=96)
         data = Data([{"input_ids": torch.arange(24).view(2, 12)}], "none", 2)
-        options, out, seen = MeasureOptions(("gram",)), tmp_path / f"{layers}.safetensors", list[int]()
+        options, out, seen = MeasureConfig(("gram",)), tmp_path / f"{layers}.safetensors", list[int]()
         forget()
         record(checkpoint_of(str(path)), None, data, "data", options, out, lambda *_, s=seen: s.append(alive()))
         peaks.append(max(seen))
@@ -114,7 +114,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             (tmp_path / how).unlink()
 
 
-GRADIENTS = MeasureOptions(("gram", "kfac", "fisher"))
+GRADIENTS = MeasureConfig(("gram", "kfac", "fisher"))
 TOGETHER = [case for case in FAMILIES if case.family not in ("clip", "dinov2")]  # those with a head
 
 

@@ -153,6 +153,8 @@ def _read_once(teachers: Sequence[Teacher], donors: Donors, seed: int) -> list[T
 
 
 def _read(teacher: Teacher, donors: Donors, seed: int) -> Teacher:
+    if (held := donors.models[teacher.model].samples) is not None:
+        return replace(teacher, batches=together(unpadded(held, teacher.data), AT_ONCE * LENGTH))
     if teacher.data == SELF:
         return teacher
     path = local_path(donors.models[teacher.model].reference.model.path)

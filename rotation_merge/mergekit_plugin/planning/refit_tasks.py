@@ -99,7 +99,8 @@ class _Work:
         self.recipe = self.donors.recipe
         self.base = self.donors.models[self.recipe.base]
         self.states = Store(self.lesson.spill)
-        self.results = Store(self.lesson.spill) if self.lesson.spill else Store(gettempdir(), ELSEWHERE)
+        kept = self.lesson.spill or self.base.module is not None  # of models in memory
+        self.results = Store(self.lesson.spill) if kept else Store(gettempdir(), ELSEWHERE)
         self.donors.run.endings.append(self.results.close)
         self.sources = [self._source(t, alignments.get(str(t.model))) for t in self.lesson.teachers]
         anchor = self._source(Teacher(self.recipe.base, 1.0, "", 0), None)

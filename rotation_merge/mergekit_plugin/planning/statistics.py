@@ -60,7 +60,8 @@ class Books:
             StatisticsError: there are none, they are of other weights or do not hold what the delegate needs.
         """
         if model not in self.found:
-            self.found[model] = self._open(self.models[model], given)
+            held = self.models[model].statistics
+            self.found[model] = self._open(self.models[model], given) if held is None else held
         return self.found[model]
 
     def _open(self, model: Model, given: str | None) -> Statistics:
@@ -70,19 +71,7 @@ class Books:
             what = f"no statistics are at '{given}'" if given else "no statistics lie beside it"
             raise StatisticsError(f"{what}, delegate {self.name} needs them", where=where, remedy=command)
         found = Statistics.open(path)
-        if self.plan.statistics not in found.made.get("kinds", ()):
-            raise StatisticsError(
-                f"'{path}' holds {', '.join(found.made.get('kinds', ())) or 'nothing'}, "
-                f"delegate {self.name} needs {self.plan.statistics}",
-                where=where,
-                remedy=command,
-            )
-        if found.made.get("fingerprint") != model.fingerprint:
-            raise StatisticsError(
-                f"'{path}' was measured on other weights than these ('{found.made.get('model')}')",
-                where=where,
-                remedy=command,
-            )
+        found.check(self.plan.statistics, model.fingerprint, where, command)
         return found
 
     @staticmethod

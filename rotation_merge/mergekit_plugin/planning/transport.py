@@ -34,6 +34,7 @@ from rotation_merge.mergekit_plugin.planning.moves import Moves
 from rotation_merge.mergekit_plugin.planning.tasks import Loads, load_arguments, loaded, map_arguments
 from rotation_merge.mergekit_plugin.planning.wanted import Wanted
 from rotation_merge.model.biases import Aligned
+from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.fold import Fold, Folded
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import Rows
@@ -46,15 +47,17 @@ SAMPLES = 200
 """Samples that activations are taken on."""
 
 
-def pool(anchor: str, data: str, seed: int) -> list[Batch]:
+def pool(anchor: Model, data: str, seed: int) -> list[Batch]:
     """The samples of all models, which the anchor reads, or writes."""
-    samples = read_batches(data, local_path(anchor), load(anchor), SAMPLES, seed=seed)
-    return unpadded(samples.batches, data)
+    if anchor.samples is not None:
+        return unpadded(anchor.samples, data)
+    name = str(anchor.reference)
+    return unpadded(read_batches(data, local_path(name), load(name), SAMPLES, seed=seed).batches, data)
 
 
-def watch(model: str, batches: list[Batch]) -> Activations:
+def watch(model: Model, batches: list[Batch]) -> Activations:
     """A model's activations on samples."""
-    module = load(model)
+    module = load(str(model.reference)) if model.module is None else model.module()
     return Activations.of(module, architecture_of(module), batches)
 
 
@@ -197,13 +200,17 @@ class Transport:
         """Activations of the anchor and of a donor, where there are samples."""
         if self.data is None:
             return {}
-        base, seed = str(self.recipe.base), self.donors.options.random_seed or 0
+        base, seed = self.models[self.recipe.base], self.donors.options.random_seed or 0
         samples = DelegateTask(key="pool", label="", work=partial(pool, base, self.data, seed), first=True)
         return {
             side: DelegateTask(
-                key=f"watch:{name}", label="", work=partial(watch, name), needs={"batches": samples}, first=True
+                key=f"watch:{watched.reference}",
+                label="",
+                work=partial(watch, watched),
+                needs={"batches": samples},
+                first=True,
             )
-            for side, name in (("anchor", base), ("donor", str(model)))
+            for side, watched in (("anchor", base), ("donor", self.models[model]))
         }
 
     def _streams(self, model: ModelReference, parameters: Mapping[str, Any]) -> DelegateTask:

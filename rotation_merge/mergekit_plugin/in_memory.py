@@ -1,0 +1,289 @@
+"""Merges in memory: the tasks that a recipe is planned as, done when a tensor is asked for and written nowhere."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.config import (
+    InputSliceDefinition,
+    MergeConfiguration,
+    OutputModuleDefinition,
+    OutputSliceDefinition,
+)
+from mergekit.graph import Task
+from mergekit.io.tasks import LoaderCache, LoadTensor, ReturnTensor
+from mergekit.merge_methods.base import MergeMethod, ParameterScope
+from mergekit.options import MergeOptions
+from torch import Tensor
+
+from rotation_merge.architecture.model import Block, TensorInfo
+from rotation_merge.errors import RecipeError, RotationMergeError, nearest
+from rotation_merge.matching.run import Run
+from rotation_merge.mergekit_plugin.definitions import architecture_info
+from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
+from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
+from rotation_merge.mergekit_plugin.recipe import delegates
+from rotation_merge.mergekit_plugin.recipe.document import Document
+from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+from rotation_merge.model.checkpoint import Model, Models
+from rotation_merge.model.opened import OpenedModel
+from rotation_merge.model.view import View, as_stored
+
+MERGING = ("exclude", "targets", "start", "spill")
+"""Parameters of ours that say how models are merged, not how they are aligned."""
+
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+"""Models that are averaged stay where they are."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A model's tensors, as mergekit's loaders give those of files; floats in float32 at least."""
+
+    opened: OpenedModel
+
+    @property
+    def index(self) -> Any:
+        return SimpleNamespace(tensor_paths=dict.fromkeys(self.opened.names, ""), base_path=self.opened.name)
+
+    def get_tensor(self, name: str, device: str = "cpu") -> Tensor:
+        tensor = self.opened.source[name]
+        wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(wide)
+
+    def flush(self) -> None:
+        """Nothing is held open."""
+
+
+class HeldModel(Model):
+    """A model in memory, or a view of one, as the planner sees models."""
+
+    def __init__(self, opened: OpenedModel, reference: ModelReference) -> None:
+        super().__init__(reference, MergeOptions(), untie=opened.untie)
+        known = {
+            "loader": Loader(opened),
+            "config": dict(opened.config),
+            "names": list(opened.names),
+            "shapes": dict(opened.shapes),
+            "dtypes": opened.dtypes,
+            "adapter": None,
+            "modules": [],
+            "_layout": opened.architecture,
+            "member": opened.member,
+        }
+        vars(self).update(known)  # instead of reading them from files
+        self.opened = opened
+        self.module = lambda: as_stored(opened).to_module()
+
+    def check_files(self) -> None:
+        """There are none."""
+
+    @property
+    def transformers_config(self) -> Any:
+        return self.opened.transformers_config
+
+    @property
+    def fingerprint(self) -> str:
+        return self.opened.mark.hexdigest(self.opened.config)
+
+
+class Planned:
+    """A merge that is planned, its tensors computed when they are asked for.
+
+    Args:
+        tasks: of all output tensors.
+        models: in memory; of checkpoints mergekit's own loaders read.
+    """
+
+    def __init__(self, tasks: Sequence[ReturnTensor], models: Sequence[HeldModel]) -> None:
+        self.tasks = {task.weight_info.name: task for task in tasks}
+        self.models = models
+        self._whole: dict[Task[Any], Any] = {}
+        self._block: dict[Task[Any], Any] = {}
+        self._label: str | None = None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tasks
+
+    def __getitem__(self, name: str) -> Tensor:
+        task = self.tasks[name]
+        if (label := _block_label(name)) != self._label:
+            self._block, self._label = {}, label
+        with self._loaders():
+            tensor: Tensor = self._result(task)
+        return tensor
+
+    def _result(self, task: Task[Any]) -> Any:
+        """What a task gives; of whole models, and within a block of what its tensors share, once."""
+        for known in (self._whole, self._block):
+            if task in known:
+                return known[task]
+        result = task.execute(**{name: self._result(needed) for name, needed in task.arguments().items()})
+        if task.main_thread_only():
+            self._whole[task] = result
+        elif not isinstance(task, LoadTensor | ReturnTensor):
+            self._block[task] = result
+        return result
+
+    @contextmanager
+    def _loaders(self) -> Iterator[None]:
+        """mergekit's tasks read these models; what stood under their names is there again afterwards."""
+        before = {model.reference: LoaderCache.loaders.get(model.reference) for model in self.models}
+        LoaderCache.loaders.update({model.reference: model.loader for model in self.models})
+        try:
+            yield
+        finally:
+            for reference, loader in before.items():
+                if loader is None:
+                    LoaderCache.loaders.pop(reference, None)
+                else:
+                    LoaderCache.loaders[reference] = loader
+
+
+def _block_label(name: str) -> str:
+    """What the tensors of a layer share: their names up to the layer's number."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else name
+
+
+def opened_views(views: Sequence[View]) -> list[OpenedModel]:
+    """Views as models, each with a name of its own, without the marks of revisions and adapters."""
+    names: list[str] = []
+    models = []
+    for view in views:
+        plain = re.sub(r"[+@]", " with ", view.opened.name)
+        if view.opened.checkpoint is None:  # whose name is not to be looked for on the hub
+            plain += " (in memory)"
+        number = sum(name == plain or name.startswith(f"{plain} (") for name in names)
+        names.append(f"{plain} ({number + 1})" if number else plain)
+        known = tuple(name for name in view.opened.names if name not in view.left_out)
+        models.append(replace(view.opened, name=names[-1], source=view, names=known, config=view.config))
+    return models
+
+
+def merge_views(
+    views: Sequence[View],
+    opened: Sequence[OpenedModel],
+    method: str = "linear",
+    parameters: Mapping[str, Any] | None = None,
+    of_model: Sequence[Mapping[str, Any]] = (),
+    statistics: Sequence[Any] = (),
+    samples: Sequence[list[dict[str, Tensor]]] = (),
+    seed: int = 0,
+) -> View:
+    """Models that lie in one set of coordinates, merged by a delegate.
+
+    Args:
+        views: the first is the base.
+        opened: the same ones as `opened_views` gives them.
+        method: of mergekit, or our own.
+        parameters: of the delegate; a name that is a keyword of Python may end in an underscore.
+        of_model: parameters of single models.
+        statistics, samples: of each model, where the delegate takes them.
+
+    Raises:
+        RotationMergeError: there is no such delegate or parameter, or the models do not fit together.
+    """
+    delegate = delegate_of(method)
+    names = [model.name for model in opened]
+    models = Models(MergeOptions(quiet=True, random_seed=seed))
+    held = []
+    for i, held_model in enumerate(opened):
+        model = HeldModel(held_model, ModelReference.parse(held_model.name))
+        model.statistics = statistics[i] if statistics else None
+        model.samples = samples[i] if samples else None
+        models[model.reference] = model
+        held.append(model)
+    for name in parameters or {}:
+        if name in BY_NAME and name not in MERGING and name not in [p.name for p in delegate.spec.parameters]:
+            what = f"'{name}' says how models are aligned, and these are averaged as they lie"
+            raise RecipeError(what, remedy="give it to rotation_merge.align, and average what the alignment applies")
+    shared = {name.rstrip("_") if keyword.iskeyword(name[:-1]) else name: x for name, x in (parameters or {}).items()}
+    value = {
+        "merge_method": METHOD,
+        "base_model": names[0],
+        "models": [
+            {"model": name, "parameters": dict(of_model[i]) if of_model else {}} for i, name in enumerate(names)
+        ],
+        "parameters": {**_needed(delegate, shared), **STILL, **shared, "delegate": method},
+    }
+    planned, notes = _plan(Document(value), models, held)
+    first = views[0]
+
+    def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
+        stored = [first.opened.dtypes.get(name) for name in info.names]
+        pieces = []
+        for name, own in zip(info.names, stored, strict=True):
+            if own is not None and not own.is_floating_point:
+                pieces.append(first[name])
+            elif name in planned:
+                pieces.append(planned[name])
+        if len(pieces) < len(info.names):
+            return None
+        tensor = torch.stack(pieces) if info.stacked else pieces[0]
+        kept = dtype or first.dtype or stored[0]
+        return tensor.to(kept) if tensor.is_floating_point() and kept is not None else tensor
+
+    return View(first.opened, compute, first.dtype, first.left_out, (*first.notes, *notes))
+
+
+def delegate_of(method: str) -> MergeMethod:
+    """A delegate by its name.
+
+    Raises:
+        RecipeError: there is none; names the nearest.
+    """
+    known = delegates.names()
+    if method not in known:
+        raise RecipeError(f"there is no averaging {method!r}", remedy=nearest(str(method), known))
+    return delegates.get(method)
+
+
+def _needed(delegate: MergeMethod, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Equal weights where the delegate asks for weights and none are given."""
+    asked = [p for p in delegate.spec.parameters if p.name == "weight" and p.scope != ParameterScope.SHARED]
+    return {"weight": 1.0} if asked and asked[0].required and "weight" not in parameters else {}
+
+
+def _plan(document: Document, models: Models, held: Sequence[HeldModel]) -> tuple[Planned, list[str]]:
+    """The tasks of a merge of models in memory, and what there is to say of it.
+
+    Raises:
+        RotationMergeError: as for a recipe, with the places of Python's arguments.
+    """
+    try:
+        recipe = Recipe.of(document)
+        session = Session(recipe, models, Run(watched=False))
+        session.recipe = replace(recipe, config=_in_slices(recipe.config, held))
+        config = SessionConfiguration.of(session)
+        options = models.options
+        planner = RotationMergePlanner(config, architecture_info(config, options), options, SimpleNamespace())
+        return Planned(planner.plan_in_memory(), held), session.run.notes
+    except RotationMergeError as error:
+        where = re.sub(r"\.?parameters\b\.?", "", error.where or "") or None
+        raise type(error)(error.what, where=where, remedy=error.remedy) from None
+
+
+def _in_slices(config: MergeConfiguration, held: Sequence[HeldModel]) -> MergeConfiguration:
+    """The same with all layers of all models as slices, whose numbers mergekit then asks no file for."""
+    modules = {}
+    for module in held[0].architecture.layers_key:
+        sources = [
+            InputSliceDefinition(
+                model=entry.model,
+                layer_range=(0, len(model.architecture.layers(module))),
+                parameters=entry.parameters,
+            )
+            for entry, model in zip(config.models or [], held, strict=True)
+        ]
+        modules[module] = OutputModuleDefinition(slices=[OutputSliceDefinition(sources=sources)])
+    return config.model_copy(update={"models": None, "modules": modules})

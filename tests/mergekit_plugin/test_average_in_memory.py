@@ -1,0 +1,140 @@
+"""`rotation_merge.average`: any delegate on models in memory gives what its recipe writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plugin_support import build, merged, recipe_for, state
+from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
+
+import rotation_merge as rm
+
+Pair = tuple[Path, Path]
+
+DELEGATES: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "slerp": {"t": 0.3},
+    "ties": {"density": 0.5},
+    "task_arithmetic": {"lambda": 0.5},
+    "wudi": {"ridge": 0.2},
+    "tsv": {"lambda": 0.7},
+    "iso": {},
+}
+STILL = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
+
+
+def samples(count: int = 2) -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(40, (4, 10), generator=draw)} for _ in range(count)]
+
+
+def recipe_of(delegate: str, pair: Pair, **parameters: Any) -> dict[str, Any]:
+    recipe = recipe_for("linear", *pair, **STILL, **parameters)
+    recipe["parameters"] |= {"delegate": delegate}
+    for entry in recipe["models"]:
+        entry["parameters"] = {} if delegate == "slerp" else {"weight": 1.0}
+    return recipe
+
+
+def assert_same(view: rm.View, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        assert torch.equal(view[name], tensor), name
+
+
+@pytest.mark.parametrize("delegate", DELEGATES)
+def test_it_gives_what_the_recipe_writes(delegate: str, pair: Pair, tmp_path: Path) -> None:
+    parameters = DELEGATES[delegate]
+    python = {f"{name}_" if name == "lambda" else name: value for name, value in parameters.items()}
+    written = merged(recipe_of(delegate, pair, **parameters), tmp_path / "out")
+    assert_same(rm.average([str(path) for path in pair], delegate, **python), written)
+    modules = [AutoModelForCausalLM.from_pretrained(path) for path in pair]
+    assert_same(rm.average(modules, delegate, **python), written)
+
+
+def test_statistics_measured_in_memory_are_those_of_the_file(pair: Pair, tmp_path: Path) -> None:
+    config = rm.MeasureConfig(kinds=("gram", "kfac", "fisher"))
+    files = []
+    for number, path in enumerate(pair):
+        files.append(str(tmp_path / f"{number}.safetensors"))
+        rm.measure(str(path), samples(), config).save(files[-1])
+    for delegate in ("regmean", "kfac", "fisher"):
+        recipe = recipe_of(delegate, pair)
+        for entry, file in zip(recipe["models"], files, strict=True):
+            entry["parameters"]["statistics"] = file
+        written = merged(recipe, tmp_path / delegate)
+        paths = [str(path) for path in pair]
+        assert_same(rm.average(paths, delegate, statistics=files), written)
+        again = [rm.measure(path, samples(), config) for path in paths]
+        assert_same(rm.average(paths, delegate, statistics=again), written)
+
+
+def test_refit_is_solved_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rotation_merge.averaging.refit import Refit
+
+    runs, run = [], Refit.run
+    monkeypatch.setattr(Refit, "run", lambda self: runs.append(self) or run(self))
+    view = rm.average([str(path) for path in pair], "refit", samples=samples(), ridge=0.1)
+    first = view["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(view.state_dict()["model.layers.0.mlp.up_proj.weight"], first)
+    assert len(runs) == 1
+    assert not torch.equal(first, state(pair[0])["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_gradients_flow_through_an_average(pair: Pair) -> None:
+    module = AutoModelForCausalLM.from_pretrained(pair[1])
+    tensors = {name: tensor.detach().clone().requires_grad_() for name, tensor in module.state_dict().items()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    rm.average([str(pair[0]), (tensors, module.config)])[name].sum().backward()
+    torch.testing.assert_close(tensors[name].grad, torch.full_like(tensors[name], 0.5))
+
+
+def test_averages_of_averages(pair: Pair) -> None:
+    one, two = (state(path)["lm_head.weight"] for path in pair)
+    nested = rm.average([rm.average([str(path) for path in pair]), str(pair[0])])
+    torch.testing.assert_close(nested["lm_head.weight"], 0.75 * one + 0.25 * two)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "tiess"}, "did you mean 'ties'"),
+        ({"method": "ties", "densty": 0.5}, "did you mean 'density'"),
+        ({"method": "ties", "density": 3}, "from 0 to 1"),
+        ({"method": [0.5, 0.5]}, "the keyword 'weights'"),
+        ({"heads": "permutation"}, "give it to rotation_merge.align"),
+        ({"method": "regmean"}, "add 'samples'"),
+        ({"method": "wudi", "ridge": -1.0}, "at least 0"),
+        ({"samples": [{}]}, "do nothing with linear"),
+        ({"method": "regmean", "samples": "text.txt"}, "give batches of input_ids"),
+        ({"weights": [1.0]}, "1 weights for 2 models"),
+    ],
+)
+def test_bad_input_is_one_line(options: dict[str, Any], words: str) -> None:
+    models = [build("llama"), build("llama", seed=1)]
+    with pytest.raises(rm.RotationMergeError, match=words) as error:
+        rm.average(models, **options).state_dict()
+    assert "\n" not in str(error.value)
+
+
+def test_models_that_compute_otherwise_are_refused() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    granite = GraniteForCausalLM(GraniteConfig(vocab_size=40, num_hidden_layers=2, residual_multiplier=0.5, **sizes))
+    with pytest.raises(rm.RotationMergeError, match="residual_multiplier"):
+        rm.average([build("llama", num_hidden_layers=2, **sizes, vocab_size=40), granite])
+
+
+def test_files_of_others_stay(pair: Pair, tmp_path: Path) -> None:
+    alignment = rm.align(str(pair[0]), str(pair[1]))
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(before := (pair[0] / "model.safetensors").read_bytes())
+    statistics = rm.measure(str(pair[0]), samples())
+    for value in (alignment, statistics):
+        with pytest.raises(rm.RotationMergeError, match="is there already; name another file"):
+            value.save(str(file))
+        assert file.read_bytes() == before
+        value.save(str(tmp_path / "own"))
+        value.save(str(tmp_path / "own"))  # its own kind is replaced
+        (tmp_path / "own").unlink()
