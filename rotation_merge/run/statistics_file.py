@@ -119,7 +119,7 @@ class Statistics:
         """
         kinds = self.made.get("kinds", ())
         if kind not in kinds:
-            what = f"'{self.path}' holds {', '.join(kinds) or 'nothing'}, {kind} is needed"
+            what = f"'{self.path}' holds {', '.join(kinds) or 'nothing'}, the averaging needs {kind}"
             raise StatisticsError(what, where=model, remedy=remedy)
         if self.made.get("fingerprint") != fingerprint:
             what = f"'{self.path}' was measured on other weights than these ('{self.made.get('model')}')"
