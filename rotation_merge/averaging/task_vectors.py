@@ -24,6 +24,9 @@ RATIO = 2.0
 STEPS = 30
 """Of conjugate gradients, where both sides of a map are weighed."""
 
+SVD = 24.0
+"""Times as long as a product of a matrix with its transpose a thin SVD takes, in float64 on a processor."""
+
 ZERO = 1e-9
 """Singular values below this share of the largest have no direction."""
 
@@ -65,6 +68,14 @@ class TaskVectorMethod(OwnMethod):
         """
         raise NotImplementedError
 
+    def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
+        """About how many floating-point operations, in float64, `change` takes for one map.
+
+        Args:
+            shape: (outputs, inputs).
+        """
+        return 2.0 * models * shape[0] * shape[1]
+
     def plan(self) -> Plan:
         return Plan(TENSOR, base=True)
 
@@ -99,14 +110,14 @@ class TaskVectorMethod(OwnMethod):
         rule = " or ".join(sorted(set(log.facts.get("others", [])))) or "mean"
         how = f"merged the changes of {len(ratios)} linear maps to {log.base}, not positions"
         rest = f"Norms, biases, embeddings and other tensors got the {rule} of their changes."
-        lines = [f"Delegate {self.spec.name} {how}. {rest}"]
+        span = f" Lengths of changes of one map differ by a factor of up to {max(ratios):.3g}." if ratios else ""
+        lines = [f"Delegate {self.spec.name} {how}. {rest}{span}"]
         uneven = [ratio for ratio in ratios if ratio > RATIO]
         if uneven:
             keep = "keep" in log.facts["lengths"]
             done = "they were kept ('lengths: keep')" if keep else "they were brought to their geometric mean"
             lines.append(
-                f"In {len(uneven)} of {len(ratios)} linear maps the changes' lengths differ by more than {RATIO:g} "
-                f"(up to {max(uneven):.3g}): {done}."
+                f"In {len(uneven)} of {len(ratios)} linear maps they differ by a factor of more than {RATIO:g}: {done}."
             )
         return lines
 
@@ -168,6 +179,13 @@ class Wudi(TaskVectorMethod):
         shares = [weight * _over_norm(d, parameters["gram_norm"]) for weight, d in zip(weights, changes, strict=True)]
         return one_side(changes, shares, mean_of(changes, weights), parameters["ridge"], inputs)
 
+    def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
+        outputs, inputs = shape
+        if parameters["sides"] == "both":
+            small, large = sorted(shape)
+            return float(STEPS * models * (4 * large * small**2 + 2 * small**3))
+        return float(models * (2 * outputs * inputs**2 + 4 * outputs**2 * inputs) + inputs**3 + 2 * outputs * inputs**2)
+
 
 def _over_norm(change: Tensor, kind: str) -> float:
     """One over what a change's Gram is divided by; none of a change that is zero."""
@@ -203,24 +221,31 @@ def one_side(changes: Sequence[Tensor], shares: Sequence[float], prior: Tensor, 
 def both_sides(changes: Sequence[Tensor], weights: Sequence[float], ridge: float, entries: int) -> Tensor:
     """``sum_t L_t D G_t = sum_t L_t D_t G_t`` with a ridge towards `PRIOR` times the sum, by conjugate gradients.
 
-    Each factor is divided by its trace and multiplied by its size; L_t is never formed.
+    Each factor is divided by its trace and multiplied by its size; of the two the smaller one is formed.
 
     Args:
         entries: of the map.
     """
-    counting = [(d, w / float(d.square().sum()) ** 2) for d, w in zip(changes, weights, strict=True) if bool(d.any())]
+    wide = changes[0].shape[0] <= changes[0].shape[1]
+    counting = [
+        (d, d @ d.mT if wide else d.mT @ d, entries * w / float(d.square().sum()) ** 2)
+        for d, w in zip(changes, weights, strict=True)
+        if bool(d.any())
+    ]
     start = PRIOR * torch.stack(list(changes)).sum(0)
     penalty = ridge * sum(weights)
 
-    def weighed(x: Tensor, change: Tensor, share: float) -> Tensor:
-        inner = change.mT @ x @ (change.mT @ change)
-        return (share * entries) * (change @ inner)
+    def weighed(x: Tensor, change: Tensor, gram: Tensor, share: float) -> Tensor:
+        """``D D^T X D^T D``, by the smaller Gram of D."""
+        if wide:
+            return share * (gram @ (x @ change.mT) @ change)
+        return share * (change @ (change.mT @ x @ gram))
 
     def apply(x: Tensor) -> Tensor:
-        return sum((weighed(x, d, share) for d, share in counting), penalty * x)
+        return sum((weighed(x, *term) for term in counting), penalty * x)
 
     merged = start.clone()
-    residual = sum((weighed(d, d, share) for d, share in counting), penalty * start) - apply(start)
+    residual = sum((weighed(term[0], *term) for term in counting), penalty * start) - apply(start)
     direction, size = residual.clone(), float(residual.square().sum())
     least = 1e-24 * max(size, 1e-300)
     for _ in range(STEPS):
@@ -269,6 +294,9 @@ class Tsv(TaskVectorMethod):
             values.append(weight * s[:own])
             rights.append(v[:own])
         return (_polar(torch.cat(lefts, 1)) * torch.cat(values)) @ _polar(torch.cat(rights, 0))
+
+    def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
+        return (models + 2) * svd_operations(shape)
 
 
 class Iso(TaskVectorMethod):
@@ -319,6 +347,15 @@ class Iso(TaskVectorMethod):
             rights.append(right[:each])
         mean = torch.cat(values).mean()
         return mean * _polar(torch.cat(lefts, 1)) @ _polar(torch.cat(rights, 0))
+
+    def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
+        return (1 if parameters["share"] == 1 else models + 3) * svd_operations(shape)
+
+
+def svd_operations(shape: tuple[int, int]) -> float:
+    """What a thin SVD takes, as floating-point operations of products."""
+    small, large = sorted(shape)
+    return SVD * large * small**2
 
 
 def _polar(matrix: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,18 +23,24 @@ def command(recipe: str, as_json: bool) -> int:
     Every fault is reported at once, with line and column and how to mend it: keys, parameters, delegates, models,
     architectures, shapes (from the files' headers), groups asked for, vocabularies. Models on the hub are checked if
     they are in the local cache; nothing is downloaded. A recipe without faults is told which preset, near or far, the
-    likeness of a few matrices suggests.
+    likeness of a few matrices suggests, and how long the changes are that it merges.
     """
+    from rotation_merge.averaging.task_vectors import RATIO
     from rotation_merge.diagnose import check_text
-    from rotation_merge.diagnose.suggest import suggestions
+    from rotation_merge.diagnose.suggest import lengths_of_changes, suggestions
     from rotation_merge.mergekit_plugin.recipe.ours import read_from
 
     with read_from(recipe):
         faults = check_text(read(Path(recipe)))
     bad = [fault for fault in faults if fault.error]
     suggested = [] if bad else suggestions(recipe)
+    changes = None if bad else lengths_of_changes(recipe)
     if as_json:
-        facts = {"faults": [asdict(fault) for fault in faults], "presets": [asdict(one) for one in suggested]}
+        facts: dict[str, Any] = {
+            "faults": [asdict(fault) for fault in faults],
+            "presets": [asdict(one) for one in suggested],
+        }
+        facts |= {"changes": asdict(changes)} if changes is not None else {}
         print_json({"recipe": recipe, "ok": not bad, **facts})
         return 1 if bad else 0
     for fault in faults:
@@ -43,6 +50,8 @@ def command(recipe: str, as_json: bool) -> int:
         return 1
     for one in suggested:
         say(one.words)
+    if changes is not None:
+        say(changes.words, "yellow" if changes.ratio > RATIO else None)
     say("the recipe is fit to run", "green")
     return 0
 

@@ -22,7 +22,7 @@ from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
 from rotation_merge.model.member import Member
 from rotation_merge.record import REPORT_FILE
-from rotation_merge.report.estimate import Estimate, carried, estimate
+from rotation_merge.report.estimate import Averaging, Estimate, averaging, carried, estimate
 from rotation_merge.report.files import described, is_ours
 from rotation_merge.report.html import read_report, write_page
 
@@ -105,9 +105,11 @@ def _costs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int
         estimates.append((donor, _estimate(donor)))
         if not as_json:
             _show(*estimates[-1])
+    cost = _averaging(target) if os.path.isfile(target) else None
     if as_json:
+        more = {} if cost is None else {"averaging": asdict(cost)}
         facts = [
-            {"model": d.name, "origin": d.origin, "alignment": d.file, "options": asdict(d.options)}
+            {"model": d.name, "origin": d.origin, "alignment": d.file, "options": asdict(d.options), **more}
             for d, _ in estimates
         ]
         print_json([{**fact, **asdict(result)} for fact, (_, result) in zip(facts, estimates, strict=True)])
@@ -116,7 +118,31 @@ def _costs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int
         total = sum(result.seconds for _, result in estimates)
         most = max(result.memory for _, result in estimates)
         say(f"All {len(estimates)} donors: {seconds_text(total)}, {bytes_text(most)} of memory")
+    if cost is not None:
+        say(
+            f"Delegate {cost.delegate}: {seconds_text(cost.seconds)} more, {bytes_text(cost.memory)} of memory for its "
+            "largest map"
+        )
     return 0
+
+
+def _averaging(path: str) -> Averaging | None:
+    """What the delegate of a recipe costs that merges task vectors; None of others."""
+    from rotation_merge.averaging.task_vectors import TaskVectorMethod
+    from rotation_merge.diagnose.donors import last_recipe
+    from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+    from rotation_merge.run.measuring import checkpoint_of
+
+    recipe = Recipe.of(last_recipe(path, "give two models instead"))
+    method, config = recipe.delegate, recipe.config
+    if not isinstance(method, TaskVectorMethod):
+        return None
+    base = checkpoint_of(str(recipe.base))
+    known = {parameter.name for parameter in method.spec.parameters}
+    values = {name: value for name, value in (config.parameters or {}).items() if name in known}
+    plain = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
+    models = sum(model.model != recipe.base for model in config.models or [])
+    return averaging(method, plain, base.architecture, dict(base.shapes), models)
 
 
 def _donors(target: str, options: AlignConfig, untie: bool, as_json: bool) -> list[RecipeDonor]:

@@ -1,19 +1,21 @@
-"""Which preset the weights of a recipe's models suggest: a handful of matrices is looked at."""
+"""What a handful of matrices of a recipe's models suggests: which preset, and whether changes are of unlike lengths."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from mergekit.merge_methods.base import BasePolicy
 from mergekit.options import MergeOptions
 
+from rotation_merge.averaging.task_vectors import RATIO, TaskVectorMethod
 from rotation_merge.diagnose.donors import last_recipe
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Models
 from rotation_merge.model.hub import is_absent
-from rotation_merge.model.nearness import RELATED, likeness
+from rotation_merge.model.nearness import RELATED, likeness, sampled_changes
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,57 @@ class Suggestion:
             return f"{found}; 'preset: {self.suggested}' fits better than '{self.preset}'"
         kind = "a fine-tune of one base" if self.suggested == "near" else "in other coordinates, or of another base"
         return f"{found}: {kind}; 'preset: {self.suggested}' is made for that"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the changes are that a recipe merges, by a few matrices.
+
+    Attributes:
+        lengths: by model.
+        ratio: the longest over the shortest.
+        evened: whether the delegate brings them to one length.
+    """
+
+    base: str
+    delegate: str
+    lengths: dict[str, float]
+    ratio: float
+    evened: bool
+
+    @property
+    def words(self) -> str:
+        """One line."""
+        each = ", ".join(f"{model} {length:.3g}" for model, length in self.lengths.items())
+        found = f"lengths of changes to {self.base} in a few matrices: {each} (ratio {self.ratio:.2g})"
+        if self.ratio <= RATIO:
+            return found
+        if self.evened:
+            return f"{found}; {self.delegate} brings them to their geometric mean ('lengths: keep' leaves them)"
+        return f"{found}; the longest decides, and {self.delegate} leaves them so: give it less 'weight'"
+
+
+def lengths_of_changes(path: str) -> Lengths | None:
+    """How long the changes are that a recipe of ours merges; None where it merges no changes of two and more models
+    that lie here, in the base's coordinates."""
+    try:
+        recipe = Recipe.of(last_recipe(path, "give a recipe of ours"))
+    except (RotationMergeError, ValueError):
+        return None
+    config, method = recipe.config, recipe.delegate
+    donors = [model for model in config.models or [] if model.model != recipe.base]
+    plain = not any({"finetuned_from", "alignment"} & set(donor.parameters or {}) for donor in donors)
+    here = not any(is_absent(model) for model in [recipe.base, *(donor.model for donor in donors)])
+    if method.spec.contract.base is not BasePolicy.REQUIRED or len(donors) < 2 or not (plain and here):
+        return None
+    models = Models(MergeOptions(), recipe.unsupported)
+    try:
+        changes = sampled_changes(models[recipe.base], {str(donor.model): models[donor.model] for donor in donors})
+    except RotationMergeError:
+        return None
+    name, values = method.spec.name, config.parameters or {}
+    evened = isinstance(method, TaskVectorMethod) and values.get("lengths", "auto") == "auto"
+    return Lengths(str(recipe.base), name, dict(changes.lengths), changes.ratio, evened)
 
 
 def suggestions(path: str) -> list[Suggestion]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import torch
 
 from rotation_merge.architecture.model import Architecture, Block, Space, TensorInfo
+from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.matching.block import wanted_spaces
 from rotation_merge.matching.both import BYTES_FOLDED
 from rotation_merge.matching.options import AlignConfig
@@ -18,6 +20,7 @@ from rotation_merge.matching.stream import residual_groups
 from rotation_merge.matching.walk import PARTS, SAMPLE
 from rotation_merge.model.slices import LONG
 from rotation_merge.model.source import KEPT
+from rotation_merge.run.maps import linear_map
 from rotation_merge.symmetry.admitted import admitted, heads
 from rotation_merge.symmetry.space import Work
 from rotation_merge.workers.threads import BYTES_A_WEIGHT, KEPT_FREED, workers_for
@@ -31,6 +34,10 @@ PASSES = 4
 the ViTs and the Llamas of benchmarks/residual.md."""
 STEP_SECONDS = 0.01
 """Seconds of one pass over one block beside its arithmetic: what small models take."""
+DOUBLE = 0.45
+"""Speed of products in float64, of that in float32."""
+WIDE = 8
+"""Bytes of a number in float64."""
 SHARD = 5_000_000_000
 """Bytes of output that are held before a file is written."""
 READ_BYTES = 4.2e8
@@ -120,6 +127,45 @@ def estimate(
         disk=total * out_itemsize,
         streams={name: list(groups) for name, groups in architecture.stream_groups.items()},
     )
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """What a delegate of task vectors costs beside reading and writing.
+
+    Attributes:
+        seconds: wall time on this machine's current threads.
+        memory: bytes that its largest map takes.
+    """
+
+    delegate: str
+    seconds: float
+    memory: int
+
+
+def averaging(
+    method: TaskVectorMethod, parameters: Mapping[str, Any], architecture: Architecture, shapes: Shapes, models: int
+) -> Averaging:
+    """Estimate the averaging of all maps, in float64.
+
+    Args:
+        parameters: of the delegate; those that are not given have their defaults.
+        models: whose changes are merged.
+    """
+    values = {parameter.name: parameter.default for parameter in method.spec.parameters} | dict(parameters)
+    operations, memory = 0.0, 0
+    for block in architecture.blocks:
+        for info in block.tensors:
+            one = linear_map(block, info)
+            shape = _shape(info, shapes)
+            if one is None or len(shape) != 2 + one.stacked:
+                continue
+            outputs, inputs = shape[one.gives], shape[one.reads]
+            count = shape[0] if one.stacked else 1
+            only = {**values, "sides": "one"} if info.vocabulary_axis is not None else values
+            operations += count * method.operations((outputs, inputs), models, only)
+            memory = max(memory, WIDE * ((2 * models + 4) * outputs * inputs + 2 * min(outputs, inputs) ** 2))
+    return Averaging(method.spec.name, operations / (flops_per_second() * DOUBLE), memory)
 
 
 def carried(found: Estimate, shapes: Shapes, itemsize: int) -> Estimate:

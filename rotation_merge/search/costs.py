@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rotation_merge.architecture import Architecture
+from rotation_merge.averaging.task_vectors import TaskVectorMethod
 from rotation_merge.matching.options import AlignConfig
+from rotation_merge.mergekit_plugin.recipe.delegates import OWN
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
-from rotation_merge.report.estimate import estimate
+from rotation_merge.report.estimate import averaging, estimate
 from rotation_merge.search.candidates import FAR, Candidate
 
 WRITING = 1.3
@@ -84,9 +86,16 @@ class Costs:
             "refit": REFIT * read + write,
             "seen": REFIT * read + write + (SEEN - 1) * matching,
             "regmean": STATISTICS * read + write,
-            "scaled": SCALED * self.judging,
+            "scaled": SCALED * self.judging + self._averaging(candidate),
         }
         return matching + extra.get(candidate.kind, 0.0)
+
+    def _averaging(self, candidate: Candidate) -> float:
+        """The estimate for a delegate that merges task vectors, twice: the second time with its best scale."""
+        method = OWN.get(str(candidate.parameters.get("delegate")))
+        if not isinstance(method, TaskVectorMethod):
+            return 0.0
+        return 2 * averaging(method, {}, self.architecture, dict(self.shapes), len(candidate.models)).seconds
 
     @property
     def _plain(self) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 from plugin_support import merged, mergekit_yaml, one_error
 from residual_support import Checkpoint, checkpoint, report, twin
@@ -220,3 +222,54 @@ def test_the_base_is_required_and_alone_no_merge(three: list[Checkpoint], tmp_pa
 def test_delegates_are_listed() -> None:
     result = CliRunner().invoke(app, ["inspect", "--methods"])
     assert all(name in result.output for name in BY_NAME)
+
+
+def written(recipe: dict[str, Any], path: Path) -> str:
+    path.write_text(yaml.safe_dump(recipe))
+    return str(path)
+
+
+@pytest.mark.parametrize(("name", "words"), [("wudi", "geometric mean"), ("ties", "'weight'")])
+def test_check_says_how_long_the_changes_are(name: str, words: str, tmp_path: Path) -> None:
+    base = checkpoint("llama", "llama", tmp_path / "base")
+    short, long = tuned(base, tmp_path / "short", 1, 0.01), tuned(base, tmp_path / "long", 2, 0.05)
+    path = written(recipe(base.path, short.path, long.path, delegate=name, weight=1.0), tmp_path / "r.yml")
+    found = json.loads(CliRunner().invoke(app, ["check", path, "--json"]).stdout)["changes"]
+    assert found["ratio"] == pytest.approx(5, rel=0.1)
+    assert found["lengths"][str(long.path)] == pytest.approx(5 * found["lengths"][str(short.path)], rel=0.1)
+    assert words in CliRunner().invoke(app, ["check", path]).output
+    linear = written(recipe(base.path, short.path, long.path, delegate="linear", weight=0.5), tmp_path / "l.yml")
+    assert "changes" not in json.loads(CliRunner().invoke(app, ["check", linear, "--json"]).stdout)
+
+
+def test_inspect_says_what_the_averaging_costs(three: list[Checkpoint], tmp_path: Path) -> None:
+    """More with more models and with both sides; nothing of a delegate that merges no changes."""
+    base, one, two = (c.path for c in three)
+    third = tuned(three[0], tmp_path / "third", 3).path
+
+    def cost(*models: Path, **parameters: Any) -> dict[str, Any]:
+        path = written(recipe(base, *models, **parameters), tmp_path / "r.yml")
+        result = CliRunner().invoke(app, ["inspect", path, "--json"])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)[0].get("averaging", {})
+
+    wudi = cost(one, two, delegate="wudi")
+    assert wudi["delegate"] == "wudi"
+    assert cost(one, two, third, delegate="wudi")["memory"] > wudi["memory"]
+    assert cost(one, two, delegate="wudi", sides="both")["seconds"] > 3 * wudi["seconds"]
+    assert not cost(one, two, delegate="linear", weight=0.5)
+    path = written(recipe(base, one, two, delegate="tsv"), tmp_path / "r.yml")
+    assert "Delegate tsv: " in CliRunner().invoke(app, ["inspect", path]).output
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_weights_that_are_no_numbers_are_named_in_one_line(name: str, three: list[Checkpoint], tmp_path: Path) -> None:
+    base, one, two = three
+    spoilt = dict(two.state)
+    tensor = "model.layers.0.mlp.up_proj.weight"
+    spoilt[tensor] = torch.full_like(spoilt[tensor], float("nan"))
+    other = base.write(spoilt, tmp_path / "spoilt")
+    result = mergekit_yaml(recipe(base.path, one.path, other.path, delegate=name), tmp_path / "out")
+    assert result.exit_code != 0
+    assert tensor in one_error(result.stderr)
+    assert not (tmp_path / "out").exists()
