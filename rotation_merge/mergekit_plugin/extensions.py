@@ -6,6 +6,7 @@ A recipe of ours begins with a look at whether all of mergekit could be extended
 from __future__ import annotations
 
 import functools
+import os
 import re
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -109,6 +110,10 @@ def extend_merge(module: Any) -> None:
     def run_merge(merge_config: Any, out_path: str, options: Any, config_source: str | None = None) -> None:
         if merge_config.merge_method != METHOD:
             stock(merge_config, out_path, options, config_source)
+            if os.environ.get(state.CHECK) == "1":
+                from rotation_merge.mergekit_plugin.output_check import say_defects
+
+                say_defects(merge_config, out_path, options)
             return
         with one_line():
             check_host()

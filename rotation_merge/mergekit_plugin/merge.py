@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-import click
 import yaml
 from mergekit import card, merge
 from mergekit.common import ModelReference
@@ -23,13 +22,14 @@ from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from torch import Tensor
 
-from rotation_merge.errors import AlignmentError, printable
+from rotation_merge.errors import AlignmentError
 from rotation_merge.files.ledger import kept_beside
 from rotation_merge.files.outputs import FOLDER, check_outputs, check_replaced, check_writable, outputs_locked
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.open_pair import open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.written import empty_report, write_aligned
+from rotation_merge.mergekit_plugin.output_check import complete, say
 from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.planning.keeping import keep_alignments
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
@@ -105,6 +105,11 @@ def _run(
                 prove_files(session, staging)
             marks = fingerprints(session)
             keep_alignments(session, staging)
+            copied, defects = complete(config, staging, options)
+            if copied:
+                done.note(f"Copied from a parent: {', '.join(copied)}.")
+            for defect in defects:
+                done.note(f"Check of the output: {defect.line}.")
             report = done.report(
                 recipe.base,
                 recipe.delegate.spec.name,
@@ -126,7 +131,8 @@ def _run(
                 write_page(staging)
             if options.write_model_card:
                 add_section(os.path.join(staging, "README.md"), report)
-        _say(closing(report, out_path), options)
+        checked = [f"  check: {defect.line}" for defect in defects] or ["  check: the folder is whole"]
+        say([] if options.quiet else [*closing(report, out_path), *checked])
     finally:
         done.end()
 
@@ -160,15 +166,6 @@ def fetch_tokenizer(config: MergeConfiguration, options: MergeOptions) -> None:
 
 
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-
-
-def _say(lines: list[str], options: MergeOptions) -> None:
-    """In a command on stderr, from Python as log; with --quiet not at all."""
-    for line in [] if options.quiet else lines:
-        if click.get_current_context(silent=True) is not None:
-            click.echo(printable(line), err=True)
-        else:
-            log.info(line)
 
 
 def prove_files(session: Session, place: str) -> None:

@@ -3,6 +3,9 @@
 SWITCH = "ROTATION_MERGE_PLUGIN"
 """Environment variable that, set to 0, leaves mergekit alone."""
 
+CHECK = "ROTATION_MERGE_CHECK"
+"""Environment variable that, set to 1, has merges by mergekit's own methods looked at when they are written."""
+
 failed: "dict[str, Exception]" = {}
 """Modules of mergekit that could not be extended, and why."""
 

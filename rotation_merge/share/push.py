@@ -16,11 +16,13 @@ from typing import Any
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.model.card import class_of, measured_in, renewed
-from rotation_merge.model.hub import no_answer, reachable
+from rotation_merge.model.headers import holds_model
+from rotation_merge.model.hub import in_cache, no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import licence
 from rotation_merge.record import MANIFEST_FILE, REPORT_FILE, MergeReport
 from rotation_merge.report.html import read_report
+from rotation_merge.report.integrity import check_folder
 from rotation_merge.run.measuring import checkpoint_of
 from rotation_merge.run.statistics_file import Statistics
 from rotation_merge.share.completed import STATISTICS as MEASURED
@@ -168,7 +170,9 @@ class Draft:
         old, new = (os.path.basename(os.path.abspath(self.folder)), self.repo.partition("/")[2])
         text = re.sub(rf"(?m)^# {re.escape(old)}$", f"# {new}", text, count=1)
         first = [measurement.command for measurement in statistics]
-        return renewed(renaming.text(text), report, self.repo, class_of(self.folder), figures, self.report, first)
+        card = renewed(renaming.text(text), report, self.repo, class_of(self.folder), figures, self.report, first)
+        check_card(card)
+        return card
 
     def _facts(self) -> dict[str, Any]:
         """The report, models known by their new names too."""
@@ -265,7 +269,45 @@ def draft(folder: str, repo: str, given: Sequence[str], with_data: bool = False,
         raise _unknown(folder, missing, [n for n in missing if read.get(n) == "data" and os.path.isfile(n)])
     pinned = {name: _pinned(target) for name, target in names.items()}
     left = [place for place in left if place != MANIFEST_FILE]
+    check_whole(folder, report)
     return Draft(folder, repo, published, left, report, pinned, beside, unpublished, recipe)
+
+
+def check_whole(folder: str, report: MergeReport) -> None:
+    """Refuse a folder that programs would refuse, or load as another model than was merged.
+
+    A recipe that was pulled without weights may go on without them.
+
+    Raises:
+        RotationMergeError: names the first defect.
+    """
+    if not holds_model(folder):
+        return
+    places = [name if os.path.isdir(name) else in_cache(*_place(facts)) for name, facts in report.models.items()]
+    fatal = [defect for defect in check_folder(folder, list(filter(None, places))) if defect.fatal]
+    if fatal:
+        more = f" (and {len(fatal) - 1} more)" if len(fatal) > 1 else ""
+        what = f"is not whole: {fatal[0].kind}: {fatal[0].what}{more}"
+        raise RotationMergeError(what, where=folder, remedy=f"see 'rotation-merge doctor {folder}', which mends some")
+
+
+def _place(facts: Mapping[str, Any]) -> tuple[str, str | None]:
+    return str(facts.get("hub")), facts.get("revision")
+
+
+def check_card(text: str) -> None:
+    """Refuse a card whose metadata the hub's own class refuses.
+
+    Raises:
+        RotationMergeError: says what it says.
+    """
+    from huggingface_hub import ModelCard
+
+    try:
+        ModelCard(text, ignore_metadata_errors=False)
+    except Exception as error:  # of its parser, of YAML's, and of the hub's class
+        what = f"its metadata are refused ({short(error)})"
+        raise RotationMergeError(what, where=CARD, remedy="mend them") from error
 
 
 def _unpublished(folder: str, report: MergeReport, read: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:

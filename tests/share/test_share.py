@@ -448,3 +448,17 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = Manifest("org/a", {"config.json": ("0" * 64, 3)}, {"torch": "2"})
     (tmp_path / MANIFEST_FILE).write_text(made.text())
     assert Manifest.read(str(tmp_path / MANIFEST_FILE), "org/a") == made
+
+
+def test_what_is_not_whole_is_not_pushed(local: Any, home: Hub, tmp_path: Path) -> None:
+    """Headers and small files decide, before anything is sent; so does the card's YAML, by the hub's own class."""
+    out = shutil.copytree(local[2], tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
+    assert "vocabulary size" in run("push", out, REPO, *named(local)).output
+    (out / "config.json").write_text(json.dumps(config))
+    card = (out / "README.md").read_text()
+    (out / "README.md").write_text(card.replace("---\n", "---\nmodel-index: [{name: a}]\n", 1))
+    assert "metadata" in run("push", out, REPO, *named(local)).output
+    (out / "README.md").write_text(card)
+    assert run("push", out, REPO, *named(local)).exit_code == 0

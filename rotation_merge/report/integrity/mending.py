@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rotation_merge.errors import RotationMergeError
@@ -14,6 +14,7 @@ from rotation_merge.files.locks import output_lock
 from rotation_merge.model.headers import safetensors_entries, safetensors_metadata
 from rotation_merge.model.output import staged
 from rotation_merge.report.integrity import Contents, Defect, check_folder
+from rotation_merge.report.integrity.companions import check_companions
 from rotation_merge.report.integrity.defect import (
     Correction,
     FileCopy,
@@ -53,6 +54,23 @@ def mend(folder: str, parents: Sequence[str] = (), weights: bool = False) -> lis
             if any(isinstance(correction, ShardHeader | ShardTensors) for correction in corrections):
                 done += _index(folder)
     return done
+
+
+def copy_companions(folder: str, parents: Sequence[str], without: Collection[str] = ()) -> list[str]:
+    """Copy the small files that parents have and a folder that is being written lacks; gives their names.
+
+    Args:
+        without: kinds of defects that stay.
+    """
+    copies = {
+        correction.file: correction
+        for defect in check_companions(Contents(folder), [Contents(parent) for parent in parents])
+        for correction in defect.corrections
+        if defect.kind not in without and isinstance(correction, FileCopy)
+    }
+    for correction in copies.values():
+        _carry_out(folder, correction)
+    return list(copies)
 
 
 def mended_copy(folder: str, out: str, parents: Sequence[str] = (), weights: bool = False) -> list[str]:
