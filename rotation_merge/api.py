@@ -64,7 +64,7 @@ def align(
         match_on: `weights`; or `activations` or `both`, of modules, on samples.
         samples: batches of inputs by the names that forward takes, without padding.
         untie: give a head that shares the embedding's tensor one of its own.
-        widths: bring a smaller donor to the anchor's sizes first: zeros around its weights, its function unchanged.
+        widths: bring a smaller donor to the anchor's sizes first, with zeros around its weights and the same outputs.
         **options: fields of the config: attention, heads, ffn, rescale, residual, layers.
 
     Returns:

@@ -105,7 +105,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return nearest_three(name, words) if len(words) > FEW else f"known: {', '.join(words)}" if words else NONE_KNOWN
 
 
-NONE_KNOWN = "none is known here"
+NONE_KNOWN = "none exists here"
 
 
 def nearest_three(name: str, known: Iterable[str]) -> str:
@@ -126,4 +126,4 @@ def named(words: Iterable[str]) -> str:
 
 def not_written(names: Iterable[str]) -> str:
     """A note on tensors that are left out of what is written."""
-    return f"Not written, as the model does not read them: {named(names)}."
+    return f"Left out, because the model does not read them: {named(names)}."

@@ -62,7 +62,7 @@ def rows_in(made: Mapping[str, Any], path: str) -> list[SpaceRow]:
         kept = made.get("figures", {}).get("rows", [])
         return TypeAdapter(list[SpaceRow], config=ConfigDict(allow_inf_nan=False)).validate_python(kept, strict=False)
     except (ValidationError, AttributeError) as error:
-        remedy = "write it anew with 'rotation-merge align'"
+        remedy = "write it again with 'rotation-merge align'"
         raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error
 
 
@@ -89,17 +89,17 @@ def gained(before: float, after: float, own_method: bool = False) -> str:
         own_method: see `MergeReport`.
     """
     if before == 0:
-        return "the donor equals the anchor in every matched tensor: alignment had nothing to do"
+        return "the donor equals the anchor in every matched tensor: alignment has nothing to do"
     gain = 1 - after / before
     if gain < -SMALL_GAIN:
         return (
             f"the transforms lead further away (relative distance {before:.4g} before, {after:.4g} after): they were "
-            "made for something else than nearness, such as a loss"
+            "chosen by something other than distance, such as a loss"
         )
     if gain < SMALL_GAIN:
         why = "the models share their coordinates" if before < RELATED else "no map brings the models nearer"
-        words = f"alignment had next to nothing to do (relative distance {before:.4g} before, {after:.4g} after): {why}"
-        return words if own_method else f"{words}, the merge is practically the plain one"
+        words = f"alignment changes next to nothing (relative distance {before:.4g} before, {after:.4g} after): {why}"
+        return words if own_method else f"{words}; the merge is practically the plain one"
     return f"relative distance {before:.4g} before, {after:.4g} after alignment ({gain:.0%} less)"
 
 
@@ -219,11 +219,12 @@ class Verdict:
         """What was found, and what else the figures say."""
         parent, best = self.best_parent, self.best
         if self.worth_it:
-            scores = f"({best.score:.4f}, {parent.score:.4f})"
-            sentences = [f"The merge '{best.name}' is better than every model alone {scores}.", self._less_right()]
+            scores = f"({best.score:.4f} against {parent.score:.4f})"
+            sentences = [f"Use the merge '{best.name}': it is better than every model alone {scores}."]
+            sentences.append(self._less_right())
         else:
             scores = f"({parent.score:.4f} against {best.score:.4f})"
-            sentences = [f"{parent.name} alone is better than every merge that was tried {scores}: use it."]
+            sentences = [f"Use {parent.name} alone: it is better than every merge that was tried {scores}."]
         return [*filter(None, sentences), *self.notes]
 
     def _less_right(self) -> str:
@@ -247,7 +248,7 @@ class Verdict:
         """What was tried, and what was not, in sentences."""
         tried = "; ".join(attempt.words() for attempt in self.tried)
         left_out = "; ".join(f"{name} ({why})" for name, why in self.left_out.items())
-        sentences = [f"Tried, by the samples that chose: {tried}."] if tried else []
+        sentences = [f"Tried, with scores on the selection samples: {tried}."] if tried else []
         return [*sentences, *([f"Not tried: {left_out}."] if left_out else [])]
 
 
@@ -267,7 +268,7 @@ class MergeReport:
         data: the samples that were used, each with `of` (what for), `source` and `samples`; `file` of statistics that
             lay beside a model.
         own_method: whether the delegate is a method of this plugin. These solve or weigh by more than positions: that
-            alignment had nothing to do does not make their merge the plain one.
+            alignment has nothing to do does not make their merge the plain one.
         search: what a search for the best merge found, where this is the one that it chose.
     """
 
@@ -297,7 +298,7 @@ class MergeReport:
     def unmoved(self) -> str:
         """What there is to say of a merge for which no model was moved."""
         if self.own_method:
-            return f"No model was moved; `{self.delegate}` made the merge out of the models as they are"
+            return f"No model was moved; `{self.delegate}` merged the models as they are"
         return f"No model was moved: this is the plain merge by `{self.delegate}`"
 
     def donors(self) -> list[str]:

@@ -71,7 +71,7 @@ def word(expression: Any, config: Mapping[str, Any], words: tuple[str, ...]) -> 
         return str(expression)
     text = str(expression)
     if text.isidentifier() and not iskeyword(text) and text not in config:
-        raise ArchitectureError(f"'{text}' is no word that is known here", remedy=nearest(text, words))
+        raise ArchitectureError(f"'{text}' is not a known word", remedy=nearest(text, words))
     return evaluate(expression, config) or None
 
 

@@ -183,7 +183,7 @@ class Averaging(OwnMethod):
 
     def words(self, log: MergeLog) -> list[str]:
         kind = "linear maps" if self.maps_only else "tensors"
-        how = "by statistics of the models on samples, not by position"
+        how = "by statistics on samples"
         return [f"Delegate {self.spec.name} averaged {len(log.with_statistics)} {kind} {how}."]
 
     def check(self, parameters: Mapping[str, Any]) -> None:
@@ -251,8 +251,8 @@ class Fisher(Averaging):
 
 
 HALF = (
-    "Delegate kfac: maps whose gradients were not kept (into vocabularies, very wide ones), or whose inputs were kept "
-    "at low rank, are averaged as by regmean."
+    "Delegate kfac averages maps without stored gradients (into vocabularies, very wide ones), or with inputs of low "
+    "rank, as regmean does."
 )
 
 

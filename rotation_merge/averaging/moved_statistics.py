@@ -140,7 +140,7 @@ def _both(one: LinearMap, matrix: Tensor, dim: int, transforms: Transforms) -> T
 
 def _carried_sketch(one: LinearMap, gram: Gram, transforms: Transforms) -> dict[str, Tensor]:
     if gram.diagonal is None or gram.factor is None:
-        raise StatisticsError(f"the Gram of '{one.info.name}' is not whole", remedy="measure anew")
+        raise StatisticsError(f"the Gram of '{one.info.name}' is not whole", remedy="measure again")
     _no_mixing(one.info, (one.reads,), transforms, "of low rank")
     diagonal, factor, axis, at = gram.diagonal.double(), gram.factor.double(), one.inputs, int(one.stacked)
     if one.stacked:

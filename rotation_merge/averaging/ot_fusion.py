@@ -52,7 +52,7 @@ class OtFusion(OwnMethod):
     )
 
     def plan(self) -> DelegatePlan:
-        why = "looks for coordinates that correspond, and a task vector has the anchor's already"
+        why = "matches coordinates, and a task vector is in the anchor's already"
         return DelegatePlan(BLOCK, maps_only=False, negative=True, no_changes=why)
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:

@@ -103,7 +103,7 @@ class PolishReport:
     def verdict(self) -> str:
         """One honest sentence."""
         if not self.gained:
-            return f"nothing was gained: {self.before:.4g} nats from the teachers on held-out samples before and after"
+            return f"polishing gains nothing: {self.before:.4g} nats from the teachers on held-out samples, as before"
         return (
             f"{self.before:.4g} nats from the teachers on held-out samples before, {self.after:.4g} after "
             f"(step {self.best_step}, learning rate {self.rate:g})"

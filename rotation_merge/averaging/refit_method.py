@@ -25,7 +25,7 @@ class RefitMethod(OwnMethod):
     )
 
     def plan(self) -> Plan:
-        return Plan(MODEL, no_changes="asks models for answers, a task vector ('finetuned_from') gives none")
+        return Plan(MODEL, no_changes="needs models that answer, and a task vector ('finetuned_from') does not")
 
     def check(self, parameters: Mapping[str, Any]) -> None:
         ridge = parameters.get("ridge", 0.0)

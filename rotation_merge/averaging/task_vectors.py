@@ -108,14 +108,14 @@ class TaskVectorMethod(OwnMethod):
     def words(self, log: MergeLog) -> list[str]:
         ratios = log.facts.get("ratios", [])
         rule = " or ".join(sorted(set(log.facts.get("others", [])))) or "mean"
-        how = f"merged the changes of {len(ratios)} linear maps to {log.base}, not positions"
+        how = f"merged the changes of {len(ratios)} linear maps, relative to {log.base}"
         rest = f"Norms, biases, embeddings and other tensors got the {rule} of their changes."
         span = f" Lengths of changes of one map differ by a factor of up to {max(ratios):.3g}." if ratios else ""
         lines = [f"Delegate {self.spec.name} {how}. {rest}{span}"]
         uneven = [ratio for ratio in ratios if ratio > RATIO]
         if uneven:
             keep = "keep" in log.facts["lengths"]
-            done = "they were kept ('lengths: keep')" if keep else "they were brought to their geometric mean"
+            done = "they are kept ('lengths: keep')" if keep else "they are scaled to their geometric mean"
             lines.append(
                 f"In {len(uneven)} of {len(ratios)} linear maps they differ by a factor of more than {RATIO:g}: {done}."
             )

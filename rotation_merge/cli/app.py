@@ -26,7 +26,7 @@ COMMANDS = {
     "doctor": "Why is this merge gibberish? Causes with their remedies, the likeliest first.",
     "polish": "Train a merge for a few steps towards its parents' answers, with or without data.",
     "fit": "Learn an alignment on data: next to no barrier between independent models.",
-    "evaluate": "What models reach on data: loss, accuracy, F1, correlations.",
+    "evaluate": "Loss, accuracy, F1 and correlations of models on data.",
     "measure": "Run a model over samples and write the statistics that regmean, fisher and kfac average by.",
     "push": "Publish a merge on the hub, with recipe, alignment files, report and sums; a dry run until --yes.",
     "pull": "Download what push published, checked file by file.",

@@ -49,7 +49,7 @@ from rotation_merge.run.functions import load, narrowed, stored_dtype
     type=click.Choice(OBJECTIVES),
     default="auto",
     show_default=True,
-    help="distill: speak like the parents, no labels needed; labels: the model's own loss; auto: labels if there.",
+    help="distill: answer like the parents, no labels needed; labels: the model's own loss; auto: labels if present.",
 )
 @click.option("--steps", default=600, show_default=True, type=click.IntRange(min=1))
 @click.option("--minutes", default=0.0, help="Stop after so long, whatever the steps.")

@@ -38,13 +38,11 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 )
 @click.argument("target", type=MODELS_OR_RECIPE, required=False, metavar="[MODEL | RECIPE | FILE]")
 @click.option(
-    "--tensor", type=WORD, metavar="NAME", help="One tensor: its spaces, what moves it, what the delegate is given."
+    "--tensor", type=WORD, metavar="NAME", help="One tensor: its spaces, its maps, what the delegate receives."
 )
-@click.option("--fingerprint", is_flag=True, help="Of a model's config and weights, or of the models a file is for.")
+@click.option("--fingerprint", is_flag=True, help="Fingerprint of a model, or of the models in a file.")
 @click.option("--report", is_flag=True, help="What the merge in a folder did.")
-@click.option(
-    "--html", type=PAGE, metavar="OUT", help="Write that as one self-contained page, with barrier.json if it is there."
-)
+@click.option("--html", type=PAGE, metavar="OUT", help="Write the report as one page, with barrier.json if present.")
 @click.option("--draft", is_flag=True, help="Draft an architecture file for a model from its names and shapes.")
 @click.option("--methods", is_flag=True, help="Merge methods that can be the delegate, and all recipe parameters.")
 @click.option("--architectures", is_flag=True, help="Supported architectures and their classes.")
@@ -74,17 +72,17 @@ def command(
         asked.pop("report", None)
     if len(asked) > 1:
         first, second, *_ = asked
-        raise RotationMergeError(f"--{first} and --{second} are two questions", remedy="ask one at a time")
+        raise RotationMergeError(f"--{first} and --{second} cannot be combined", remedy="use one at a time")
     question, value = next(iter(asked.items()), ("", None))
     if config is not None and question != "prove":
-        raise RotationMergeError("--config is of --prove", remedy="leave it out, or add --prove FILE")
+        raise RotationMergeError("--config needs --prove", remedy="leave it out, or add --prove FILE")
     if question in (*ALONE, "prove"):
         if target is not None:
-            raise RotationMergeError(f"--{question} is about no model", where=target, remedy="leave it out")
+            raise RotationMergeError(f"--{question} takes no model", where=target, remedy="leave it out")
         return _prove(str(value), config, as_json) if question == "prove" else ALONE[question](as_json)
     if target is None:
         remedy = "name a model, a recipe or a file, or ask for --methods, --architectures or --prove FILE"
-        raise RotationMergeError("nothing is named to look at", remedy=remedy)
+        raise RotationMergeError("no model, recipe or file is given", remedy=remedy)
     of_model = not question and not os.path.isfile(target)
     names = (*CHOICES, "layers", "untie")
     options = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]

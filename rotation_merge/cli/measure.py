@@ -107,8 +107,8 @@ def command(
     say(f"Statistics of {model} on {made['samples']} samples ({made['tokens']} tokens) written to {place}.", "green")
     if made["narrow"]:
         say(
-            f"{len(made['narrow'])} Grams have fewer rows than coordinates and are singular by themselves, the first "
-            f"is that of {made['narrow'][0]}: average with a ridge, or measure on more samples."
+            f"{len(made['narrow'])} Grams are singular (fewer rows than coordinates), the first "
+            f"is that of {made['narrow'][0]}: use a ridge, or measure on more samples."
         )
     return 0
 

@@ -183,7 +183,7 @@ def seconds(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
     if match is None or float(match[1]) == 0:
-        raise RotationMergeError(f"'{text}' is no time", remedy="write 90s, 10m or 2h")
+        raise RotationMergeError(f"'{text}' is not a time", remedy="write 90s, 10m or 2h")
     return float(match[1]) * UNITS[match[2]]
 
 
@@ -218,7 +218,7 @@ def _show(outcome: Outcome, out: str | None) -> None:
     parent = verdict.best_parent
     if not verdict.worth_it and verdict.ensemble is not None and verdict.ensemble.score < parent.score:
         scores = f"{verdict.ensemble.score:.4f}, {parent.score:.4f}"
-        say(f"All of them side by side are better than each alone ({scores}): serve them so, or distil them:")
+        say(f"The ensemble of all is better than each alone ({scores}). Serve the ensemble, or distil it:")
         say(f"rotation-merge polish {parent.name} OTHER --teachers {' '.join(parents)}")
     if out is not None:
         say(f"Written to {out}; mergekit-yaml {out}/recipe.yml OTHER gives the same weights.", "green")

@@ -115,7 +115,7 @@ def _say_left(left: Sequence[str]) -> None:
     if statistics:
         say(f"Statistics stay here: {named(statistics)}. --with-data publishes them, too.")
     if others := [place for place in left if place not in statistics]:
-        say(f"Left out, as no merge has such files: {named(others)}. --include PATTERN publishes them, too.")
+        say(f"Left out, because they are not part of a merge: {named(others)}. --include PATTERN publishes them, too.")
 
 
 def _say_unpublished(plan: Draft) -> None:

@@ -46,7 +46,7 @@ def shown(function: Command) -> Callable[..., None]:
             sys.stdout.flush()
         except KeyboardInterrupt:
             resumes = function.__module__.rpartition(".")[2] in RESUMES
-            note("Interrupted" + ("; the same command goes on where it was." if resumes else "."))
+            note("Interrupted" + ("; run the same command to continue." if resumes else "."))
             code = INTERRUPTED
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more when it closes its output

@@ -80,8 +80,8 @@ def command(
     else:
         size = f"{worst['absolute']:.3g}, {worst['relative']:.3g} of the outputs' size"
         named = str(coarsest).removeprefix("torch.")
-        why = f" ({ROUNDINGS:g} times what rounding to {named} does)" if tolerance is None else ""
+        why = f" ({ROUNDINGS:g} times the effect of rounding to {named})" if tolerance is None else ""
+        say("the two models compute the same" if same else "the two models differ", "green" if same else "red")
         say(f"largest difference over {len(inputs)} batches: {size}, in {worst['output']}")
         say(f"allowed: {allowed:.3g} of the outputs' size{why}")
-        say("the two models compute the same" if same else "the two models differ", "green" if same else "red")
     return 0 if same else 1

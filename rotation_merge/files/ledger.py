@@ -74,7 +74,7 @@ class Book:
                 tensors = {key: file.get_tensor(key).to(self.device) for key in file.keys()}  # noqa: SIM118
                 return Entry(facts, {key: x.mT if key in turned else x for key, x in tensors.items()})
         except UNREADABLE as error:
-            LOG.warning("%s is damaged (%s); what it held is found anew", path, short(error))
+            LOG.warning("%s is damaged (%s); its content is computed again", path, short(error))
             return None
 
     def keep(self, name: str, made: Callable[[], Entry], large: bool) -> None:
@@ -105,7 +105,11 @@ class Book:
                     self._save(name, made())
             except (OSError, SafetensorError) as error:
                 self._broken = True
-                LOG.warning("%s cannot be written (%s); an interrupted run begins anew", self.place.path, short(error))
+                LOG.warning(
+                    "%s cannot be written (%s); after an interruption the run starts again",
+                    self.place.path,
+                    short(error),
+                )
             self._written = time.monotonic()
 
     def interrupted(self) -> None:
@@ -115,7 +119,7 @@ class Book:
         if not any(self.place.path.glob("*.safetensors")):
             self.place.remove()
         else:
-            LOG.warning("what was found is kept in %s; the same command goes on from there", self.place.path)
+            LOG.warning("progress is kept in %s; run the same command to continue", self.place.path)
 
     def _open(self) -> None:
         """Throw away what another run has left."""
@@ -123,10 +127,10 @@ class Book:
             return
         self._mark = self._asked()
         if self.place.path.exists() and not self.place.is_of(self._mark):
-            LOG.warning("%s is of other weights, options or versions, and is replaced", self.place.path)
+            LOG.warning("%s belongs to other weights, options or versions; it is replaced", self.place.path)
             self.place.remove()
         elif self.place.path.exists():
-            LOG.info("going on from %s", self.place.path)
+            LOG.info("continuing from %s", self.place.path)
 
     def _save(self, name: str, entry: Entry) -> None:
         own = entry.tensors

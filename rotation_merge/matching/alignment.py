@@ -244,7 +244,7 @@ class Alignment:
         """What `inverse` does not bring back, one line each; empty where bytes but for rounding come back."""
         lines = [f"The norms' gains of '{name}' stay folded into the maps that read them." for name in self.folded]
         if self.basis is not None and self.basis.biases:
-            lines.append("Biases that softmax cannot see stay the anchor's.")
+            lines.append("Biases without effect under softmax stay the anchor's.")
         return lines
 
     def save(self, path: Path | str, made: Mapping[str, Any] | None = None, half: bool = False) -> None:
@@ -479,7 +479,7 @@ def load_alignment(path: Path | str, architecture: Architecture | None = None) -
         raise AlignmentError(
             "was written by another version of rotation_merge",
             where=where,
-            remedy="write it anew with 'rotation-merge align'",
+            remedy="write it again with 'rotation-merge align'",
         )
     if meta.get("format") != FORMAT:
         raise AlignmentError("is not an alignment file", where=where, remedy="write it with 'rotation-merge align'")
@@ -501,10 +501,10 @@ def load_alignment(path: Path | str, architecture: Architecture | None = None) -
     except RotationMergeError as error:
         if error.where == where:
             raise
-        raise AlignmentError(error.what, where=where, remedy="write it anew with 'rotation-merge align'") from error
+        raise AlignmentError(error.what, where=where, remedy="write it again with 'rotation-merge align'") from error
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise AlignmentError(
-            f"is damaged ({short(error)})", where=where, remedy="write it anew with 'rotation-merge align'"
+            f"is damaged ({short(error)})", where=where, remedy="write it again with 'rotation-merge align'"
         ) from error
     return AlignmentFile(Alignment(transforms, header.folded, basis=basis), basis, header.made)
 
@@ -577,7 +577,7 @@ def _check_spaces(transforms: Transforms, header: _Header, architecture: Archite
     if odd := [name for name in given if name not in known]:
         raise AlignmentError(f"does not fit: the models have no space '{odd[0]}'")
     if absent := sorted(_asked(architecture) - set(given)):
-        raise AlignmentError(f"says nothing of space '{absent[0]}'")
+        raise AlignmentError(f"has no entry for space '{absent[0]}'")
     if len(given) != len(set(given)):
         raise AlignmentError("names a space twice")
     for name, transform in transforms.items():

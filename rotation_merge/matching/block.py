@@ -34,7 +34,7 @@ from rotation_merge.symmetry.admitted import asks
 
 _BLOCK = 1 << 20  # entries widened at a time
 
-STILL = "left where it is: moving it would gain less than storing it again costs"
+STILL = "not moved: rounding would cost more than the move gains"
 
 
 def rounding_error(dtype: torch.dtype) -> float:

@@ -23,8 +23,8 @@ from rotation_merge.model.member import Member
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
 
 UNLIKE = (
-    "only models of equal sizes and symmetries can be averaged; 'rotation-merge align --widths' widens, and what a "
-    "fine-tune changed is carried by 'rotation-merge carry --widths' ('finetuned_from' with 'widths: true')"
+    "only models of equal sizes and symmetries can be averaged; widen a model with 'rotation-merge align --widths', or "
+    "carry a fine-tune with 'rotation-merge carry --widths' ('finetuned_from' with 'widths: true')"
 )
 
 Layers = Mapping[str, Sequence[tuple[int, int]]]
@@ -59,7 +59,7 @@ class Checked:
         if self.unaligned:
             names = ", ".join(self.unaligned[:6]) + (", ..." if len(self.unaligned) > 6 else "")
             unknown = f"{len(self.unaligned)} tensors ({names})"
-            found.append(f"Not aligned, as the architecture does not know them: {unknown}.")
+            found.append(f"Not aligned, because the architecture does not list them: {unknown}.")
         return found
 
 
@@ -158,8 +158,8 @@ def _check_depth(anchor: Member, donor: Member) -> None:
             raise CheckpointError(
                 f"has {theirs} layers, {anchor.name} has {ours}",
                 where=donor.name,
-                remedy="pick layers of either with 'slices' in a recipe, without 'residual'; or carry what a fine-tune "
-                "changed, by 'rotation-merge carry --layers-map' ('finetuned_from' with 'layers_map')",
+                remedy="choose layers with 'slices' in a recipe, without 'residual'; or carry a fine-tune with "
+                "'rotation-merge carry --layers-map' ('finetuned_from' with 'layers_map')",
             )
 
 
@@ -265,7 +265,7 @@ def _check_head(member: Member, untie: bool) -> None:
     elif any(info.common is not None and info.common.head for info in member.architecture.tensors()):
         return
     else:
-        what, remedy = "needs a head whose logits only a softmax sees, which this model has not", "leave it out"
+        what, remedy = "needs a head whose logits go through a softmax only; this model has none", "leave it out"
     raise RecipeError(f"'shift_head: true' {what}", where=member.name, remedy=remedy)
 
 
@@ -334,8 +334,8 @@ def _unaligned(
             for size in member.shapes.get(name, ()):
                 if size in sizes:
                     raise CheckpointError(
-                        f"tensor '{name}' is not known to the {member.architecture.family} architecture; it would stay "
-                        f"while '{sizes[size]}' moves",
+                        f"tensor '{name}' is not part of the {member.architecture.family} architecture and would not "
+                        f"move with '{sizes[size]}'",
                         where=member.name,
                         remedy="use 'residual: none', or name it under 'exclude' to copy it from base_model",
                     )
@@ -355,7 +355,7 @@ def check_forward(anchor: Member, donor: Member) -> None:
     if found:
         words = "; ".join(f"{short(difference)} in {anchor.name} ({difference.field.why})" for difference in found[:3])
         more = f", and {len(found) - 3} entries more" if len(found) > 3 else ""
-        remedy = "merge models that compute alike; where they do, let both configs say so"
+        remedy = "merge models that agree in this; if they do, correct the config"
         raise CheckpointError(f"{words}{more}", where=donor.name, remedy=remedy)
 
 

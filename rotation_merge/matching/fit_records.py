@@ -76,7 +76,7 @@ class FitReport:
     def verdict(self) -> str:
         """One honest sentence."""
         if self.after >= self.unaligned - 1e-3 * abs(self.unaligned) - 1e-4:
-            return f"the fit found nothing better than the plain merge (held-out loss {self.unaligned:.4g})"
+            return f"the fit gains nothing over the plain merge (held-out loss {self.unaligned:.4g})"
         return (
             f"held-out loss between the models: plain {self.unaligned:.4g}, at the start {self.before:.4g}, "
             f"learned {self.after:.4g} (barrier {self.barrier_after:.3g} nats)"

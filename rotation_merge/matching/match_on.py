@@ -86,7 +86,7 @@ def match_seen(
     blocks = [told.block(block, bool(options.at(architecture, block).rescale)) for block in architecture.blocks]
     rows = max((len(x) for x, _ in told.tensors.values()), default=0)
     if not rows:
-        raise DataError("the samples run through no map that could be matched", remedy="match on weights")
+        raise DataError("the samples pass through no map that can be matched", remedy="match on weights")
     first, second = (_Beside(source, told.tensors, which) for which, source in enumerate(plain))
     start = {ACTIVATIONS: _start(architecture, streams, [(b, made) for b, _, made in blocks], first, second)}
     alone = replace(architecture, blocks=tuple(replace(b, tensors=(*kept, *made)) for b, kept, made in blocks))
@@ -161,7 +161,7 @@ class OnSamples:
         models = Models(MergeOptions())
         a, d = (models[parse_reference(name)] for name in (self.anchor, self.donor))
         if shared_rows([a, d]) is not None or moved_tokens(a, d)[0]:
-            what = f"its vocabulary is not that of {self.anchor}: samples mean other things to the two"
+            what = f"its vocabulary is not that of {self.anchor}: samples mean different things to the two"
             raise DataError(what, where=self.donor, remedy="match on weights (leave out 'match_on')")
 
 
@@ -209,11 +209,11 @@ def _start(
 
 def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str) -> tuple[str, ...]:
     by = "activations" if how == ACTIVATIONS else "weights and activations"
-    notes = [f"matched on {by}: {rows} rows of what the maps read and give on samples."]
+    notes = [f"matched on {by}: {rows} rows of inputs and outputs on samples."]
     widest = max((architecture.streams[name].sizes["size"] for name in moved), default=0)
     if rows < widest:
-        rest = "nothing speaks for the others" if how == ACTIVATIONS else "weights speak for the others"
-        notes.append(f"{rows} rows span less than the {widest} coordinates of a stream, {rest}: give more samples.")
+        rest = "the rest is arbitrary" if how == ACTIVATIONS else "weights decide the rest"
+        notes.append(f"{rows} rows do not span the {widest} coordinates of a stream: {rest}. Give more samples.")
     return tuple(notes)
 
 

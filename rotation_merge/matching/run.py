@@ -132,7 +132,7 @@ class Run:
     def transport_notes(self) -> list[str]:
         """What the reader should know of the task vectors that were carried over."""
         words = [
-            how_far(f"The task vector of `{donor}`", *norms, "of what it was tuned from")
+            how_far(f"The task vector of `{donor}`", *norms, "of its base")
             for donor, norms in sorted(self.carried.items())
         ]
         return [*words, *(line for told in self.later for line in told())]
@@ -211,8 +211,8 @@ def how_far(what: str, change: float, origin: float, of: str) -> str:
     words = f"{what} is {share:.2g} of the squared norm {of}"
     if share > FAR:
         words += (
-            f". That is far (above {FAR}): little of it arrives at another base, and the rest harms. Try a scale or "
-            "weight of 0.1 at most and compare with the new base alone, or fine-tune that one"
+            f". That is far (above {FAR}): little of it transfers, and the rest does harm. Try a scale or "
+            "weight of at most 0.1 and compare with the new base alone, or fine-tune the new base"
         )
     return f"{words}."
 

@@ -76,10 +76,9 @@ def card(pair: Pair, report: MergeReport, name: str) -> str:
     before, after = report.relative_distances(donor)
     body = (
         f"# {name}\n\n"
-        f"This is {code(donor)} in the coordinates of {code(anchor)}. It computes what {code(donor)} computes, up to "
-        "rounding; its "
-        "weights were moved by symmetries of the architecture as near as possible to the anchor's, by rotation_merge "
-        f"{versions().get('rotation-merge', '')}.\n\n"
+        f"This is {code(donor)} in the coordinates of {code(anchor)}. Its outputs are those of {code(donor)}, up to "
+        f"rounding; rotation_merge {versions().get('rotation-merge', '')} rewrote its weights to line up with the "
+        "anchor's.\n\n"
         f"Relative distance to the anchor over the matched tensors: {before:.4g} before, {after:.4g} after. "
         f"{plain(report.verdict(donor)[:1].upper() + report.verdict(donor)[1:])}.\n\n"
         f"Options:\n\n```yaml\n{report.recipe}```\n"

@@ -200,7 +200,7 @@ def prove_files(session: Session, place: str) -> None:
             proof = prove(donor, moved, shifted)
         if proof.failed:
             what = f"changes what {donor} computes ({proof.words})"
-            raise AlignmentError(what, where=file, remedy="write it anew with 'rotation-merge align'")
+            raise AlignmentError(what, where=file, remedy="write it again with 'rotation-merge align'")
         done.note(f"`{donor}`, moved by {file}: {proof.words}.")
 
 

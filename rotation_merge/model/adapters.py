@@ -25,7 +25,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = [ADAPTER_CONFIG, *WEIGHTS]
 
 BEYOND = {
-    "alora_invocation_tokens": "it works from certain tokens on only",
+    "alora_invocation_tokens": "it acts only after certain tokens",
     "arrow_config": "it chooses among experts token by token",
     "kasa_config": "KaSA changes the base weights",
     "layer_replication": "it repeats layers",
@@ -198,7 +198,7 @@ class Adapter:
                 raise self.refusal(f"'{entry}' is set: {meaning}")
         begun = self.config.get("init_lora_weights")
         if isinstance(begun, str) and begun.lower().startswith(SHIFTS_BASE):
-            raise self.refusal(f"it was begun with '{begun}', which changes the base weights")
+            raise self.refusal(f"it starts from '{begun}', which changes the base weights")
 
     def refusal(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -212,7 +212,7 @@ class Adapter:
             match = _FACTOR.fullmatch(stem)
             if match is None:
                 if "lora_" in stem or ".token_adapter." in stem:
-                    raise self.refusal(f"tensor '{key}' is no part of W + s B A")
+                    raise self.refusal(f"tensor '{key}' is not part of W + s B A")
                 name = re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem)
                 found[name] = replace(found.get(name, Change()), value=key)
             elif match["leaf"] == "bias":
@@ -247,7 +247,7 @@ class Adapter:
         """The value of the first pattern that a module's name ends with."""
         patterns = self.config.get(entry) or {}
         if not isinstance(patterns, dict):
-            raise self._damaged(f"'{entry}' is no mapping")
+            raise self._damaged(f"'{entry}' is not a mapping")
         try:
             return next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), otherwise)
         except re.error as error:

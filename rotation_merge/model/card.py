@@ -164,10 +164,10 @@ def _done(report: MergeReport) -> list[str]:
     tool = plain(f"rotation_merge {report.versions.get('rotation-merge', '')}")
     if not report.donors():
         return [f"{prose(report.unmoved(), [report.delegate])}, planned by {tool}."]
-    near = f", as near as possible to {code(report.anchor)}" if set(report.donors()) - set(report.files) else ""
+    near = f" and line up with {code(report.anchor)}" if set(report.donors()) - set(report.files) else ""
     lines = [
-        f"Before merging by {code(report.delegate)}, these models were moved by symmetries of the architecture, their "
-        f"functions unchanged{near}, with {tool}.",
+        f"Before the merge by {code(report.delegate)}, {tool} rewrote the weights of these models: they keep their "
+        f"outputs{near}.",
         "",
         "| model | relative distance before | after | |",
         "|---|---|---|---|",
@@ -196,7 +196,7 @@ def origins(report: MergeReport) -> list[str]:
         known = plain(facts.get("revision") or ""), plain(facts.get("license") or "not stated")
         lines.append(f"| {name} | {' | '.join(known)} | {mark} |")
     if len(set(_stated(report))) > 1:
-        lines += ["", "The parents' licences are not all the same: what each of them asks holds here, too."]
+        lines += ["", "The parents have different licences; all of them apply."]
     return lines
 
 
@@ -228,7 +228,7 @@ def running(report: MergeReport, name: str, model_class: str | None, first: Sequ
         kind = model_class if model_class and model_class.isidentifier() else "AutoModel"
         loading = [f"from transformers import {kind}", "", f"model = {kind}.from_pretrained({json.dumps(name)})"]
     runs = "adapter: nothing beside peft" if report.relation == "adapter" else "model: nothing beside transformers"
-    lines = ["", "### How to run it", "", f"As any {runs} is needed.", "", "```python"]
+    lines = ["", "### How to run it", "", f"Like any {runs} is needed.", "", "```python"]
     lines += [*loading, "```"]
     return lines if report.relation != "merge" else [*lines, *_again(report, name, first)]
 
@@ -250,13 +250,13 @@ def _again(report: MergeReport, name: str, first: Sequence[str]) -> list[str]:
     same = "On the same machine with the same versions"
     if first:
         lines += [
-            "The statistics that it averages by are not published: they are measured first, on the same samples.",
+            "Its statistics are not published. Measure them first, on the same samples.",
             "",
         ]
         same += " and samples"
     lines.append(
-        f"{same} the bytes are the same; with other CPU kernels most weights differ "
-        f"by up to {TOLERANCE:g}, and {code(again)} decides."
+        f"{same} the bytes are the same. With other CPU kernels most weights differ by up to {TOLERANCE:g}; "
+        f"{code(again)} tells you whether both models compute the same."
     )
     return [*lines, "", _without_plugin(report)]
 
@@ -265,14 +265,14 @@ def _without_plugin(report: MergeReport) -> str:
     """What somebody without the plugin can do."""
     delegate = code(report.delegate)
     if report.own_method:
-        return f"Without the plugin it runs, but cannot be made: {delegate} is a method of the plugin."
+        return f"It runs without the plugin. To make it again you need the plugin: {delegate} is a method of it."
     if not report.donors():
-        return f"Without the plugin: mergekit alone makes it by {delegate}."
+        return f"mergekit alone makes it, too, by {delegate}."
     if any(row.kind == "stream" and row.group == "orthogonal" for row in report.rows):
-        return "Without the plugin it runs, but cannot be made: the gains of both models' norms were folded for it."
+        return "It runs without the plugin. To make it again you need the plugin: it folds the norm gains."
     return (
-        "Without the plugin: `rotation-merge align` writes each donor in the anchor's coordinates as a normal "
-        f"checkpoint, once; mergekit alone merges these by {delegate}."
+        "To merge without the plugin, write each donor in the anchor's coordinates with `rotation-merge align`; "
+        f"mergekit alone then merges them by {delegate}."
     )
 
 

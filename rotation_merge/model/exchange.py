@@ -103,7 +103,7 @@ class FolderExchange:
     def _move(self, source: str, path: str, to: str) -> None:
         destination = os.path.join(to, path)
         if os.path.lexists(destination):
-            what = f"stands where '{path}' of {source} is to come back to"
+            what = f"blocks '{path}', which has to come back from {source}"
             raise RotationMergeError(what, where=destination, remedy="move it away and run again")
         os.makedirs(os.path.dirname(destination), exist_ok=True)
         os.rename(os.path.join(source, path), destination)
@@ -130,12 +130,12 @@ def interrupted(holder: str, target: str) -> FolderExchange | None:
             moves = json.load(file)
         names = [*moves["incoming"], *moves["outgoing"], moves["staging"]]
         if not all(isinstance(name, str) and _is_inside(name) for name in names):
-            raise ValueError("it names what is not in its folder")
+            raise ValueError("it names a path outside its folder")
         staging = os.path.join(holder, moves["staging"])
         return FolderExchange(staging, target, moves["incoming"], moves["outgoing"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"is no journal of an exchange ({error})"
-        raise RotationMergeError(what, where=path, remedy="look at what lies beside it, and move it away") from error
+        what = f"is not a journal of an exchange ({error})"
+        raise RotationMergeError(what, where=path, remedy="look at the files beside it, and move it away") from error
 
 
 def _is_inside(path: str) -> bool:

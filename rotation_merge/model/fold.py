@@ -171,7 +171,7 @@ def _inverse(block: Block, key: str, gain: Tensor) -> Tensor:
 
 def _near_zero(block: Block, key: str, entry: int) -> AlignmentError:
     return AlignmentError(
-        f"entry {entry} of the gain '{key}' is so near zero that what it would be divided by cannot be undone",
+        f"entry {entry} of the gain '{key}' is too near zero to divide by",
         where=block.name,
         remedy="use 'residual: permutation' instead of rotation",
     )
@@ -229,9 +229,9 @@ def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dty
     rounding = torch.finfo(stored).eps
     if size * rounding > max(ROUNDINGS * rounding, LEAST_ERROR):
         raise AlignmentError(
-            f"the gain '{norm.gain}' is too small to be folded (down to {float(gain.abs().min()):.2g}): rounded to "
-            f"{str(stored).removeprefix('torch.')}, the shift over it would be off by {size * rounding:.2g} of "
-            "what the norm gives out",
+            f"the gain '{norm.gain}' is too small to be folded (down to {float(gain.abs().min()):.2g}): in "
+            f"{str(stored).removeprefix('torch.')} the shift divided by it is off by {size * rounding:.2g} of the "
+            "norm's output",
             where=block.name,
             remedy="use 'residual: permutation' instead of rotation, or a dtype of more digits",
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.architecture.registry import find
 
-NOTE = "is text only: it was read as the language half of {anchor}, whose other tensors stay as they are"
+NOTE = "is text only. It is read as the language half of {anchor}; all other tensors stay as they are"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -376,7 +376,7 @@ def _unpickled(path: str, size: int, changed: int, number: int) -> dict[str, Ten
         detail = short(error)
         if "weights_only" in detail or "Weights only" in detail:
             detail = "only plain tensors are read from pickles"
-        raise ValueError(f"the pickle is damaged or holds something else than tensors ({detail})") from error
+        raise ValueError(f"the pickle is damaged or holds other things than tensors ({detail})") from error
     if isinstance(state, dict):
         state = state.get("state_dict", state)
     found = {n: v for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}

@@ -80,7 +80,7 @@ def check_available(path: str, revision: str | None, cache: str | None = None) -
     held = in_cache(path, revision, cache) is not None
     if not (held and _is_commit(revision)) and not reachable() and not held:
         why, remedy = no_answer()
-        raise CheckpointError(f"is no folder here, and not in the hub's cache, and {why}", where=path, remedy=remedy)
+        raise CheckpointError(f"is neither a folder nor in the hub's cache, and {why}", where=path, remedy=remedy)
 
 
 def _is_commit(revision: str | None) -> bool:
@@ -170,7 +170,7 @@ def local_file(path: str, cache: str | None = None) -> str:
         return held
     if not reachable():
         why, remedy = no_answer()
-        raise CheckpointError(f"is no file here, and not in the hub's cache, and {why}", where=path, remedy=remedy)
+        raise CheckpointError(f"is neither a file nor in the hub's cache, and {why}", where=path, remedy=remedy)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -179,5 +179,5 @@ def local_file(path: str, cache: str | None = None) -> str:
             wanted.repo, wanted.name, repo_type=wanted.kind, revision=wanted.revision, cache_dir=cache
         )
     except (OSError, HFValidationError, HfHubHTTPError) as error:
-        what = f"is no file here, and cannot be downloaded ({short(error)})"
+        what = f"is not a file here, and cannot be downloaded ({short(error)})"
         raise CheckpointError(what, where=path, remedy="check the path; of the hub: org/repo/file@revision") from error

@@ -60,7 +60,7 @@ def label_rows(anchor: Member, donor: Member, excluded: Callable[[str], bool] = 
         return {name: (dim, order) for name, dim in heads.items() if not excluded(name)}
     else:
         what = f"'id2label' has the names of {anchor.name} in another order"
-        why = "its head is not known" if not heads else "some stand there twice"
+        why = "its head is not known" if not heads else "some labels occur twice"
         what = f"{what}, and {why}"
         remedy = f"reorder the rows of one model's head, with its 'id2label' and 'label2id'; or {remedy}"
     raise CheckpointError(f"{what}: {_differing(ours, theirs)}", where=donor.name, remedy=remedy)
@@ -71,8 +71,8 @@ def rows_note(anchor: str, donor: str, rows: Rows) -> list[str]:
     if not rows:
         return []
     return [
-        f"The classes of `{donor}` are those of `{anchor}` in another order: the rows of its head ({', '.join(rows)}) "
-        "were put into the anchor's order, in which its answers then come."
+        f"`{donor}` has the classes of `{anchor}` in another order. The rows of its head ({', '.join(rows)}) are put "
+        "into the anchor's order."
     ]
 
 

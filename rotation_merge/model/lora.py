@@ -115,7 +115,7 @@ def _carried(adapter: Adapter, entry: Entry) -> Entry:
         CheckpointError: peft takes what a tensor reads for what it gives.
     """
     if entry.transposed != transposed(entry.spot.info):
-        what = f"takes what '{entry.spot.info.name}' reads for what it gives, as peft does with this base's experts"
+        what = f"swaps inputs and outputs of '{entry.spot.info.name}', as peft does with this base's experts"
         raise CheckpointError(what, where=adapter.path, remedy=WHOLE)
     return entry
 
@@ -176,4 +176,4 @@ def sizes(adapter: Adapter, change: Change) -> list[int]:
 
 
 def _unknown(adapter: Adapter, name: str) -> CheckpointError:
-    return CheckpointError(f"changes '{name}', which its base has not", where=adapter.path, remedy=WRONG_BASE)
+    return CheckpointError(f"changes '{name}', which its base does not have", where=adapter.path, remedy=WRONG_BASE)

@@ -31,7 +31,7 @@ def taken_apart(written: Written, parsed: Parsed, stored: Architecture, where: s
     if not any(made):
         return written
     if parsed.saved:
-        what = f"holds '{next(iter(parsed.saved))}' whole, and changes in one piece what its new base holds apart"
+        what = f"stores '{next(iter(parsed.saved))}' whole, and in one piece modules that the new base splits"
         raise CheckpointError(what, where=where, remedy=WHOLE)
     tensors = dict(written.tensors)
     modules: list[str] = []

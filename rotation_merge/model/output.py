@@ -107,7 +107,7 @@ def _take_place(staging: str, target: str, before: dict[str, tuple[int, int]], o
             raise
         what = error.what if isinstance(error, RotationMergeError) else f"cannot be written ({short(error)})"
         where = error.where if isinstance(error, RotationMergeError) else out_path
-        remedy = f"all that was there is there still, and what was made is kept in {kept}"
+        remedy = f"the old files are unchanged, and the new ones are kept in {kept}"
         raise RotationMergeError(what, where=where, remedy=remedy) from error
 
 

@@ -176,7 +176,7 @@ def _read(path: str) -> dict[str, Tensor]:
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError, KeyError) as error:
         raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy="download it again") from error
     except Exception as error:  # pickle errors come in every class
-        raise CheckpointError("holds something else than tensors", where=path, remedy="do not use it") from error
+        raise CheckpointError("holds other things than tensors", where=path, remedy="do not use it") from error
 
 
 def module_of(name: str, modules: list[dict[str, Any]]) -> str | None:

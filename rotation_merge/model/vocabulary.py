@@ -43,8 +43,8 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
         if len(set(sizes)) == 1:
             return None
         raise CheckpointError(
-            f"has {sizes[models.index(lacking)]} tokens, {models[0].reference} has {sizes[0]}, and no tokenizer tells "
-            "which of them are the same",
+            f"has {sizes[models.index(lacking)]} tokens, {models[0].reference} has {sizes[0]}, and no tokenizer says "
+            "which tokens are the same",
             where=str(lacking.reference),
             remedy="put both models' tokenizers beside their weights",
         )
@@ -92,7 +92,7 @@ def check_token_ids(anchor: Model, donor: Model) -> None:
     """
     moved, whole = moved_tokens(anchor, donor)
     if moved:
-        what = f"{_other_ids(anchor, moved, whole)}: rows of other words would be averaged"
+        what = f"{_other_ids(anchor, moved, whole)}: rows of different words would be averaged"
         raise CheckpointError(what, where=str(donor.reference), remedy=f"add '{TOGETHER}' to the recipe")
 
 
@@ -104,12 +104,12 @@ def check_tuned_ids(origin: Model, tuned: Model) -> None:
     """
     moved, whole = moved_tokens(origin, tuned, both=True)
     if moved:
-        what = f"{_other_ids(origin, moved, whole)}, so it is no fine-tune of that"
+        what = f"{_other_ids(origin, moved, whole)}, so it is not a fine-tune of it"
         raise CheckpointError(what, where=str(tuned.reference), remedy="name the model that it was tuned from")
 
 
 def _other_ids(anchor: Model, moved: int, whole: int) -> str:
-    return f"{moved} of {whole} tokens stand at other ids than in {anchor.reference}"
+    return f"{moved} of {whole} tokens have other ids than in {anchor.reference}"
 
 
 def moved_tokens(anchor: Model, donor: Model, both: bool = False) -> tuple[int, int]:

@@ -207,12 +207,12 @@ class Widening:
                 dims = own.sizes["head_dim"], wide.sizes["head_dim"]
                 raise refuse(f"has heads of {dims[0]} dimensions, against {dims[1]}, on which {why} depend")
             if differing & {"groups", "per_group"} and not (own.free_order and own.free_groups):
-                raise refuse("has heads whose number decides what each of them does (ALiBi, what layers share)")
+                raise refuse("has heads whose roles depend on their number (ALiBi, shared biases)")
         elif own.kind == "stream":
             self._check_stream(own.name, refuse)
         elif own.kind in ("ffn", "convolution"):
             if any(self._normed(info, own) for info in self.own.tensors()):
-                raise refuse("is normalised, and zeros would count in its norm")
+                raise refuse("is normalised, and added zeros would change its norm")
         elif own.kind != "translation":
             raise refuse(f"is a space of kind {own.kind}")
 
@@ -226,7 +226,7 @@ class Widening:
         if groups == ("none",):
             raise refuse("is an output of the model")
         if self.own.layer_normed(name) and "rotation" not in groups:
-            raise refuse("has a LayerNorm whose mean would be taken over the zeros, too")
+            raise refuse("has a LayerNorm, and added zeros would change its mean")
         if self.own.layer_normed(name) and self.tied is not None:
             raise refuse(
                 "is centred for its LayerNorms, which the tied head would see; '--untie' gives it one of its own"

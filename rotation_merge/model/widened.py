@@ -16,7 +16,7 @@ from rotation_merge.model.checkpoint import Model
 from rotation_merge.model.member import Member
 from rotation_merge.model.widen import Widened, Widening, wide_shapes
 
-NOTE = "`{model}` was widened to the sizes of `{anchor}` ({sizes}): zeros around its weights, its function unchanged."
+NOTE = "`{model}` was widened to the sizes of `{anchor}` ({sizes}), with zeros around its weights and the same outputs."
 
 
 def widening(own: Member, anchor: Member, untie: bool) -> tuple[dict[str, Any], Widening] | None:

@@ -115,9 +115,9 @@ def parse_size(text: str) -> int:
     try:
         size = parse_kmb(text)
     except (ValueError, IndexError) as error:
-        raise RotationMergeError(f"'{text}' is no size", remedy="write bytes, or 500M, or 5B") from error
+        raise RotationMergeError(f"'{text}' is not a size", remedy="write bytes, or 500M, or 5B") from error
     if size <= 0:
-        raise RotationMergeError(f"'{text}' is no size", remedy="it must be positive")
+        raise RotationMergeError(f"'{text}' is not a size", remedy="it must be positive")
     return size
 
 

@@ -87,4 +87,4 @@ def read_report(path: str) -> MergeReport:
         raise RotationMergeError("is a file", where=os.path.dirname(path), remedy=remedy) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise RotationMergeError(f"is no report ({what})", where=path, remedy="merge again") from error
+        raise RotationMergeError(f"is not a report ({what})", where=path, remedy="merge again") from error

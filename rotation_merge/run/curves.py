@@ -124,4 +124,4 @@ def read_barriers(path: str) -> list[Barrier]:
             found = json.load(file)
         return [Barrier.from_dict(one) for one in (found if isinstance(found, list) else [found])]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RotationMergeError(f"is no barrier ({error})", where=path, remedy="measure it again") from error
+        raise RotationMergeError(f"is not a barrier ({error})", where=path, remedy="measure it again") from error

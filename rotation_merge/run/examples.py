@@ -125,7 +125,7 @@ def _arrays(path: Path) -> dict[str, Tensor]:
         import numpy as np
 
         if not zipfile.is_zipfile(path):
-            raise ValueError("is no archive of arrays")
+            raise ValueError("is not an archive of arrays")
         with np.load(path, allow_pickle=False) as file:
             found = {name: torch.as_tensor(file[name]) for name in file.files}
     return {name: array.float() if array.is_floating_point() else array.long() for name, array in found.items()}

@@ -245,7 +245,7 @@ def check_watched(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.
     same = _difference(plain, watched) <= MOST_DIFFERENCE
     if must and not same:
         raise StatisticsError(
-            f"the maps of {type(model).__name__} cannot be watched without changing what it computes",
+            f"the maps of {type(model).__name__} cannot be recorded without changing its outputs",
             remedy="its architecture file lists the readers of a norm wrongly; see docs/add-architecture.md",
         )
     return same

@@ -60,12 +60,12 @@ class Unfinished:
         text = json.dumps(identity, sort_keys=True, default=str)
         head = self.folder / "of.json"
         if self.folder.exists() and not head.exists() and any(self.folder.iterdir()):
-            what = "is there, and no measurement has left it"
+            what = "exists, and no measurement wrote it"
             raise RotationMergeError(
                 what, where=str(self.folder), remedy="move it away, or give another place with --out"
             )
         if self.folder.exists() and (not head.exists() or head.read_text(encoding="utf-8") != text):
-            log.warning("%s is of another measurement and is replaced", self.folder)
+            log.warning("%s belongs to another measurement; it is replaced", self.folder)
             shutil.rmtree(self.folder)
         self.new = not self.folder.exists()
         try:

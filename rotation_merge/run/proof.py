@@ -37,8 +37,8 @@ class Proof:
         if self.difference is None or self.allowed is None:
             return f"not checked: {self.reason}"
         return (
-            f"outputs on {BATCHES} random batches differ by {self.difference:.2g} of their size at most, "
-            f"{self.allowed:.2g} is allowed ({ROUNDINGS:g} times what rounding the weights does)"
+            f"outputs on {BATCHES} random batches differ by at most {self.difference:.2g} of their size; "
+            f"{self.allowed:.2g} is allowed ({ROUNDINGS:g} times the effect of rounding the weights)"
         )
 
 

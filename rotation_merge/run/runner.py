@@ -95,7 +95,7 @@ class Runner:
         self.stored, self.source = source, named(source, own, self.architecture)
         self.whole = not self._covers()
         if self.whole and layered is not None:
-            what = f"transformers holds the weights of {type(self.model).__name__} in another form than its files"
+            what = f"transformers holds the weights of {type(self.model).__name__} in another form than the files"
             raise CheckpointError(f"{what}, so it cannot be run one layer at a time", where=layered)
         if self.whole:
             self.model = whole_model(self.model, source, own, dtype)

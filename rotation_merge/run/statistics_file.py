@@ -88,7 +88,7 @@ class Statistics:
         except (OSError, SafetensorError) as error:
             raise StatisticsError(f"cannot be read ({short(error)})", where=str(path), remedy=ANEW) from error
         if meta.get("format") != FORMAT:
-            raise StatisticsError("is no statistics file of this version", where=str(path), remedy=ANEW)
+            raise StatisticsError("is not a statistics file of this version", where=str(path), remedy=ANEW)
         try:
             made, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
             split, behind, uncalled = (frozenset(json.loads(meta[name])) for name in ("split", "behind", "uncalled"))
@@ -187,7 +187,7 @@ def holds_statistics(path: str) -> bool:
         return False
 
 
-ANEW = "measure anew with 'rotation-merge measure'"
+ANEW = "measure again with 'rotation-merge measure'"
 
 
 @dataclass(frozen=True)

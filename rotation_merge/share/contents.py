@@ -113,7 +113,7 @@ def chosen_files(folder: str, include: Sequence[str]) -> tuple[dict[str, str], l
         if os.path.isfile(path) and well_formed(place) and (belongs(place) or included(place, include))
     }
     if not any(map(is_weights, published)) and not include:
-        remedy = "write them anew as safetensors (a merge without --no-safe-serialization)"
+        remedy = "write them again as safetensors (a merge without --no-safe-serialization)"
         raise RotationMergeError("has no weights in safetensors", where=folder, remedy=remedy)
     return published, [place for place in files if place not in published]
 

@@ -13,7 +13,7 @@ def checked_word(value: Any, pattern: str, name: str) -> str:
         ValueError: it is none.
     """
     if not isinstance(value, str) or not re.fullmatch(pattern, value):
-        raise ValueError(f"{value!r} is no {name}")
+        raise ValueError(f"{value!r} is not a {name}")
     return value
 
 
@@ -24,5 +24,5 @@ def checked_count(value: Any, name: str) -> int:
         ValueError: it is none.
     """
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no {name}")
+        raise ValueError(f"{value!r} is not a {name}")
     return value

@@ -19,7 +19,7 @@ from rotation_merge.share.remeasure import Measurement
 
 FORMAT = "rotation_merge.manifest.1"
 DAMAGED = "ask who published it; do not use it"
-SAMPLES = ", once the statistics are measured again on the same samples"
+SAMPLES = ", after the statistics are measured again on the same samples"
 LARGEST = 10_000_000
 """Bytes that a manifest may have."""
 
@@ -73,7 +73,7 @@ class Manifest:
             manifest = cls._checked(_content(path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             where = path if repo is None else f"{repo}, {MANIFEST_FILE}"
-            raise RotationMergeError(f"is no manifest ({short(error)})", where=where, remedy=DAMAGED) from error
+            raise RotationMergeError(f"is not a manifest ({short(error)})", where=where, remedy=DAMAGED) from error
         if repo is None:
             return manifest
         if manifest.repo.casefold() != repo.casefold():

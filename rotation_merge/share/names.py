@@ -30,7 +30,7 @@ def given_names(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         local, sign, target = text.rpartition("=")
         if not sign or not local or not TARGET.fullmatch(target):
-            raise RotationMergeError(f"--as {text} says nothing", remedy="write --as LOCAL=org/name@revision")
+            raise RotationMergeError(f"--as {text} is incomplete", remedy="write --as LOCAL=org/name@revision")
         found[local.rstrip("/") or local] = target
     return found
 

@@ -45,7 +45,7 @@ def check_paths(text: str, name: str) -> None:
         raise RotationMergeError(f"{error.where}: {error.what}", where=name, remedy=REMEDY) from error
     for document in found:
         if not isinstance(document.value, dict):
-            raise RotationMergeError("is no recipe", where=name, remedy=REMEDY)
+            raise RotationMergeError("is not a recipe", where=name, remedy=REMEDY)
         for path, value in _scalars(document.value, ()):
             if isinstance(value, str):
                 _check(value, path, name)
@@ -81,7 +81,7 @@ def _check(text: str, path: Path, name: str) -> None:
     else:
         allowed = key in TEXTS or not _leads_out(text)
     if not allowed:
-        what = f"names '{text}', which is no name of the hub and no file beside the recipe"
+        what = f"names '{text}', which is neither a name on the hub nor a file beside the recipe"
         raise RotationMergeError(what, where=f"{name}, {dotted(path)}", remedy=REMEDY)
 
 

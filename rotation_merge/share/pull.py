@@ -83,7 +83,7 @@ def _fetch(repo: str, name: str, revision: str | None, folder: str) -> None:
         remedy = "check the connection, HF_ENDPOINT, and that HF_HUB_OFFLINE is not set"
         raise RotationMergeError("the hub cannot be reached", where=repo, remedy=remedy) from error
     except EntryNotFoundError as error:
-        lacking = f"lacks '{name}', which it names"
+        lacking = f"lacks '{name}', which its manifest names"
         known = "was not published by 'rotation-merge push'" if name == MANIFEST_FILE else lacking
         raise RotationMergeError(known, where=repo, remedy="ask who published it") from error
     except (OSError, HfHubHTTPError, HFValidationError) as error:

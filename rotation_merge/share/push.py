@@ -152,7 +152,7 @@ class Draft:
                 )
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 what = f"its head does not say how it was made ({short(error)})"
-                raise RotationMergeError(what, where=path, remedy="measure anew, or add --with-data") from error
+                raise RotationMergeError(what, where=path, remedy="measure again, or add --with-data") from error
         return entries
 
     def card(self, renaming: Renaming, statistics: Sequence[Measurement] = ()) -> str:
@@ -223,7 +223,7 @@ class Draft:
                 continue
             if found := left_over(text, local):
                 raise RotationMergeError(
-                    f"names '{found}', a path of this machine",
+                    f"names '{found}', a path on this machine",
                     where=item.place,
                     remedy=f"add --as {found}=org/name@revision, or take it out",
                 )
@@ -348,7 +348,7 @@ def _unknown(folder: str, missing: Sequence[str], data: Sequence[str]) -> Rotati
     upload = f" (not on the hub yet: 'hf upload org/name {others[-1]}')" if others else ""
     samples = "--with-data to publish samples, or --as FILE=datasets/org/name/file@revision" if data else ""
     remedy = f"add {' and '.join(filter(None, (f'{words}{upload}', samples)))}"
-    return RotationMergeError(f"only this machine knows {named(names)}", where=folder, remedy=remedy)
+    return RotationMergeError(f"local paths need a name on the hub: {named(names)}", where=folder, remedy=remedy)
 
 
 def _report(folder: str) -> MergeReport:
@@ -384,11 +384,11 @@ def _pinned(target: str) -> str:
 
     remedy = f"write {target}@REVISION"
     if not reachable():
-        raise RotationMergeError(f"no revision of it is known ({no_answer()[0]})", where=target, remedy=remedy)
+        raise RotationMergeError(f"its revision is unknown ({no_answer()[0]})", where=target, remedy=remedy)
     try:
         return f"{target}@{HfApi().model_info(target).sha}"
     except Exception as error:  # as in `_asked`
-        what = f"no revision of it is known ({short(error)})"
+        what = f"its revision is unknown ({short(error)})"
         raise RotationMergeError(what, where=target, remedy=remedy) from error
 
 

@@ -57,7 +57,7 @@ class Measurement:
         }
         kinds = content["kinds"]
         if not isinstance(kinds, list) or not kinds:
-            raise ValueError(f"{kinds!r} is no list of kinds of statistics")
+            raise ValueError(f"{kinds!r} is not a list of kinds of statistics")
         data = rf"{PART.pattern}|{FILE_NAME.pattern}|demo:\w+"
         return cls(
             checked_word(content["file"], PART.pattern, "name of a file"),

@@ -139,7 +139,7 @@ def load(tensors: dict[str, Tensor]) -> GroupElement:
     kinds = {key.split(":", 1)[0] for key in tensors}
     if len(kinds) != 1 or (kind := kinds.pop()) not in KINDS:
         raise AlignmentError(
-            f"no group element is stored under the keys {sorted(tensors)}", remedy="write the file anew"
+            f"no group element is stored under the keys {sorted(tensors)}", remedy="write the file again"
         )
     return KINDS[kind].from_tensors({key.split(":", 1)[1]: tensor for key, tensor in tensors.items()})
 
@@ -174,7 +174,7 @@ def is_order(index: Tensor) -> bool:
 
 def proven_maps(element: GroupElement) -> Tensor | None:
     """The matrices (G, d, d) by which an element acts; None where what it does to the dual side is not their inverse
-    transpose, so that a pairing would not keep its value: an index that is no permutation, a map that is not
+    transpose, so that a pairing would not keep its value: an index that is not a permutation, a map that is not
     orthogonal, a factor of zero."""
     eye = torch.eye(element.size, dtype=torch.float64).repeat(element.batch, 1, 1)
     try:

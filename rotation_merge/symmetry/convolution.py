@@ -133,7 +133,7 @@ class ConvolutionGroup(SpaceGroup):
         if index.shape != (COUNT, self.size) or factor.shape != index.shape:
             return f"it has not {COUNT} factors of {self.size} channels"
         if not is_order(index) or not torch.equal(index, index[:1].expand_as(index)):
-            return "the order of its channels is no permutation"
+            return "the order of its channels is not a permutation"
         if not (self.permute or transform.element.permutation.is_identity()):
             return "channels have to keep their places"
         if not (self.rescale or transform.element.scaling.is_identity()):

@@ -112,7 +112,7 @@ class ExpertGroup(SpaceGroup):
         if not isinstance(transform, ExpertTransform):
             return "it is not one of experts"
         if transform.order.shape != (self.neurons.count,) or not is_order(transform.order[None]):
-            return f"its order is no permutation of {self.neurons.count} experts"
+            return f"its order is not a permutation of {self.neurons.count} experts"
         groups = transform.order.reshape(self.routing, -1) // (self.neurons.count // self.routing)
         if bool((groups != groups[:, :1]).any()):
             return "experts leave the group that the router picks them in"

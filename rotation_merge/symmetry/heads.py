@@ -225,7 +225,7 @@ class HeadGroup(SpaceGroup):
         if (len(transform.groups), *transform.queries.shape) != (self.groups, self.groups, self.per_group):
             return f"it has not {self.groups} KV heads of {self.per_group} query heads each"
         if not (is_order(transform.groups[None]) and is_order(transform.queries)):
-            return "the order of its heads is no permutation"
+            return "the order of its heads is not a permutation"
         if self.order not in ("permutation", "spectral") and not torch.equal(
             transform.head_order(), torch.arange(self.groups * self.per_group)
         ):

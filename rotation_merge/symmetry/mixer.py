@@ -145,7 +145,7 @@ class MixerGroup(SpaceGroup):
         if {name: tensor.shape for name, tensor in transform.tensors().items()} != wanted:
             return f"it has not {self.groups} groups of {self.per_group} heads"
         orders = (transform.groups[None], transform.heads, transform.shared.index, transform.own.index)
-        return None if all(map(is_order, orders)) else "the order of its heads or channels is no permutation"
+        return None if all(map(is_order, orders)) else "the order of its heads or channels is not a permutation"
 
     @property
     def words(self) -> str:

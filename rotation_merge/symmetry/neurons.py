@@ -136,7 +136,9 @@ class NeuronGroup(SpaceGroup):
         if index.shape != (self.count, self.size) or factor.shape != index.shape:
             return f"it has not {self.count} x {self.size} neurons"
         if not is_order(index) or not (self.permute or transform.element.permutation.is_identity()):
-            return "the order of its neurons is no permutation" if self.permute else "neurons have to keep their places"
+            return (
+                "the order of its neurons is not a permutation" if self.permute else "neurons have to keep their places"
+            )
         size = factor.abs()
         if not bool(((size >= 1 / LARGEST_ENTRY) & (size <= LARGEST_ENTRY)).all()):
             return "a factor is zero, infinite or out of reach"

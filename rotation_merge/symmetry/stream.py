@@ -153,7 +153,7 @@ class StreamGroup(SpaceGroup):
             return f"it is not one of: {self.words}"
         factor = element.scaling.factor
         if factor.shape != element.permutation.index.shape or not is_order(element.permutation.index):
-            return "its order is no permutation"
+            return "its order is not a permutation"
         signs = factor.abs() if self.kind == "signed_permutation" else factor
         return None if bool((signs == 1).all()) else f"its factors are not those of: {self.words}"
 

@@ -235,7 +235,7 @@ FAULTS: dict[str, tuple[Callable[[Content], None], str]] = {
     "a smaller map": (tensor(lambda x: torch.eye(31)[None], "residual|orthogonal:matrix"), "stream of 32"),
     "nothing folded": (put("folded", []), "folded"),
     "a stream that is none folded": (put("folded", ["residual", "other"]), "folded"),
-    "a transform deleted": (forget, "says nothing of space 'layers.0.ffn'"),
+    "a transform deleted": (forget, "has no entry for space 'layers.0.ffn'"),
     "a tensor deleted": (forget_quietly, "damaged"),
     "still and moving": (still_and_moving, "twice"),
     "another kind": (another_kind, "damaged"),

@@ -1,4 +1,4 @@
-"""Polish: a few steps towards the teachers' answers; answers on disk; nothing written where nothing was gained."""
+"""Polish: a few steps towards the teachers' answers; answers on disk; nothing written where gains nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_gain_is_more_than_the_margin() -> None:
     for share, gained in ((-2.0, False), (-0.5, False), (0.5, False), (2.0, True)):
         report = PolishReport(3.0, 3.0 * (1 - share * LEAST_GAIN))
         assert report.gained is gained
-        assert ("nothing was gained" in report.verdict()) is not gained
+        assert ("gains nothing" in report.verdict()) is not gained
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ def test_nothing_gained_writes_nothing(models: list[Path], tmp_path: Path) -> No
         (("--teachers", "A", "--data", "nowhere.txt"), "no such file"),
         (("--teachers", "A", "--samples", 2, "--data", "self", "self"), "give --data once"),
         (("--teachers", "A", "--data", "one.jsonl"), "cannot be parted"),
-        (("--teachers", "A", "wider", "--samples", 4), "tells which of them are the same"),
+        (("--teachers", "A", "wider", "--samples", 4), "says which tokens are the same"),
         (("--teachers", "A", "--samples", 4, "--learning-rate", "1e30", "--length", 8), "training gives NaN"),
     ],
 )

@@ -345,7 +345,7 @@ def test_twin_through_mergekit(llama: Checkpoint, residual: str, tmp_path: Path)
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 2e-5
     assert found.keys() == expected.keys()
     notes = "\n".join(report(tmp_path / "out")["notes"])
-    assert "15 linear maps were solved" in notes
+    assert "Refit solved 15 linear maps" in notes
     assert "own model" in notes
 
 
@@ -459,4 +459,4 @@ def test_slices_and_task_vectors_are_refused(llama: Checkpoint, tmp_path: Path) 
     assert "refit runs whole models" in one_error(mergekit_yaml(made, tmp_path / "slices").output)
     tuned = refit_recipe(llama, checkpoint("llama", "llama", tmp_path / "b", seed=2))
     tuned["models"][1]["parameters"]["finetuned_from"] = str(llama.path)
-    assert "asks models for answers" in one_error(mergekit_yaml(tuned, tmp_path / "tuned").output)
+    assert "needs models that answer" in one_error(mergekit_yaml(tuned, tmp_path / "tuned").output)

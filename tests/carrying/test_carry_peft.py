@@ -245,7 +245,7 @@ class TestBadInput:
             return {k.replace("q_proj", "query"): x for k, x in tensors.items()}
 
         other = self.changed(folder, tmp_path / "names", renamed)
-        assert "which its base has not" in self.refused(folder, tmp_path / "out", other)
+        assert "which its base does not have" in self.refused(folder, tmp_path / "out", other)
 
     def test_quantised_base(self, folder: Path, tmp_path: Path):
         base = tmp_path / "int4"

@@ -209,7 +209,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "align over an input": (["align", "A", "D", "D"], "is one of the inputs"),
     "align over a file": (["align", "A", "D", "R"], "is a file"),
     "align with an unknown dtype": (["align", "A", "D", "O", "--dtype", "float23"], "did you mean 'float32'?"),
-    "align with a shard size of nothing": (["align", "A", "D", "O", "--shard-size", "x"], "is no size"),
+    "align with a shard size of nothing": (["align", "A", "D", "O", "--shard-size", "x"], "is not a size"),
     "align with impossible layers": (["align", "A", "D", "O", "--layers", "x"], "ranges"),
     "align on a device that is not there": (
         ["align", "A", "D", "O", "--device", "cuda:99"],

@@ -95,7 +95,7 @@ RECIPES: dict[str, tuple[str, str | None]] = {
     "no such dtype": (PLAIN.replace("float32", "float31"), "float31"),
     "no such value": (PLAIN.replace("preset: far", "residual: rotations"), "rotations"),
     "a parameter of another delegate": (PLAIN.replace("delegate: linear", "delegate: linear, samples: 8"), "samples"),
-    "a key twice": (PLAIN + "dtype: float32\n", "stands twice"),
+    "a key twice": (PLAIN + "dtype: float32\n", "occurs twice"),
 }
 """Recipes, and what is said of them."""
 

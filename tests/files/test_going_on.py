@@ -233,7 +233,7 @@ def test_what_is_of_something_else_is_not_used(
     options = ["--heads", "permutation"] if changed == "options" else []
     assert counted.of(lambda: done(run("align", *given, tmp_path / "out", "--no-verify", *options))) == 4
     assert [r.message for r in caplog.records if "replaced" in r.message] == [
-        f"{place} is of other weights, options or versions, and is replaced"
+        f"{place} belongs to other weights, options or versions; it is replaced"
     ]
 
 
@@ -277,7 +277,7 @@ def test_what_waits_is_written_when_the_run_is_interrupted(
 
     with pytest.raises(KeyboardInterrupt), kept_beside(out, lambda: "mark") as found:
         work(found)
-    assert caplog.records[-1].message.endswith("the same command goes on from there")
+    assert caplog.records[-1].message.endswith("run the same command to continue")
     with kept_beside(out, lambda: "mark") as found:
         entries = [found.get(name) for name in ("a", "b", "c", "large")]
     assert [entry.facts["name"] for entry in entries if entry is not None] == ["a", "b", "c"]
@@ -301,5 +301,5 @@ def test_a_full_disk_keeps_nobody_from_matching(
     done(run("align", *four, tmp_path / "out", "--no-verify"))
     told = [record.message for record in caplog.records if "cannot be written" in record.message]
     assert len(told) == 1
-    assert told[0].endswith("; an interrupted run begins anew")
+    assert told[0].endswith("; after an interruption the run starts again")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

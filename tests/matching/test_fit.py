@@ -148,7 +148,7 @@ def test_never_worse_than_the_start_and_says_when_nothing_was_found():
     donor = tiny_llama(0)
     result = fit(anchor, donor, token_batches(), options=FitConfig(steps=6))
     assert result.report.after <= result.report.before
-    assert "nothing better" in result.report.verdict()
+    assert "gains nothing" in result.report.verdict()
 
 
 def test_a_start_matched_on_samples(vits):

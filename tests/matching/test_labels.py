@@ -85,7 +85,7 @@ def test_what_has_no_classes_has_none() -> None:
     assert not check_pair(member("anchor", case, NAMES), member("donor", case, MOVED), NOTHING).rows
     twice = next(c for c in CLASSIFIERS if c.family == "bert")
     first, second = (replace(member(n, twice, o), shapes={"classifier.weight": (3, 32)}) for n, o in TWICE.items())
-    with pytest.raises(RotationMergeError, match="some stand there twice"):
+    with pytest.raises(RotationMergeError, match="some labels occur twice"):
         label_rows(first, second)
 
 

@@ -95,7 +95,7 @@ def test_layers_that_predict_further_tokens_stay_while_their_stream_does(
     assert done.exit_code == 0, done.output
     after, moves = state(tmp_path / "out"), residual != "none"
     assert ("mtp.fc.weight" in after) != moves
-    assert ("Not written, as the model does not read them: mtp.fc.weight." in done.output) == moves
+    assert ("Left out, because the model does not read them: mtp.fc.weight." in done.output) == moves
     assert ("mtp.fc.weight" in (tmp_path / "out" / "README.md").read_text()) == moves
 
 
@@ -114,7 +114,7 @@ def test_the_python_api_leaves_them_out_as_well(
         aligned, again = alignment.apply(donor), transfer(donor, donor, donor, residual=residual)
         assert aligned.keys() == again.keys() == (model.state if moves else whole).keys()
         assert model.differs({name: aligned[name] for name in model.state}) <= 1e-9
-        words = f"Not written, as the model does not read them: {further}."
+        words = f"Left out, because the model does not read them: {further}."
         for notes in (alignment.report.notes, aligned.notes, again.notes, caplog.messages):
             assert (words in notes) == moves
 
@@ -130,4 +130,4 @@ def test_carrying_a_whole_model_leaves_them_out(tmp_path: Path) -> None:
         done = run("carry", tuned, "--from", base, "--to", base, out, *groups, "--force")
         assert done.exit_code == 0, done.output
         assert ("mtp.fc.weight" in state(out)) != moves
-        assert ("Not written, as the model does not read them: mtp.fc.weight." in done.output) == moves
+        assert ("Left out, because the model does not read them: mtp.fc.weight." in done.output) == moves

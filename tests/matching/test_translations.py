@@ -155,4 +155,4 @@ def test_it_needs_a_head_of_its_own(tmp_path: Path) -> None:
     assert "set 'untie: true'" in one_error(mergekit_yaml(recipe, tmp_path / "out").output)
     seen = make("vit", tmp_path / "vit")
     recipe = recipe_for("linear", seen, twin(seen, tmp_path / "seen"), shift_head=True)
-    assert "only a softmax sees" in one_error(mergekit_yaml(recipe, tmp_path / "out").output)
+    assert "go through a softmax only" in one_error(mergekit_yaml(recipe, tmp_path / "out").output)

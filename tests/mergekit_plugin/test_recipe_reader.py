@@ -103,7 +103,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "at least 3",
     ),
     "option at the top": ("dtype: float32", "dtype: float32\nresidual: none", "under 'parameters'"),
-    "key twice": ("dtype: float32", "dtype: float32\ndtype: bfloat16", "stands twice"),
+    "key twice": ("dtype: float32", "dtype: float32\ndtype: bfloat16", "occurs twice"),
     "misspelt filter": ("delegate: linear", "ffn: [{filtre: x, value: none}]", "did you mean 'filter'?"),
     "alignment file is not there": (
         "{weight: 0.5}\np",

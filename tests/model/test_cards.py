@@ -158,7 +158,7 @@ def test_a_card_of_nothing_claims_nothing(models: tuple[Path, Path], tmp_path: P
     merged(alone, tmp_path / "alone")
     assert "No model was moved" in card(tmp_path / "alone")
     merged(recipe_for("linear", *models), tmp_path / "moved")
-    assert "functions unchanged" in card(tmp_path / "moved")
+    assert "keep their outputs" in card(tmp_path / "moved")
 
 
 def test_a_card_of_an_alignment_file(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_what_was_not_aligned_is_listed(known: bool, models: tuple[Path, Path], 
     file = tmp_path / "recipe.yml"
     file.write_text(yaml.safe_dump(made))
     count = 1 if known else len(tensors)
-    listed = f"Not aligned, as the architecture does not know them: {count} tensors"
+    listed = f"Not aligned, because the architecture does not list them: {count} tensors"
     for command in ("check", "inspect"):
         done = run(command, file)
         assert listed in " ".join(done.output.split()), done.output
@@ -272,9 +272,9 @@ def test_only_averages_of_positions_are_called_plain(
     for text in (card(tmp_path / "out"), page):
         assert any(words in text for words in PLAIN_WORDS) == (delegate not in OWN), text
         assert "Nothing was matched" not in text
-    assert ("is a method of the plugin" in card(tmp_path / "out")) == (delegate in OWN)
+    assert ("is a method of it" in card(tmp_path / "out")) == (delegate in OWN)
     notes = " ".join(report(tmp_path / "out")["notes"])
-    assert (delegate not in OWN) or "linear maps were solved" in notes or "by statistics of the models" in notes
+    assert (delegate not in OWN) or "Refit solved" in notes or "by statistics on samples" in notes
     written = read_report(str(tmp_path / "out" / "rotation_merge.json"))
     assert written.own_method == (delegate in OWN)
 

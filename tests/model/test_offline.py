@@ -115,7 +115,7 @@ def test_push(model: Path, nobody: None, tmp_path: Path) -> None:
     other = ("--as", f"{model.with_name('donor')}=org/b@v1")
     push = ("push", tmp_path / "out", "me/x", *other, "--as")
     assert run(*push, f"{model}=org/a@v1").exit_code == 0
-    assert "no revision of it is known (the hub does not answer)" in one_error(run(*push, f"{model}=org/a").output)
+    assert "its revision is unknown (the hub does not answer)" in one_error(run(*push, f"{model}=org/a").output)
     assert "cannot be published: the hub does not answer" in one_error(run(*push, f"{model}=org/a@v1", "--yes").output)
 
 

@@ -18,7 +18,7 @@ from test_plugin_inputs import with_tokenizer
 from rotation_merge.model.fold import Folded
 from rotation_merge.run.functions import load
 
-WARNED = "stand at other ids than in"
+WARNED = "have other ids than in"
 
 
 @pytest.fixture(scope="module")

@@ -87,15 +87,15 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "pulled from nowhere": (["pull", "org/name", "new"], "cannot be pulled: HF_HUB_OFFLINE is set"),
     "weights, inspected": (["inspect", f"{LLAMAS[0]}/model.safetensors"], "neither an alignment nor statistics"),
     "junk, inspected": (["inspect", "junk.safetensors"], "cannot be read"),
-    "a damaged report, inspected": (["inspect", "list/rotation_merge.json"], "is no report"),
+    "a damaged report, inspected": (["inspect", "list/rotation_merge.json"], "is not a report"),
     "the fingerprint of a folder": (["inspect", "empty", "--fingerprint"], "no weights are there"),
     "the fingerprint of junk": (["inspect", "junk.safetensors", "--fingerprint"], "cannot be read"),
     "the fingerprint of a recipe": (["inspect", "half.yml", "--fingerprint"], "nor a report (.json)"),
     "the page of a file": (["inspect", "file", "--html", "page.html"], "is a file"),
-    "the page of a list": (["inspect", "list", "--html", "page.html"], "is no report"),
+    "the page of a list": (["inspect", "list", "--html", "page.html"], "is not a report"),
     "the page of another version": (["inspect", "other", "--html", "page.html"], "it lacks 'anchor'"),
     "the report of a folder without one": (["inspect", "empty", "--report"], "no such file"),
-    "the report of a list": (["inspect", "list", "--report"], "is no report"),
+    "the report of a list": (["inspect", "list", "--report"], "is not a report"),
     "a tensor of nothing": (["inspect", "nowhere", "--tensor", "a"], "no such directory"),
     "a tensor that is not there": (
         ["inspect", LLAMAS[0], "--tensor", "lm_heed.weight"],
@@ -103,10 +103,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "a draft of nothing": (["inspect", "nowhere", "--draft"], "no such directory"),
     "a proof of nothing": (["inspect", "--prove", "nowhere"], "no such file"),
-    "two questions": (["inspect", LLAMAS[0], "--draft", "--fingerprint"], "ask one at a time"),
-    "a list about a model": (["inspect", LLAMAS[0], "--methods"], "is about no model"),
+    "two questions": (["inspect", LLAMAS[0], "--draft", "--fingerprint"], "use one at a time"),
+    "a list about a model": (["inspect", LLAMAS[0], "--methods"], "takes no model"),
     "nothing to inspect": (["inspect"], "name a model, a recipe or a file"),
-    "a config of no proof": (["inspect", LLAMAS[0], "--config", "file"], "is of --prove"),
+    "a config of no proof": (["inspect", LLAMAS[0], "--config", "file"], "--config needs --prove"),
     "options beside a recipe": (["inspect", "none.yml", "--heads", "permutation"], "says how a model would be aligned"),
     "a command that there is not": (["inspct", LLAMAS[0]], "did you mean 'inspect'?"),
     "bytes, inspected": (["inspect", "bytes.yml"], "cannot be read"),
@@ -114,7 +114,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "layers that are none": (["inspect", LLAMAS[0], "--layers", "9"], "which no layer is"),
     "data that is not there": (["evaluate", LLAMAS[0], "--data", "none.txt"], "no such file"),
     "data of nothing": (["evaluate", LLAMAS[0], "--data", "file.txt"], "give more text"),
-    "arrays that are none": (["evaluate", LLAMAS[0], "--data", "junk.npz"], "is no archive of arrays"),
+    "arrays that are none": (["evaluate", LLAMAS[0], "--data", "junk.npz"], "is not an archive of arrays"),
     "the fingerprint of an adapter": (["inspect", LORA, "--fingerprint"], "is an adapter, no model"),
     "a table without texts": (["evaluate", LLAMAS[0], "--data", "a.csv"], "none holds texts"),
 }
@@ -209,7 +209,7 @@ def test_ctrl_c_ends_with_130_and_says_whether_the_command_goes_on(module: str, 
     with pytest.raises(SystemExit) as caught:
         show.shown(interrupted)()
     assert caught.value.code == 130
-    assert ("goes on where it was" in capsys.readouterr().err) == goes_on
+    assert ("run the same command to continue" in capsys.readouterr().err) == goes_on
 
 
 def test_a_reader_that_goes_away_is_no_error():

@@ -171,7 +171,7 @@ def test_no_report_is_one_line(tmp_path: Path):
     with pytest.raises(RotationMergeError, match="no such file"):
         write_page(str(tmp_path))
     (tmp_path / "rotation_merge.json").write_text('{"rows": 3}')
-    with pytest.raises(RotationMergeError, match="is no report"):
+    with pytest.raises(RotationMergeError, match="is not a report"):
         write_page(str(tmp_path))
 
 

@@ -170,7 +170,7 @@ def test_parts_do_not_overlap_and_files_are_read_back(tmp_path: Path):
     ("arguments", "said"),
     [
         (["A", "OUT"], "two or more models"),
-        (["A", "B", "OUT", "--budget", "soon"], "'soon' is no time"),
+        (["A", "B", "OUT", "--budget", "soon"], "'soon' is not a time"),
         (["A", "nowhere", "OUT"], "no such directory"),
         (["A", "B", "OUT", "--data", "one.txt", "--data", "demo:python", "--data", "demo:c"], "3 data for 2 models"),
         (["A", "V", "OUT"], "llama"),

@@ -70,7 +70,7 @@ def test_the_verdict_stands_in_report_card_and_page(tmp_path: Path, only: Callab
     assert verdict["left_out"] == found["left_out"]
     for text in (card, page):
         assert "llama-0-english alone" in text
-        assert "Tried, by the samples that chose: " in text
+        assert "Tried, with scores on the selection samples: " in text
         assert "aligned merges (the models share their coordinates" in text
     assert str(CHECKPOINTS) not in card
     assert "Nothing was matched" not in page

@@ -198,7 +198,7 @@ TEXTS = {
 def test_no_text_ends_in_a_traceback(what: str, home: Hub, tmp_path: Path) -> None:
     home.repos.pop(f"models/{REPO}", None)
     home.commit(f"models/{REPO}", {**HONEST, MANIFEST_FILE: TEXTS[what]})
-    assert "no manifest" in refused(home, tmp_path)
+    assert "not a manifest" in refused(home, tmp_path)
 
 
 def test_files_that_are_not_there_or_others(home: Hub, tmp_path: Path) -> None:

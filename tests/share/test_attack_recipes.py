@@ -120,7 +120,7 @@ TEXTS = {
     "a set": b"parameters: {data: !!set {/etc/passwd: null}}\n",
     "a date": b"base_model: 2020-01-01\n",
     "python": b"a: !!python/object/apply:os.system ['touch PWNED']\n",
-    "an alias that holds itself": b"a: &a [*a]\n",
+    "an alias of itself": b"a: &a [*a]\n",
     "laughs": b"".join(b"x%d: &x%d [%s]\n" % (n, n, b"*x%d, " % (n - 1) * 9 if n else b"1") for n in range(12)),
     "control": b"a: \x1b[2J\n",
 }

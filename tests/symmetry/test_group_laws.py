@@ -297,7 +297,7 @@ def test_an_architecture_file_with_an_unknown_word_is_refused() -> None:
     """It would otherwise pass for no norm at all, and be turned."""
     spec = families()["qwen3"].model_dump()
     spec["modules"]["default"]["layer"]["spaces"]["attn"]["norm"] = "rms_haed"
-    with pytest.raises(ArchitectureError, match=r"'rms_haed' is no word .*'rms_head'"):
+    with pytest.raises(ArchitectureError, match=r"'rms_haed' is not a known word.*'rms_head'"):
         table.sample(ArchitectureSpec.model_validate(spec))
 
 

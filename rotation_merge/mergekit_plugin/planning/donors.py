@@ -241,7 +241,7 @@ class Donors:
         if how == WEIGHTS:
             return match_model
         if any(ours != own for pairs in self.layers.get(model, {}).values() for ours, own in pairs):
-            what = f"'match_on: {how}' matches whole models, and slices bring other layers of this one together"
+            what = f"'match_on: {how}' matches whole models, and the slices pair this one's layers differently"
             raise RecipeError(what, where=str(model), remedy="leave it out")
         from rotation_merge.matching.match_on import OnSamples
 

@@ -35,7 +35,7 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
         if plan.unit == MODEL and donor.origin is None:
             _one_vocabulary(donors, model, f"{name} runs all models on one set of token ids", "use another delegate")
         if plan.statistics and donor.carried.carrying is not None:
-            what = f"samples carry its change into the anchor; {name} knows statistics of the donor, where it was"
+            what = f"its change is carried on samples, and {name} has statistics of the donor before that"
             raise RecipeError(what, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
         if by_row and rearranged:
             _one_vocabulary(donors, model, f"{name} weighs the row of every token", "use delegate regmean or kfac")
@@ -53,7 +53,7 @@ def check_pool(donors: Donors) -> None:
         why = "delegate ot_fusion compares activations on the same tokens"
         _one_vocabulary(donors, model, why, "leave 'data' out: plans then come from weights")
         if any(ours != own for pairs in donors.layers.get(model, {}).values() for ours, own in pairs):
-            what = "delegate ot_fusion compares activations of whole models, and slices bring other layers together"
+            what = "delegate ot_fusion compares activations of whole models, and the slices pair layers differently"
             raise RecipeError(what, where=str(model), remedy="leave 'data' out: plans then come from weights")
 
 

@@ -32,4 +32,4 @@ def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReferen
         recipe.relations[donor] = found
         options = ", ".join(f"{name}: {value}" for name, value in PRESETS[found].items())
         if run is not None:
-            run.note(f"{words}: {options}, where nothing else is said.")
+            run.note(f"{words}: {options}, unless the recipe says otherwise.")

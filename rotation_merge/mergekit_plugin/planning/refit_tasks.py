@@ -75,20 +75,18 @@ class RefitModels:
         whose = "the mean of all models' answers" if lesson.pooled else "each sample's own model"
         sources = ", ".join(f"`{t.model}` {t.data}" for t in lesson.teachers)
         run.note(
-            f"Refit: {len(result.maps)} linear maps were solved, layer after layer, towards {whose} (ridge "
-            f"{lesson.ridge:g}, from the {lesson.start}; samples: {sources}). What their outputs lacked fell from "
-            f"{before:.3f} to {after:.3f} of what was wanted, on average, on these samples."
+            f"Refit solved {len(result.maps)} linear maps, layer by layer, towards {whose} (ridge {lesson.ridge:g}, "
+            f"from the {lesson.start}; samples: {sources}). The error of their outputs fell from {before:.3f} to "
+            f"{after:.3f} of the target, on average over these samples."
         )
         for why, names in result.kept.items():
             kept = "the anchor" if lesson.start == "anchor" else "the average"
             run.note(f"Refit kept {kept} ({why}): {', '.join(f'`{name}`' for name in names)}.")
         head = self.donors.models[self.donors.recipe.base].tied_head
         if head is not None and not self.donors.recipe.untie:
-            run.note(
-                f"Refit left the head `{head}` alone, which is tied to an embedding ('untie: true' solves it too)."
-            )
+            run.note(f"Refit did not solve the head `{head}`, which is tied to an embedding ('untie: true' frees it).")
         if result.whole:
-            run.note("Refit held each model whole in memory, as transformers stores it in another form than its files.")
+            run.note("Refit held each model whole in memory: transformers stores it in another form than the files.")
 
 
 class _Work:
@@ -175,7 +173,7 @@ class _Work:
             first += count
         if any(run.heads.values()):
             run.note(
-                "Refit solved each donor's own head as well, on its samples under the merged body ('exclude: NAME' "
+                "Refit also solved each donor's head, on its samples under the merged body ('exclude: NAME' "
                 "keeps what the name is part of)."
             )
 

@@ -68,7 +68,7 @@ class Books:
         path = self._place(model, given)
         where, command = str(model.reference), self._command(model, given, path is not None)
         if path is None:
-            what = f"no statistics are at '{given}'" if given else "no statistics lie beside it"
+            what = f"there are no statistics at '{given}'" if given else "there are no statistics beside it"
             raise StatisticsError(f"{what}, delegate {self.name} needs them", where=where, remedy=command)
         found = Statistics.open(path)
         found.check(self.plan.statistics, model.fingerprint, where, command)
@@ -102,9 +102,9 @@ class CarriedStatistics:
         self.device = str(donors.options.device or "cpu")
         self.books = Books(self.plan, self.name, self.models)
         if self.plan.maps_only:
-            note = f"Delegate {self.name}: embeddings, biases, norms and other tensors that are no linear maps"
+            note = f"Delegate {self.name}: embeddings, biases, norms and other tensors that are not linear maps"
             tied = self.models[self.recipe.base].tied_head is not None and not self.recipe.untie
-            head = ", and the head, which is tied to the embedding ('untie: true' would free it)," if tied else ""
+            head = ", and the head, which is tied to the embedding ('untie: true' frees it)," if tied else ""
             self.run.note(f"{note}{head} keep the average.")
 
     def needs(self, wanted: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
@@ -200,8 +200,8 @@ class CarriedStatistics:
             return []
         if self.plan.statistics == "fisher":
             self.run.note(
-                "Fisher diagonals of the maps that read attention's values weigh by what the donors themselves read "
-                "there, before they are given the anchor's biases."
+                "Fisher diagonals of attention's output maps weigh by the donors' own inputs, before the anchor's "
+                "biases are set."
             )
             return []
         return [one.values.key]
@@ -243,7 +243,7 @@ class CarryStatistics:
                 return {"fisher": self._fisher(maps)}
             one = linear_map(self.block, self.info)
             if one is None:
-                raise StatisticsError(f"'{self.info.name}' is no linear map")
+                raise StatisticsError(f"'{self.info.name}' is not a linear map")
             return self._of_map(one, maps, self._feeding(one, values), self._shift(one, maps, values))
         except RotationMergeError as error:
             raise StatisticsError(error.what, where=error.where or self.model_name, remedy=error.remedy) from error
@@ -287,7 +287,7 @@ class CarryStatistics:
         gram = self.statistics.gram(self.names[0])
         if gram is None:
             what, remedy = f"hold nothing of tensor '{self.names[0]}'", "if transformers runs it in parts, use 'refit'"
-            raise StatisticsError(what, where=self.statistics.path, remedy=f"measure anew; {remedy}")
+            raise StatisticsError(what, where=self.statistics.path, remedy=f"measure again; {remedy}")
         found = carried_gram(one, gram.to(self.device), maps, feeding, shift)
         key = f"{self.names[0]}.gradient"
         if self.kind == "kfac" and key in self.statistics:

@@ -381,7 +381,7 @@ def check_output(tensor: Tensor, name: str) -> None:
     if not all_finite([tensor]):
         raise RotationMergeError(
             f"tensor '{name}' of the merged model would hold NaN or infinity",
-            remedy="weights may not add up to 0, and the dtype has to hold what they make; nothing was written",
+            remedy="check that the weights do not add up to 0 and that the dtype holds the values; nothing was written",
         )
 
 

@@ -180,7 +180,7 @@ class Transport:
         self, model: ModelReference, info: TensorInfo, moves: Moves, parameters: Mapping[str, Any]
     ) -> tuple[Task, ...]:
         """What moves one donor's tensor."""
-        soft = "soft plans, which are no symmetries: what was averaged no longer computes what the donor does"
+        soft = "soft plans, which are not symmetries: the averaged donor has other outputs than the original"
         words = "hard plans, which are permutations" if parameters["plan"] == "hard" else soft
         self.run.note(f"Delegate ot_fusion moved `{model}` by {words}.")
         plans: list[Task] = []

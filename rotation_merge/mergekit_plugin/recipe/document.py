@@ -146,7 +146,7 @@ def _check_size(root: yaml.Node) -> None:
         sizes[id(node)] = 1 + sum(min(sizes[id(x)], MOST_VALUES + 1) for x in below)
     if sizes[id(root)] > MOST_VALUES:
         raise RecipeError(
-            f"it holds more than {MOST_VALUES} values, or an alias that holds itself",
+            f"it holds more than {MOST_VALUES} values, or an alias of itself",
             where="recipe",
             remedy="write out what its aliases (&, *) repeat",
         )
@@ -159,7 +159,7 @@ def _document(node: yaml.Node, walked: list[Step], value: Any, number: int) -> D
         if twice:
             line, column = mark
             result.faults.append(
-                Fault("the key stands twice; the last one wins", dotted(path), "remove one", line, column, number)
+                Fault("the key occurs twice; the last one counts", dotted(path), "remove one", line, column, number)
             )
         result.marks[path] = mark
     if not isinstance(value, dict):

@@ -127,7 +127,7 @@ def explain(found: Mapping[str, Any]) -> tuple[str, str]:
     if found["type"] == "missing":
         return f"'{place[-1]}' is missing", f"add '{place[-1]}: ...'"
     if "parameters" in place[:-1]:
-        return "this is no value", "write a number or a word, a list of them, or a list of {filter: ..., value: ...}"
+        return "this is not a value", "write a number or a word, a list of them, or a list of {filter: ..., value: ...}"
     expected = {"list_type": "a list", "dict_type": "a mapping of keys to values", "string_type": "a word"}
     if found["type"].startswith("model") or found["type"] in expected:
         word = expected.get(found["type"], "a mapping of keys to values")
