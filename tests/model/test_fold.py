@@ -119,11 +119,11 @@ def test_what_the_output_is_rounded_to_counts(tmp_path: Path) -> None:
         asked = {**recipe(anchor, donor, residual="rotation"), **dtypes}
         done = mergekit_yaml(asked, tmp_path / f"out-{number}")
         assert (tmp_path / f"out-{number}").exists() == (not dtypes)
-        assert not dtypes or "rounded to bfloat16" in one_error(done.output)
+        assert not dtypes or "in bfloat16 the shift" in one_error(done.output)
     for flags in (("--dtype", "bfloat16"), ()):
         done = run("align", anchor.path, donor.path, tmp_path / "aligned", "--residual", "rotation", *flags)
         assert (tmp_path / "aligned").exists() == (not flags), done.output
-        assert not flags or "rounded to bfloat16" in done.output
+        assert not flags or "in bfloat16 the shift" in done.output
 
 
 def test_offset_gain() -> None:

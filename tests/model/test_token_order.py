@@ -101,11 +101,11 @@ def test_no_change_is_taken_from_a_model_of_other_ids(
     anchor, donor, _ = models
     said = one_error(mergekit_yaml(transport(anchor, (donor, anchor)), tmp_path / "out").output)
     assert WARNED in said
-    assert "no fine-tune" in said
+    assert "not a fine-tune" in said
     for way in ((), ("--lora", "2")):
         done = run("carry", donor.path, tmp_path / "out", "--from", anchor.path, "--to", anchor.path, *way)
         assert done.exit_code == 2, done.output
-        assert "no fine-tune" in " ".join(done.output.split())
+        assert "not a fine-tune" in " ".join(done.output.split())
     assert not (tmp_path / "out").exists()
 
 
