@@ -14,6 +14,7 @@ import click
 import pytest
 from test_docs_commands import FENCE, PAGES, ROOT, blocks, is_recipe, lines
 
+import rotation_merge
 from rotation_merge.cli.app import COMMANDS, app
 
 MORE = [
@@ -134,3 +135,8 @@ def test_titles_named_elsewhere_are_read_there() -> None:
     for title, where in ELSEWHERE.items():
         assert title in titles
         assert title in (ROOT / "tests" / where).read_text(encoding="utf-8")
+
+
+def test_every_public_name_is_in_the_api_page() -> None:
+    shown = re.findall(r"^::: rotation_merge\.(\w+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(shown) == sorted(rotation_merge.__all__)
