@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from record import Table
 
-from rotation_merge.carrying.by_samples import Samples, carry_with_samples
-from rotation_merge.carrying.by_weights import Settings, carry_all
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.transfer import carry
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.run import demo
 from rotation_merge.run.data import Data
@@ -47,15 +47,15 @@ def ways(work: str, out: str, adapter: bool) -> dict[str, Any]:
     """Ways to carry, as functions that write to `out`."""
 
     def weights(match: AlignConfig, scale: float) -> Any:
-        return lambda: carry_all({out: work}, OLD, NEW, Settings(match, scale=scale))
+        return lambda: carry({out: work}, OLD, NEW, TransferConfig(scale=scale, match=match))
 
     def refit(lora: int, scale: float | None, steps: int = 0) -> Any:
-        settings = Settings(WHOLE, lora=lora)
-        samples = Samples(scale=scale, steps=steps or 50, way="distil" if steps else "refit")
-        return lambda: carry_with_samples({out: work}, OLD, NEW, settings, samples)
+        method = "distil" if steps else "refit"
+        config = TransferConfig(method, scale, steps=steps or 50, rank=lora, match=WHOLE)
+        return lambda: carry({out: work}, OLD, NEW, config)
 
     def scaled() -> Any:
-        return carry_with_samples({out: work}, OLD, NEW, Settings(WHOLE), Samples(way="weights"))
+        return carry({out: work}, OLD, NEW, TransferConfig(scale="auto", match=WHOLE))
 
     scale = 0.5 if adapter else 0.75
     moved = {f"weights, scale {scale}": weights(WHOLE, scale)}
@@ -89,9 +89,9 @@ def main() -> None:
         tuned = loss(f"{OLD}+{work}" if adapter else work, text)
         table.add(row(title, "the new base alone", new, "", own, ""))
         with tempfile.TemporaryDirectory() as scratch:
-            for number, (way, carry) in enumerate(ways(work, f"{scratch}/out", adapter).items()):
+            for number, (way, transfer) in enumerate(ways(work, f"{scratch}/out", adapter).items()):
                 began = time.perf_counter()
-                carry()
+                transfer()
                 seconds = time.perf_counter() - began
                 out = os.path.join(scratch, str(number))
                 os.rename(f"{scratch}/out", out)

@@ -30,12 +30,10 @@ from peft import LoraConfig, get_peft_model
 from record import Table
 from torch import Tensor
 
-from rotation_merge.carrying import by_samples as carrying
+from rotation_merge.carrying import sampled as carrying
 from rotation_merge.carrying.bases import open_bases
-from rotation_merge.carrying.by_weights import Settings
-from rotation_merge.carrying.carry_in_merge import carried_tensors, carried_weights
-from rotation_merge.carrying.carry_samples import Samples
-from rotation_merge.matching.alignment import Alignment
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.transfer import transferred
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.match_on import OnSamples
 from rotation_merge.matching.options import BOTH, AlignConfig
@@ -83,10 +81,8 @@ class Pair:
         given = self.bases.architecture, first, second, WHOLE, None
         self.weights, self.both = match_model(*given), OnSamples(BOTH, new, old)(*given)
 
-    def carried(self, tuned: str, samples: Samples, alignment: Alignment, rank: int = 0) -> dict[str, Tensor]:
-        find = carried_weights if samples.way == "weights" else carried_tensors
-        settings = Settings(WHOLE, lora=rank, matcher=lambda *_: alignment)
-        return find(tuned, self.old, self.new, settings, samples)[0]
+    def carried(self, tuned: str, config: TransferConfig) -> dict[str, Tensor]:
+        return transferred(tuned, self.old, self.new, config)[0]
 
     def losses(self, tensors: Mapping[str, Tensor], data: Data) -> tuple[float, float]:
         """On the fine-tune's domain, and on the base's own."""
@@ -99,9 +95,9 @@ def distilled(rank: int, fresh: bool = False) -> Way:
     """Fifty steps from the refit on; `fresh`: from the new base as it is, an adapter's factors as peft draws them."""
 
     def carry(pair: Pair, tuned: str, text: str) -> dict[str, Tensor]:
-        samples = Samples(text, scale=1.0, steps=50, way="distil")
+        config = TransferConfig("distil", 1.0, steps=50, data=text, rank=rank, alignment=pair.weights, match=WHOLE)
         with from_the_new_base() if fresh else nullcontext():
-            return pair.carried(tuned, samples, pair.weights, rank)
+            return pair.carried(tuned, config)
 
     return carry
 
@@ -116,8 +112,8 @@ def from_the_new_base() -> Iterator[None]:
         return get_peft_model(model, wanted).eval()
 
     with (
-        patch.object(carrying.Carrying, "_refitted", lambda *_: {}),
-        patch.object(carrying, "lora_of_tuned", lambda *_: (None, {})),
+        patch.object(carrying.SampledTransfer, "_refitted", lambda *_: {}),
+        patch.object(carrying, "adapter_of", lambda *_: (None, {})),
         patch.object(carrying, "adapter_in_training", drawn),
     ):
         yield
@@ -129,7 +125,9 @@ def ways(long: bool, distil: bool) -> dict[str, Way]:
     def by(way: str, scale: float | None, rank: int = 0) -> tuple[str, Way]:
         def carry(pair: Pair, tuned: str, text: str) -> dict[str, Tensor]:
             alignment = pair.both if way == "activations" else pair.weights
-            return pair.carried(tuned, Samples(text, scale=scale, way=way), alignment, rank)
+            return pair.carried(
+                tuned, TransferConfig(way, scale or "auto", data=text, rank=rank, alignment=alignment, match=WHOLE)
+            )
 
         words = [way, *([f"an adapter of rank {rank}"] if rank else [])]
         return ", ".join([*words, "scale by held-out samples" if scale is None else f"scale {scale:g}"]), carry

@@ -15,7 +15,7 @@ import argparse
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ from record import Table
 from train_checkpoints import SCHEDULES, byte_tokenizer, fit, new_llama, text_batches, warm_cosine
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from rotation_merge.carrying.by_samples import Samples, carry_with_samples
-from rotation_merge.carrying.by_weights import Settings, carry_all
-from rotation_merge.carrying.unlike import Unlike
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.transfer import carry
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.run import demo
 
@@ -74,27 +73,29 @@ def trained(folder: Path) -> dict[str, str]:
     return {name: str(folder / name) for name in makers}
 
 
-def ways(unlike: Unlike, way: str) -> dict[str, Callable[[dict[str, str], str, str], Any]]:
+def ways(resizing: Mapping[str, Any], way: str) -> dict[str, Callable[[dict[str, str], str, str], Any]]:
     """Ways to carry, as functions of what goes where, the old base and the new one.
 
     Args:
+        resizing: what of the bases' shapes may differ, as `TransferConfig` has it.
         way: weights, and one that trains or solves.
     """
 
     def weights(match: AlignConfig, scale: float) -> Any:
-        return lambda jobs, old, new: carry_all(jobs, old, new, Settings(match, scale=scale, unlike=unlike))
+        config = TransferConfig(scale=scale, match=match, **resizing)
+        return lambda jobs, old, new: carry(jobs, old, new, config)
 
-    def sampled(**given: Any) -> Any:
-        settings = Settings(WHOLE, unlike=unlike)
-        return lambda jobs, old, new: carry_with_samples(jobs, old, new, settings, Samples(**given))
+    def sampled(method: str, scale: float | str) -> Any:
+        config = TransferConfig(method, scale, match=WHOLE, **resizing)
+        return lambda jobs, old, new: carry(jobs, old, new, config)
 
     if way == "distil":
-        return {"50 steps, scale 1": sampled(scale=1.0, way="distil")}
+        return {"50 steps, scale 1": sampled("distil", 1.0)}
     found = {
         "cut or padded as it is, scale 0.75": weights(NOTHING, 0.75),
         "weights, scale 0.75": weights(WHOLE, 0.75),
     }
-    return {**found, "refit, scale by held-out samples": sampled()} if way == "refit" else found
+    return {**found, "refit, scale by held-out samples": sampled("refit", "auto")} if way == "refit" else found
 
 
 def main() -> None:
@@ -104,8 +105,8 @@ def main() -> None:
     torch.set_num_threads(1)
     made = trained(folder)
     table = Table("unlike")
-    widths, depth = Unlike(widths=True), Unlike(layers="auto")
-    for title, old, tuned, new, unlike, way in (
+    widths, depth = {"widths": True}, {"layers_map": "auto"}
+    for title, old, tuned, new, resizing, way in (
         ("width 48 to 96", made["half"], made["half-english"], NEW, widths, "refit"),
         ("four layers to three", made["half"], made["half-english"], made["three"], depth, "weights"),
         ("width 96 to 48", OLD, TUNED, made["half"], widths, "weights"),
@@ -114,10 +115,10 @@ def main() -> None:
         before, after, start = loss(old, "english"), loss(tuned, "english"), loss(new, "english")
         if way != "distil":
             table.add(row(title, "the new base alone", start, "", loss(new, "python"), "", ""))
-        for how, carry in ways(unlike, way).items():
+        for how, transfer in ways(resizing, way).items():
             with tempfile.TemporaryDirectory() as scratch:
                 out, began = f"{scratch}/out", time.process_time()
-                lines = " ".join(carry({out: tuned}, old, new)[0].lines)
+                lines = " ".join(transfer({out: tuned}, old, new)[0].lines)
                 seconds = f"{time.process_time() - began:.0f}"
                 found = loss(out, "english")
                 place = re.search(r"change (\S+) has a place", lines)

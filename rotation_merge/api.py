@@ -9,13 +9,11 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.averaging.methods import BLOCK, MODEL, plan_of
-from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.tuned import Tuned
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, RecipeError, not_written
 from rotation_merge.matching.alignment import Alignment, Basis
 from rotation_merge.matching.check_pair import check_pair
@@ -25,7 +23,7 @@ from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
 from rotation_merge.model.halves import NOTE
 from rotation_merge.model.nearness import nearness
-from rotation_merge.model.opened import ModelLike, OpenedModel, open_like
+from rotation_merge.model.opened import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import Either, Relabelled
 from rotation_merge.model.view import View, as_stored
@@ -86,7 +84,7 @@ def align(
     half = second.within(first.member)
     matched = second if half is None else _with_rest(half, first)
     checked = check_pair(first.member, matched.member, chosen, untie=untie)
-    _check_names(first, matched)
+    check_names(first, matched)
     source = Relabelled(matched.source, checked.rows)
     alignment = match(first.architecture, first.source, source, checked.options, None)
     basis = Basis.of(first, half or second, alignment.folded, checked.rows, bool(widening))
@@ -251,11 +249,9 @@ def transfer(
     tuned: ModelLike,
     old: ModelLike,
     new: ModelLike,
+    config: TransferConfig | None = None,
     *,
-    scale: float = 1.0,
-    match_on: str = WEIGHTS,
     samples: Batches | None = None,
-    untie: bool = False,
     **options: Any,
 ) -> View:
     """Carry what fine-tuning changed in an old base to a new one, by weights.
@@ -266,10 +262,9 @@ def transfer(
     Args:
         tuned: a fine-tune of `old`, as `align` takes models (also `base+adapter`); not modified.
         old, new: bases of one architecture and one shape; not modified.
-        scale: what the change is multiplied by.
-        match_on, samples, untie, **options: as of `align`; residual is the largest group that the models admit, if it
-            is not said. Where no option is given, weights are matched and the bases share their coordinates, nothing
-            is matched: the change is added as it is.
+        config: how; or name its fields, and those of `AlignConfig`, as options. Where nothing is said of matching and
+            the bases share their coordinates, nothing is matched: the change is added as it is.
+        samples: of `match_on` other than weights, as of `align`.
 
     Returns:
         The new base with the carried change, lazily (folded where the stream is rotated, and then without layers that
@@ -278,30 +273,26 @@ def transfer(
     Raises:
         RotationMergeError: unknown options, an unsupported architecture, tensors that do not fit.
     """
-    bases = [open_like(model, name, untie=untie) for model, name in ((new, "new"), (old, "old"), (tuned, "tuned"))]
+    chosen = TransferConfig.from_values(options, config)
+    bases = [
+        open_like(model, name, untie=chosen.untie) for model, name in ((new, "new"), (old, "old"), (tuned, "tuned"))
+    ]
     first, second, third = bases
     for other in (second, third):
-        _check_names(first, other)
-    chosen = _options(None, {"residual": "largest", **options})
-    check_pair(first.member, third.member, chosen, untie=untie)
+        check_names(first, other)
+    check_pair(first.member, third.member, chosen.match, untie=chosen.untie)
     near = nearness(first.architecture, first.source, second.source)
-    added = near.shared and not options and match_on == WEIGHTS
-    chosen = NOTHING if added else chosen
-    alignment = align(first, second, chosen, match_on=match_on, samples=samples, untie=untie)
-    carrier = Carrier(first.architecture, second.source, first.source, alignment)
-    change = Tuned(carrier, third.source, scale)
-
-    def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
-        return change.tensor(block, info, dtype)
-
-    left_out = first.unread if alignment.folded else []
-    if left_out:
-        LOG.warning("%s", not_written(left_out))
+    added = near.shared and chosen.match == TransferConfig().match and chosen.match_on is None
+    match = NOTHING if added else chosen.match
+    alignment = align(first, second, match, match_on=chosen.matched_on, samples=samples, untie=chosen.untie)
+    delta = Delta.between(second, third).moved(alignment, first)
+    carried = delta.scaled(1.0 if chosen.factor is None else chosen.factor).applied()
+    for note in carried.notes:
+        LOG.warning("%s", note)
     shared = f"The bases share their coordinates ({near.words}): nothing was matched, the change is added as it is."
     notes = [shared] if added else []
     notes += alignment.report.notes if alignment.report is not None else []
-    notes += [not_written(left_out)] if left_out else []
-    return View(first, compute, None, left_out, tuple(dict.fromkeys(notes)), alignment.report)
+    return carried.with_notes([*notes, *carried.notes], alignment.report)
 
 
 def _options(config: AlignConfig | None, options: Mapping[str, Any]) -> AlignConfig:
@@ -342,14 +333,3 @@ def _with_rest(half: OpenedModel, anchor: OpenedModel) -> OpenedModel:
     source: TensorSource = Either(half.source, anchor.source, lambda name: name not in own)
     shapes = {**anchor.shapes, **half.shapes}
     return OpenedModel(half.name, half.config, source, tuple(shapes), shapes, half.untie)
-
-
-def _check_names(first: OpenedModel, other: OpenedModel) -> None:
-    """Both models have the same tensors, but for what they do not read and heads that may be tied."""
-    spare = {*first.unread, *other.unread}
-    if first.member.tied is not None and first.member.tied == other.member.tied:
-        spare.add(first.member.tied[0])  # a second copy of the embedding
-    if odd := sorted((set(first.names) ^ set(other.names)) - spare):
-        what = f"tensor '{odd[0]}' is only in one of {first.name} and {other.name}"
-        remedy = "give models of one class, both as folders or both as modules"
-        raise CheckpointError(what, where=other.name, remedy=remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from rotation_merge.errors import RecipeError, nearest
@@ -24,6 +24,8 @@ class Option:
         low, high: the range of a number.
         above: whether the lower end itself is outside.
         optional: whether it may be None.
+        words: values that it may have beside those of its kind.
+        key: what recipes and commands call it, if not by its field's name.
         command: whether the command line has it.
     """
 
@@ -34,6 +36,8 @@ class Option:
     high: float = math.inf
     above: bool = False
     optional: bool = False
+    words: tuple[str, ...] = ()
+    key: str = ""
     command: bool = True
 
     @property
@@ -42,6 +46,8 @@ class Option:
         if self.choices:
             words = ", ".join(str(choice).lower() for choice in self.choices)
             return f"some of: {words}" if self.kind is tuple else f"one of: {words}"
+        if self.words:
+            return f"one of: {', '.join(self.words)}, {replace(self, words=()).allowed}"
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(
             self.kind, "a list"
         )
@@ -66,8 +72,8 @@ class Option:
         raise RecipeError(f"option '{name}' is {value!r}", remedy=remedy)
 
     def _holds(self, value: Any) -> bool:
-        if value is None:
-            return self.optional
+        if value is None or value in self.words:
+            return self.optional or value is not None
         if self.kind is tuple:
             return isinstance(value, tuple) and bool(value) and all(v in self.choices for v in value if self.choices)
         if self.choices:

@@ -25,7 +25,7 @@ from transformers import AutoConfig, ViTForImageClassification
 
 from rotation_merge.averaging.ot_fusion import REGULARISATION, How, Plans, block_plans, transported, weight_points
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.carry_scale import Scaled
+from rotation_merge.carrying.judge import Scaled
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.mergekit_plugin.planning.transport import PlanStreams

@@ -15,8 +15,7 @@ from apparatus import Given, run, spread
 from carried import METHODS, NOT_ALIGNED, OURS, TRANSFUSION, Family, Work, families, gained
 from record import Row
 
-from rotation_merge.carrying.carry_losses import Both
-from rotation_merge.carrying.carry_scale import Scaled, Scales, search
+from rotation_merge.carrying.judge import Both, Scaled, Scales, search
 from rotation_merge.run.data import Data
 from rotation_merge.run.evaluate import evaluate
 

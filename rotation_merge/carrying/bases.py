@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -14,8 +15,7 @@ from mergekit.options import MergeOptions
 from rotation_merge.architecture import Architecture, find, resolve
 from rotation_merge.architecture.sizes import of_sizes
 from rotation_merge.carrying.carrier import Carrier, Rows
-from rotation_merge.carrying.frame import WIDTHS, Frame, frame_of
-from rotation_merge.carrying.unlike import AUTO, Unlike
+from rotation_merge.carrying.frame import AUTO, WIDTHS, Frame, Resizing, frame_of
 from rotation_merge.errors import CheckpointError
 from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
@@ -24,12 +24,15 @@ from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import Pair, WithTied, open_pair, read_file
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.run import GivenFile, Run
+from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.checkpoint import Model, Models, parse_reference
 from rotation_merge.model.depth import in_order, marks, probes
 from rotation_merge.model.depth import likeness as alikeness
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.labels import label_rows
+from rotation_merge.model.lora import parse
 from rotation_merge.model.member import Member
+from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.model.source import Progress, TensorSource
 from rotation_merge.model.sources import Respelled, other_form
 from rotation_merge.model.sources import Rows as SharedRows
@@ -181,7 +184,7 @@ class Bases:
         return Carrier(self.architecture, old, new, alignment, self.rows, dtype_from_name(dtype), self.frame)
 
 
-def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True, unlike: Unlike | None = None) -> Bases:
+def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True, unlike: Resizing | None = None) -> Bases:
     """Two bases of one architecture; their vocabularies may differ, and the form that their files have: experts apart
     or in one tensor.
 
@@ -198,7 +201,7 @@ def open_bases(new: str, old: str, device: str = "cpu", untie: bool = True, unli
     return Bases(replace(pair, checked=replace(pair.checked, donor=donor)))
 
 
-def _framed(new: str, old: str, device: str, untie: bool, unlike: Unlike) -> Bases:
+def _framed(new: str, old: str, device: str, untie: bool, unlike: Resizing) -> Bases:
     """Two bases whose shapes may differ."""
     models = Models(MergeOptions(), "error", untie)
     a, d = (models[parse_reference(name)] for name in (new, old))
@@ -251,3 +254,47 @@ def _in_form_of(wanted: Architecture, member: Member) -> Member:
             own = replace(own, tensors=(*kept, *(info for info in theirs.tensors if info.key in gained)))
         blocks.append(own)
     return replace(member, architecture=replace(member.architecture, blocks=tuple(blocks)))
+
+
+def how_near(bases: Bases) -> Nearness:
+    """How near two bases lie, by a few matrices; no cosines where their shapes differ."""
+    return Nearness({}) if bases.frame is not None else nearness(bases.architecture, *bases.sources)
+
+
+def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[str]] | None:
+    """What to say of work that needs no carrying, by the directory it was to be written to; None: it has to be carried.
+
+    Raises:
+        RotationMergeError: work cannot be read, or is not of the old base.
+    """
+    near = how_near(bases)
+    if not near.shared or bases.old.rows:
+        return None
+    if bases.rows is not None and any(_by_token(work, bases) for work in works.values()):
+        return None
+    old, new = bases.old.reference, bases.new.reference
+    said = {}
+    for out, work in works.items():
+        where = f"{old} and {new} share their coordinates ({near.words})"
+        if is_adapter(work):
+            parsed = parse(Adapter(work), bases.old.config)
+            said[out] = [f"{where}: {work} can be used on {new} as it is."]
+            if parsed.saved:
+                said[out].append(
+                    f"The tensors that it holds whole ({len(parsed.saved)}) then stand for the new base's."
+                )
+        else:
+            bases.tuned(work)  # opened, so that what is no fine-tune of the old base is refused
+            recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {work} and -1 for {old}"
+            said[out] = [f"{where}: what {work} changed can be added to {new} as it is ({recipe})."]
+        said[out].append("Nothing was written; --data FILE lets samples judge, --force carries it all the same.")
+    return said
+
+
+def _by_token(work: str, bases: Bases) -> bool:
+    """Whether work changes rows of a vocabulary, which need not mean the same tokens at another base."""
+    if not is_adapter(work):
+        return True
+    parsed = parse(Adapter(work), bases.old.config)
+    spots = [*(entry.spot for entry in parsed.entries), *parsed.saved.values()]
+    return any(spot.info.vocabulary_axis is not None for spot in spots)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rotation_merge.cli.paths import WORD
+from rotation_merge.config import Config, Option
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import CHOICES, MATCH_ON, AlignConfig, by_stream
 
@@ -31,6 +33,59 @@ class Groups(click.Choice):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if by_stream(value) is not None else super().convert(value, param, ctx)
+
+
+def config_options(
+    config: type[Config], *names: str, types: Mapping[str, click.ParamType] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add an option for each of some fields of a config, as it describes them; the command hands their values to
+    `config_values`.
+
+    Args:
+        types: of options that name what is read, by field.
+    """
+    known, types = config.options(), types or {}
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(names):
+            option, default = known[name], getattr(config, name)
+            shown: dict[str, Any] = {"type": types.get(name) or _type_of(option), "show_default": default is not None}
+            words = option.help[0].upper() + option.help[1:]
+            add_option = click.option(
+                f"--{(option.key or name).replace('_', '-')}",
+                name,
+                default=default,
+                help=f"{words}.",
+                **({"is_flag": True} if option.kind is bool else shown),
+            )
+            function = add_option(function)
+        return function
+
+    return add
+
+
+def _type_of(option: Option) -> click.ParamType:
+    """The type of a command-line option."""
+    if option.choices:
+        return click.Choice(option.choices)
+    if option.kind is int:
+        return click.IntRange(min=int(option.low)) if math.isfinite(option.low) else click.INT
+    return WORD
+
+
+def config_values(config: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a command's options say to a config: those that are given, numbers as numbers."""
+    known = config.options()
+    said = {name: value for name, value in values.items() if name in known and value not in (None, "")}
+    return {name: _number(value) if known[name].kind is float else value for name, value in said.items()}
+
+
+def _number(text: str) -> float | str:
+    """The number that a text is, or the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -131,6 +131,10 @@ class View(Mapping[str, Tensor]):
         """The same with floating tensors of another dtype, each rounded once."""
         return View(self.opened, self._compute, dtype, self.left_out, self.notes, self.report)
 
+    def with_notes(self, notes: Sequence[str], report: MergeReport | None = None) -> View:
+        """The same with other notes and another report."""
+        return View(self.opened, self._compute, self.dtype, self.left_out, tuple(dict.fromkeys(notes)), report)
+
     def to_module(self) -> nn.Module:
         """The model in memory, in evaluation mode: of a module a copy, else of the class that the config names.
 

@@ -10,9 +10,9 @@ from carry_support import make_adapter, merged, other_coordinates
 from tiny_models import ALL, Case, difference, outputs, planted
 
 from rotation_merge.architecture import resolve
-from rotation_merge.carrying.adapters_carried import carry_adapter
+from rotation_merge.carrying.adapter import carry_adapter
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.tuned import Tuned, of_low_rank
+from rotation_merge.carrying.delta import Delta, of_low_rank
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.factors import dense
@@ -57,7 +57,7 @@ def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path:
         if (stored_tensor := read_tensor(info, state)) is not None and stored_tensor.ndim > 1:
             again = dense(of_low_rank(stored_tensor, info, 10**6), info)
             assert torch.allclose(again, stored_tensor, atol=1e-9), info.name
-    tuned = Tuned(Carrier(architecture, state, new, alignment), merged(adapter, architecture, state))
+    tuned = Delta(Carrier(architecture, state, new, alignment), merged(adapter, architecture, state))
     whole = {name: x for _, pieces, *_ in tuned.tensors() for name, x in pieces.items()}
     assert set(whole) == set(new)
     there = outputs(model.holding(whole), given)

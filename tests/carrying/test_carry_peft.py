@@ -19,10 +19,10 @@ from tiny_models import inputs as given_inputs
 from torch import Tensor
 
 from rotation_merge.architecture import resolve
-from rotation_merge.carrying.adapters_carried import Carried, carry_adapter
+from rotation_merge.carrying.adapter import CarriedAdapter, carry_adapter
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.lora_of_tuned import lora_of_tuned
-from rotation_merge.carrying.tuned import Tuned, share
+from rotation_merge.carrying.delta import Delta, share
+from rotation_merge.carrying.lora import adapter_of
 from rotation_merge.errors import AlignmentError, CheckpointError, RotationMergeError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import AlignConfig
@@ -70,7 +70,7 @@ class Home:
         model.save_pretrained(self.where / "adapter", save_embedding_layers=False)
         return Adapter(str(self.where / "adapter")), self.logits(model)
 
-    def carried(self, adapter: Adapter, options: AlignConfig, **others: Any) -> tuple[Carried, Tensor]:
+    def carried(self, adapter: Adapter, options: AlignConfig, **others: Any) -> tuple[CarriedAdapter, Tensor]:
         """The adapter on the new base, and what that computes with it."""
         state, alignment = self.new(options)
         carrier = Carrier(self.architecture, self.state, state, alignment)
@@ -357,25 +357,25 @@ class TestWholeFineTunes:
         """Changed norms go into what reads them where the stream is turned, else into modules_to_save."""
         state, expected = self.tuned(llama)
         new, alignment = llama.new(options)
-        tuned = Tuned(Carrier(llama.architecture, llama.state, new, alignment), state)
+        tuned = Delta(Carrier(llama.architecture, llama.state, new, alignment), state)
         config = {**llama.config, "architectures": [llama.case.class_name]}
         base = SimpleNamespace(config=config, reference=llama.where / "new", tied_head=None)
-        written, kept = lora_of_tuned(tuned, 64, base)
+        written, kept = adapter_of(tuned, 64, base)
         assert share(kept) == pytest.approx(1.0, abs=1e-9)
         written.write(str(llama.where / "lora"))
         model = PeftModel.from_pretrained(llama.base("new"), llama.where / "lora", autocast_adapter_dtype=False)
         torch.testing.assert_close(llama.logits(model), expected, atol=1e-4, rtol=1e-4)
-        _, less = lora_of_tuned(tuned, 4, base)
+        _, less = adapter_of(tuned, 4, base)
         assert 0.1 < share(less) < 0.9
 
     def test_biases_and_what_has_no_place(self, gpt2: Home) -> None:
         """Beside biases peft has no place for embeddings: their change is counted as lost."""
         state, _ = self.tuned(gpt2)
         new, alignment = gpt2.new(ROTATION)
-        tuned = Tuned(Carrier(gpt2.architecture, gpt2.state, new, alignment), state)
+        tuned = Delta(Carrier(gpt2.architecture, gpt2.state, new, alignment), state)
         config = {**gpt2.config, "architectures": [gpt2.case.class_name]}
         base = SimpleNamespace(config=config, reference=gpt2.where / "new", tied_head=None)
-        written, kept = lora_of_tuned(tuned, 96, base)
+        written, kept = adapter_of(tuned, 96, base)
         lost = {key for key, (norm, rest) in kept.items() if rest < 0.5 * norm}
         assert lost
         assert all("wte" in key or "wpe" in key or "ln_f" in key or "lm_head" in key for key in lost), lost

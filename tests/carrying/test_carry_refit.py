@@ -22,9 +22,8 @@ from rotation_merge.architecture import resolve
 from rotation_merge.averaging import polish as polish_module
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.carry_change import ChangeOptions, of_rank, refit_change
-from rotation_merge.carrying.carry_losses import Losses
-from rotation_merge.carrying.carry_scale import Scaled, search
+from rotation_merge.carrying.judge import Losses, Scaled, search
+from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.run import functions
 
@@ -203,8 +202,8 @@ def test_distilling_goes_on_where_it_was_stopped(
     [
         (("--carry", "refit", "--steps", 5), "--carry distil"),
         (("--data", "texts.txt"), "--scale auto"),
-        (("--scale", "much"), "write a number"),
-        (("--scale", "nan"), "write a number"),
+        (("--scale", "much"), "auto, a number"),
+        (("--scale", "nan"), "auto, a number"),
         (("--carry", "refit", "--data", "nowhere.txt"), "nowhere.txt"),
     ],
 )

@@ -14,8 +14,7 @@ from tiny_models import ALL, exactly, inputs, reload, save
 from tiny_models import make as tiny
 
 from rotation_merge.architecture import resolve
-from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.carry_sites import site_maps
+from rotation_merge.carrying.carrier import Carrier, site_maps
 from rotation_merge.matching.activations import Activations
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.factors import LowRank, dense

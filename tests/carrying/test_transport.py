@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.carrying import carrier as carry
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.tuned import Tuned
+from rotation_merge.carrying.delta import Delta
 from rotation_merge.cli.app import app
 from rotation_merge.matching.alignment import aligned_tensors
 from rotation_merge.matching.match import match_model
@@ -119,7 +119,7 @@ def test_long_vocabularies_are_moved_in_slices(
     anchor, old, fine = trio
     architecture, anchors, olds, fines = anchor.architecture, anchor.state, old.state, fine.state
     found = match_model(architecture, anchors, olds, AlignConfig(residual="rotation"))
-    tuned = Tuned(Carrier(architecture, olds, anchors, found), fines)
+    tuned = Delta(Carrier(architecture, olds, anchors, found), fines)
     largest: dict[str, int] = {}
 
     def watch(module: ModuleType) -> None:

@@ -21,10 +21,9 @@ from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.architecture.registry import tied_head
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.carry_change import ChangeOptions, refit_change
-from rotation_merge.carrying.frame import frame_of
-from rotation_merge.carrying.tuned import Tuned
-from rotation_merge.carrying.unlike import Unlike
+from rotation_merge.carrying.delta import Delta
+from rotation_merge.carrying.frame import Resizing, frame_of
+from rotation_merge.carrying.refit import ChangeOptions, refit_change
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.depth import in_order
@@ -56,7 +55,7 @@ def carried(
     still = {name: new[0].stream_group(name, "rotation").identity() for name in folded}
     alignment, there = Alignment(still, folded), frame.of_old(old[1], old[0])
     carrier = Carrier(new[0], there, new[1], alignment, frame=frame)
-    moving = Tuned(carrier, frame.of_old(tuned, old[0]))
+    moving = Delta(carrier, frame.of_old(tuned, old[0]))
     found = {name: tensor for _, pieces, _, _ in moving.tensors() for name, tensor in pieces.items()}
     return {**new[1], **found}, moving.places.share()
 
@@ -109,7 +108,7 @@ def test_a_layer_s_change_goes_to_the_layer_that_it_meets(case: Case, tmp_path: 
     for folded in {(), turned}:
         frame = frame_of(architecture, architecture, layers, tied and tied[0], ("new", "old"))
         carrier = Carrier(architecture, frame.of_old(old, architecture), new, Alignment({}, folded), frame=frame)
-        moving = Tuned(carrier, frame.of_old(tuned, architecture))
+        moving = Delta(carrier, frame.of_old(tuned, architecture))
         expected = Folded(architecture, wanted, folded)
         for name, tensor in ((n, t) for _, pieces, _, _ in moving.tensors() for n, t in pieces.items()):
             torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9, msg=name)
@@ -294,14 +293,14 @@ def test_samples_say_what_arrives_between_unlike_bases(
 @pytest.mark.parametrize(
     ("old", "new", "unlike"),
     [
-        ("wide", "small", Unlike(True)),
-        ("small", "wide", Unlike(True)),
-        ("deep", "small", Unlike(layers="1-2:0-1")),
-        ("small", "deep", Unlike(layers="0-1:1-2")),
+        ("wide", "small", Resizing(True)),
+        ("small", "wide", Resizing(True)),
+        ("deep", "small", Resizing(layers="1-2:0-1")),
+        ("small", "deep", Resizing(layers="0-1:1-2")),
     ],
     ids=["smaller", "larger", "shallower", "deeper"],
 )
-def test_a_refit_gives_what_the_fine_tune_gives(models: dict[str, Path], old: str, new: str, unlike: Unlike) -> None:
+def test_a_refit_gives_what_the_fine_tune_gives(models: dict[str, Path], old: str, new: str, unlike: Resizing) -> None:
     """Where one base is the other one with zeros around it, or with layers that do nothing."""
     bases = open_bases(str(models[new]), str(models[old]), unlike=unlike)
     alignment, _ = bases.match(AlignConfig(heads="permutation", residual="rotation"))

@@ -25,7 +25,7 @@ from mergekit.scripts.run_yaml import main as mergekit_yaml
 from recipe_models import FAMILIES, localised, stand_in
 from transformers import ViTConfig, ViTForImageClassification
 
-from rotation_merge.carrying.by_samples import Samples
+from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.cli.app import app
 from rotation_merge.matching import passes
 from rotation_merge.run.demo import CHECKPOINTS, TEXTS
@@ -153,12 +153,12 @@ def run_recipe(block: Block, name: str, merge: bool, models: Path) -> None:
 def in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass over the residual stream; short texts where models write themselves and no option says how long."""
     monkeypatch.setattr(passes, "MOST_PASSES", 1)
-    real = Samples.read
+    real = TransferConfig.reading
 
-    def few(self: Samples, *given: int) -> dict[str, Any]:
-        return {**real(replace(self, count=min(self.count, 32)), *given), "length": 16}
+    def few(self: TransferConfig, *given: int) -> dict[str, Any]:
+        return {**real(replace(self, samples=min(self.samples, 32)), *given), "length": 16}
 
-    monkeypatch.setattr(Samples, "read", few)
+    monkeypatch.setattr(TransferConfig, "reading", few)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if has_work(page)], ids=lambda page: page.name)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rotation_merge.carrying.by_weights import Settings, carry_all
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.transfer import carry
 from rotation_merge.cli.demo.twin import make_twin
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.matching.options import NOTHING, AlignConfig
@@ -126,7 +127,7 @@ def adapter(place: Path) -> Result:
     }
     for name, options in groups.items():
         out = place / "adapter" / name
-        carry_all({str(out): str(lora)}, str(old), str(base), Settings(options, scale=ADAPTER_SCALE))
+        carry({str(out): str(lora)}, str(old), str(base), TransferConfig(scale=ADAPTER_SCALE, match=options))
         result.merges[name] = _english(f"{base}+{out}")
         if name == "whole":
             _distances(result, out)

@@ -8,9 +8,9 @@ import tqdm
 from pydantic import Field
 from torch import Tensor
 
-from rotation_merge.carrying.by_samples import Samples
-from rotation_merge.carrying.by_weights import Settings
-from rotation_merge.carrying.carry_in_merge import carried_scales, carried_tensors, carried_weights
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.session import Execution
+from rotation_merge.carrying.transfer import transfer_scales, transferred
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.planning.whole import WholeTask
 from rotation_merge.mergekit_plugin.recipe.donor import title
@@ -22,23 +22,30 @@ class Carry(WholeTask):
     donor: str
     origin: str
     anchor: str
-    settings: Settings = Field(repr=False)
-    samples: Samples
+    config: TransferConfig = Field(repr=False)
+    execution: Execution = Field(repr=False)
     run: Run = Field(repr=False)
     quiet: bool = False
 
+    @property
+    def gives_tensors(self) -> bool:
+        """Whether it gives tensors, not scales of what weights carry."""
+        return self.config.method != "weights" or self.config.resizes
+
     def execute(self) -> dict[str, Tensor] | dict[str, float]:
-        make: Any = carried_tensors if self.samples.way != "weights" else carried_scales
-        if self.settings.unlike.asked and self.samples.way == "weights":
-            make = carried_weights
         with tqdm.tqdm(desc=f"Carrying {self.donor}", disable=self.quiet) as bar:
-            found, notes, alignment = make(
-                self.donor, self.origin, self.anchor, self.settings, self.samples, lambda *_: bar.update(1)
+            asked: Any = (
+                *(self.donor, self.origin, self.anchor, self.config, self.execution),
+                lambda *_: bar.update(1),
             )
-        if self.samples.needed:
-            self.run.used(f"carrying {self.donor}", self.samples.data, self.samples.count)
-        if alignment is not None:
-            self.run.aligned(title(self.donor, self.origin), alignment)
-        for note in notes:
-            self.run.note(f"`{self.donor}`: {note}")
-        return found
+            result: dict[str, Tensor] | dict[str, float]
+            if self.gives_tensors:
+                result, lines, alignment = transferred(*asked)
+                self.run.aligned(title(self.donor, self.origin), alignment)
+            else:
+                result, lines = transfer_scales(*asked)
+        if self.config.needs_samples:
+            self.run.used(f"carrying {self.donor}", self.config.data, self.config.samples)
+        for line in lines:
+            self.run.note(f"`{self.donor}`: {line}")
+        return result

@@ -9,12 +9,12 @@ from mergekit.config import ConfigReader
 from mergekit.graph import Task
 from mergekit.options import MergeOptions
 
-from rotation_merge.carrying.unlike import Unlike
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.frame import Resizing
 from rotation_merge.errors import RecipeError
-from rotation_merge.matching.match import Match
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.run import Run
-from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
+from rotation_merge.mergekit_plugin.recipe.names import OF_MODEL, OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.adapter_base import OWN_BASE, check_own_base
 from rotation_merge.model.checkpoint import Model
@@ -38,6 +38,21 @@ class Carried:
     scale: float | Task = 1.0
 
 
+def transfer_config(
+    recipe: Recipe, reader: ConfigReader, model: ModelReference, match: AlignConfig, seed: int
+) -> TransferConfig:
+    """What a recipe says of how a donor's change is carried.
+
+    Args:
+        match: by which groups it is matched.
+        seed: of everything random.
+    """
+    keys = {name: option.key or name for name, option in TransferConfig.options().items()} | {"alignment": "alignment"}
+    values = {name: recipe.of_model(key, reader, model) for name, key in keys.items() if key in OF_MODEL}
+    values = {name: value for name, value in values.items() if value is not None}
+    return TransferConfig(**values, match=match, seed=seed, untie=recipe.untie)
+
+
 def carried(
     recipe: Recipe,
     reader: ConfigReader,
@@ -47,77 +62,58 @@ def carried(
     origin: ModelReference | None,
     match: AlignConfig,
     shares_vocabulary: bool,
-    finding: Match,
 ) -> Carried:
-    """What a recipe says of how a donor is carried.
+    """How a donor is carried.
 
     Args:
         origin: what it was tuned from, where it is a change that is merged.
         match: by which groups that is matched.
         shares_vocabulary: whether it has the anchor's.
-        finding: finds the maps from its base to the anchor.
 
     Raises:
         RecipeError: there is no change to carry, or samples mean other things to its base than to the anchor.
     """
-    asked = ("carry", "scale", "data", "samples", "steps")
-    given = {name: recipe.of_model(name, reader, model) for name in asked}
-    way, scale = given["carry"], given["scale"]
+    config = transfer_config(recipe, reader, model, match, options.random_seed or 0)
     if origin is None:
-        if unlike_of(recipe, reader, model).asked:
+        if config.resizes:
             what = "'widths' and 'layers_map' are of what fine-tuning changed"
             raise RecipeError(what, where=str(model), remedy="name its base ('finetuned_from')")
-        if way == "weights":
+        if config.method == "weights":
             return Carried()
         remedy = "name the model that it was tuned from ('finetuned_from')"
-        raise RecipeError(f"'carry: {way}' carries what fine-tuning changed", where=str(model), remedy=remedy)
-    unlike = unlike_of(recipe, reader, model)
-    by_weights = way == "weights" and scale != "auto"
-    if by_weights:
-        scale = 1.0 if scale is None else float(scale)
-        if not unlike.asked:
-            what = "how much of its change arrives in function is not measured; 'scale: auto' measures it on samples"
-            run.note(f"`{model}`: {what}.")
-            return Carried(scale=scale)
-    if not shares_vocabulary and not by_weights:
+        raise RecipeError(f"'carry: {config.method}' carries what fine-tuning changed", where=str(model), remedy=remedy)
+    if not config.needs_samples and not config.resizes:
+        what = "how much of its change arrives in function is not measured; 'scale: auto' measures it on samples"
+        run.note(f"`{model}`: {what}.")
+        return Carried(scale=1.0 if config.factor is None else config.factor)
+    if not shares_vocabulary and config.needs_samples:
         raise RecipeError(
             f"the vocabulary of {origin} is not the anchor's: samples mean other things to the two",
             where=str(model),
             remedy="leave 'carry' and 'scale: auto' out: weights alone are carried by the tokens that both have",
         )
-    from rotation_merge.carrying.by_samples import Samples
-    from rotation_merge.carrying.by_weights import Settings
+    from rotation_merge.carrying.session import Execution
     from rotation_merge.mergekit_plugin.planning.carry_task import Carry
     from rotation_merge.model.writing import Storage
-    from rotation_merge.run.written import SELF
 
-    samples = Samples(
-        data=given["data"] or SELF,
-        count=given["samples"],
-        seed=options.random_seed or 0,
-        scale=None if scale in (None, "auto") else float(scale),
-        steps=given["steps"],
-        way=way,
-    )
-    file, device = recipe.of_model("alignment", reader, model), str(options.device or "cpu")
     task = Carry(
         key=f"carry:{model}",
         label="",
         donor=str(model),
         origin=str(origin),
         anchor=str(recipe.base),
-        settings=Settings(match, file, 1.0, device, 0, Storage(untie=recipe.untie), unlike, finding),
-        samples=samples,
+        config=config,
+        execution=Execution(str(options.device or "cpu"), Storage(untie=recipe.untie)),
         run=run,
         quiet=options.quiet,
     )
-    return Carried(carrying=task) if samples.way != "weights" or unlike.asked else Carried(scale=task)
+    return Carried(carrying=task) if task.gives_tensors else Carried(scale=task)
 
 
-def unlike_of(recipe: Recipe, reader: ConfigReader, model: ModelReference) -> Unlike:
+def unlike_of(recipe: Recipe, reader: ConfigReader, model: ModelReference) -> Resizing:
     """What a recipe says of a donor's base: which of its shapes may differ from the anchor's."""
     widths, layers = (recipe.of_model(name, reader, model) for name in ("widths", "layers_map"))
-    return Unlike(bool(widths), str(layers or ""))
+    return Resizing(bool(widths), str(layers or ""))
 
 
 def check_adapter(model: Model, origin: Model | None = None) -> None:

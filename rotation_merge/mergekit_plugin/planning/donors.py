@@ -113,8 +113,7 @@ class Donors:
             for model, reader in readers.items():
                 donor = self._settle(model, reader)
                 match = AlignConfig() if donor.checked is None else donor.checked.options
-                finding = self._match(model, donor.origin, reader)
-                own = carried(recipe, reader, options, run, model, donor.origin, match, donor.rows is None, finding)
+                own = carried(recipe, reader, options, run, model, donor.origin, match, donor.rows is None)
                 self.found[model] = replace(donor, carried=own)
         for model, donor in self.found.items():
             how = "block by block" if donor.whole is None else f"by {type(donor.whole).__name__}"

@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.carrying.tuned import scale_at
+from rotation_merge.carrying.delta import scale_at
 from rotation_merge.errors import AlignmentError, CheckpointError, RotationMergeError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.alignment import Alignment

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rotation_merge.carrying.config import AUTO, TransferConfig
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import CHOICES, MATCH_ON, by_stream
+from rotation_merge.matching.options import CHOICES, by_stream
 
 METHOD = "rotation_merge"
 """The merge method's name."""
@@ -122,6 +123,20 @@ class Key:
         return words[0] if len(words) == 1 else f"one of: {', '.join(words)}"
 
 
+_KINDS: dict[type, tuple[Any, ...]] = {int: (COUNT,), float: (NUMBER,), bool: (False, True)}
+
+
+def _of_transfer(field: str, scope: str = DONOR_ONLY, *values: Any) -> Key:
+    """A parameter of carried donors, as `TransferConfig` describes it.
+
+    Args:
+        values: what it may be, where its kind does not say it.
+    """
+    option, default = TransferConfig.options()[field], getattr(TransferConfig, field)
+    values = values or option.choices or (*option.words, *_KINDS[option.kind])
+    return Key(option.key or field, scope, values, option.help, default)
+
+
 REFIT = ("refit",)
 
 KEYS = (
@@ -138,30 +153,11 @@ KEYS = (
         False,
     ),
     Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
-    Key(
-        "match_on",
-        EACH,
-        MATCH_ON,
-        "what maps are chosen by (not given: weights); activations: of both models on samples ('data'); both: streams "
-        "start from these, and all count (not given: for 'carry: activations')",
-    ),
+    _of_transfer("match_on", EACH),
     Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
-    Key(
-        "carry",
-        DONOR_ONLY,
-        ("weights", "activations", "refit", "distil"),
-        "how what 'finetuned_from' changed is carried",
-        "weights",
-    ),
-    Key("scale", DONOR_ONLY, ("auto", NUMBER), "of that change; auto (of refit and distil the default): by samples"),
-    Key("widths", DONOR_ONLY, (False, True), "true: what 'finetuned_from' names may be of other sizes", False),
-    Key(
-        "layers_map",
-        DONOR_ONLY,
-        ("auto", PAIRS),
-        "which of its layers meet which of base_model's, if it is of another depth; auto: by similarity",
-    ),
-    Key("steps", DONOR_ONLY, (COUNT,), "of 'carry: distil'", 50),
+    *map(_of_transfer, ("method", "scale", "widths")),
+    _of_transfer("layers_map", DONOR_ONLY, AUTO, PAIRS),
+    _of_transfer("steps"),
     Key(
         "alignment",
         DONOR_ONLY,

@@ -1,9 +1,14 @@
-"""What fine-tuning changed in a whole model, carried to another base: as whole tensors, or cut down to low rank."""
+"""What fine-tuning changed in a model, as a value: scaled, moved to another base, written there in one of three ways.
+
+`Delta.tensors` gives the new base with the change (folded, where the alignment folds), `Delta.changes` the change of
+the new base as it is stored, and `Delta.factors` that change by the factors of an adapter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,11 +16,15 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.carrying.carrier import Carrier, Change, Changes, is_bias, weight_key
 from rotation_merge.carrying.frame import Framed, Places
-from rotation_merge.errors import AlignmentError
+from rotation_merge.errors import AlignmentError, not_written
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.model import slices
 from rotation_merge.model.factors import LowRank, dense, stacks, transposed
 from rotation_merge.model.fold import folded_source
+from rotation_merge.model.opened import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.source import TensorSource, read_tensor, unstack
+from rotation_merge.model.sources import Replaced
+from rotation_merge.model.view import View
 
 Scale = float | Mapping[str, float]
 """What a change is multiplied by: everywhere, or by name of a block (one, where it is not named)."""
@@ -27,21 +36,92 @@ def scale_at(scale: Scale, block: str) -> float:
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """A fine-tune of a carrier's old base.
+class Delta:
+    """What fine-tuning changed in a base: tuned - base, carried to another base (or to none: its own).
 
     Attributes:
-        source: its tensors, under the names of the carrier's architecture.
-        scale: what its change is multiplied by.
+        carrier: the base that it is of (`old`), the one that it is for (`new`), and the maps between the two.
+        tuned: the fine-tune's tensors, under the names of the carrier's architecture.
+        scale: what the change is multiplied by.
         dtype: of the results; None: the new base's for storage.
         places: what of the change has a place in a new base of other shapes, as far as it has been moved.
+        solved: names of the tensors that were solved or trained for the new base itself; None: it is a fine-tune's
+            change. What was solved is taken in float64, and has the rank of an adapter already, if it is to be one.
+        opened: the model that it is for, where it was made of models at hand.
     """
 
     carrier: Carrier
-    source: TensorSource
+    tuned: TensorSource
     scale: Scale = 1.0
     dtype: torch.dtype | None = None
     places: Places = field(default_factory=Places)
+    solved: frozenset[str] | None = None
+    opened: OpenedModel | None = field(default=None, repr=False)
+
+    @staticmethod
+    def between(base: ModelLike, tuned: ModelLike) -> Delta:
+        """What fine-tuning changed in a base.
+
+        Args:
+            base, tuned: folders, names on the hub, modules, or pairs of a state dict and its config; `tuned` also
+                `base+adapter`; not modified.
+
+        Raises:
+            RotationMergeError: one cannot be opened, or a tensor is only in one of the two.
+        """
+        opened, fine = open_like(base, "base"), open_like(tuned, "tuned")
+        check_names(opened, fine)
+        carrier = Carrier(opened.architecture, opened.source, opened.source, Alignment({}))
+        return Delta(carrier, fine.source, opened=opened)
+
+    @staticmethod
+    def of_solved(carrier: Carrier, tensors: Mapping[str, Tensor]) -> Delta:
+        """The change of a carrier's new base to tensors that were solved for it, by its names."""
+        new = carrier.new
+        own = Carrier(carrier.architecture, new, new, Alignment({}))
+        return Delta(own, Replaced(new, tensors), solved=frozenset(tensors))
+
+    def scaled(self, factor: float) -> Delta:
+        """The change times a factor."""
+        scale = self.scale
+        by_block = {name: factor * value for name, value in scale.items()} if isinstance(scale, Mapping) else {}
+        return replace(self, scale=by_block or factor * cast(float, scale))
+
+    __mul__ = __rmul__ = scaled
+
+    def __neg__(self) -> Delta:
+        return self.scaled(-1.0)
+
+    def moved(self, alignment: Alignment, new: ModelLike) -> Delta:
+        """The change in the coordinates of another base: L (tuned - base) R^T of each map.
+
+        Args:
+            alignment: of the base (the donor) to the other one (the anchor).
+            new: the other base, which the change is for then.
+        """
+        opened = open_like(new, "new")
+        carrier = Carrier(opened.architecture, self.carrier.old, opened.source, alignment)
+        return replace(self, carrier=carrier, opened=opened)
+
+    def applied(self) -> View:
+        """The base that the change is for, with the change, lazily; folded where the alignment folds, and then without
+        layers that predict tokens further ahead."""
+        assert self.opened is not None, "only of models at hand"
+        left_out = self.opened.unread if self.carrier.alignment.folded else []
+        notes = [not_written(left_out)] if left_out else []
+        return View(self.opened, self.tensor, None, left_out, notes)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The change of each tensor of the base as it is stored, by name: the task vector."""
+        return self.changes()
+
+    @property
+    def precision(self) -> torch.dtype:
+        """What the change is computed in, at least."""
+        return torch.float32 if self.solved is None else torch.float64
+
+    def _holds(self, info: TensorInfo) -> bool:
+        return self.solved is None or info.name in self.solved
 
     def tensors(self) -> Iterator[tuple[TensorInfo, dict[str, Tensor], float, float]]:
         """The new base with the carried change, tensor by tensor, in the new base's storage dtype.
@@ -52,13 +132,22 @@ class Tuned:
         carrier = self.carrier
         for block in carrier.architecture.blocks:
             for info in block.tensors:
-                if (stored := read_tensor(info, carrier.new)) is None:
+                if not self._holds(info) or (stored := read_tensor(info, carrier.new)) is None:
                     continue
                 if not stored.is_floating_point():
                     yield info, unstack(info, stored), 0.0, 0.0
                     continue
                 found, change, before = self._carried(block, info, stored)
                 yield info, unstack(info, found.to(self.dtype or stored.dtype).contiguous()), change, before
+
+    def named(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the new base with the change, by name; of what was solved, these alone.
+
+        Args:
+            dtype: that they are rounded to, once; None: what the new base stores them in.
+        """
+        for _, pieces, *_ in replace(self, dtype=dtype).tensors():
+            yield from pieces.items()
 
     def tensor(self, block: Block, info: TensorInfo, dtype: torch.dtype | None = None) -> Tensor | None:
         """One tensor of the new base with the carried change, rounded once; None where the new base lacks it.
@@ -74,7 +163,7 @@ class Tuned:
     def _carried(self, block: Block, info: TensorInfo, stored: Tensor) -> tuple[Tensor, float, float]:
         """A tensor of the new base with the carried change, a long vocabulary that all three share slice by slice, and
         the squared norms."""
-        own, norms = (self.carrier.old, self.carrier.new, self.source), list[tuple[float, float]]()
+        own, norms = (self.carrier.old, self.carrier.new, self.tuned), list[tuple[float, float]]()
         same = info.vocabulary_axis is not None and self.carrier.frame is None and self.carrier.rows is None
         views = slices.views(block, own if same else [])
 
@@ -89,9 +178,9 @@ class Tuned:
         change, before = map(sum, zip(*norms, strict=True))
         return result, change, before
 
-    def _of(self, old: TensorSource, new: TensorSource, source: TensorSource) -> Tuned:
+    def _of(self, old: TensorSource, new: TensorSource, tuned: TensorSource) -> Delta:
         """The same of other sources."""
-        return replace(self, carrier=replace(self.carrier, old=old, new=new), source=source)
+        return replace(self, carrier=replace(self.carrier, old=old, new=new), tuned=tuned)
 
     def _with_change(self, block: Block, info: TensorInfo) -> tuple[Tensor, float, float]:
         """See `tensors`; not yet rounded."""
@@ -118,7 +207,7 @@ class Tuned:
         if self.carrier.met(block) is None:
             return result, kept
         for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
-            if read_tensor(info, self.carrier.new) is None:
+            if not self._holds(info) or read_tensor(info, self.carrier.new) is None:
                 continue
             change, _ = self._change(block, info)
             weight = block.tensor(weight_key(info.key)) if is_bias(info.key) else None
@@ -128,17 +217,32 @@ class Tuned:
             if not bool(whole.any()):
                 continue
             result[info.key] = cut = (
-                of_low_rank(whole, info, rank, trimmed=True) if rank is not None and len(info.axes) > 1 else whole
+                of_low_rank(whole, info, rank, trimmed=self.solved is None)
+                if rank is not None and len(info.axes) > 1
+                else whole
             )
             norm = float(whole.square().sum())
             kept[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
         return result, kept
 
-    def share(self) -> list[str]:
+    def changes(self, left_out: str | None = None) -> dict[str, Tensor]:
+        """The change of every tensor of the new base as it is stored, by name, in float64.
+
+        Args:
+            left_out: a head that stays the embedding's tensor.
+        """
+        change: dict[str, Tensor] = {}
+        for block in self.carrier.architecture.blocks:
+            for key, part in self.factors(block, None)[0].items():
+                if (info := block.tensor(key)) is not None and info.name != left_out:
+                    change |= unstack(info, dense(part, info))
+        return change
+
+    def placed(self) -> list[str]:
         """What of the change has a place in the new base, in words, once it has been moved; none of equal shapes."""
         frame, old = self.carrier.frame, self.carrier.old
-        if frame is not None and isinstance(old, Framed) and isinstance(self.source, Framed):
-            self.places.lost.update(frame.without_place(old, self.source))
+        if frame is not None and isinstance(old, Framed) and isinstance(self.tuned, Framed):
+            self.places.lost.update(frame.without_place(old, self.tuned))
         return self.places.words()
 
     def _folded(self, source: TensorSource, architecture: Architecture) -> TensorSource:
@@ -150,7 +254,7 @@ class Tuned:
         frame = self.carrier.frame
         architecture = self.carrier.architecture if frame is None else frame.common
         info = info if frame is None else frame.of(block, info)
-        old, tuned = (read_tensor(info, self._folded(s, architecture)) for s in (self.carrier.old, self.source))
+        old, tuned = (read_tensor(info, self._folded(s, architecture)) for s in (self.carrier.old, self.tuned))
         if old is None or tuned is None or old.shape != tuned.shape:
             why = "the fine-tune's has another shape" if old is not None and tuned is not None else "a model lacks it"
             raise AlignmentError(
@@ -158,7 +262,7 @@ class Tuned:
                 where=block.name,
                 remedy="name the base that it was tuned from, of the same class, by --from",
             )
-        old = old.to(torch.promote_types(old.dtype, torch.float32))
+        old = old.to(torch.promote_types(old.dtype, self.precision))
         change = tuned.to(old.dtype) - old
         if not bool(torch.isfinite(change).all()):
             what = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"

@@ -12,7 +12,7 @@ from torch import Tensor
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.architecture.registry import Spot
 from rotation_merge.carrying.carrier import Carrier, Change, Changes
-from rotation_merge.carrying.tuned import Scale, scale_at
+from rotation_merge.carrying.delta import Scale, scale_at
 from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.factors import LowRank, dense, factor_infos, output_axis, stacks
@@ -26,7 +26,7 @@ SMALLER = f"use 'residual: permutation', or {WHOLE}"
 
 
 @dataclass
-class Carried:
+class CarriedAdapter:
     """An adapter of the new base.
 
     Attributes:
@@ -51,7 +51,7 @@ def carry_adapter(
     new_name: str,
     scale: Scale = 1.0,
     rows: Rows | None = None,
-) -> Carried:
+) -> CarriedAdapter:
     """The adapter that changes the new base as `adapter` changes the old one.
 
     Where the new base is the old one in other coordinates, it computes with the carried adapter what the old one
@@ -69,7 +69,7 @@ def carry_adapter(
         AlignmentError: a form of change that these maps cannot carry; names it and the remedy.
     """
     parsed = parse(adapter, config)
-    result = Carried(Written({**adapter.config, "base_model_name_or_path": new_name, "revision": None}, {}))
+    result = CarriedAdapter(Written({**adapter.config, "base_model_name_or_path": new_name, "revision": None}, {}))
     spots = [*(entry.spot for entry in parsed.entries), *parsed.saved.values()]
     stored, carrier = carrier.architecture, _with_all(carrier, spots)
     for block in carrier.architecture.blocks:
@@ -111,7 +111,7 @@ class _BlockOfAdapter:
     adapter: Adapter
     carrier: Carrier
     block: Block
-    result: Carried
+    result: CarriedAdapter
     scale: float = 1.0
     rows: Rows = field(default_factory=dict)
 
@@ -303,7 +303,7 @@ def _bias_of(key: str) -> str:
     return key.removesuffix("weight") + "bias"
 
 
-def _give_biases(adapter: Adapter, entries: Iterable[Entry], result: Carried) -> None:
+def _give_biases(adapter: Adapter, entries: Iterable[Entry], result: CarriedAdapter) -> None:
     """peft gives every module a bias or none (`lora_bias`): those without get one of zeros."""
     tensors = result.adapter.tensors
     for entry in entries:

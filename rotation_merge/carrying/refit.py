@@ -12,19 +12,86 @@ maps between activations as in Theseus (2026).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotation_merge.architecture.model import Block
-from rotation_merge.averaging.refit import Answer, same_place
-from rotation_merge.carrying.carry_frame import FrameMaps
+from rotation_merge.architecture import Architecture
+from rotation_merge.architecture.model import Axis, Block, TensorInfo
+from rotation_merge.averaging.refit import Answer, Refit, Refitted, same_place
+from rotation_merge.carrying.carrier import Carrier
 from rotation_merge.linalg.ridge import ridge_change
+from rotation_merge.matching.alignment import aligned_source
+from rotation_merge.model.apply import transform_tensor
+from rotation_merge.model.source import TensorSource
+from rotation_merge.model.widen import cut_axis, padded_axis
+from rotation_merge.run.data import first_apart
+from rotation_merge.run.functions import Batch, architecture_of
+from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.stages import Taps, rows
+from rotation_merge.run.stages import LAYER, Taps, rows
 from rotation_merge.run.store import Kept, Store
+from rotation_merge.workers.progress import Progress
+
+
+@dataclass(frozen=True)
+class FrameMaps:
+    """How what the old base's maps and streams hold becomes what the new base's do, by widening, alignment and cutting.
+
+    Attributes:
+        carrier: between bases of unlike shapes.
+    """
+
+    carrier: Carrier
+
+    def partner(self, block: Block) -> int | None:
+        """The old base's layer that meets one of the new base's; None: none does."""
+        frame = self.carrier.frame
+        assert frame is not None
+        return dict(frame.layers.get(block.module, ())).get(block.index or 0)
+
+    def of(self, block: Block, key: str) -> Tensor | None:
+        """What turns values of a map's output, or of a place of the stream: (old size, new size), float64,
+        ``new ~ old @ it``; None: tokens or classes, which mean the same in both."""
+        frame = self.carrier.frame
+        assert frame is not None
+        there = next((b for b in self.carrier.architecture.blocks if same_place(b, block)), None)
+        if there is None or frame.block(there) is None:
+            return None
+        blocks = [
+            next(b for b in one.blocks if b.name == there.name)
+            for one in (frame.grow_old.own, frame.common, frame.grow_new.own)
+        ]
+        found = [_given(one, key) for one in blocks]
+        if any(one is None or not one.axes[1].parts for one in found):
+            return None
+        old, common, new = (one for one in found if one is not None)
+        x = torch.eye(old.axes[1].size or 0, dtype=torch.float64)
+        transforms, fold = self.carrier.alignment.transforms, self.carrier.fold
+        if any(part.role == "write" and part.space.name in fold.centred for part in old.axes[1].parts):
+            x = x - x.mean(1, keepdim=True)
+        x = padded_axis(x, 1, old.axes[1], common.axes[1], 0.0) * frame.grow_old.factor(blocks[0], old)
+        x = transform_tensor(x, common, transforms, change=True)
+        return cut_axis(x, 1, new.axes[1], common.axes[1]) / frame.grow_new.factor(blocks[2], new)
+
+
+def _given(block: Block, key: str) -> TensorInfo | None:
+    """Rows of what a map gives, or of the stream at a place, as a tensor with axes (rows, coordinates)."""
+    info = block.tensor(key)
+    norm = next((norm for norm in block.norms if norm.gain == key), None)
+    if norm is None and key != LAYER:
+        one = None if info is None else linear_map(block, info)
+        return None if one is None else replace(one.info, axes=(Axis(), one.outputs), common=None)
+    for other in block.tensors:
+        for axis in other.axes:
+            alone = len(axis.parts) == 1 and axis.parts[0].role == "write"
+            if alone and (norm is None or axis.parts[0].space.name == norm.stream):
+                return replace(other, axes=(Axis(), axis), common=None)
+    return None
 
 
 @dataclass
@@ -168,3 +235,94 @@ class _Maps:
 
     def _start(self, key: str, like: Tensor) -> Tensor:
         return self.starts[key].to(like) if key in self.starts else torch.eye(like.shape[-1]).to(like)
+
+
+@dataclass(frozen=True)
+class ChangeOptions:
+    """How a change is refitted.
+
+    Attributes:
+        scale: what the change is multiplied by.
+        ridge: pulls every map towards the new base's.
+        rank: the rank that the change of every map is cut down to before the next one is solved; 0: none.
+        untie: give a tied head its own tensor, which is then solved, too.
+    """
+
+    scale: float = 1.0
+    ridge: float = 0.1
+    rank: int = 0
+    untie: bool = False
+    device: str = "cpu"
+
+
+def refit_change(
+    carrier: Carrier,
+    config: Any,
+    tuned: TensorSource,
+    batches: Sequence[Batch],
+    options: ChangeOptions,
+    store: Store | None = None,
+    progress: Progress | None = None,
+    pair: Sequence[Any] = (),
+) -> tuple[dict[str, Tensor], Refitted]:
+    """The new base's maps, solved to give what it gives by itself and the old pair's change.
+
+    Args:
+        carrier: of the old base to the new one.
+        config: of transformers, the new base's.
+        tuned: the fine-tune, under the names of the carrier's architecture.
+        batches: samples, as the models take them.
+        pair: where the bases' shapes differ: the old base and the fine-tune, loaded.
+
+    Returns:
+        The solved tensors by the new base's names, in float32, and what became of each map.
+    """
+    store, batches = Store() if store is None else store, first_apart(batches)
+    architecture = carrier.architecture
+    solved: dict[str, Tensor] = {}
+
+    def write(name: str, tensor: Tensor) -> Tensor:
+        solved[name] = tensor.to(torch.float32).contiguous()
+        return solved[name]
+
+    def runner(source: TensorSource, prefix: str, untie: bool) -> Runner:
+        return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
+
+    def loaded(model: Any, prefix: str) -> Runner:
+        own = architecture_of(model)
+        return Runner(model.config, model.state_dict(), own, batches, store, prefix, device=options.device)
+
+    new = runner(carrier.new, "new", options.untie)
+    if carrier.frame is None:
+        aligned = [_aligned(architecture, source, carrier) for source in (carrier.old, tuned)]
+        old, fine = (runner(source, name, True) for name, source in zip(("old", "tuned"), aligned, strict=True))
+    else:
+        old, fine = (loaded(model, name) for name, model in zip(("old", "tuned"), pair, strict=True))
+    weights = [1.0] * len(batches)
+    between = None if carrier.frame is None else FrameMaps(carrier)
+    answers = ChangedAnswers(new, old, fine, store, weights, options.scale, between=between)
+    merge = runner(carrier.new, "carried", options.untie)
+    watch = progress or (lambda *_: None)
+    shape = partial(of_rank, rank=options.rank) if options.rank else None
+    result = Refit(merge, architecture, answers, weights, options.ridge, write, shape=shape, watch=watch).run()
+    return solved, result
+
+
+def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:
+    """The change of this rank whose outputs are nearest on the samples: ``U U^T change``, U the first left singular
+    vectors of ``change G^1/2``. A bias, the last column, stays as it is.
+
+    Args:
+        change: (out, in) or (out, in + 1).
+        gram: X^T X of the inputs and a one, (in + 1, in + 1).
+    """
+    width = len(gram) - 1
+    weight = change[:, :width]
+    values, vectors = torch.linalg.eigh(weight @ gram[:width, :width] @ weight.mT)
+    kept = vectors[:, values.argsort(descending=True)[:rank]]
+    return torch.cat([kept @ (kept.mT @ weight), change[:, width:]], 1)
+
+
+def _aligned(architecture: Architecture, source: TensorSource, carrier: Carrier) -> TensorSource:
+    """A model of the old pair in the new base's coordinates."""
+    return aligned_source(architecture, source, carrier.alignment)

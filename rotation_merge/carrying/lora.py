@@ -1,4 +1,4 @@
-"""What fine-tuning changed in a whole model, carried to another base and written as a LoRA."""
+"""A change of a whole model as a new LoRA, as peft writes it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,17 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.architecture.registry import every_name
-from rotation_merge.carrying.carrier import Carrier, Change, is_bias, weight_key
+from rotation_merge.carrying.carrier import is_bias, weight_key
+from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.factors import LowRank, dense, stacks, transposed
 from rotation_merge.model.lora import Written
-from rotation_merge.model.source import read_tensor
+from rotation_merge.model.source import TensorSource, read_tensor
 
 PREFIX = "base_model.model."
 
 Kept = dict[str, tuple[float, float]]
 """By tensor: the squared norm of its change, and what is left of it at that rank."""
-
-
-class Changes(Protocol):
-    """Whatever gives a new base's changes block by block, matrices by factors, and what each keeps of its change."""
-
-    @property
-    def carrier(self) -> Carrier: ...
-
-    def factors(self, block: Block, rank: int) -> tuple[dict[str, Change], Kept]: ...
 
 
 class Base(Protocol):
@@ -53,8 +45,8 @@ def left_out(base: Base) -> list[str]:
     )
 
 
-def lora_of_tuned(tuned: Changes, rank: int, base: Base) -> tuple[Written, Kept]:
-    """The carried change of a fine-tune as an adapter of the new base.
+def adapter_of(delta: Delta, rank: int, base: Base) -> tuple[Written, Kept]:
+    """A change as a new adapter of the base that it is for.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms of streams that are not turned into
     `modules_to_save`. Beside a `lora_bias`, which peft has not for embeddings, these are left as they are; so is what
@@ -71,13 +63,13 @@ def lora_of_tuned(tuned: Changes, rank: int, base: Base) -> tuple[Written, Kept]
     modules = _modules(base.config, str(base.reference))
     writing = _Writing(base.tied_head is not None)
     kept: Kept = {}
-    for block in tuned.carrier.architecture.blocks:
-        changes, parts = tuned.factors(block, rank)
+    for block in delta.carrier.architecture.blocks:
+        changes, parts = delta.factors(block, rank)
         kept.update({f"{block.name}: {key}": pair for key, pair in parts.items()})
         for key, change in changes.items():
             info = block.tensor(key)
             place = modules.get((block.module, block.place, block.index, key))
-            if info is None or not writing.take(block, info, change, changes, place, tuned):
+            if info is None or not writing.take(block, info, change, changes, place, delta.carrier.new):
                 kept[f"{block.name}: {key}"] = parts[key][0], 0.0
     kept |= {key: (kept[key][0], 0.0) for key in writing.without_embeddings()}
     return Written(writing.config(rank, base.config, str(base.reference)), writing.tensors), kept
@@ -102,7 +94,7 @@ class _Writing:
         change: LowRank | Tensor,
         beside: Mapping[str, LowRank | Tensor],
         place: str | None,
-        tuned: Changes,
+        new: TensorSource,
     ) -> bool:
         """Put one change in; False where an adapter has no place for it."""
         words = self.tied and info.vocabulary_axis is not None
@@ -119,7 +111,7 @@ class _Writing:
         elif len(info.axes) == 1 and not is_bias(info.key):
             stem = info.key.removesuffix("weight")
             for other in block.tensors:
-                stored = read_tensor(other, tuned.carrier.new) if other.key.startswith(stem) else None
+                stored = read_tensor(other, new) if other.key.startswith(stem) else None
                 if stored is not None:
                     added = beside.get(other.key, torch.zeros_like(stored))
                     name = f"{PREFIX}{module}.{other.key.removeprefix(stem)}"

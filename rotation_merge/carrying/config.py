@@ -1,0 +1,111 @@
+"""How a fine-tune is carried: one config, from which recipe keys, command options and documentation are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from rotation_merge.config import Config, option
+from rotation_merge.errors import RecipeError, nearest
+from rotation_merge.matching.options import BOTH, MATCH_ON, WEIGHTS, AlignConfig
+
+METHODS = ("weights", "activations", "refit", "distil")
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class TransferConfig(Config):
+    """How a change is carried from one base to another. Every option is described at its field, and nowhere else.
+
+    Attributes:
+        match: which groups the bases are matched by; the largest of the residual stream, if not given.
+        alignment: a file of maps, or an `Alignment`; nothing is matched then.
+        untie: whether a head that shares the embedding's tensor is given one of its own.
+    """
+
+    method: str = option(
+        "weights",
+        "how the change is carried; weights: moved; activations: and moved on at every map's inputs, by samples; "
+        "refit: the new base's maps are solved to make it, on samples; distil: and trained on from there",
+        choices=METHODS,
+        key="carry",
+    )
+    scale: float | str | None = option(
+        None,
+        "of the change; auto: by samples held out, of weights for each block (not given: 1 of weights, else auto)",
+        float,
+        words=(AUTO,),
+    )
+    steps: int = option(50, "of 'carry: distil'", low=1)
+    data: str = option("self", "samples: a file, or self, text that the fine-tune writes")
+    samples: int = option(64, "how many", low=1)
+    length: int = option(128, "tokens in a sample", low=2, command=False)
+    seed: int = option(0, "of everything random")
+    rank: int = option(
+        0, "the change of a fine-tune is written as an adapter of this rank; 0: as a model", low=0, key="lora"
+    )
+    widths: bool = option(False, "true: the old base may be of other sizes than the new one")
+    layers_map: str | None = option(
+        None,
+        "which layers of the old base meet which of the new one (OLD:NEW,...), if it is of another depth; auto: by "
+        "similarity",
+        str,
+        words=(AUTO,),
+    )
+    match_on: str | None = option(
+        None,
+        "what maps are chosen by (not given: weights); activations: of both models on samples ('data'); both: streams "
+        "start from these, and all count (not given: for 'carry: activations')",
+        str,
+        choices=MATCH_ON,
+    )
+    alignment: Any = None
+    match: AlignConfig = field(default_factory=lambda: AlignConfig(residual="largest"))
+    untie: bool = False
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], start: TransferConfig | None = None) -> TransferConfig:
+        """A config from options by name, those of matching (`AlignConfig`) among them.
+
+        Args:
+            start: what holds where no option is given.
+
+        Raises:
+            RecipeError: there is no such option, or it may not have the value.
+        """
+        known, matching = [each.name for each in fields(cls)], [each.name for each in fields(AlignConfig)]
+        for name in values:
+            if name not in (*known, *matching):
+                raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, [*known, *matching]))
+        config = replace(start or cls(), **{name: value for name, value in values.items() if name in known})
+        groups = {name: value for name, value in values.items() if name in matching}
+        if not groups:
+            return config
+        return replace(config, match=AlignConfig.from_values({**asdict(config.match), **groups}))
+
+    @property
+    def factor(self) -> float | None:
+        """What the change is multiplied by; None: samples held out say it."""
+        if self.scale is None:
+            return 1.0 if self.method == "weights" else None
+        return None if isinstance(self.scale, str) else float(self.scale)
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether models are run on samples for the change."""
+        return self.method != "weights" or self.factor is None
+
+    @property
+    def matched_on(self) -> str:
+        """What maps are chosen by."""
+        return self.match_on or (BOTH if self.method == "activations" else WEIGHTS)
+
+    @property
+    def resizes(self) -> bool:
+        """Whether the bases' shapes may differ."""
+        return self.widths or bool(self.layers_map)
+
+    def reading(self, batch_size: int) -> dict[str, Any]:
+        """How samples are read."""
+        return {"limit": self.samples, "batch_size": batch_size, "length": self.length, "seed": self.seed}

@@ -1,0 +1,268 @@
+"""Carrying between two bases that are aligned: what is moved by weights, and how results are written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from rotation_merge.carrying.adapter import CarriedAdapter, carry_adapter
+from rotation_merge.carrying.bases import Bases, open_bases
+from rotation_merge.carrying.carrier import Carrier
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.delta import Delta, Scale, share
+from rotation_merge.carrying.frame import Resizing
+from rotation_merge.carrying.lora import adapter_of, left_out
+from rotation_merge.errors import RecipeError, not_written
+from rotation_merge.files.ledger import NOWHERE, Ledger
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.matching.match import Match, match_model
+from rotation_merge.matching.options import WEIGHTS
+from rotation_merge.matching.run import Run, how_far
+from rotation_merge.model.adapters import Adapter
+from rotation_merge.model.card import metadata, notes, section, with_metadata
+from rotation_merge.model.checkpoint import parse_reference
+from rotation_merge.model.lora import Written
+from rotation_merge.model.markdown import code, prose
+from rotation_merge.model.origin import origins
+from rotation_merge.model.output import staged
+from rotation_merge.model.source import Progress, TensorSource
+from rotation_merge.model.writing import Storage, write_checkpoint
+from rotation_merge.record import REPORT_FILE, MergeReport, versions
+
+MOVED = (
+    "Nothing was trained: what it changes was moved by the map that brings the old base as near as possible to the new "
+    "one. If the new base were the old one in other coordinates, it would do here what it did there; how much of it "
+    "arrives at another base "
+)
+ASK = (
+    "How much of it arrives in function was not measured: '--scale auto' measures it on samples, and says when to "
+    "train on the new base instead."
+)
+OTHER_WORDS = (
+    "How much of it arrives in function was not measured: samples mean other things to models of two vocabularies. "
+    "Compare it on your task with the new base alone, and with training on that."
+)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Where and how a transfer runs, whatever it computes.
+
+    Attributes:
+        device: to compute on.
+        storage: how models are written.
+        ledger: where what matching finds is kept, and looked for.
+        force: carry adapters to the new base from one that is not their own.
+        even_if_near: carry although the bases share their coordinates.
+    """
+
+    device: str = "cpu"
+    storage: Storage = field(default_factory=Storage)
+    ledger: Ledger = field(default=NOWHERE, repr=False)
+    force: bool = False
+    even_if_near: bool = False
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """What became of one fine-tune or adapter.
+
+    Attributes:
+        work: what was carried.
+        out: where it lies; None: nothing was written, as it can be used as it is.
+        lines: what the user should know.
+    """
+
+    work: str
+    out: str | None
+    lines: list[str]
+
+
+@dataclass
+class Session:
+    """Carries one change after the other between the same two bases.
+
+    Attributes:
+        carrier: what moves changes of the old base to the new one.
+        report: on the alignment of the two.
+        scale: of what weights carry.
+    """
+
+    bases: Bases
+    carrier: Carrier
+    report: MergeReport
+    config: TransferConfig
+    execution: Execution
+    scale: Scale = 1.0
+
+    @classmethod
+    def aligned(
+        cls, bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
+    ) -> Session:
+        """A session whose bases are aligned: matched, by a file, or by an alignment at hand."""
+        bases = bases.settled(config.match, progress)
+        if isinstance(config.alignment, str):
+            alignment, report = bases.given(config.alignment)
+        else:
+            match = matcher(config, bases, execution.device)
+            alignment, report = bases.match(config.match, progress, match, execution.ledger)
+        scale = 1.0 if config.factor is None else config.factor
+        return cls(bases, bases.carrier(alignment, execution.storage.dtype), report, config, execution, scale)
+
+    @property
+    def measured(self) -> bool:
+        """Whether samples said the scales."""
+        return isinstance(self.scale, Mapping)
+
+    @property
+    def asked(self) -> list[str]:
+        """What else to say where weights alone carried it: at which scale, and what would measure what arrives."""
+        if isinstance(self.scale, Mapping):
+            return []
+        ask = ASK if self.bases.rows is None else OTHER_WORDS
+        return [ask] if self.scale == 1 else [f"Its change was multiplied by {self.scale:g}.", ask]
+
+    @property
+    def how(self) -> str:
+        """What weights alone do, for a card."""
+        return MOVED + ("is said by the losses below." if self.measured else "was not measured.")
+
+    def delta(self, tuned: TensorSource) -> Delta:
+        """A fine-tune's change for the new base, at the session's scale."""
+        return Delta(self.carrier, tuned, self.scale)
+
+    def adapter(self, adapter: Adapter) -> tuple[Written, list[str]]:
+        """An adapter of the old base as one of the new base, and notes on it."""
+        new, old = str(self.bases.new.reference), self.bases.old
+        carried = carry_adapter(adapter, self.carrier, old.config, new, self.scale, old.rows)
+        lines = _notes(carried, self.bases)
+        if self.config.rank not in (0, adapter.rank):
+            lines.append(f"It stays an adapter of rank {adapter.rank}: --lora is for whole fine-tunes.")
+        return carried.adapter, lines
+
+    def as_adapter(self, tuned: TensorSource, rank: int) -> tuple[Written, list[str]]:
+        """A whole fine-tune's change as an adapter, and notes on it."""
+        delta = self.delta(tuned)
+        written, kept = adapter_of(delta, rank, self.bases.new)
+        what = "what fine-tuning changed" if self.carrier.frame is None else "what has a place there"
+        note = f"An adapter of rank {rank} keeps {share(kept):.1%} of the squared norm of {what}."
+        return written, [*delta.placed(), note, *left_out(self.bases.new)]
+
+    def report_on(self, work: str) -> MergeReport:
+        """The report on the bases, which knows where the work came from and under which licence."""
+        own = {name: {**facts, "carried": True} for name, facts in origins([parse_reference(work)]).items()}
+        return replace(self.report, models={**self.report.models, **own})
+
+    def write_adapter(self, work: str, out: str, written: Written, lines: list[str], how: str = "") -> TransferResult:
+        """An adapter, its report and card.
+
+        Args:
+            how: what was done; nothing: it was carried by weights.
+        """
+        lines = lines if how else [*lines, *self.asked]
+        report = replace(self.report_on(work), notes=[*self.report.notes, *lines], relation="adapter")
+        with staged(out) as staging:
+            written.write(staging)
+            report.write(os.path.join(staging, REPORT_FILE))
+            with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
+                file.write(card(self.bases, work, report, out, "adapter", how or self.how))
+        return TransferResult(work, out, [verdict(self.bases, report), *report.notes])
+
+    def write_model(self, work: str, out: str, tuned: TensorSource, progress: Progress | None) -> TransferResult:
+        """A whole fine-tune as a model: the new base, folded where the alignment needs it, with the moved change."""
+        run, delta = Run(), self.delta(tuned)
+        lines: list[str] = []
+        report = replace(self.report_on(work), notes=lines)
+        stale = self.bases.new.ignored if self.carrier.alignment.folded else []  # made for the norms as they were
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for _, pieces, change, before in delta.tensors():
+                run.transport(work, change, before)
+                yield from pieces.items()
+            lines.extend([*self.report.notes, *delta.placed(), *run.transport_notes(), *self.asked])
+            lines.extend([not_written(stale)] if stale else [])
+
+        def text() -> str:
+            return card(self.bases, work, report, out, "finetune", self.how)
+
+        storage = self.execution.storage
+        write_checkpoint(self.bases.new, tensors(), report, text, out, storage, progress, left_out=stale)
+        return TransferResult(work, out, [verdict(self.bases, report), *lines])
+
+    def write_solved(
+        self, work: str, out: str, delta: Delta, lines: list[str], how: str, progress: Progress | None
+    ) -> TransferResult:
+        """A change that was solved on samples, as a model: the new base with it."""
+        report = replace(self.report_on(work), notes=[*self.report.notes, *lines])
+        text = card(self.bases, work, report, out, "finetune", how)
+        tensors = ((name, piece) for _, pieces, *_ in delta.tensors() for name, piece in pieces.items())
+        write_checkpoint(self.bases.new, tensors, report, text, out, self.execution.storage, progress)
+        return TransferResult(work, out, [verdict(self.bases, report), *report.notes])
+
+
+def bases_of(old: str, new: str, config: TransferConfig, execution: Execution, untie: bool = True) -> Bases:
+    """The two bases of a transfer, opened."""
+    return open_bases(new, old, execution.device, untie, Resizing(config.widths, config.layers_map or ""))
+
+
+def matcher(config: TransferConfig, bases: Bases, device: str) -> Match:
+    """What finds the map between two bases."""
+    alignment = config.alignment
+    if isinstance(alignment, Alignment):
+        return lambda *_, **__: alignment
+    if config.matched_on == WEIGHTS:
+        return match_model
+    from rotation_merge.matching.match_on import OnSamples
+
+    return OnSamples(config.matched_on, *bases.names, config.data, config.samples, config.seed, device)
+
+
+def check_head(bases: Bases, alignment: Alignment, storage: Storage) -> None:
+    """Refuse a turned stream where the head is tied and no head of its own was asked for."""
+    if alignment.folded and not storage.untie and (tied := bases.new.tied_head) is not None:
+        raise RecipeError(
+            f"a turned stream needs a head of its own, '{tied}' is tied to the embedding",
+            where=str(bases.new.reference),
+            remedy="add --untie (the output then stores its head), or --residual permutation, or --lora RANK",
+        )
+
+
+def verdict(bases: Bases, report: MergeReport) -> str:
+    """How far the bases were apart, before and after the alignment, in one line."""
+    words = report.verdict(str(bases.old.reference))
+    return f"{bases.old.reference} to {bases.new.reference}: {words}."
+
+
+def _notes(carried: CarriedAdapter, bases: Bases) -> list[str]:
+    change, before = map(sum, zip(*carried.norms.values(), strict=True))
+    notes = [
+        f"{len(carried.norms)} changed tensors were carried.",
+        how_far("Their change", change, before, "of what they were"),
+    ]
+    if carried.constants:
+        notes.append(
+            f"{len(carried.constants)} modules got a bias (peft's lora_bias): norms of the old base shift their inputs."
+        )
+    if bases.rows is not None:
+        notes.append(f"The bases share {len(bases.rows[0])} tokens; what is learned of others is not carried.")
+    return notes
+
+
+def card(bases: Bases, work: str, report: MergeReport, out: str, relation: str, how: str) -> str:
+    """A model card for what was carried: an `adapter` or a `finetune` of the new base; `how` says what was done."""
+    old, new = str(bases.old.reference), str(bases.new.reference)
+    name, full = os.path.basename(os.path.abspath(out)), replace(report, relation=relation)
+    names = [str(work), old, new]
+    classes = bases.new.config.get("architectures")
+    options = f"\nOptions:\n\n```yaml\n{report.recipe}```\n" if report.recipe else ""
+    body = (
+        f"# {name}\n\n"
+        f"This is {code(work)}, trained on {code(old)}, carried to {code(new)} by rotation_merge "
+        f"{versions().get('rotation-merge', '')}. {prose(how, names)}\n\n"
+        f"{prose(verdict(bases, report), names)}\n\n" + "\n".join(notes(report)) + "\n"
+        f"{options}\n" + section(full, name, str(classes[0]) if classes else None)
+    )
+    return with_metadata(metadata(full), body)

@@ -1,0 +1,221 @@
+"""Transfer: what fine-tuning changed in one base is given to another one, as a model, an adapter, or a task vector."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rotation_merge.carrying.bases import Bases, usable_as_it_is
+from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.lora import adapter_of, left_out
+from rotation_merge.carrying.session import Execution, Session, TransferResult, bases_of, check_head
+from rotation_merge.errors import CheckpointError, DataError
+from rotation_merge.files.scratch import Scratch
+from rotation_merge.matching.alignment import Alignment
+from rotation_merge.model.adapter_base import check_base
+from rotation_merge.model.adapters import Adapter, is_adapter
+from rotation_merge.model.source import Progress
+
+if TYPE_CHECKING:
+    from rotation_merge.carrying.sampled import SampledTransfer
+
+OWN_BASE = "name its own base (--from), or carry it all the same with --force"
+ALONE = "leave --carry and --scale auto out: weights alone are carried by the tokens that both have"
+
+
+def carry(
+    works: Mapping[str, str],
+    old: str,
+    new: str,
+    config: TransferConfig | None = None,
+    execution: Execution | None = None,
+    progress: Progress | None = None,
+) -> list[TransferResult]:
+    """Carry adapters and fine-tunes of one base to another, each to a directory of its own.
+
+    Args:
+        works: directories of adapters and of whole models, by the directory that each is to be written to.
+
+    Raises:
+        RotationMergeError: a model, an adapter or the samples cannot be read, or they do not fit together.
+    """
+    config, execution = config or TransferConfig(), execution or Execution()
+    carry_all = _carry_with_samples if config.needs_samples else _carry_weights
+    return carry_all(works, old, new, config, execution, progress)
+
+
+def _carry_weights(
+    works: Mapping[str, str],
+    old: str,
+    new: str,
+    config: TransferConfig,
+    execution: Execution,
+    progress: Progress | None,
+) -> list[TransferResult]:
+    """By weights alone; nothing is written before all adapters are carried."""
+    adapters = {out: Adapter(path) for out, path in works.items() if is_adapter(path)}
+    whole = {out: path for out, path in works.items() if out not in adapters}
+    merged: dict[str, Adapter] = {}
+    if config.resizes:  # an adapter's change is read as its model's, which it makes of low rank again
+        whole, merged, adapters = {**whole, **{out: f"{old}+{a.path}" for out, a in adapters.items()}}, adapters, {}
+    ranks = {out: config.rank or (merged[out].rank if out in merged else 0) for out in whole}
+    untie = execution.storage.untie or all(ranks.get(out, 1) for out in works)
+    bases = bases_of(old, new, config, execution, untie)
+    if (unmoved := left_as_they_are(works, bases, config, execution)) is not None:
+        return unmoved
+    bases = bases.settled(config.match, progress)
+    tuned = {out: bases.tuned(path) for out, path in whole.items()}
+    session = Session.aligned(bases, config, execution, progress)
+    if not all(ranks.values()):
+        check_head(session.bases, session.carrier.alignment, execution.storage)
+    ready = {out: session.adapter(adapter) for out, adapter in adapters.items()}
+    ready |= {out: session.as_adapter(source, ranks[out]) for out, source in tuned.items() if ranks[out]}
+    return [
+        *(session.write_adapter(works[out], out, *result) for out, result in ready.items()),
+        *(session.write_model(works[out], out, tuned[out], progress) for out in tuned if not ranks[out]),
+    ]
+
+
+def _carry_with_samples(
+    works: Mapping[str, str],
+    old: str,
+    new: str,
+    config: TransferConfig,
+    execution: Execution,
+    progress: Progress | None,
+) -> list[TransferResult]:
+    """By solving for the changes, or by scaling them, on samples."""
+    from rotation_merge.carrying.sampled import SampledTransfer
+
+    bases = bases_of(old, new, config, execution)
+    if (unmoved := left_as_they_are(works, bases, config, execution)) is not None:
+        return unmoved
+    if bases.rows is not None:
+        raise DataError(
+            f"its vocabulary is not that of {new}: samples mean other things to the two", where=old, remedy=ALONE
+        )
+    names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
+    bases = bases.settled(config.match, progress)
+    sources = {out: bases.tuned(name) for out, name in names.items()}
+    session = Session.aligned(bases, config, execution, progress)
+    used = [{"of": f"carrying {work}", "source": config.data, "samples": config.samples} for work in works.values()]
+    session = replace(session, report=replace(session.report, data=[*session.report.data, *used]))
+    results = []
+    for out, tuned in sources.items():
+        rank = config.rank or (Adapter(works[out]).rank if is_adapter(works[out]) else 0)
+        sampled = SampledTransfer(session, names[out], tuned, rank, progress)
+        write = _write_scaled if config.method == "weights" else _write_solved
+        results.append(write(sampled, works[out], out))
+    return results
+
+
+def _write_solved(sampled: SampledTransfer, work: str, out: str) -> TransferResult:
+    """What is solved on samples, as an adapter or as a model."""
+    session, rank = sampled.session, sampled.rank
+    delta, lines = sampled.solved(out)
+    how = f"{sampled.how} {lines[0]}"
+    if not rank:
+        return session.write_solved(work, out, delta, lines, how, sampled.progress)
+    written, _ = adapter_of(delta, rank, session.bases.new)
+    return session.write_adapter(work, out, written, [*lines, *left_out(session.bases.new)], how)
+
+
+def _write_scaled(sampled: SampledTransfer, work: str, out: str) -> TransferResult:
+    """What weights carry, each block at the scale that samples say."""
+    session = sampled.session
+    if not (is_adapter(work) or session.config.rank):
+        check_head(session.bases, session.carrier.alignment, session.execution.storage)
+    scales, lines = sampled.scaled()
+    report = replace(session.report, notes=[*session.report.notes, *lines])
+    session = replace(session, report=report, scale=scales)
+    if not sampled.rank:
+        return session.write_model(work, out, sampled.tuned, sampled.progress)
+    if is_adapter(work) and session.carrier.frame is None:
+        return session.write_adapter(work, out, *session.adapter(Adapter(work)))
+    return session.write_adapter(work, out, *session.as_adapter(sampled.tuned, sampled.rank))
+
+
+def left_as_they_are(
+    works: Mapping[str, str], bases: Bases, config: TransferConfig, execution: Execution
+) -> list[TransferResult] | None:
+    """What to say of work that can be used as it is, because the bases share their coordinates; None: it is carried.
+
+    Raises:
+        RotationMergeError: an adapter cannot be read, or is of another base.
+    """
+    for work in works.values():
+        if is_adapter(work) and not execution.force:
+            check_base(Adapter(work), [bases.old], work, OWN_BASE)
+    if execution.even_if_near or config.alignment is not None:
+        return None
+    lines = usable_as_it_is(works, bases)
+    return None if lines is None else [TransferResult(works[out], None, told) for out, told in lines.items()]
+
+
+Transferred = tuple[dict[str, Tensor], list[str], Alignment]
+"""The new base's tensors that a fine-tune changes, in float32 or wider; notes; what brought the old base to the new."""
+
+
+def transferred(
+    name: str,
+    old: str,
+    new: str,
+    config: TransferConfig,
+    execution: Execution | None = None,
+    progress: Progress | None = None,
+) -> Transferred:
+    """A fine-tune carried for a merge: the new base's tensors as it changes them, instead of something written.
+
+    Args:
+        name: of the fine-tune, as it is loaded: a path, or `base+adapter`.
+    """
+    sampled = _sampled(name, old, new, config, execution or Execution(), progress)
+    alignment = sampled.session.carrier.alignment
+    if config.method != "weights":
+        with Scratch() as folder:
+            delta, lines = sampled.solved(os.path.join(folder, "out"))
+        return dict(delta.named(torch.float32)), lines, alignment
+    scale, lines = (config.factor, []) if config.factor is not None else sampled.scaled()
+    tensors, places = sampled.by_weights(scale)
+    return tensors, [*sampled.session.report.notes, *places, *lines], alignment
+
+
+def transfer_scales(
+    name: str,
+    old: str,
+    new: str,
+    config: TransferConfig,
+    execution: Execution | None = None,
+    progress: Progress | None = None,
+) -> tuple[dict[str, float], list[str]]:
+    """The scale of each block at which weights alone carry a fine-tune, and notes."""
+    return _sampled(name, old, new, config, execution or Execution(), progress).scaled()
+
+
+def _sampled(
+    name: str, old: str, new: str, config: TransferConfig, execution: Execution, progress: Progress | None
+) -> SampledTransfer:
+    from rotation_merge.carrying.sampled import SampledTransfer
+
+    session = Session.aligned(bases_of(old, new, config, execution), config, execution, progress)
+    return SampledTransfer(session, name, session.bases.tuned(name), config.rank, progress)
+
+
+def check_places(works: Sequence[str], places: Sequence[str]) -> None:
+    """Refuse to write two adapters to one place.
+
+    Raises:
+        CheckpointError: names the two.
+    """
+    for i, place in enumerate(places):
+        if place in places[:i]:
+            raise CheckpointError(
+                f"would be written to {place}, as {works[places.index(place)]}",
+                where=works[i],
+                remedy="carry them one by one",
+            )
