@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from rotation_merge.api import align, average, evaluate, measure, transfer
+    from rotation_merge.carrying.config import TransferConfig
+    from rotation_merge.carrying.delta import Delta
     from rotation_merge.errors import RotationMergeError
     from rotation_merge.matching.alignment import Alignment
     from rotation_merge.matching.fit import fit
@@ -32,6 +34,8 @@ _PUBLIC = {
     "MeasureConfig": "rotation_merge.run.measure",
     "RotationMergeError": "rotation_merge.errors",
     "Statistics": "rotation_merge.run.statistics_file",
+    "Delta": "rotation_merge.carrying.delta",
+    "TransferConfig": "rotation_merge.carrying.config",
     "View": "rotation_merge.model.view",
     "align": "rotation_merge.api",
     "average": "rotation_merge.api",
@@ -50,6 +54,8 @@ __all__ = [
     "MeasureConfig",
     "RotationMergeError",
     "Statistics",
+    "Delta",
+    "TransferConfig",
     "View",
     "align",
     "average",

@@ -15,18 +15,22 @@ from rotation_merge.averaging.methods import BLOCK, MODEL, plan_of
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, RecipeError, not_written
+from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.alignment import Alignment, Basis
 from rotation_merge.matching.check_pair import check_pair
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import MATCH_ON, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
+from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.halves import NOTE
+from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.opened import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import Either, Relabelled
 from rotation_merge.model.view import View, as_stored
+from rotation_merge.model.writing import Storage
 from rotation_merge.run.evaluate import EvaluateConfig, score
 from rotation_merge.run.kinds import SAMPLES, SOURCES
 from rotation_merge.run.measure import MeasureConfig
@@ -253,27 +257,32 @@ def transfer(
     *,
     samples: Batches | None = None,
     **options: Any,
-) -> View:
-    """Carry what fine-tuning changed in an old base to a new one, by weights.
+) -> View | AdapterWeights:
+    """Carry what fine-tuning changed in an old base to a new one.
 
-    The old base is aligned to the new one, and the change with it: W' = W_new + scale L (W_tuned - W_old) Rᵀ (Update
-    your transformer to the latest release, 2025).
+    By weights (the default) the old base is aligned to the new one, and the change with it: W' = W_new + scale L
+    (W_tuned - W_old) Rᵀ (Update your transformer to the latest release, 2025). Other methods run the models on samples.
 
     Args:
-        tuned: a fine-tune of `old`, as `align` takes models (also `base+adapter`); not modified.
-        old, new: bases of one architecture and one shape; not modified.
+        tuned: a fine-tune of `old`, as `align` takes models (also `base+adapter`), or a folder of peft with an adapter
+            of it; not modified.
+        old, new: bases of one architecture; not modified.
         config: how; or name its fields, and those of `AlignConfig`, as options. Where nothing is said of matching and
             the bases share their coordinates, nothing is matched: the change is added as it is.
-        samples: of `match_on` other than weights, as of `align`.
+        samples: of `match_on` other than weights, of modules, as of `align`.
 
     Returns:
-        The new base with the carried change, lazily (folded where the stream is rotated, and then without layers that
-        predict tokens further ahead).
+        The new base with the carried change: of weights lazily (folded where the stream is rotated, and then without
+        layers that predict tokens further ahead). Of an adapter, or with a `rank`: an adapter of the new base. Either
+        is written by its `save_pretrained(folder)`.
 
     Raises:
         RotationMergeError: unknown options, an unsupported architecture, tensors that do not fit.
     """
     chosen = TransferConfig.from_values(options, config)
+    adapter = isinstance(tuned, str | os.PathLike) and is_adapter(os.fspath(tuned))
+    if adapter or chosen.needs_samples or chosen.rank or chosen.resizes:
+        return _transferred_files(tuned, old, new, chosen)
     bases = [
         open_like(model, name, untie=chosen.untie) for model, name in ((new, "new"), (old, "old"), (tuned, "tuned"))
     ]
@@ -293,6 +302,34 @@ def transfer(
     notes = [shared] if added else []
     notes += alignment.report.notes if alignment.report is not None else []
     return carried.with_notes([*notes, *carried.notes], alignment.report)
+
+
+def _transferred_files(
+    tuned: ModelLike, old: ModelLike, new: ModelLike, config: TransferConfig
+) -> View | AdapterWeights:
+    """What is carried as the command does it, from checkpoints; models in memory are written to a temporary folder."""
+    from rotation_merge.carrying.session import Execution
+    from rotation_merge.carrying.transfer import carry
+
+    with Scratch() as folder:
+
+        def path_of(name: str, model: ModelLike) -> str:
+            if isinstance(model, str | os.PathLike):
+                return os.fspath(model)
+            as_stored(open_like(model, name)).save_pretrained(path := os.path.join(folder, name))
+            return path
+
+        work, *bases = (path_of(name, model) for name, model in (("tuned", tuned), ("old", old), ("new", new)))
+        out = os.path.join(folder, "out")
+        execution = Execution(storage=Storage(untie=config.untie), even_if_near=True)
+        (result,) = carry({out: work}, bases[0], bases[1], config, execution)
+        if is_adapter(out):
+            written = Adapter(out)
+            return AdapterWeights(written.config, {name: written.tensor(name).clone() for name in written.shapes})
+        checkpoint = open_like(out)
+        state = {name: checkpoint.source[name].clone() for name in checkpoint.names}
+        opened = open_like((state, checkpoint.config), f"{work}, carried", untie=config.untie)
+        return as_stored(opened).with_notes(result.lines)
 
 
 def _options(config: AlignConfig | None, options: Mapping[str, Any]) -> AlignConfig:

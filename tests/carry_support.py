@@ -15,7 +15,7 @@ from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.factors import stacks, transposed
 from rotation_merge.model.fold import Folded
-from rotation_merge.model.lora import Written
+from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.source import transform_state
 
 RANK, ALPHA = 2, 3.0
@@ -43,7 +43,7 @@ def embeds(info: TensorInfo) -> bool:
 
 def make_adapter(
     architecture: Architecture, state: dict[str, Tensor], seed: int = 0, embeddings: bool = True, **config: Any
-) -> Written:
+) -> AdapterWeights:
     """Random factors for every target."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
@@ -77,11 +77,11 @@ def make_adapter(
                 tensors[f"{module}.lora_A.weight"] = random(RANK, *shape[1:])
                 tensors[f"{module}.lora_B.weight"] = random(shape[0], RANK, *[1] * len(kernel))
     content = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "base_model_name_or_path": "old"}
-    return Written({**content, "target_parameters": parameters, **config}, tensors)
+    return AdapterWeights({**content, "target_parameters": parameters, **config}, tensors)
 
 
 def merged(
-    adapter: Written, architecture: Architecture, state: dict[str, Tensor], scale: float = ALPHA / RANK
+    adapter: AdapterWeights, architecture: Architecture, state: dict[str, Tensor], scale: float = ALPHA / RANK
 ) -> dict[str, Tensor]:
     """The base with the adapter's changes added, as peft's merge_and_unload adds them; every tensor must be used."""
     result, used = dict(state), set()

@@ -14,7 +14,7 @@ from plugin_support import ENCODER
 
 from rotation_merge.diagnose import documents
 from rotation_merge.diagnose.sources import references
-from rotation_merge.model.lora import Written
+from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.run.demo import CHECKPOINTS
 
 DECODER = {**SMALL, "vocab_size": 256}
@@ -74,7 +74,7 @@ def adapter_stand_in(out: Path, family: str) -> Path:
             factors[f"{module}.lora_A.weight"] = torch.randn(2, sizes["hidden_size"], generator=draw)
             factors[f"{module}.lora_B.weight"] = 0.1 * torch.randn(rows, 2, generator=draw)
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(width)}
-    Written(config, factors).write(str(out))
+    AdapterWeights(config, factors).save_pretrained(str(out))
     return out
 
 

@@ -17,7 +17,7 @@ from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.factors import LowRank, dense, factor_infos, output_axis, stacks
 from rotation_merge.model.labels import Rows, in_order
-from rotation_merge.model.lora import WHOLE, WRONG_BASE, Entry, Written, parse
+from rotation_merge.model.lora import WHOLE, WRONG_BASE, AdapterWeights, Entry, parse
 from rotation_merge.model.lora_form import taken_apart
 from rotation_merge.model.source import TensorSource, check_shape, read_tensor
 from rotation_merge.model.sources import Respelled
@@ -34,7 +34,7 @@ class CarriedAdapter:
         constants: modules that got a bias, because a norm of the old base shifts what they read.
     """
 
-    adapter: Written
+    adapter: AdapterWeights
     norms: dict[str, tuple[float, float]] = field(default_factory=dict)
     constants: list[str] = field(default_factory=list)
 
@@ -69,7 +69,9 @@ def carry_adapter(
         AlignmentError: a form of change that these maps cannot carry; names it and the remedy.
     """
     parsed = parse(adapter, config)
-    result = CarriedAdapter(Written({**adapter.config, "base_model_name_or_path": new_name, "revision": None}, {}))
+    result = CarriedAdapter(
+        AdapterWeights({**adapter.config, "base_model_name_or_path": new_name, "revision": None}, {})
+    )
     spots = [*(entry.spot for entry in parsed.entries), *parsed.saved.values()]
     stored, carrier = carrier.architecture, _with_all(carrier, spots)
     for block in carrier.architecture.blocks:

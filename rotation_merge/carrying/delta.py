@@ -214,8 +214,8 @@ class Delta:
             beside = dense(result[weight.key], weight) if weight is not None and weight.key in result else None
             moved = self.carrier.stored(block, info, change.double(), beside, self.places)
             whole = scale_at(self.scale, block.name) * moved
-            if not bool(whole.any()):
-                continue
+            if self.solved is None and not bool(whole.any()):
+                continue  # an adapter of what was solved has factors of zero where nothing is worth carrying
             result[info.key] = cut = (
                 of_low_rank(whole, info, rank, trimmed=self.solved is None)
                 if rank is not None and len(info.axes) > 1

@@ -30,7 +30,7 @@ from rotation_merge.files.scratch import Scratch
 from rotation_merge.files.unfinished import Unfinished
 from rotation_merge.matching.objective import is_distribution, main_output
 from rotation_merge.matching.teachers import Answered, write_answers
-from rotation_merge.model.lora import Written
+from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.run.functions import Batch
 
 KINDS = {
@@ -140,7 +140,7 @@ def _answered(work: Unfinished, name: str, teachers: Sequence[Callable[[], Any]]
     return Answered(path)
 
 
-def adapter_in_training(model: Any, written: Written) -> Any:
+def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
     """A model with an adapter whose factors, and nothing else, are trained.
 
     The rows of each A are made orthogonal and as long as those of a fresh LoRA, and the scale is the rank-stabilised
@@ -165,7 +165,7 @@ def adapter_in_training(model: Any, written: Written) -> Any:
         if (bias := f"{other.removesuffix('weight')}bias") in tensors:
             tensors[bias] = tensors[bias] / rank**0.5
     with Scratch() as folder:
-        Written({**written.config, "use_rslora": True}, tensors).write(folder)
+        AdapterWeights({**written.config, "use_rslora": True}, tensors).save_pretrained(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's, on what transformers calls by another name now
             return PeftModel.from_pretrained(model, folder, is_trainable=True).eval()

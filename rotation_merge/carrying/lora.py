@@ -15,7 +15,7 @@ from rotation_merge.carrying.carrier import is_bias, weight_key
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, short
 from rotation_merge.model.factors import LowRank, dense, stacks, transposed
-from rotation_merge.model.lora import Written
+from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.source import TensorSource, read_tensor
 
 PREFIX = "base_model.model."
@@ -45,7 +45,7 @@ def left_out(base: Base) -> list[str]:
     )
 
 
-def adapter_of(delta: Delta, rank: int, base: Base) -> tuple[Written, Kept]:
+def adapter_of(delta: Delta, rank: int, base: Base) -> tuple[AdapterWeights, Kept]:
     """A change as a new adapter of the base that it is for.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms of streams that are not turned into
@@ -72,7 +72,7 @@ def adapter_of(delta: Delta, rank: int, base: Base) -> tuple[Written, Kept]:
             if info is None or not writing.take(block, info, change, changes, place, delta.carrier.new):
                 kept[f"{block.name}: {key}"] = parts[key][0], 0.0
     kept |= {key: (kept[key][0], 0.0) for key in writing.without_embeddings()}
-    return Written(writing.config(rank, base.config, str(base.reference)), writing.tensors), kept
+    return AdapterWeights(writing.config(rank, base.config, str(base.reference)), writing.tensors), kept
 
 
 @dataclass

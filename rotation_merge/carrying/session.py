@@ -24,7 +24,7 @@ from rotation_merge.matching.run import Run, how_far
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.checkpoint import parse_reference
-from rotation_merge.model.lora import Written
+from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.markdown import code, prose
 from rotation_merge.model.origin import origins
 from rotation_merge.model.output import staged
@@ -134,7 +134,7 @@ class Session:
         """A fine-tune's change for the new base, at the session's scale."""
         return Delta(self.carrier, tuned, self.scale)
 
-    def adapter(self, adapter: Adapter) -> tuple[Written, list[str]]:
+    def adapter(self, adapter: Adapter) -> tuple[AdapterWeights, list[str]]:
         """An adapter of the old base as one of the new base, and notes on it."""
         new, old = str(self.bases.new.reference), self.bases.old
         carried = carry_adapter(adapter, self.carrier, old.config, new, self.scale, old.rows)
@@ -143,7 +143,7 @@ class Session:
             lines.append(f"It stays an adapter of rank {adapter.rank}: --lora is for whole fine-tunes.")
         return carried.adapter, lines
 
-    def as_adapter(self, tuned: TensorSource, rank: int) -> tuple[Written, list[str]]:
+    def as_adapter(self, tuned: TensorSource, rank: int) -> tuple[AdapterWeights, list[str]]:
         """A whole fine-tune's change as an adapter, and notes on it."""
         delta = self.delta(tuned)
         written, kept = adapter_of(delta, rank, self.bases.new)
@@ -156,7 +156,9 @@ class Session:
         own = {name: {**facts, "carried": True} for name, facts in origins([parse_reference(work)]).items()}
         return replace(self.report, models={**self.report.models, **own})
 
-    def write_adapter(self, work: str, out: str, written: Written, lines: list[str], how: str = "") -> TransferResult:
+    def write_adapter(
+        self, work: str, out: str, written: AdapterWeights, lines: list[str], how: str = ""
+    ) -> TransferResult:
         """An adapter, its report and card.
 
         Args:
@@ -165,7 +167,7 @@ class Session:
         lines = lines if how else [*lines, *self.asked]
         report = replace(self.report_on(work), notes=[*self.report.notes, *lines], relation="adapter")
         with staged(out) as staging:
-            written.write(staging)
+            written.save_pretrained(staging)
             report.write(os.path.join(staging, REPORT_FILE))
             with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
                 file.write(card(self.bases, work, report, out, "adapter", how or self.how))

@@ -22,7 +22,7 @@ from rotation_merge.files.durable import replacing
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.hub import downloaded, is_hub_name
-from rotation_merge.model.lora import Written
+from rotation_merge.model.lora import AdapterWeights
 from rotation_merge.model.output import staged
 
 FILE_FORMS = {"kohya": ("lora_down.weight", "lora_up.weight"), "diffusers": ("lora_A.weight", "lora_B.weight")}
@@ -160,7 +160,7 @@ def write_adapter(adapter: AdapterFactors, out: str) -> None:
         raise CheckpointError(f"adapters of {adapter.form} are {kind}", where=out, remedy=f"name {kind} to write")
     if adapter.form == PEFT:
         with staged(out) as staging:
-            _in_peft(adapter).write(staging)
+            _in_peft(adapter).save_pretrained(staging)
         return
     down, up = FILE_FORMS[adapter.form]
     tensors = {}
@@ -173,7 +173,7 @@ def write_adapter(adapter: AdapterFactors, out: str) -> None:
         save_file(tensors, temporary, {"format": "pt"})
 
 
-def _in_peft(adapter: AdapterFactors) -> Written:
+def _in_peft(adapter: AdapterFactors) -> AdapterWeights:
     """peft's config and tensors; every change is B A, its scale 1."""
     tensors = {}
     for module, factors in adapter.maps.items():
@@ -196,4 +196,4 @@ def _in_peft(adapter: AdapterFactors) -> Written:
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    return Written({**adapter.config, **settings}, tensors)
+    return AdapterWeights({**adapter.config, **settings}, tensors)

@@ -66,13 +66,13 @@ class Parsed:
 
 
 @dataclass(frozen=True)
-class Written:
-    """An adapter to be written: adapter_config.json, and the tensors by peft's names."""
+class AdapterWeights:
+    """An adapter in memory: adapter_config.json, and the tensors by peft's names."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
-    def write(self, folder: str) -> None:
+    def save_pretrained(self, folder: str) -> None:
         """The two files that peft reads."""
         os.makedirs(folder, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}

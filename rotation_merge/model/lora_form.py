@@ -9,11 +9,11 @@ from dataclasses import replace
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.factors import stacks
-from rotation_merge.model.lora import WHOLE, Entry, Parsed, Written
+from rotation_merge.model.lora import WHOLE, AdapterWeights, Entry, Parsed
 from rotation_merge.model.sources import Made, other_form
 
 
-def taken_apart(written: Written, parsed: Parsed, stored: Architecture, where: str) -> Written:
+def taken_apart(written: AdapterWeights, parsed: Parsed, stored: Architecture, where: str) -> AdapterWeights:
     """The adapter with what its base holds apart (queries, keys and values; gates and values) taken apart, its modules
     by the names that they have there; as it is, where there is nothing of the kind.
 
@@ -49,7 +49,7 @@ def taken_apart(written: Written, parsed: Parsed, stored: Architecture, where: s
             ranks[re.escape(module)] = rank
             alphas[re.escape(module)] = entry.scale * (rank**0.5 if written.config.get("use_rslora") else rank)
     targets = {"target_modules": modules, "rank_pattern": ranks, "alpha_pattern": alphas}
-    return Written({**written.config, **targets}, tensors)
+    return AdapterWeights({**written.config, **targets}, tensors)
 
 
 def _apart(entry: Entry, stored: Architecture) -> Made | None:

@@ -81,7 +81,7 @@ def two_pickles(model: Path) -> None:
 
 
 def an_adapter_too(model: Path) -> None:
-    make_adapter(Checkpoint(case("llama", "llama"), model).architecture, state(model)).write(str(model))
+    make_adapter(Checkpoint(case("llama", "llama"), model).architecture, state(model)).save_pretrained(str(model))
 
 
 def another_file_named(model: Path) -> None:

@@ -40,7 +40,7 @@ def test_carried_adapter_computes_what_it_computed_at_home(case: Case, tmp_path:
     admitted = {group for groups in architecture.stream_groups.values() for group in groups}
     shifts = "rotation" in admitted and any(norm.layer for block in architecture.blocks for norm in block.norms)
     adapter = make_adapter(architecture, state, embeddings=not shifts)  # peft has no lora_bias for embeddings
-    adapter.write(str(tmp_path / "adapter"))
+    adapter.save_pretrained(str(tmp_path / "adapter"))
     stored = Adapter(str(tmp_path / "adapter"))
     expected = outputs(model.holding(merged(adapter, architecture, state)), given)
     assert difference(home, expected) > 1e-3

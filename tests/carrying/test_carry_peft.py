@@ -75,7 +75,7 @@ class Home:
         state, alignment = self.new(options)
         carrier = Carrier(self.architecture, self.state, state, alignment)
         result = carry_adapter(adapter, carrier, self.config, str(self.where / "new"), **others)
-        result.adapter.write(str(self.where / "carried"))
+        result.adapter.save_pretrained(str(self.where / "carried"))
         model = PeftModel.from_pretrained(self.base("new"), self.where / "carried", autocast_adapter_dtype=False)
         return result, self.logits(model)
 
@@ -362,7 +362,7 @@ class TestWholeFineTunes:
         base = SimpleNamespace(config=config, reference=llama.where / "new", tied_head=None)
         written, kept = adapter_of(tuned, 64, base)
         assert share(kept) == pytest.approx(1.0, abs=1e-9)
-        written.write(str(llama.where / "lora"))
+        written.save_pretrained(str(llama.where / "lora"))
         model = PeftModel.from_pretrained(llama.base("new"), llama.where / "lora", autocast_adapter_dtype=False)
         torch.testing.assert_close(llama.logits(model), expected, atol=1e-4, rtol=1e-4)
         _, less = adapter_of(tuned, 4, base)
@@ -379,7 +379,7 @@ class TestWholeFineTunes:
         lost = {key for key, (norm, rest) in kept.items() if rest < 0.5 * norm}
         assert lost
         assert all("wte" in key or "wpe" in key or "ln_f" in key or "lm_head" in key for key in lost), lost
-        written.write(str(gpt2.where / "lora"))
+        written.save_pretrained(str(gpt2.where / "lora"))
         PeftModel.from_pretrained(gpt2.base("new"), gpt2.where / "lora")
 
     def test_commands(self, llama: Home, tmp_path: Path) -> None:
