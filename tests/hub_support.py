@@ -39,6 +39,7 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, list[tuple[str, Files]]] = {}
         self.blobs: dict[str, bytes] = {}
         self.asked: list[str] = []
+        self.sent = 0
 
     @property
     def url(self) -> str:
@@ -72,6 +73,12 @@ class Hub(ThreadingHTTPServer):
 
 def commit_id(text: str) -> str:
     return hashlib.sha1(text.encode()).hexdigest()
+
+
+def card_data(card: str) -> dict[str, Any]:
+    """The metadata of a card."""
+    parts = card.split("---\n")
+    return yaml.safe_load(parts[1]) if len(parts) > 2 else {}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -114,7 +121,11 @@ class Handler(BaseHTTPRequestHandler):
                 )
             name = match[1].partition("/")[2]
             return self.json(
-                {"id": name, "modelId": name, "sha": found[0], "siblings": [{"rfilename": n} for n in names]}
+                {
+                    **{"id": name, "modelId": name, "sha": found[0]},
+                    "siblings": [{"rfilename": n, "size": len(found[1][n])} for n in names],
+                    "cardData": card_data(found[1].get("README.md", b"").decode()),
+                }
             )
         return self.missing("Entry")
 
@@ -125,6 +136,12 @@ class Handler(BaseHTTPRequestHandler):
         if name not in found[1]:
             return self.json({}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=found[0])
         content = found[1][name]
+        if match := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            begin, end = int(match[1]), min(int(match[2]) + 1, len(content))
+            self.server.sent += end - begin
+            place = f"bytes {begin}-{end - 1}/{len(content)}"
+            return self.answer(content[begin:end], 206, Content_Range=place, X_Repo_Commit=found[0])
+        self.server.sent += len(content) if self.command == "GET" else 0
         tag = hashlib.sha256(content).hexdigest()
         return self.answer(content, ETag=f'"{tag}"', X_Repo_Commit=found[0])
 

@@ -15,23 +15,29 @@ from rotation_merge.errors import RecipeError
 
 @click.command(epilog="Example: rotation-merge check recipe.yml")
 @click.argument("recipe", type=MODELS_OR_RECIPE)
+@click.option("--offline", is_flag=True, help="Do not ask the hub about models that are not here.")
 @json_option
 @shown
-def command(recipe: str, as_json: bool) -> int:
+def command(recipe: str, offline: bool, as_json: bool) -> int:
     """Check RECIPE (a YAML file); of the weights, a few matrices are looked at.
 
     Every fault is reported at once, with line and column and how to mend it: keys, parameters, delegates, models,
-    architectures, shapes (from the files' headers), groups asked for, vocabularies. Models on the hub are checked if
-    they are in the local cache; nothing is downloaded. A recipe without faults is told which preset, near or far, the
+    architectures, shapes (from the files' headers), configs against weights, groups asked for, vocabularies. Of models
+    on the hub that are not in its cache, configs and headers are fetched by a few small requests (not with --offline);
+    weights are not, and what needs them is skipped. A recipe without faults is told which preset, near or far, the
     likeness of a few matrices suggests, and how long the changes are that it merges.
     """
     from rotation_merge.averaging.task_vectors import RATIO
-    from rotation_merge.diagnose import check_text
+    from rotation_merge.diagnose import absent_models, check_text
+    from rotation_merge.diagnose.needs import needs_of
     from rotation_merge.diagnose.suggest import lengths_of_changes, suggestions
     from rotation_merge.mergekit_plugin.recipe.ours import read_from
+    from rotation_merge.model.remote import remote_headers
 
-    with read_from(recipe):
-        faults = check_text(read(Path(recipe)))
+    text = read(Path(recipe))
+    with read_from(recipe), remote_headers(absent_models(text), offline) as remote:
+        faults = check_text(text, remote.errors)
+        needs = needs_of(recipe, remote.models.values(), remote.cache) if remote.models else None
     bad = [fault for fault in faults if fault.error]
     suggested = [] if bad else suggestions(recipe)
     changes = None if bad else lengths_of_changes(recipe)
@@ -41,6 +47,9 @@ def command(recipe: str, as_json: bool) -> int:
             "presets": [asdict(one) for one in suggested],
         }
         facts |= {"changes": asdict(changes)} if changes is not None else {}
+        if needs is not None:
+            licences = {model.name: model.licence for model in remote.models.values()}
+            facts |= {"needs": {**asdict(needs), "shortages": list(needs.shortages())}, "licences": licences}
         print_json({"recipe": recipe, "ok": not bad, **facts})
         return 1 if bad else 0
     for fault in faults:
@@ -50,6 +59,14 @@ def command(recipe: str, as_json: bool) -> int:
         return 1
     for one in suggested:
         say(one.words)
+    if needs is not None:
+        say(f"{needs.words}; nearness and fingerprints need weights, and were not looked at")
+        say(
+            "licences: "
+            + ", ".join(f"{model.name} {model.licence or 'none stated'}" for model in remote.models.values())
+        )
+        for shortage in needs.shortages():
+            say(shortage, "yellow")
     if changes is not None:
         say(changes.words, "yellow" if changes.ratio > RATIO else None)
     say("the recipe is fit to run", "green")

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mergekit.options import MergeOptions
 
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe, donors_of
-from rotation_merge.diagnose.sources import check_sources
+from rotation_merge.diagnose.sources import check_sources, references
 from rotation_merge.errors import CheckpointError, RotationMergeError, nearest
 from rotation_merge.mergekit_plugin.recipe.document import Document, Fault, documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.places import at
 from rotation_merge.mergekit_plugin.recipe.reading import read
 from rotation_merge.mergekit_plugin.recipe.settings import check_settings
-from rotation_merge.model.hub import is_hub_name
+from rotation_merge.model.checkpoint import parse_reference
+from rotation_merge.model.headers import holds_model
+from rotation_merge.model.hub import in_cache, is_hub_name
 
-__all__ = ["Document", "Fault", "RecipeDonor", "carried_recipe", "check_text", "documents", "donors_of"]
+__all__ = [
+    "Document",
+    "Fault",
+    "RecipeDonor",
+    "absent_models",
+    "carried_recipe",
+    "check_text",
+    "documents",
+    "donors_of",
+]
 
 
-def check_text(text: str) -> list[Fault]:
+def check_text(text: str, refused: Mapping[str, RotationMergeError] = MappingProxyType({})) -> list[Fault]:
     """Every fault of a recipe for mergekit-yaml, mergekit-multi or mergekit-evolve, in the order of the text.
+
+    Args:
+        refused: models of the hub whose headers could not be fetched, by name.
 
     Raises:
         RecipeError: the text is not YAML.
@@ -35,7 +52,7 @@ def check_text(text: str) -> list[Fault]:
             _check_evolve(document)
             continue
         if document.value.get("merge_method") == METHOD:
-            check_sources(document, read(document), names, options)
+            check_sources(document, read(document), names, options, refused)
         else:
             check_settings(document)
         name = document.value.get("name")
@@ -43,6 +60,28 @@ def check_text(text: str) -> list[Fault]:
             names.add(name)
     faults = [fault for document in found for fault in document.faults]
     return sorted(faults, key=lambda f: (f.document, f.line, f.column))
+
+
+def absent_models(text: str) -> list[str]:
+    """Names on the hub of the models and adapters of a recipe that have not been downloaded.
+
+    Raises:
+        RecipeError: the text is not YAML.
+    """
+    values = [document.value for document in documents(text) if isinstance(document.value, dict)]
+    made = {value.get("name") for value in values}
+    names = []
+    for name in (name for value in values for _, name in references(value) if name not in made):
+        try:
+            reference = parse_reference(name)
+        except RotationMergeError:  # said where the recipe is checked
+            continue
+        for part in filter(None, (reference.model, reference.lora)):
+            if is_hub_name(part.path) and not os.path.exists(part.path):
+                folder = in_cache(part.path, part.revision)
+                if folder is None or not (holds_model(folder) or part is reference.lora):
+                    names.append(part.path if part.revision is None else f"{part.path}@{part.revision}")
+    return list(dict.fromkeys(names))
 
 
 def _check_evolve(document: Document) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -30,14 +31,25 @@ from rotation_merge.model.heads import head_names
 from rotation_merge.model.hub import HubFile, is_absent
 from rotation_merge.model.labels import label_rows
 from rotation_merge.model.vocabulary import check_token_ids
+from rotation_merge.report.integrity import check_folder
+
+FAULTS = ("vocabulary size", "layer count", "layer types", "head count", "wrong shape", "RoPE", "tensor twice")
+"""Kinds of defects with which a model cannot be merged as it is meant."""
 
 HUB_NOTE = "not in the local cache: its files are not checked"
 
 
-def check_sources(document: Document, recipe: Recipe | None, made_earlier: set[str], options: MergeOptions) -> None:
+def check_sources(
+    document: Document,
+    recipe: Recipe | None,
+    made_earlier: set[str],
+    options: MergeOptions,
+    refused: Mapping[str, RotationMergeError] = MappingProxyType({}),
+) -> None:
     """Collect the faults of all models that a document names.
 
     Args:
+        refused: models of the hub whose headers could not be fetched, by name.
         recipe: what was read from it; None where it has faults already.
         made_earlier: names of merges that mergekit-multi makes first; nothing of them is there yet.
     """
@@ -49,11 +61,14 @@ def check_sources(document: Document, recipe: Recipe | None, made_earlier: set[s
         if name in made_earlier or name in opened:
             absent = absent or name in made_earlier
             continue
-        model = _open(document, path, name, models)
+        if error := next((refused[part] for part in name.split("+") if part in refused), None):
+            document.raised(path, error)
+        model = None if error else _open(document, path, name, models)
         if model is None:
             absent = True
         else:
             opened[name] = (path, model)
+            _whole(document, path, model)
     base = opened.get(str(document.value.get("base_model")))
     for path, name in files(document.value):
         kept = HubFile.of(name)
@@ -148,6 +163,14 @@ def _open(document: Document, path: Path, name: str, models: Models) -> Model | 
         document.fault(path, f"{name}: cannot be read ({error})", "download it again")
         return None
     return model
+
+
+def _whole(document: Document, path: Path, model: Model) -> None:
+    """What headers and small files tell of a model that is to be merged; a wrong config is a fault, the rest a note."""
+    for defect in check_folder(model.folder):
+        if defect.fatal:
+            line = f"{model.reference}: {defect.kind}: {defect.what}"
+            document.fault(path, line, defect.remedy, error=defect.kind in FAULTS)
 
 
 def _compare(
