@@ -14,7 +14,7 @@ from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import open_model, weights_of
 from rotation_merge.model.labels import label_rows, labels
 from rotation_merge.run.empty import empty_model
-from rotation_merge.run.functions import Batch, kind_at, load, outputs
+from rotation_merge.run.functions import Batch, floating_outputs, kind_at, load, outputs
 from rotation_merge.run.runner import Fill, Runner
 
 LARGEST = 500_000_000
@@ -107,7 +107,7 @@ class Layered:
             with run.recording():
                 for batch in range(len(inputs)):
                     run.run(batch)
-        return [outputs(run.model, batch) for batch in run.batches]
+        return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]
 
 
 def _noisy(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:

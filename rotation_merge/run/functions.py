@@ -209,10 +209,19 @@ def check_kind(model: Any, batch: Mapping[str, Tensor], source: str) -> None:
 def outputs(model: Any, batch: Mapping[str, Tensor]) -> Batch:
     """What a model gives back by default: every floating tensor, those of its parts too (`text_model_output.NAME`), but
     for caches, which are its own affair."""
-    found = dict(_floating("", model(**{k: v for k, v in batch.items() if k != "labels"})))
-    if not found:
+    return floating_outputs(model, model(**{k: v for k, v in batch.items() if k != "labels"}))
+
+
+def floating_outputs(model: Any, answer: Any) -> Batch:
+    """The floating tensors of what a model has given back; see `outputs`.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    tensors = dict(_floating("", answer))
+    if not tensors:
         raise CheckpointError(f"{type(model).__name__} gives nothing to compare")
-    return found
+    return tensors
 
 
 def check_answers(model: Any, tensors: Iterable[Tensor], where: str | None = None) -> None:

@@ -100,6 +100,9 @@ class Runner:
         if self.whole:
             self.model = whole_model(self.model, source, own, dtype)
         self.model.to(self.device) if self.whole else self._buffers()
+        for parameter in self.model.parameters():  # which some models bring their inputs to before any is filled
+            if parameter.is_meta and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
         self.batches = [{k: self._input(v) for k, v in batch.items() if k != "labels"} for batch in batches]
         sizes = [next(iter(batch.values())).numel() for batch in self.batches]
         self.least = sizes.index(min(sizes)) if sizes else 0
@@ -374,12 +377,16 @@ class Runner:
     def _input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
+    def answer(self, batch: int) -> Any:
+        """What the model gives back for a batch, once every block has been left."""
+        return self._forward(batch)
+
     @torch.no_grad()
-    def _forward(self, batch: int) -> None:
+    def _forward(self, batch: int) -> Any:
         self._batch, self._inside = self._first + batch, False
         self._known = {}
         self._given.begins()
-        self.model(**self.batches[batch])
+        return self.model(**self.batches[batch])
 
     @torch.no_grad()
     def _again(self, batch: int, given: Arguments) -> None:

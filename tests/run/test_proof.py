@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_support import parsed, run
 from plugin_support import from_file, make, merged, mergekit_yaml, one_error, recipe_for, state, write_state
 from tiny_models import ALL, save
@@ -17,6 +18,7 @@ from torch import Tensor
 from rotation_merge.matching import written as aligned
 from rotation_merge.model.sources import Renamed
 from rotation_merge.run import answers, proof, runner
+from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.proof import Proof, prove
 
 FAMILIES = ("llama", "qwen2", "mistral", "bert", "roberta", "vit")
@@ -158,3 +160,15 @@ def test_a_merge_proves_donors_moved_by_files(
     assert done.exit_code == 2
     assert f"changes what {donor} computes" in one_error(done.output)
     assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "vit"])
+def test_a_model_run_layer_by_layer_answers_to_every_batch(family: str, models: dict[str, tuple[Path, Path]]) -> None:
+    path = str(models[family][0])
+    whole, layered = answers.Whole(path, torch.float64, None), answers.Layered(path, torch.float64, None)
+    draw = torch.Generator().manual_seed(0)
+    inputs = [random_batch(whole.model, draw) for _ in range(3)]
+    for expected, computed in zip(whole.on(inputs), layered.on(inputs), strict=True):
+        assert expected.keys() == computed.keys()
+        for name in expected:
+            torch.testing.assert_close(computed[name], expected[name])
