@@ -69,13 +69,14 @@ class Teachers:
     ) -> None:
         self.runners: Sequence[Runner] = runners
         self.who, self.kept = who, Kept(store, "answer")
+        self._taps: list[Taps] = []
 
     def learn(self, block: Block, wanted: frozenset[str]) -> bool:
         opened = [runner.advance() for runner in self.runners]
         there = [one for one in opened if one is not None and same_place(one, block)]
         if len(there) < len(opened):
             return False
-        taps = [Taps(runner, own) for runner, own in zip(self.runners, there, strict=True)]
+        self._taps = taps = [Taps(runner, own) for runner, own in zip(self.runners, there, strict=True)]
         for batch, teachers in enumerate(self.who if wanted or block.index is not None else ()):
             total: Answer = {}
             for donor, number, share in teachers:
@@ -87,6 +88,12 @@ class Teachers:
                         total[key] = value if share == 1.0 else share * value
             self.kept.put(batch, {key: total[key] for key in sorted(wanted) if key in total})
         return True
+
+    @torch.no_grad()
+    def by_own_maps(self, batch: int, key: str, inputs: Tensor) -> Tensor:
+        """What the donors' own map makes of the merge's inputs of one batch, (positions, out)."""
+        parts = [share * self._taps[donor].modules[key](inputs) for donor, _, share in self.who[batch]]
+        return torch.stack(parts).sum(0)
 
     def are_of(self, merge: Runner, names: Collection[str]) -> bool:
         return all(computes_the_same(merge, runner, names) for runner in self.runners)
@@ -132,12 +139,14 @@ class Refitted:
         kept: by reason, names of weights of linear maps that keep what they were.
         whole: whether the models were held whole.
         alike: whether all models compute the same, bit for bit, so that no map was changed.
+        losses: on samples held out, before and after, where they judged.
     """
 
     maps: list[Fitted] = field(default_factory=list)
     kept: dict[str, list[str]] = field(default_factory=dict)
     whole: bool = False
     alike: bool = False
+    losses: tuple[float, float] | None = None
 
 
 TIED, EXPERTS, UNSEEN = "tied to an embedding", "experts and routers", "not run as one linear map"
@@ -172,6 +181,8 @@ class Refit:
         skip: says which tensors keep what they are.
         watch: told about every block, and about the part of it that is done: what, how many, of how many.
         shape: what a solved change (out, in [+ 1 for a bias]) is brought to, given the Gram of the inputs and a one.
+        alpha: how much of what is wanted is the answers; the rest is what `by_own_maps` gives for a batch, the key of
+            a map and the merge's inputs of it (FeatCal, 2026).
         alike: whether all that ran before is the same in the merge and where the answers come from. While it is, no
             output lacks anything: maps are written as they are, without arithmetic that would round them.
     """
@@ -186,6 +197,8 @@ class Refit:
     watch: Progress = lambda *_: None
     shape: Callable[[Tensor, Tensor], Tensor] | None = None
     alike: bool = True
+    alpha: float = 1.0
+    by_own_maps: Callable[[int, str, Tensor], Tensor] | None = None
     _fused: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def run(self) -> Refitted:
@@ -262,11 +275,20 @@ class Refit:
                 return []
             inputs = seen.inputs[keys[0]]
             sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
-            sums.add(inputs, {key: (lacking(key, stage, seen, wanted), seen.outputs[key]) for key in keys}, weight)
+            lacks = {key: (self._lack(batch, key, stage, seen, wanted), seen.outputs[key]) for key in keys}
+            sums.add(inputs, lacks, weight)
         if sums is None:
             return []
         sums.flush()
         return [self._fit(key, taps, sums, places[key]) for key in sums.cross]
+
+    def _lack(self, batch: int, key: str, stage: Stage, seen: Seen, wanted: Answer) -> Tensor:
+        """What the output of a map lacks, (positions, out)."""
+        lack = lacking(key, stage, seen, wanted)
+        if self.alpha == 1.0 or self.by_own_maps is None:
+            return lack
+        here = rows(self.by_own_maps(batch, key, seen.inputs[key])) - rows(seen.outputs[key])
+        return self.alpha * lack + (1 - self.alpha) * here
 
     def _fit(self, key: str, taps: Taps, sums: RidgeSums, places: Sequence[_Written]) -> Fitted:
         biased = getattr(taps.modules[key], "bias", None) is not None

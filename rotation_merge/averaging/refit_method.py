@@ -20,6 +20,20 @@ class RefitMethod(OwnMethod):
         parameters=(
             WEIGHT,
             ParameterSpec("ridge", float, ParameterScope.SHARED, 0.01, "pulls every map towards where it started"),
+            ParameterSpec(
+                "alpha",
+                float,
+                ParameterScope.SHARED,
+                1.0,
+                "share of targets from the models' own inputs, not the merge's",
+            ),
+            ParameterSpec(
+                "lambda",
+                float,
+                ParameterScope.SHARED,
+                1.0,
+                "what the start's difference to base_model is multiplied by",
+            ),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),
     )
@@ -28,6 +42,8 @@ class RefitMethod(OwnMethod):
         return Plan(MODEL, no_changes="needs models that answer, and a task vector ('finetuned_from') does not")
 
     def check(self, parameters: Mapping[str, Any]) -> None:
-        ridge = parameters.get("ridge", 0.0)
+        ridge, alpha = parameters["ridge"], parameters["alpha"]
         if ridge < 0:
             raise RecipeError(f"parameter 'ridge' is {ridge:g}", where="parameters", remedy="it must not be negative")
+        if not 0 <= alpha <= 1:
+            raise RecipeError(f"parameter 'alpha' is {alpha:g}", where="parameters", remedy="it must be from 0 to 1")

@@ -55,6 +55,23 @@ class Average:
         return total
 
 
+class Extrapolated:
+    """A source moved along its difference to another: ``other + scale (source - other)``, in float32 at least."""
+
+    def __init__(self, source: TensorSource, other: TensorSource, scale: float) -> None:
+        self.source, self.other, self.scale = source, other, scale
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source and name in self.other
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        tensor = self.source[name]
+        if not tensor.is_floating_point():
+            return tensor
+        work = torch.promote_types(tensor.dtype, torch.float32)
+        return torch.lerp(self.other[name].to(tensor.device, work), tensor.to(work), self.scale)
+
+
 class Either:
     """A source some of whose tensors, told by their names, are another's."""
 

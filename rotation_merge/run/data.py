@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,6 +141,32 @@ def _checked(
     elif task == "next token" and "labels" not in batches[0]:
         batches = [{**b, "labels": _labels(b, model.config)} for b in batches]
     return batches, task
+
+
+def parted(data: Data, count: int) -> tuple[Data, Data]:
+    """The first so many examples, and those after them.
+
+    Batches of which a tensor holds more than a row for each example stay whole.
+    """
+    by_rows = sum(len(next(iter(batch.values()))) for batch in data.batches) == data.examples
+    before: list[Batch] = []
+    after: list[Batch] = []
+    seen = 0
+    for batch in data.batches:
+        rows = len(next(iter(batch.values()))) if by_rows else 1
+        cut = min(max(count - seen, 0), rows)
+        seen += rows
+        if cut == rows:
+            before.append(batch)
+        elif cut == 0:
+            after.append(batch)
+        else:
+            before.append({name: tensor[:cut] for name, tensor in batch.items()})
+            after.append({name: tensor[cut:] for name, tensor in batch.items()})
+    examples = min(count, data.examples)
+    return replace(data, batches=before, examples=examples), replace(
+        data, batches=after, examples=data.examples - examples
+    )
 
 
 def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -> dict[str, Any]:

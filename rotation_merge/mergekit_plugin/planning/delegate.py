@@ -13,11 +13,13 @@ from mergekit.graph import Task
 from pydantic import Field
 from torch import Tensor
 
+from rotation_merge.architecture.model import Architecture
 from rotation_merge.averaging.methods import MergeLog, OwnMethod, Source, Target, plan_of
 from rotation_merge.errors import StatisticsError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
 from rotation_merge.mergekit_plugin.planning.wanted import Wanted
+from rotation_merge.model.source import TensorSource
 from rotation_merge.run.maps import linear_map
 
 
@@ -119,6 +121,46 @@ class Delegated:
         needs = {f"{i}:{j}": task for i, part in enumerate(parts) for j, task in enumerate(part.tasks)}
         key = f"merge:{wanted.key}"
         return DelegateTask(key=key, label=wanted.label, work=merge, needs={"tensors": wanted.gather, **needs})
+
+
+class MergedSource:
+    """Models merged by a delegate of our own, as a source of tensors.
+
+    Args:
+        sources: of the models that count, the anchor's first, all in its coordinates and by its names.
+        weights: of the models.
+        parameters: of the delegate; its defaults where none is given.
+    """
+
+    def __init__(
+        self,
+        method: OwnMethod,
+        architecture: Architecture,
+        sources: Sequence[tuple[ModelReference, TensorSource]],
+        weights: Sequence[float],
+        parameters: Mapping[str, Any],
+    ) -> None:
+        self.method, self.sources, self.log = method, dict(sources), MergeLog(str(sources[0][0]))
+        self.parts = [(model, weight, Helped()) for (model, _), weight in zip(sources, weights, strict=True)]
+        self.parameters = {spec.name: spec.default for spec in method.spec.parameters} | dict(parameters)
+        self._infos = {
+            name: (block, info) for block in architecture.blocks for info in block.tensors for name in info.names
+        }
+
+    def __contains__(self, name: object) -> bool:
+        return all(name in source for source in self.sources.values())
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        tensors = {model: source[name] for model, source in self.sources.items()}
+        first = tensors[self.parts[0][0]]
+        tensors = {model: t.to(torch.promote_types(t.dtype, torch.float32)) for model, t in tensors.items()}
+        if not first.is_floating_point() or name not in self._infos:
+            return first
+        block, info = self._infos[name]
+        linear = linear_map(block, info)
+        target = Target(info, linear is not None, None, self.log)
+        flipped = linear is not None and linear.reads < linear.gives
+        return merge_tensor(self.method, target, self.parts, self.parameters, flipped, name, tensors)
 
 
 def merge_tensor(

@@ -12,7 +12,7 @@ from mergekit.options import MergeOptions
 from rotation_merge.errors import RecipeError
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
-from rotation_merge.run.data import read_batches, together, unpadded
+from rotation_merge.run.data import Data, parted, read_batches, together, unpadded
 from rotation_merge.run.empty import empty_model
 from rotation_merge.run.functions import Batch, local_path
 from rotation_merge.run.written import SELF, SYNTHETIC, writes_text
@@ -22,6 +22,12 @@ AT_ONCE = 16
 
 LENGTH = 128
 """Tokens of a text."""
+
+HELD_OUT = 8
+"""Of samples with labels a quarter judges the refit, and at least so many."""
+
+JUDGED = ("next token", "masked token", "class", "labels", "regression")
+"""Tasks of samples whose labels say how good a merge is."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Teacher:
         data: where its samples come from: self, synthetic, or a file.
         samples: how many.
         batches: the samples; None: it writes them itself when the merge runs.
+        held_out: samples with labels that nothing is solved on; None: there are none.
     """
 
     model: ModelReference
@@ -40,6 +47,7 @@ class Teacher:
     data: str
     samples: int
     batches: list[Batch] | None = None
+    held_out: Data | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,9 @@ class Lesson:
     Attributes:
         pooled: whether all models answer to all samples, and their mean counts; else each answers to its own.
         ridge: of the solves.
-        start: average or anchor.
+        alpha: share of the targets from the models' own inputs.
+        start: `average`, `anchor`, or the delegate that merges the task vectors.
+        scale: what the start's difference to the anchor is multiplied by.
         spill: folder for hidden states and results; None: memory and the system's own folder for temporary files.
         seed: of everything random.
     """
@@ -57,9 +67,16 @@ class Lesson:
     teachers: list[Teacher] = field(repr=False)
     pooled: bool
     ridge: float
+    alpha: float
     start: str
+    scale: float
     spill: str | None
     seed: int
+
+    @property
+    def start_in_words(self) -> str:
+        words = {"average": "average", "anchor": "anchor", "task_arithmetic": "sum of the task vectors"}
+        return words.get(self.start, f"merge by {self.start}")
 
 
 def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, options: MergeOptions) -> Lesson:
@@ -74,8 +91,10 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
     if min(weights.values()) < 0 or total <= 0:
         remedy = "none may be negative, and one must be above 0"
         raise RecipeError("weights are shares of the models among the answers", where="models", remedy=remedy)
-    ridge = _number("ridge", next(iter(readers.values())), None, 0.01)
-    recipe.delegate.check({"ridge": ridge})
+    first = next(iter(readers.values()))
+    defaults = {spec.name: spec.default for spec in recipe.delegate.spec.parameters if spec.name != "weight"}
+    numbers = {name: _number(name, first, None, default) for name, default in defaults.items()}
+    recipe.delegate.check(numbers)
     teachers = []
     for model, reader in readers.items():
         if weights[model] > 0:
@@ -86,7 +105,13 @@ def read_lesson(config: MergeConfiguration, recipe: Recipe, donors: Donors, opti
     seed, pooled = options.random_seed or 0, _pooled(recipe, teachers)
     read = _read_once if pooled else _read_each
     start, spill = recipe.value("start"), recipe.value("spill")
-    return Lesson(read(teachers, donors, seed), pooled, ridge, start, spill, seed)
+    if start not in ("average", "anchor") and not any(t.model != recipe.base for t in teachers):
+        remedy = "name the fine-tunes under 'models', and their base as 'base_model'"
+        raise RecipeError(
+            f"'start: {start}' merges task vectors, and there are none", where="parameters", remedy=remedy
+        )
+    ridge, alpha, scale = numbers["ridge"], numbers["alpha"], numbers["lambda"]
+    return Lesson(read(teachers, donors, seed), pooled, ridge, alpha, start, scale, spill, seed)
 
 
 def _readers(config: MergeConfiguration) -> dict[ModelReference, ConfigReader]:
@@ -159,5 +184,12 @@ def _read(teacher: Teacher, donors: Donors, seed: int) -> Teacher:
         return teacher
     path = local_path(donors.models[teacher.model].reference.model.path)
     kind = empty_model(donors.models[teacher.model].transformers_config)
-    found = read_batches(teacher.data, path, kind, teacher.samples, AT_ONCE, LENGTH, seed)
-    return replace(teacher, batches=together(unpadded(found.batches, teacher.data), AT_ONCE * LENGTH))
+    beyond = 0 if teacher.data == SYNTHETIC else max(HELD_OUT, teacher.samples // 3)
+    samples = read_batches(teacher.data, path, kind, teacher.samples + beyond, AT_ONCE, LENGTH, seed)
+    held_out = None
+    if beyond and samples.examples >= 2 * HELD_OUT:
+        kept = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
+        samples, rest = parted(samples, kept)
+        held_out = rest if rest.task in JUDGED else None
+    batches = together(unpadded(samples.batches, teacher.data), AT_ONCE * LENGTH)
+    return replace(teacher, batches=batches, samples=samples.examples, held_out=held_out)

@@ -6,9 +6,11 @@ of them at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from tempfile import gettempdir
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -18,9 +20,11 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.refit import Refit, Refitted, Teachers
+from rotation_merge.averaging.task_vectors import TASK_VECTORS
+from rotation_merge.errors import DataError
 from rotation_merge.matching.alignment import Alignment, aligned_source
 from rotation_merge.matching.open_pair import WithTied
-from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask
+from rotation_merge.mergekit_plugin.planning.delegate import DelegateTask, MergedSource
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.refit import AT_ONCE, LENGTH, Lesson, Teacher, read_lesson
 from rotation_merge.mergekit_plugin.planning.whole import progress_bar
@@ -28,8 +32,9 @@ from rotation_merge.model.fingerprint import Fingerprint
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.heads import head_names, is_head
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
-from rotation_merge.model.sources import Average, Either
-from rotation_merge.run.data import first_apart, read_batches
+from rotation_merge.model.sources import Average, Either, Extrapolated
+from rotation_merge.run.data import Data, first_apart, read_batches
+from rotation_merge.run.evaluate import score
 from rotation_merge.run.functions import Batch, local_path
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Fill, Runner, filled_model
@@ -76,12 +81,18 @@ class RefitModels:
         sources = ", ".join(f"`{t.model}` {t.data}" for t in lesson.teachers)
         run.note(
             f"Refit solved {len(result.maps)} linear maps, layer by layer, towards {whose} (ridge {lesson.ridge:g}, "
-            f"from the {lesson.start}; samples: {sources}). The error of their outputs fell from {before:.3f} to "
-            f"{after:.3f} of the target, on average over these samples."
+            f"from the {lesson.start_in_words}; samples: {sources}). The error of their outputs fell "
+            f"from {before:.3f} to {after:.3f} of the target, on average over these samples."
         )
+        if result.losses is not None:
+            before, after = result.losses
+            count = sum(t.held_out.examples for t in lesson.teachers if t.held_out is not None)
+            written = f"; that is worse, so the {lesson.start_in_words} was written" * (after > before)
+            change = f"{before:.4f} before the refit and {after:.4f} after it"
+            run.note(f"On {count} samples held out the loss was {change}{written}.")
         for why, names in result.kept.items():
-            kept = "the anchor" if lesson.start == "anchor" else "the average"
-            run.note(f"Refit kept {kept} ({why}): {', '.join(f'`{name}`' for name in names)}.")
+            listed = ", ".join(f"`{name}`" for name in names)
+            run.note(f"Refit kept the {lesson.start_in_words} ({why}): {listed}.")
         head = self.donors.models[self.donors.recipe.base].tied_head
         if head is not None and not self.donors.recipe.untie:
             run.note(f"Refit did not solve the head `{head}`, which is tied to an embedding ('untie: true' frees it).")
@@ -104,8 +115,8 @@ class _Work:
         anchor = self._source(Teacher(self.recipe.base, 1.0, "", 0), None)
         shares = [t.share for t in self.lesson.teachers]
         self.anchor = anchor
-        average = Either(Average(self.sources, shares), anchor, self.recipe.excluded)  # the merge runs as it is written
-        self.start: TensorSource = anchor if self.lesson.start == "anchor" else average
+        start = anchor if self.lesson.start == "anchor" else Either(self._merged(shares), anchor, self.recipe.excluded)
+        self.start: TensorSource = start  # the merge runs as it is written
         self.written: set[str] = set()
         tensors = self.base.architecture.tensors()
         self.large = {info.name for info in tensors if len(info.axes) > 1 and not info.stacked}
@@ -128,9 +139,64 @@ class _Work:
             for number, (teacher, source, some) in enumerate(zip(lesson.teachers, self.sources, given, strict=True))
         ]
         config = self.base.transformers_config
-        self.merge = self._runner("merge", config, self.start, batches, self._rounded)
-        answers = Teachers(self.runners, who, self.states)
-        return Refit(self.merge, own, answers, weights, lesson.ridge, self._write, self.recipe.excluded, progress).run()
+        held_out = [(t.share, t.held_out) for t in lesson.teachers if t.held_out is not None]
+        judged = [] if self.recipe.value("heads_of") == "each" else held_out  # whose heads are not the merge's
+        beside = [batch for _, data in judged for batch in data.batches]
+        self.merge = self._runner("merge", config, self.start, [*batches, *beside], self._rounded)
+        answers = Teachers(self.runners, [*who, *([] for _ in beside)], self.states)
+        result = Refit(
+            *(self.merge, own, answers, [*weights, *(0.0 for _ in beside)], lesson.ridge, self._write),
+            *(self.recipe.excluded, progress),
+            alpha=lesson.alpha,
+            by_own_maps=answers.by_own_maps,
+        ).run()
+        if judged and not result.alike:
+            result.losses = self._losses(judged, len(batches))
+            if result.losses is not None and result.losses[1] > result.losses[0]:
+                self.written.clear()  # so that all of the start is written
+        return result
+
+    def _merged(self, shares: Sequence[float]) -> TensorSource:
+        """What the refit starts from, where that is not the anchor."""
+        lesson = self.lesson
+        if lesson.start == "average":
+            average = Average(self.sources, shares)
+            return average if lesson.scale == 1.0 else Extrapolated(average, self.anchor, lesson.scale)
+        tuned = [(t, s) for t, s in zip(lesson.teachers, self.sources, strict=True) if t.model != self.recipe.base]
+        total = sum(teacher.share for teacher, _ in tuned)
+        weights = [1.0, *(teacher.share / total * len(tuned) for teacher, _ in tuned)]
+        if lesson.start == "task_arithmetic":
+            mean = Average([source for _, source in tuned], [teacher.share / total for teacher, _ in tuned])
+            return Extrapolated(mean, self.anchor, lesson.scale * len(tuned))
+        method = next(method for method in TASK_VECTORS if method.spec.name == lesson.start)
+        named = [(self.recipe.base, self.anchor), *((teacher.model, source) for teacher, source in tuned)]
+        return MergedSource(method, self.base.architecture, named, weights, {"lambda": lesson.scale})
+
+    def _losses(self, judged: Sequence[tuple[float, Data]], first: int) -> tuple[float, float] | None:
+        """What the start and the refitted merge lose on samples held out, each model's by its share; None: the merge's
+        head has no such labels.
+
+        Args:
+            first: number of the first of their batches among the merge's.
+        """
+        batches = [batch for _, data in judged for batch in data.batches]
+        start = self._runner("start", self.base.transformers_config, self.start, batches, self._as_stored)
+        while start.advance() is not None:
+            with start.recording():
+                for batch in range(len(batches)):
+                    start.run(batch)
+        losses = []
+        for answers in (LayerwiseAnswers(start, 0), LayerwiseAnswers(self.merge, first)):
+            try:
+                losses.append(sum(share * score(answers, data).loss for share, data in judged))
+            except DataError as error:
+                self.donors.run.note(f"The refit was not judged on samples held out: {error}.")
+                return None
+        total = sum(share for share, _ in judged)
+        return losses[0] / total, losses[1] / total
+
+    def _as_stored(self, info: TensorInfo, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype(info.name)) if tensor.is_floating_point() else tensor
 
     def write_rest(self) -> None:
         """What was not solved is what the merge started from."""
@@ -235,6 +301,22 @@ class _Work:
         self.results.put(name, [kept])
         self.written.add(name)
         return kept.to(tensor)
+
+
+class LayerwiseAnswers:
+    """A model that has been run block by block, asked for its answers to its batches one after the other.
+
+    Args:
+        first: number of the first batch.
+    """
+
+    def __init__(self, runner: Runner, first: int) -> None:
+        self.runner, self.config, self._next = runner, runner.model.config, first
+
+    def __call__(self, **_: Tensor) -> SimpleNamespace:
+        answer = self.runner.answer(self._next)
+        self._next += 1
+        return SimpleNamespace(logits=answer.logits.cpu())
 
 
 @dataclass(frozen=True)

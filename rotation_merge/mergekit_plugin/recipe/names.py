@@ -138,6 +138,7 @@ def _of_transfer(field: str, scope: str = DONOR_ONLY, *values: Any) -> Key:
 
 
 REFIT = ("refit",)
+STARTS = ("average", "anchor", "task_arithmetic", "wudi", "tsv", "iso")
 
 KEYS = (
     Key("attention", BLOCK, CHOICES["attention"], "maps inside attention heads", "rotation"),
@@ -181,7 +182,7 @@ KEYS = (
     ),
     Key("samples", EACH, (COUNT,), "how many", 64, REFIT),
     Key("targets", RECIPE, ("own", "mean"), "own: each sample is answered by the model it belongs to", None, REFIT),
-    Key("start", RECIPE, ("average", "anchor"), "what the maps are before they are solved", "average", REFIT),
+    Key("start", RECIPE, STARTS, "what the maps are before they are solved", "average", REFIT),
     Key("spill", RECIPE, (FOLDER,), "where hidden states wait instead of in memory", None, REFIT),
     Key("delegate", RECIPE, (METHOD_NAME,), "the merge method that does the averaging", "linear"),
     Key("unsupported", RECIPE, ("error", "merge"), "merge: merge without alignment what cannot be aligned", "error"),
