@@ -58,7 +58,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ArchitectureError("is not one JSON object", where=str(path), remedy="see docs/add-architecture.md")
     if (parent := content.get("extends")) is not None:
         inherited = {key: value for key, value in _parent(path, "extends", parent).items() if key not in OWN}
-        content = _overlay(inherited, content)
+        content = overlay(inherited, content)
     modules = content.get("modules")
     if isinstance(modules, dict):
         content = {**content, "modules": {name: _module(path, name, module) for name, module in modules.items()}}
@@ -84,18 +84,18 @@ def _module(path: Path, name: str, module: Any) -> Any:
     if part not in parent["modules"]:
         remedy = nearest(part, parent["modules"])
         raise ArchitectureError(f"entry '{entry}': {family} has no module '{part}'", where=str(path), remedy=remedy)
-    below = _overlay({"variables": parent.get("variables", {})}, parent["modules"][part])
-    return _overlay(below, {key: value for key, value in module.items() if key != "extends"})
+    below = overlay({"variables": parent.get("variables", {})}, parent["modules"][part])
+    return overlay(below, {key: value for key, value in module.items() if key != "extends"})
 
 
-def _overlay(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def overlay(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Objects merged entry by entry; null removes an entry, anything else replaces it."""
     result = dict(below)
     for key, value in above.items():
         if value is None:
             result.pop(key, None)
         elif isinstance(value, dict) and isinstance(result.get(key), dict):
-            result[key] = _overlay(result[key], value)
+            result[key] = overlay(result[key], value)
         else:
             result[key] = value
     return result

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from rotation_merge.cli.gguf import check_gguf, gguf_option, write_gguf
 from rotation_merge.cli.options import (
     device_option,
     devices,
@@ -48,6 +49,7 @@ from rotation_merge.matching.options import WEIGHTS
 )
 @click.option("--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file, e.g. 500M.")
 @click.option("--dtype", type=WORD, help="Storage of the output; the donor's if not given.")
+@gguf_option
 @device_option(" to compute on")
 @ray_option
 @click.option("--verify/--no-verify", default=True, help="Compare OUT's outputs with the donor's.")
@@ -74,6 +76,8 @@ def command(
     samples: int | None,
     seed: int,
     ray: str | None,
+    gguf: str | None,
+    gguf_type: str,
     **values: Any,
 ) -> int:
     """Write DONOR in ANCHOR's coordinates to OUT.
@@ -97,12 +101,16 @@ def command(
         raise click.UsageError("--widths needs OUT, whose outputs are compared with the donor's: leave out --no-verify")
     if out is None and alignment_file is None:
         raise click.UsageError("name OUT, or a file for --alignment")
+    if gguf is not None and out is None:
+        raise click.UsageError("--gguf is of OUT: name it, too")
     if match_on == WEIGHTS and (data or samples):
         raise RotationMergeError("weights are matched without samples", remedy="add --match-on both, or activations")
     if match_on != WEIGHTS and widths:
         raise RotationMergeError("models of two widths are matched on weights", remedy="leave out --match-on")
     check_dtype(dtype)
     shard_bytes = parse_size(shard_size)
+    if gguf is not None:
+        check_gguf(donor, gguf_type)
     options = match_options(values)
     device, there = devices(device, ray)
     pair = open_pair(anchor, donor, options, untie, device, widths=widths)
@@ -132,6 +140,7 @@ def command(
         if alignment_file is not None:
             write_alignment(pair, alignment, alignment_file, options, half)
     progress.close()
+    written = write_gguf(str(out), gguf, gguf_type) if gguf is not None else []
     name = str(pair.donor.reference)
     before, after = report.relative_distances(name)
     if as_json:
@@ -139,6 +148,7 @@ def command(
             {
                 "out": out,
                 "alignment": alignment_file,
+                "gguf": gguf,
                 "before": before,
                 "after": after,
                 "proof": proof and asdict(proof),
@@ -157,4 +167,8 @@ def command(
         say(f"Written to {out}; {seen}.", "green")
     if alignment_file is not None:
         say(f"Transforms written to {alignment_file}.", "green")
+    for words in written:
+        say(words)
+    if gguf is not None:
+        say(f"As a GGUF written to {gguf}.", "green")
     return 0

@@ -23,6 +23,7 @@ COMMANDS = {
     "compare": "How far apart are two models, space by space, before and after alignment?",
     "barrier": "Loss along the straight path between two models, aligned and not.",
     "merge": "Find the best merge of models: try, judge on held-out samples, write it with its recipe.",
+    "gguf": "Write a model as one GGUF file, for llama.cpp.",
     "doctor": "Why is this merge gibberish? Causes with their remedies, the likeliest first.",
     "polish": "Train a merge for a few steps towards its parents' answers, with or without data.",
     "fit": "Learn an alignment on data: next to no barrier between independent models.",

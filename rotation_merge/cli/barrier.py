@@ -19,6 +19,7 @@ from rotation_merge.cli.paths import (
     SAMPLE_SOURCE,
     Writes,
     is_barrier,
+    is_document,
     writes,
     writing,
 )
@@ -217,7 +218,7 @@ def _donors(
         raise RotationMergeError(f"{what} says what maps there are", remedy="leave out --match-on")
     if len(models) > 1:
         return [RecipeDonor(models[0], d, options, untie, file=alignment, match_on=match_on) for d in models[1:]]
-    if len(models) == 1 and os.path.isfile(models[0]):
+    if len(models) == 1 and is_document(models[0]):
         return donors_of(models[0])
     raise click.UsageError("give a recipe (a YAML file), or two models")
 

@@ -18,7 +18,7 @@ from rotation_merge.cli.options import (
     matching_options,
     usable_device,
 )
-from rotation_merge.cli.paths import MODELS_OR_RECIPE, NEW_ALIGNMENT, SAMPLE_SOURCE, WORD, writes, writing
+from rotation_merge.cli.paths import MODELS_OR_RECIPE, NEW_ALIGNMENT, SAMPLE_SOURCE, WORD, is_document, writes, writing
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files.outputs import FILE, Output
@@ -180,7 +180,7 @@ def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple
     given = match_options(values)
     if len(models) > 1:
         return list(models), given, untie
-    if not os.path.isfile(models[0]):
+    if not is_document(models[0]):
         raise click.UsageError("give a recipe (a YAML file), or an anchor and its donors")
     from rotation_merge.diagnose import donors_of
 

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from rotation_merge.cli.check import read
 from rotation_merge.cli.options import match_options, matching_options
-from rotation_merge.cli.paths import MODELS_OR_RECIPE, PAGE, WORD, Reads, writes
+from rotation_merge.cli.paths import MODELS_OR_RECIPE, PAGE, WORD, Reads, is_document, writes
 from rotation_merge.cli.show import bytes_text, json_option, note, print_json, say, seconds_text, shown, table
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.matching.options import CHOICES, NOTHING, AlignConfig
@@ -83,7 +83,7 @@ def command(
     if target is None:
         remedy = "name a model, a recipe or a file, or ask for --methods, --architectures or --prove FILE"
         raise RotationMergeError("no model, recipe or file is given", remedy=remedy)
-    of_model = not question and not os.path.isfile(target)
+    of_model = not question and not is_document(target)
     names = (*CHOICES, "layers", "untie")
     options = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if options and not of_model:
@@ -145,7 +145,7 @@ def _averaging(path: str) -> Averaging | None:
 
 def _donors(target: str, options: AlignConfig, untie: bool, as_json: bool) -> list[RecipeDonor]:
     """The model as a donor of its own; of a recipe its donors, named as soon as the text is read."""
-    if not os.path.isfile(target):
+    if not is_document(target):
         return [RecipeDonor(target, target, options, untie)]
     text = read(Path(target))
     recipe = documents(text)[-1].value
@@ -304,7 +304,7 @@ def _text(value: Any) -> str:
 
 def _fingerprint(target: str, _: object, as_json: bool) -> int:
     """The fingerprint of a model, or those of the models that a file was made for."""
-    if os.path.isfile(target):
+    if is_document(target):
         marks = described(target)["fingerprints"]
     else:
         from rotation_merge.run.measuring import checkpoint_of
@@ -321,7 +321,7 @@ def _fingerprint(target: str, _: object, as_json: bool) -> int:
 
 def _report(target: str, _: object, as_json: bool) -> int:
     """What the merge in a folder did."""
-    return _show_file(described(target if os.path.isfile(target) else os.path.join(target, REPORT_FILE)), as_json)
+    return _show_file(described(target if is_document(target) else os.path.join(target, REPORT_FILE)), as_json)
 
 
 def _page(target: str, out: str, as_json: bool) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rotation_merge.cli.gguf import check_gguf, gguf_option, write_gguf
 from rotation_merge.cli.paths import MODEL, MODELS_AND_OUT, NEW_MODEL, SAMPLE_SOURCE, WORD, outputs_of, writing
 from rotation_merge.cli.show import StatusLine, json_option, note, print_json, say, shown, table
 from rotation_merge.errors import RotationMergeError, nearest
@@ -54,6 +55,7 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 )
 @click.option("--anyway", is_flag=True, help="Write the best merge even if one parent alone is better.")
 @click.option("--polish", is_flag=True, help="Then train the merge for a few steps, into OUT-polished.")
+@gguf_option
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
 @json_option
 @shown
@@ -70,6 +72,8 @@ def command(
     subsets: int | None,
     anyway: bool,
     polish: bool,
+    gguf: str | None,
+    gguf_type: str,
     force: bool,
     as_json: bool,
 ) -> int:
@@ -103,6 +107,8 @@ def command(
 
     if dtype is not None and dtype not in DTYPES:
         raise RotationMergeError(f"--dtype is '{dtype}'", remedy=nearest(dtype, DTYPES))
+    if gguf is not None:
+        check_gguf(names[0], gguf_type)
     sources = data or (_made_up(names[0]),)
     config = SearchConfig(
         tuple(names),
@@ -130,12 +136,18 @@ def command(
             with clock.step(f"writing {out}"):
                 search.write()
         line.clear()
+        if written and gguf is not None:
+            with clock.step(f"writing {gguf}"):
+                write_gguf(out, gguf, gguf_type)
         trained = _polished(search, out) if written and polish else None
         search.clean(written)
     if as_json:
-        print_json({**outcome.to_dict(), "written": out if written else None, "polished": trained})
+        made = {"written": out if written else None, "gguf": gguf if written else None, "polished": trained}
+        print_json({**outcome.to_dict(), **made})
     else:
         _show(outcome, out if written else None)
+        if written and gguf is not None:
+            say(f"As a GGUF written to {gguf}.", "green")
         if trained is not None:
             say(f"Polished: {trained['verdict']}.")
             say(f"Written to {trained['out']}." if trained["out"] else "Nothing was written for it.")
@@ -144,7 +156,7 @@ def command(
 
 def _anywhere(model: str) -> str:
     """A model by a name that a recipe can be run with from any folder."""
-    return "+".join(os.path.abspath(part) if os.path.isdir(part) else part for part in model.split("+"))
+    return "+".join(os.path.abspath(part) if os.path.exists(part) else part for part in model.split("+"))
 
 
 def _check_names(models: Sequence[str]) -> None:

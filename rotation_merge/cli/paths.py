@@ -33,6 +33,11 @@ FORCE = "write somewhere else, or --force"
 Wrote = Callable[[str], bool]
 
 
+def is_document(path: str) -> bool:
+    """Whether a path is a file that is no model: a recipe, or a file of ours."""
+    return os.path.isfile(path) and not path.lower().endswith(".gguf")
+
+
 class Word(click.types.StringParamType):
     """Text that names no file."""
 
@@ -56,7 +61,7 @@ class ReadsModelsOrRecipe(Reads):
     """Models, or one recipe with all that it reads."""
 
     def inputs(self, values: Sequence[str]) -> list[Input]:
-        if len(values) != 1 or not os.path.isfile(values[0]):
+        if len(values) != 1 or not is_document(values[0]):
             return super().inputs(values)
         from rotation_merge.mergekit_plugin.planning.files import inputs_in
 
@@ -210,6 +215,7 @@ def is_page(path: str) -> bool:
 
 
 NEW_FOLDER = Writes(FOLDER)
+NEW_GGUF = Writes(FILE, beside=True)
 STATISTICS = Writes(FILE, work=(UNFINISHED,), wrote=is_statistics, beside=True)
 PAGE = Writes(FILE, wrote=is_page, beside=True)
 NEW_ALIGNMENT = Writes(FILE, work=(UNFINISHED, MATCHING_UNFINISHED))

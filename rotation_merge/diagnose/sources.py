@@ -27,8 +27,9 @@ from rotation_merge.mergekit_plugin.recipe.places import at, items, scopes
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import explain
 from rotation_merge.model.checkpoint import Model, Models
+from rotation_merge.model.gguf.place import is_absent
 from rotation_merge.model.heads import head_names
-from rotation_merge.model.hub import HubFile, is_absent
+from rotation_merge.model.hub import HubFile
 from rotation_merge.model.labels import label_rows
 from rotation_merge.model.vocabulary import check_token_ids
 from rotation_merge.report.integrity import check_folder

@@ -14,7 +14,7 @@ from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Models
-from rotation_merge.model.hub import is_absent
+from rotation_merge.model.gguf.place import is_absent
 from rotation_merge.model.nearness import RELATED, likeness, sampled_changes
 
 

@@ -23,7 +23,8 @@ from rotation_merge.mergekit_plugin.planning.tasks import AlignedGather
 from rotation_merge.mergekit_plugin.recipe.document import Document, documents
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.model.checkpoint import Model, open_model
-from rotation_merge.model.hub import is_absent, is_hub_name
+from rotation_merge.model.gguf.place import is_absent, is_gguf
+from rotation_merge.model.hub import is_hub_name
 from rotation_merge.record import REPORT_FILE, MergeReport, SpaceRow
 from rotation_merge.report.html import read_report
 
@@ -74,7 +75,7 @@ def trace(path: str, tensor: str) -> Trace:
     Raises:
         RotationMergeError: the recipe is at fault, the model cannot be read, or there is no such tensor.
     """
-    if os.path.isfile(path):
+    if os.path.isfile(path) and not is_gguf(path):
         return _of_recipe(path, tensor)
     if os.path.isfile(os.path.join(path, REPORT_FILE)):
         return _of_report(path, tensor)

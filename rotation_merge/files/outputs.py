@@ -134,7 +134,7 @@ def _linked(folder: str) -> list[str]:
 
 def _on_the_hub(name: str, cache: str | None) -> list[str]:
     """Where the hub's files of a repository are kept here."""
-    parts = name.split("/")
+    parts = name.partition(":")[0].split("/")  # org/repo:file.gguf
     kind = "datasets" if parts[0] == "datasets" else "models"
     repository = parts[1:3] if kind == "datasets" else parts[:2]
     if len(repository) < 2 or not all(repository) or name.startswith((".", "~")):

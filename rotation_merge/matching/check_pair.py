@@ -54,7 +54,7 @@ class Checked:
 
     def notes(self) -> list[str]:
         """What the reader of a report should know beside the warnings."""
-        found = [note for member in (self.anchor, self.donor) for note in member.notes]
+        found = list(dict.fromkeys(note for member in (self.anchor, self.donor) for note in member.notes))
         found += rows_note(self.anchor.name, self.donor.name, self.rows)
         if self.unaligned:
             names = ", ".join(self.unaligned[:6]) + (", ..." if len(self.unaligned) > 6 else "")

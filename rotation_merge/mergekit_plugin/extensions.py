@@ -32,6 +32,69 @@ def _mentions(obj: object) -> bool:
     return isinstance(obj, dict) and any(isinstance(v, str) and "rotation" in v.lower() for v in obj.values())
 
 
+def extend_common(module: Any) -> None:
+    """Let every merge read models in GGUF: their config and tokenizer from the folder that was made of them, their
+    weights one at a time."""
+    reference = module.ModelReference
+    config, local_path, lazy_loader = reference.config, reference.local_path, reference.lazy_loader
+    if not _once(module):
+        return
+
+    @functools.wraps(config)
+    def of_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return config(_in_folder(self), *args, **kwargs)
+
+    @functools.wraps(local_path)
+    def of_path(self: Any, cache_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return local_path(_in_folder(self, cache_dir), cache_dir, *args, **kwargs)
+
+    @functools.wraps(lazy_loader)
+    def of_loader(self: Any, cache_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        folder = _in_folder(self, cache_dir)
+        if folder is self:
+            return lazy_loader(self, cache_dir, *args, **kwargs)
+        from rotation_merge.model.gguf.loader import GgufLoader
+
+        with one_line():
+            return GgufLoader(folder.model.path)
+
+    reference.config, reference.local_path, reference.lazy_loader = of_config, of_path, of_loader
+
+
+def _in_folder(reference: Any, cache: str | None = None) -> Any:
+    """A model in GGUF as the folder that was made of it; any other as it is."""
+    from rotation_merge.model.gguf.place import downloaded, is_gguf
+
+    model = reference.model
+    if not is_gguf(model.path):
+        return reference
+    with one_line():
+        folder = downloaded(model.path, model.revision, cache, [])
+    return reference.model_copy(update={"model": type(model)(path=folder)})
+
+
+def extend_tokenizers(module: Any) -> None:
+    """Let tokenizers be brought together where models lie in GGUF."""
+    stock = module.build_tokenizer
+    if not _once(module):
+        return
+
+    @functools.wraps(stock)
+    def build_tokenizer(base_model: Any, referenced_models: Any, *, tokenizer_source: Any, **kwargs: Any) -> Any:
+        models = [model for model in (base_model, *referenced_models) if model is not None]
+        folders = {model: _in_folder(model) for model in models}
+        if isinstance(tokenizer_source, type(models[0])):
+            tokenizer_source = _in_folder(tokenizer_source)
+        base, others = folders.get(base_model), [folders[model] for model in referenced_models]
+        info = stock(base, others, tokenizer_source=tokenizer_source, **kwargs)
+        for kept in (info.permutations, info.original_vocabs):
+            if kept is not None:
+                kept.update({model: kept.pop(folder) for model, folder in folders.items() if folder in kept})
+        return info
+
+    module.build_tokenizer = build_tokenizer
+
+
 def extend_registry(module: Any) -> None:
     """Let the merge method be found by its name, and inside our merges delegates of our own by theirs."""
     from rotation_merge.mergekit_plugin.method import Methods

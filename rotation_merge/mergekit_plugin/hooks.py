@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 HOOKS = {
+    "mergekit.common": "extend_common",
+    "mergekit.tokenizer.build": "extend_tokenizers",
     "mergekit.config": "extend_config",
     "mergekit.architecture": "extend_architecture",
     "mergekit.merge_methods.registry": "extend_registry",

@@ -14,6 +14,8 @@ OLDEST = NEWEST = "0.1.5"
 work, and says in one line where it does not."""
 
 BUILT_ON: dict[str, tuple[str, ...]] = {
+    "mergekit.common:ModelReference": ("config", "local_path", "lazy_loader"),
+    "mergekit.tokenizer.build": ("build_tokenizer",),
     "mergekit.merge": ("run_merge", "_model_out_config", "_get_donor_model", "MultiGPUExecutor"),
     "mergekit.card": ("is_hf", "generate_card"),
     "mergekit.architecture": ("get_architecture_info",),

@@ -41,7 +41,7 @@ from rotation_merge.mergekit_plugin.recipe.reading import Recipe
 from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
 from rotation_merge.mergekit_plugin.replaced import replaced
 from rotation_merge.model.card import add_section
-from rotation_merge.model.hub import downloaded
+from rotation_merge.model.gguf.place import downloaded, in_cache, is_folder, is_gguf
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import origins
 from rotation_merge.model.output import staged
@@ -161,7 +161,7 @@ def fetch_tokenizer(config: MergeConfiguration, options: MergeOptions) -> None:
         CheckpointError: they cannot be had.
     """
     source = tokenizer_source(config.model_dump(exclude_none=True))[1]
-    if source is not None and not os.path.isdir(source):
+    if source is not None and not is_folder(source):
         downloaded(source, None, options.transformers_cache, TOKENIZER_PATTERNS)
 
 
@@ -321,6 +321,8 @@ TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
 def _quiet_about_tokenizers(config: MergeConfiguration, options: MergeOptions) -> MergeOptions:
     """Do not let mergekit copy a tokenizer that is not there (it would log a traceback, for images too)."""
     path = config.base_model.model.path if config.base_model else ""
+    if is_gguf(path):
+        path = in_cache(path, None, options.transformers_cache) or path
     if not os.path.isdir(path) or any(name.startswith(TOKENIZER_FILES) for name in os.listdir(path)):
         return options
     return options.model_copy(update={"copy_tokenizer": False})

@@ -13,7 +13,7 @@ from mergekit.options import MergeOptions
 
 from rotation_merge.errors import printable, short
 from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
-from rotation_merge.model.hub import in_cache
+from rotation_merge.model.gguf.place import in_cache, is_folder
 from rotation_merge.report.integrity import Defect, check_folder
 from rotation_merge.report.integrity.mending import copy_companions
 
@@ -52,7 +52,7 @@ def parent_folders(config: MergeConfiguration, options: MergeOptions) -> list[st
 
 def _folder(model: ModelReference, cache: str | None) -> str | None:
     path, revision = model.model.path, model.model.revision
-    return path if os.path.isdir(path) else in_cache(path, revision, cache)
+    return path if is_folder(path) else in_cache(path, revision, cache)
 
 
 def say_defects(config: MergeConfiguration, folder: str, options: MergeOptions) -> None:

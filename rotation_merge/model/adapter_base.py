@@ -9,8 +9,9 @@ from contextlib import suppress
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.checkpoint import Model, open_model
+from rotation_merge.model.gguf.place import in_cache, is_folder, is_gguf
 from rotation_merge.model.headers import read_json
-from rotation_merge.model.hub import in_cache, is_hub_name
+from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import Nearness, nearness
 from rotation_merge.record import REPORT_FILE
 
@@ -61,7 +62,8 @@ def _is_called(base: Model, name: str) -> bool:
     path = str(base.reference.model.path)
     if os.path.realpath(name) == os.path.realpath(path) or name == path:
         return True
-    folder = name if os.path.isdir(name) else in_cache(name, None) if is_hub_name(name) else None
+    named = is_hub_name(name) or is_gguf(name)
+    folder = name if is_folder(name) else in_cache(name, None) if named else None
     near = Nearness({})
     with suppress(RotationMergeError):  # such as a folder without weights
         near = near if folder is None else nearness(base.architecture, base, open_model(folder))

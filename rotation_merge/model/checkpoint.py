@@ -22,6 +22,8 @@ from rotation_merge.errors import ArchitectureError, CheckpointError, RotationMe
 from rotation_merge.model.adapted import AdaptedLoader, Places, find_places
 from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.fingerprint import Fingerprint, Watched, fingerprint
+from rotation_merge.model.gguf.loader import GgufLoader, quantised
+from rotation_merge.model.gguf.place import downloaded, gguf_files, in_cache, is_folder, is_gguf
 from rotation_merge.model.halves import NOTE, Half, HalfLoader
 from rotation_merge.model.headers import (
     Shapes,
@@ -33,7 +35,7 @@ from rotation_merge.model.headers import (
     file_shapes,
     single_file,
 )
-from rotation_merge.model.hub import check_available, downloaded, in_cache, is_hub_name, reachable
+from rotation_merge.model.hub import check_available, is_hub_name, reachable
 from rotation_merge.model.labels import Rows, in_order, labels, named_rows
 from rotation_merge.model.member import Member
 from rotation_merge.model.sentence import SentenceLoader, read_modules
@@ -85,20 +87,22 @@ class Model:
     @cached_property
     def transformers_config(self) -> Any:
         """Its config as transformers has it; of a folder of sentence-transformers with the modules behind the model."""
-        path = self.reference.model.path
-        if os.path.isdir(path):
+        path, reference = self.reference.model.path, self.reference
+        if is_folder(path):
             check_config(path)
         try:
-            if not os.path.isdir(path):
-                check_config(downloaded(path, self.reference.model.revision, None, ["config.json"]))
-            config = self.reference.config(trust_remote_code=self.options.trust_remote_code)
+            if not is_folder(path):
+                folder = downloaded(path, self.reference.model.revision, None, ["config.json"])
+                check_config(folder)
+                reference = ModelReference(model=ModelPath(path=folder)) if gguf_files(folder) else reference
+            config = reference.config(trust_remote_code=self.options.trust_remote_code)
         except CheckpointError:
             raise
         except Exception as error:  # transformers raises errors of many classes here
             raise CheckpointError(
                 f"its config cannot be loaded ({short(error)})",
                 where=path,
-                remedy="mend config.json" if os.path.isdir(path) else "check the repository's name",
+                remedy="mend config.json" if is_folder(path) else "check the repository's name",
             ) from error
         if self.modules:
             setattr(config, SENTENCE, self.modules)
@@ -109,7 +113,7 @@ class Model:
         """What stands behind the transformer in a folder of sentence-transformers."""
         path = self.reference.model.path
         cache = self.options.transformers_cache
-        here = path if os.path.isdir(path) else in_cache(path, self.reference.model.revision, cache)
+        here = path if is_folder(path) else in_cache(path, self.reference.model.revision, cache)
         return [] if here is None else read_modules(here)
 
     def check_files(self) -> None:
@@ -120,12 +124,14 @@ class Model:
         """
         self.adapter  # noqa: B018  (reads and checks it)
         path = self.reference.model.path
-        if not os.path.exists(path):
+        if is_gguf(path):
+            downloaded(path, self.reference.model.revision, self.options.transformers_cache, [])
+        elif not os.path.exists(path):
             if not is_hub_name(path):
                 raise CheckpointError("no such directory", where=path, remedy="check the path")
             check_available(path, self.reference.model.revision, self.options.transformers_cache)
         elif not os.path.isdir(path):
-            raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model")
+            raise CheckpointError("is a file", where=path, remedy="name the directory that holds the model, or a GGUF")
         else:
             check_local(path)
 
@@ -147,10 +153,12 @@ class Model:
         """
         self.check_files()
         path = self.reference.model.path
-        if os.path.isdir(path) and (file := single_file(path)) is not None:
+        if is_folder(path) and (file := single_file(path)) is not None:
             self._head(file)
         plain = self.reference.model_copy(update={"lora": None})
         try:
+            if plain not in LoaderCache.loaders and (gguf := self._gguf()) is not None:
+                LoaderCache.loaders[plain] = GgufLoader(gguf)
             if plain not in LoaderCache.loaders and (here := self._in_cache_alone()) is not None:
                 LoaderCache.loaders[plain] = here.lazy_loader(lazy_unpickle=self.options.lazy_unpickle)
             found = in_turn(LoaderCache().get(plain))
@@ -160,7 +168,7 @@ class Model:
             raise CheckpointError(
                 f"weights cannot be read ({short(error)})", where=str(self.reference), remedy="download them again"
             ) from error
-        if not os.path.isdir(path):
+        if not is_folder(path):
             check_local(str(found.index.base_path))
         if isinstance(found, HalfLoader):  # of a merge before, in which the model was part of another
             LoaderCache.loaders[plain] = found = found.own
@@ -172,10 +180,20 @@ class Model:
             LoaderCache.loaders[self.reference] = found = AdaptedLoader(found, self.adapter, self._places)
         return found
 
+    def _gguf(self) -> str | None:
+        """The folder that was made of the GGUF in which the model lies; None where it lies in none."""
+        path, revision, cache = (
+            self.reference.model.path,
+            self.reference.model.revision,
+            self.options.transformers_cache,
+        )
+        folder = None if is_folder(path) else in_cache(path, revision, cache)
+        return folder if folder is not None and gguf_files(folder) else None
+
     def _in_cache_alone(self) -> ModelReference | None:
         """A model of the hub as the folder in its cache, where the hub cannot be asked, as mergekit would do."""
         model = self.reference.model
-        if os.path.isdir(model.path) or reachable():
+        if is_folder(model.path) or reachable():
             return None
         folder = in_cache(model.path, model.revision, self.options.transformers_cache)
         return None if folder is None else ModelReference(model=ModelPath(path=folder))
@@ -215,7 +233,7 @@ class Model:
     def folder(self) -> str:
         """Where the model's files lie."""
         path = self.reference.model.path
-        return path if os.path.isdir(path) else str(self.loader.index.base_path)
+        return path if is_folder(path) else str(self.loader.index.base_path)
 
     @property
     def architecture(self) -> Architecture:
@@ -262,7 +280,9 @@ class Model:
         """The model as `check_pair` sees it."""
         where = str(self.reference)
         unsure = self.adapter is not None and not self.adapter.config.get("base_model_name_or_path")
-        note = f"{self.note} `{where}`: {NO_BASE}.".strip() if unsure else self.note
+        codes = quantised(self.folder)
+        notes = [self.note, f"`{where}` {codes}." if codes else "", f"`{where}`: {NO_BASE}." if unsure else ""]
+        note = " ".join(filter(None, notes))
         return Member(where, self.config, self.architecture, self.shapes, self.tied, note)
 
     @cached_property
@@ -361,7 +381,7 @@ def parse_reference(path: str) -> ModelReference:
         CheckpointError: it names none.
     """
     try:
-        return ModelReference(model=ModelPath(path=path)) if os.path.isdir(path) else ModelReference.parse(path)
+        return ModelReference(model=ModelPath(path=path)) if os.path.exists(path) else ModelReference.parse(path)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"'{path}' names no model ({error})", remedy="write a directory, or org/name") from error
 
@@ -394,13 +414,13 @@ def weights_of(path: str) -> int:
 
 
 def adapted_state(path: str) -> dict[str, Tensor] | None:
-    """All tensors of a model with an adapter (`model+adapter`), the caller's to change; None for one without.
+    """All tensors of a model with an adapter (`model+adapter`) or in a GGUF, the caller's to change; None for others.
 
     Raises:
         CheckpointError: one of the two cannot be read, or they do not belong together.
     """
     reference = parse_reference(path)
-    if reference.lora is None:
+    if reference.lora is None and not is_gguf(reference.model.path):
         return None
     model = Model(reference, MergeOptions(), unsupported="merge")
     model.architecture  # noqa: B018  (finds what the adapter changes, and checks it)

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, short
+from rotation_merge.model.gguf.file import ENDING
+from rotation_merge.model.gguf.loader import gguf_tensors
+from rotation_merge.model.gguf.place import gguf_files
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -86,6 +89,8 @@ def check_local(folder: str) -> None:
         if os.path.exists(single):
             _check_others(folder, stem)
             return
+    if gguf_files(folder):
+        return
     if os.path.exists(adapter := os.path.join(folder, ADAPTER_CONFIG)):
         base = read_json(adapter).get("base_model_name_or_path") or "BASE"
         raise CheckpointError("is an adapter, no model", where=folder, remedy=f"write {base}+{folder}")
@@ -203,6 +208,8 @@ def file_shapes(path: str) -> Shapes:
     Raises:
         CheckpointError: the file is damaged, or a pickle of something else than tensors.
     """
+    if path.endswith(ENDING):
+        return gguf_tensors(path).shapes()
     with _readable(path):
         return safetensors_shapes(path) if path.endswith(".safetensors") else _pickle_shapes(path)
 
@@ -279,7 +286,9 @@ def _header(path: str, size: int, changed: int, number: int) -> Header:
 
 
 def file_dtypes(path: str) -> dict[str, torch.dtype]:
-    """What the tensors in one whole weight file are stored in."""
+    """What the tensors in one whole weight file are stored in; codes in a GGUF: what they are read as."""
+    if path.endswith(ENDING):
+        return gguf_tensors(path).dtypes()
     if not path.endswith(".safetensors"):
         return {name: tensor.dtype for name, tensor in _pickle(path).items()}
     header, _ = safetensors_entries(path)
@@ -292,6 +301,8 @@ def file_codes(path: str) -> dict[str, str]:
     Raises:
         CheckpointError: as `file_shapes` does.
     """
+    if path.endswith(ENDING):
+        return {}
     with _readable(path):
         if not path.endswith(".safetensors"):
             return codes({name: (str(x.dtype), tuple(x.shape)) for name, x in _pickle(path).items()})

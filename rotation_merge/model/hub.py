@@ -6,12 +6,8 @@ import os
 import re
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rotation_merge.errors import CheckpointError, RotationMergeError, short
-
-if TYPE_CHECKING:
-    from mergekit.common import ModelReference
 
 
 def is_hub_name(path: str) -> bool:
@@ -85,15 +81,6 @@ def check_available(path: str, revision: str | None, cache: str | None = None) -
 
 def _is_commit(revision: str | None) -> bool:
     return bool(re.fullmatch(r"[0-9a-f]{40}", revision or ""))
-
-
-def is_absent(reference: ModelReference) -> bool:
-    """Whether a model, or its adapter, is one of the hub that has not been downloaded; nothing is fetched."""
-    parts = [part for part in (reference.model, reference.lora) if part is not None]
-    return any(
-        is_hub_name(part.path) and not os.path.exists(part.path) and in_cache(part.path, part.revision) is None
-        for part in parts
-    )
 
 
 def in_cache(path: str, revision: str | None, cache: str | None = None) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from mergekit.common import ModelPath, ModelReference
 
 from rotation_merge.model.card import front_matter
+from rotation_merge.model.gguf.place import is_gguf, located
 from rotation_merge.model.hub import is_hub_name
 
 _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
@@ -31,11 +32,15 @@ def origins(models: Iterable[ModelReference], cache: str | None = None) -> dict[
 
 
 def _of(part: ModelPath, cache: str | None) -> dict[str, Any]:
-    folder = part.path if os.path.isdir(part.path) else _cached(part, cache)
+    name = part.path
+    if is_gguf(name):
+        folder, name = located(name, part.revision, cache)
+    else:
+        folder = name if os.path.isdir(name) else _cached(part, cache)
     place = _SNAPSHOT.search(os.path.abspath(folder)) if folder else None
     if place is not None:
         return {"hub": f"{place[1]}/{place[2]}", "revision": place[3], "license": licence(folder)}
-    hub = part.path if folder != part.path and is_hub_name(part.path) else None
+    hub = name if folder != name and is_hub_name(name) and not os.path.exists(name) else None
     return {"hub": hub, "revision": part.revision if hub else None, "license": licence(folder) if folder else None}
 
 

@@ -12,6 +12,7 @@ from mergekit.common import ModelReference
 
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.gguf.place import is_folder, weight_files
 from rotation_merge.model.halves import HalfLoader
 from rotation_merge.record import versions
 
@@ -44,6 +45,7 @@ def unchanged(models: Iterable[ModelReference]) -> Iterator[None]:
     parts = [part.path for one in models for part in (one.model, one.lora) if part is not None]
     folders = [path for path in dict.fromkeys(parts) if os.path.isdir(path)]
     paths = [os.path.join(f, name) for f in folders for name in sorted(os.listdir(f)) if name.endswith(READ)]
+    paths += [file for path in dict.fromkeys(parts) for file in weight_files(path)]
     before = [_stamp(path) for path in paths]
     yield
     for path, stamp in zip(paths, before, strict=True):
@@ -63,7 +65,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 def _folders(model: Model) -> list[str]:
     """Where a model's own files lie, not those of the anchor that it is read as a half of."""
     path, loader = model.reference.model.path, None
-    if not os.path.isdir(path):
+    if not is_folder(path):
         loader = model.loader.own if isinstance(model.loader, HalfLoader) else model.loader
     own = path if loader is None else str(loader.index.base_path)
     return [own, model.adapter.path] if model.adapter else [own]

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
 from rotation_merge.model.checkpoint import Model
+from rotation_merge.model.gguf.place import in_cache, is_folder
 from rotation_merge.model.headers import TOKENIZER, read_json
-from rotation_merge.model.hub import in_cache
 
 LEAST_SHARED = 32
 """Fewer common tokens than this say nothing about how two models lie to each other."""
@@ -138,7 +138,7 @@ def _has_tokenizer(reference: ModelReference) -> bool:
 def _folder(reference: ModelReference) -> str:
     """Where a model's files lie; its name on the hub where they are not here."""
     path = reference.model.path
-    return path if os.path.isdir(path) else in_cache(path, reference.model.revision) or path
+    return path if is_folder(path) else in_cache(path, reference.model.revision) or path
 
 
 def _held(tokens: Mapping[str, int], token: str, size: int | None) -> bool:

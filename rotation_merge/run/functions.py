@@ -17,8 +17,8 @@ from rotation_merge.architecture.registry import stores_codes
 from rotation_merge.errors import CheckpointError, DataError, short
 from rotation_merge.model.adapter_base import check_own_base
 from rotation_merge.model.checkpoint import adapted_state, open_model, parse_reference
+from rotation_merge.model.gguf.place import downloaded
 from rotation_merge.model.headers import check_config, check_folder, check_local, read_json
-from rotation_merge.model.hub import downloaded
 from rotation_merge.model.labels import Rows, in_order, label_rows, labels
 from rotation_merge.model.member import Member
 from rotation_merge.model.sentence import module_tensors, read_modules

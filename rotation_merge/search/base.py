@@ -12,7 +12,8 @@ from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.model.card import front_matter
 from rotation_merge.model.checkpoint import Model, parse_reference
-from rotation_merge.model.hub import in_cache, is_absent, is_hub_name
+from rotation_merge.model.gguf.place import in_cache, is_absent
+from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.nearness import RELATED, SampledChanges, likeness, sampled_changes
 from rotation_merge.run.measuring import checkpoint_of
 

@@ -8,6 +8,7 @@ import os
 from dataclasses import asdict, dataclass
 
 from rotation_merge.model.checkpoint import parse_reference
+from rotation_merge.model.gguf.place import weight_files
 
 
 @dataclass(frozen=True)
@@ -48,4 +49,5 @@ def _weights(model: str) -> list[str]:
     reference = parse_reference(model)
     folders = [part.path for part in (reference.model, reference.lora) if part is not None and os.path.isdir(part.path)]
     ends = (".safetensors", ".bin")
-    return [os.path.join(folder, n) for folder in folders for n in sorted(os.listdir(folder)) if n.endswith(ends)]
+    files = [os.path.join(folder, n) for folder in folders for n in sorted(os.listdir(folder)) if n.endswith(ends)]
+    return [*files, *weight_files(reference.model.path)]

@@ -16,8 +16,9 @@ from typing import Any
 from rotation_merge.errors import RotationMergeError, named, short
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.model.card import class_of, measured_in, renewed
+from rotation_merge.model.gguf.place import in_cache, is_folder, is_gguf
 from rotation_merge.model.headers import holds_model
-from rotation_merge.model.hub import in_cache, no_answer, reachable
+from rotation_merge.model.hub import no_answer, reachable
 from rotation_merge.model.markdown import plain
 from rotation_merge.model.origin import licence
 from rotation_merge.record import MANIFEST_FILE, REPORT_FILE, MergeReport
@@ -283,7 +284,8 @@ def check_whole(folder: str, report: MergeReport) -> None:
     """
     if not holds_model(folder):
         return
-    places = [name if os.path.isdir(name) else in_cache(*_place(facts)) for name, facts in report.models.items()]
+    models = report.models.items()
+    places = [name if is_folder(name) else in_cache(*_place(name, facts)) for name, facts in models]
     fatal = [defect for defect in check_folder(folder, list(filter(None, places))) if defect.fatal]
     if fatal:
         more = f" (and {len(fatal) - 1} more)" if len(fatal) > 1 else ""
@@ -291,8 +293,8 @@ def check_whole(folder: str, report: MergeReport) -> None:
         raise RotationMergeError(what, where=folder, remedy=f"see 'rotation-merge doctor {folder}', which mends some")
 
 
-def _place(facts: Mapping[str, Any]) -> tuple[str, str | None]:
-    return str(facts.get("hub")), facts.get("revision")
+def _place(name: str, facts: Mapping[str, Any]) -> tuple[str, str | None]:
+    return name if is_gguf(name) else str(facts.get("hub")), facts.get("revision")
 
 
 def check_card(text: str) -> None:

@@ -50,6 +50,8 @@ NOWHERE: dict[str, list[str]] = {
     "fit": ["nowhere", "nowhere", "--data", "demo:python", "--alignment", "out"],
     "evaluate": ["nowhere", "--data", "demo:python"],
     "measure": ["nowhere", "--data", "self", "--out", "out"],
+    "lora": ["nowhere", "nowhere", "out"],
+    "gguf": ["nowhere", "out.gguf"],
     "push": ["nowhere", "org/name"],
     "pull": ["nowhere", "out"],
     "demo": ["--only", "nowhere"],

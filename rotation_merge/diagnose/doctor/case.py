@@ -21,8 +21,9 @@ from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.mergekit_plugin.recipe.settings import MULTI_KEYS, explain
 from rotation_merge.model.checkpoint import Model, open_model, parse_reference
+from rotation_merge.model.gguf.place import in_cache, is_absent, is_gguf
 from rotation_merge.model.headers import holds_model
-from rotation_merge.model.hub import in_cache, is_absent, is_hub_name
+from rotation_merge.model.hub import is_hub_name
 from rotation_merge.model.source import Progress
 from rotation_merge.record import REPORT_FILE, MergeReport
 from rotation_merge.report.html import read_report
@@ -114,9 +115,9 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
     Raises:
         RotationMergeError: it is neither.
     """
-    if os.path.isfile(name):
+    if os.path.isfile(name) and not is_gguf(name):
         return _of_recipe(name, None, parents)
-    if not os.path.isdir(name) and parse_reference(name).lora is None:
+    if not (os.path.isdir(name) or is_gguf(name)) and parse_reference(name).lora is None:
         raise CheckpointError("no such file or directory", where=name, remedy="give a recipe or a merged model")
     if not os.path.isdir(name) or not (holds_model(name) or os.path.exists(os.path.join(name, "config.json"))):
         open_model(name).check_files()
@@ -168,7 +169,7 @@ def _any_absent(names: Sequence[str]) -> bool:
 def _absent(name: str) -> bool:
     reference = parse_reference(name)
     path = reference.model.path
-    return is_absent(reference) or not (os.path.isdir(path) or is_hub_name(path))
+    return is_absent(reference) or not (os.path.isdir(path) or is_gguf(path) or is_hub_name(path))
 
 
 def _here(

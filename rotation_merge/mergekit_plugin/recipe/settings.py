@@ -92,7 +92,7 @@ def tokenizer_source(value: Mapping[str, Any]) -> tuple[Path, str | None]:
 def _tokenizer(document: Document) -> None:
     """A folder that is not there, before somebody looks for it on the hub for a minute."""
     path, name = tokenizer_source(document.value)
-    if name is not None and not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if name is not None and not os.path.exists(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         document.fault(path, f"{name}: no such directory", "name a model with its tokenizer, or write base or union")
 
 

@@ -1,0 +1,225 @@
+"""Where a model's files lie: a folder, a repository of the hub, or what was made of a GGUF's metadata.
+
+For a GGUF, config and tokenizer are made once, in a folder of the hub's cache that bears the file's name; its weights
+stay where they are, and are turned into numbers one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rotation_merge.errors import CheckpointError
+from rotation_merge.files.durable import sync_tree, temporary_name
+from rotation_merge.model import hub
+from rotation_merge.model.gguf.file import ENDING, GgufFile, open_gguf, split_files
+
+if TYPE_CHECKING:
+    from mergekit.common import ModelReference
+
+LOG = logging.getLogger(__name__)
+
+FILES = "gguf-files"
+"""In a folder that was made of a GGUF, the list of the files that hold its weights."""
+
+WEIGHTS = (".safetensors", ".bin", ".index.json")
+TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+_FORMAT = "1"
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a model's name stands for a GGUF: a file, a folder that holds no other weights, or a file of the hub
+    (`org/repo:file.gguf`)."""
+    return path.lower().endswith(ENDING) or (os.path.isdir(path) and not is_folder(path))
+
+
+def is_folder(path: str) -> bool:
+    """Whether a model lies in a folder as transformers writes it, and not as a GGUF."""
+    if not os.path.isdir(path):
+        return False
+    names = os.listdir(path)
+    return not any(name.lower().endswith(ENDING) for name in names) or any(name.endswith(WEIGHTS) for name in names)
+
+
+def gguf_files(folder: str) -> list[str]:
+    """The GGUF files of a folder that was made of them; empty for any other."""
+    try:
+        with open(os.path.join(folder, FILES), encoding="utf-8") as file:
+            paths: list[str] = json.load(file)
+    except FileNotFoundError:
+        return []
+    return paths
+
+
+def in_cache(path: str, revision: str | None, cache: str | None = None) -> str | None:
+    """The folder of a model that has been downloaded, or lies in a GGUF; None where it is neither."""
+    if is_gguf(path):
+        file = _here(path, revision, cache)
+        return None if file is None else made_of(open_gguf(file))
+    folder = hub.in_cache(path, revision, cache)
+    return made_of(open_gguf(_only(folder))) if folder is not None and not is_folder(folder) else folder
+
+
+def downloaded(path: str, revision: str | None, cache: str | None, patterns: list[str]) -> str:
+    """`hub.downloaded`, and of a GGUF the folder that is made of it.
+
+    Raises:
+        CheckpointError: there is no such file, directory or repository, or it is damaged.
+    """
+    if is_gguf(path):
+        file = _here(path, revision, cache) or _fetched(path, revision, cache)
+        return made_of(open_gguf(file))
+    folder = hub.downloaded(path, revision, cache, patterns)
+    return folder if is_folder(folder) else made_of(open_gguf(_only(folder)))
+
+
+def is_absent(reference: ModelReference) -> bool:
+    """Whether a model, or its adapter, is one of the hub that has not been downloaded; nothing is fetched."""
+    parts = [part for part in (reference.model, reference.lora) if part is not None]
+    return any(_absent(part.path, part.revision) for part in parts if not os.path.exists(part.path))
+
+
+def _absent(path: str, revision: str | None) -> bool:
+    if is_gguf(path):
+        return _of_hub(path) is not None and _here(path, revision, None) is None
+    return hub.is_hub_name(path) and hub.in_cache(path, revision) is None
+
+
+def weight_files(path: str) -> tuple[str, ...]:
+    """The files of a GGUF that lies on this machine outside the hub's cache; empty for any other model."""
+    return split_files(_only(path) if os.path.isdir(path) else path) if is_gguf(path) and os.path.exists(path) else ()
+
+
+def located(path: str, revision: str | None, cache: str | None = None) -> tuple[str | None, str]:
+    """The folder in which the GGUF lies that a name stands for, where it is here, and the repository's name if it is of
+    the hub."""
+    named = _of_hub(path)
+    file = _here(path, revision, cache)
+    return None if file is None else os.path.dirname(os.path.abspath(file)), named[0] if named else path
+
+
+def _of_hub(path: str) -> tuple[str, str] | None:
+    """Repository and file of `org/repo:file.gguf`."""
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+):(.+\.gguf)", path, re.IGNORECASE)
+    return (match[1], match[2]) if match else None
+
+
+def _here(path: str, revision: str | None, cache: str | None) -> str | None:
+    """The file that a name stands for, where it is here."""
+    if os.path.isdir(path):
+        return _only(path)
+    if os.path.isfile(path):
+        return path
+    named = _of_hub(path)
+    if named is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    repo, name = named
+    held = [try_to_load_from_cache(repo, file, cache_dir=cache, revision=revision) for file in split_files(name)]
+    return str(held[0]) if all(isinstance(file, str) for file in held) else None
+
+
+def _fetched(path: str, revision: str | None, cache: str | None) -> str:
+    """The file of a repository, downloaded, with those that it was split into."""
+    named = _of_hub(path)
+    if named is None:
+        raise CheckpointError("no such file", where=path, remedy="check the path; of the hub: org/repo:file.gguf")
+    repo, name = named
+    end = f"@{revision}" if revision else ""
+    files = [hub.local_file(f"{repo}/{file}{end}", cache) for file in split_files(name)]
+    return files[0]
+
+
+def _only(folder: str) -> str:
+    """The one model in GGUF that lies in a folder.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    names = sorted(name for name in os.listdir(folder) if name.lower().endswith(ENDING))
+    models = {split_files(name)[0]: name for name in reversed(names) if not name.startswith("mmproj")}
+    if len(models) != 1:
+        what = f"holds {len(models)} models in GGUF: {', '.join(sorted(models))}"
+        raise CheckpointError(what, where=folder, remedy="name one of the files")
+    return os.path.join(folder, next(iter(models.values())))
+
+
+def made_of(gguf: GgufFile) -> str:
+    """The folder with config and tokenizer of a GGUF, made where it is not there yet.
+
+    Raises:
+        CheckpointError: its architecture or tokenizer is not read.
+    """
+    folder = os.path.join(_room(), f"{Path(gguf.paths[0]).stem[:80]}-{_mark(gguf.paths)}")
+    if not os.path.isdir(folder):
+        _make(gguf, folder)
+    return folder
+
+
+def _room() -> str:
+    from huggingface_hub import constants
+
+    return os.path.join(constants.HF_HOME, "rotation_merge", "gguf")
+
+
+def _mark(paths: Sequence[str]) -> str:
+    """Of the files as they are, the tokenizer beside them, and what reads them."""
+    beside = os.path.join(os.path.dirname(paths[0]), "tokenizer.json")
+    facts = [
+        (os.path.realpath(p), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in (*paths, beside) if os.path.exists(p)
+    ]
+    return hashlib.blake2b(json.dumps([_code(), facts]).encode(), digest_size=6).hexdigest()
+
+
+@cache
+def _code() -> str:
+    """Of the code and the tables that make a folder."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(Path(__file__).parent.glob("*.*")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _make(gguf: GgufFile, folder: str) -> None:
+    from rotation_merge.model.gguf.config import family_of, read_config
+    from rotation_merge.model.gguf.tokenizer import check_size, check_vocabulary, read_tokenizer
+
+    config = read_config(gguf, family_of(gguf))
+    check_size(gguf)
+    beside = [name for name in os.listdir(os.path.dirname(gguf.paths[0]) or ".") if name.startswith(TOKENIZER)]
+    staging = temporary_name(folder)
+    try:
+        os.makedirs(staging)
+        _write_json(os.path.join(staging, "config.json"), config)
+        _write_json(os.path.join(staging, FILES), [os.path.abspath(path) for path in gguf.paths])
+        if "tokenizer.json" in beside:
+            place = os.path.dirname(gguf.paths[0])
+            check_vocabulary(gguf, os.path.join(place, "tokenizer.json"))
+            for name in beside:
+                shutil.copyfile(os.path.join(place, name), os.path.join(staging, name))
+        elif (tokenizer := read_tokenizer(gguf)) is not None:
+            tokenizer.save_pretrained(staging)
+        sync_tree(staging)
+        os.rename(staging, folder)
+        LOG.info("%s: config and tokenizer were written to %s", gguf.paths[0], folder)
+    except OSError as error:
+        if not os.path.isdir(folder):  # else another process was quicker
+            what = f"cannot be written: {str(error.strerror).lower()}"
+            raise CheckpointError(what, where=folder, remedy="set HF_HOME to a folder of your own") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_json(path: str, content: object) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")

@@ -1,0 +1,200 @@
+"""GGUF files that cannot be read as a model are told in one line: what is wrong, and what helps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf_support import case_of, saved, written
+
+from rotation_merge.errors import CheckpointError
+from rotation_merge.model.checkpoint import open_model
+from rotation_merge.model.gguf.file import open_gguf
+from rotation_merge.model.gguf.writer import plan_gguf
+
+CASE = case_of("llama", "llama")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Config and tokenizer of GGUF files go to a folder of the tests."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HOME = constants.HF_HOME, str(tmp_path_factory.mktemp("home"))
+    yield constants.HF_HOME
+    constants.HF_HOME = before
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    saved(CASE, folder / "model")
+    return written(folder / "model", folder / "whole.gguf")
+
+
+def _first_tensor(path: Path) -> Any:
+    model = open_model(str(path))
+    model.check_files()
+    assert model.architecture.family
+    return model[model.names[0]]
+
+
+def _refused(path: Path) -> str:
+    """What is said of a file; one line that names it."""
+    with pytest.raises(CheckpointError) as caught:
+        _first_tensor(path)
+    words = str(caught.value)
+    assert "\n" not in words
+    assert str(path.parent) in words
+    return words
+
+
+@pytest.mark.parametrize("share", [0.0, 0.00005, 0.02, 0.5, 0.999])
+def test_a_truncated_file(share: float, file: Path, tmp_path: Path) -> None:
+    whole = file.read_bytes()
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(whole[: int(len(whole) * share)])
+    words = _refused(path)
+    assert "truncated" in words or "is no GGUF file" in words
+    assert "download it again" in words
+
+
+def _with(path: Path, out: Path, **changes: Any) -> Path:
+    """A copy of a file with other metadata."""
+    old = open_gguf(str(path))
+    writer = gguf.GGUFWriter(str(out), old.architecture)
+    for key, value in {**old.metadata, **changes}.items():
+        if key != "general.architecture" and value is not None:
+            kind = gguf.GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, kind)
+    for name, entry in old.entries.items():
+        writer.add_tensor(name, entry.read().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def test_a_type_that_nobody_reads_is_named(file: Path, tmp_path: Path) -> None:
+    whole = bytearray(file.read_bytes())
+    at = whole.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight")
+    dims = struct.unpack_from("<I", whole, at)[0]
+    for kind, name in ((99, "type 99"), (gguf.GGMLQuantizationType.I32, "type I32")):
+        struct.pack_into("<I", whole, at + 4 + 8 * dims, kind)
+        path = tmp_path / f"{int(kind)}.gguf"
+        path.write_bytes(whole + bytes(1 << 16))
+        with pytest.raises(CheckpointError, match=name) as caught:
+            open_model(str(path))["model.layers.0.self_attn.q_proj.weight"]
+        assert "blk.0.attn_q.weight" in str(caught.value)
+
+
+def test_split_files_are_one_model(file: Path, tmp_path: Path) -> None:
+    old, first = open_gguf(str(file)), open_model(str(file))
+    writer = gguf.GGUFWriter(str(tmp_path / "parts.gguf"), old.architecture, split_max_tensors=9)
+    for key, value in old.metadata.items():
+        if key != "general.architecture":
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, entry in old.entries.items():
+        writer.add_tensor(name, entry.read().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    paths = sorted(tmp_path.glob("parts-*.gguf"))
+    assert len(paths) == 3
+    for name in (paths[0], paths[2], tmp_path):  # any of them, or their folder
+        again = open_model(str(name))
+        assert set(again.names) == set(first.names)
+        assert all((again[key] == first[key]).all() for key in first.names)
+    paths[1].unlink()
+    assert f"{paths[1].name} is missing" in _refused(paths[0])
+    alone = tmp_path / "alone" / "one.gguf"
+    alone.parent.mkdir()
+    shutil.copyfile(paths[0], alone)
+    assert "is one of 3 files" in _refused(alone)
+
+
+def test_a_vocabulary_of_another_size(file: Path, tmp_path: Path) -> None:
+    tokens = open_gguf(str(file)).metadata["tokenizer.ggml.tokens"]
+    path = _with(file, tmp_path / "short.gguf", **{"tokenizer.ggml.tokens": tokens[:-3]})
+    assert f"has {len(tokens) - 3} tokens, its embedding {len(tokens)} rows" in _refused(path)
+
+
+def test_a_tokenizer_beside_it_that_is_another_models(file: Path, tmp_path: Path) -> None:
+    path = shutil.copyfile(file, tmp_path / "whole.gguf")
+    beside = tmp_path / "tokenizer.json"
+    shutil.copyfile(file.parent / "model" / "tokenizer.json", beside)
+    open_model(str(path)).check_files()
+    content = json.loads(beside.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    beside.write_text(json.dumps(content))
+    assert "has other tokens than whole.gguf at 2 ids" in _refused(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"general.type": "imatrix"}, "importance matrix"),
+        ({"general.type": "adapter"}, "LoRA adapter in GGUF"),
+        ({"general.type": "mmproj"}, "no language model"),
+        ({"llama.block_count": None}, "lack 'llama.block_count'"),
+        ({"tokenizer.ggml.pre": "of-nobody"}, "'of-nobody'"),
+        ({"llama.rope.scaling.type": "of-nobody"}, "'of-nobody'"),
+        ({"llama.feed_forward_length": [48, 64]}, "not the same in all layers"),
+    ],
+)
+def test_what_is_no_model_that_is_read(changes: dict[str, Any], words: str, file: Path, tmp_path: Path) -> None:
+    assert words in _refused(_with(file, tmp_path / "other.gguf", **changes))
+
+
+def test_an_architecture_that_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(str(path), "rwkv7")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "'rwkv7' is not read" in _refused(path)
+
+
+def test_several_models_in_a_folder(file: Path, tmp_path: Path) -> None:
+    for name in ("model-Q4.gguf", "model-Q8.gguf"):
+        shutil.copyfile(file, tmp_path / name)
+    words = _refused(tmp_path)
+    assert "holds 2 models in GGUF: model-Q4.gguf, model-Q8.gguf" in words
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert "no such file" in _refused(tmp_path / "gone.gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "config", "words"),
+    [
+        ("gpt_neox", None, {}, "GPTNeoXForCausalLM is not written to GGUF here"),
+        ("llama", "llama, classifier", {}, "LlamaForSequenceClassification is not written"),
+        ("gpt2", "untied", {}, "'activation_function'"),
+        ("gemma3", "tied", {}, "'query_pre_attn_scalar'"),
+        ("falcon", "alibi, sequential", {}, "has no place"),
+    ],
+)
+def test_what_gguf_would_lose_is_refused(
+    family: str, name: str | None, config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    from tiny_models import ALL
+
+    name = name or next(case.name for case in ALL if case.family == family)
+    saved(case_of(family, name, **config), tmp_path / "model")
+    with pytest.raises(CheckpointError) as caught:
+        plan_gguf(open_model(str(tmp_path / "model")))
+    assert words in str(caught.value)
+    assert "convert_hf_to_gguf.py" in str(caught.value)
