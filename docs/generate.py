@@ -54,6 +54,22 @@ MEANINGS = {
     "save_alignment": "Store the transforms for `alignment:`. `true`: as `alignment.safetensors` beside the model. "
     "Further donors: `NAME-2`, `NAME-3`.",
     "report": "Also write the report as an HTML page, `report.html`.",
+    "carry": "How the fine-tune's change is carried: see [Move a LoRA to a new base](carry.md).",
+    "scale": "Factor of the carried change. `auto`: chosen on samples; the default of `refit` and `distil`.",
+    "widths": "`true`: the base in `finetuned_from` may have other sizes.",
+    "layers_map": "Pairs of layers of that base and of `base_model`, if their depths differ. `auto`: by similarity.",
+    "steps": "Training steps of `carry: distil`.",
+    "statistics": "File written by `rotation-merge measure`. Default: the one beside the model.",
+    "data": "Samples: one pool for all models with `ot_fusion` (default: weights alone), each model's own with "
+    "`refit`; also for donors that are carried (`carry`, `scale: auto`) or matched on activations (`match_on`).",
+    "samples": "Number of samples.",
+    "targets": "`own`: each model answers its own samples. `mean`: all models answer all samples.",
+    "start": "Weights before solving: the average, or the anchor's.",
+    "spill": "Folder for hidden states, instead of memory.",
+    "heads_of": "`each`: also write the merged body under every donor's head.",
+    "preset": "Options for near or far models. `auto`: decided by the weights.",
+    "prove": "`true`: check that donors moved by alignment files keep their outputs.",
+    "shift_head": "`true`: an untied head's rows move by one vector. Logits change, probabilities do not.",
 }
 """Longer words than the code's own; a parameter that is not here gets those."""
 

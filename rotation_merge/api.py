@@ -56,12 +56,12 @@ def align(
     widths: bool = False,
     **options: Any,
 ) -> Alignment:
-    """Find what moves a donor, its function unchanged, as near as possible to an anchor.
+    """Align a donor to an anchor: find the transforms that bring it nearest and keep its outputs.
 
     Args:
         anchor, donor: folders, names on the hub, modules, or pairs of a state dict and its config; of one architecture
-            and sizes; not modified. Beside an anchor that sees, too, a text-only donor will do, which is aligned to the
-            anchor's language half.
+            and sizes; not modified. A text-only donor may be aligned to the language half of an anchor that
+            also sees.
         config: which groups to use; or name its fields as options.
         match_on: `weights`; or `activations` or `both`, of modules, on samples.
         samples: batches of inputs by the names that forward takes, without padding.

@@ -82,11 +82,11 @@ def command(
 ) -> int:
     """Write DONOR in ANCHOR's coordinates to OUT.
 
-    OUT is a normal checkpoint that computes what the donor computes, with tokenizer, config, card and report; any
-    tool can average it with the anchor. Written whole or not at all, large models in shards. OUT may be left out where
-    only --alignment is wanted. Before OUT takes its place, its outputs on random inputs are compared with the donor's;
-    what differs by more than rounding is kept as OUT.rejected. Matching that was interrupted after minutes goes on from
-    what it had found (OUT.matching.unfinished).
+    OUT is an ordinary checkpoint with the donor's outputs, with tokenizer, config, card and report; any tool can
+    average it with the anchor. OUT is complete or absent; large models are written in shards. Leave OUT out if you only
+    want --alignment. Before OUT takes its place, its outputs on random inputs are compared with the donor's; if they
+    differ by more than rounding, it is kept as OUT.rejected. After an interruption, matching continues from
+    OUT.matching.unfinished.
     """
     from rotation_merge.errors import not_written
     from rotation_merge.files.ledger import kept_beside

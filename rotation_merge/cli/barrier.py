@@ -154,13 +154,12 @@ def command(
 ) -> int:
     """Loss (and accuracy) on the straight path between two models, aligned and not.
 
-    Give an anchor and its donors, or a recipe (each donor aligned as the recipe says). The barrier is the largest
-    excess of the loss over the straight line between its ends, in nats. For a donor with 'finetuned_from' the path is
-    the anchor plus 0 to 1 times the task vector, carried over and not. With three or more models, also the paths
-    between aligned donors, and from each model to the centre, which is their mean. --compare draws several matchings in
-    one picture. With --save or --plot a run that was interrupted goes on. Give --data once for each task. Maps that are
-    chosen on samples (--match-on, activations, both) are so on text that the models write themselves; those of models
-    that write none on the first --data.
+    Give an anchor and its donors, or a recipe. The barrier is the largest excess of the loss over the straight line
+    between the ends, in nats. For a donor with 'finetuned_from' the path is the anchor plus 0 to 1 times the task
+    vector. With three or more models, also the paths between aligned donors and from each model to their mean.
+    --compare draws several alignments in one picture. With --save or --plot an interrupted run continues. Give --data
+    once for each task. Alignments that need samples (--match-on, activations, both) use text that the models write,
+    or, if they write none, the first --data.
     """
     from rotation_merge.diagnose.donors import what_is_measured
     from rotation_merge.diagnose.matchings import matchings

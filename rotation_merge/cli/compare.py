@@ -22,10 +22,10 @@ from rotation_merge.cli.show import Progress, json_option, print_json, say, show
 @json_option
 @shown
 def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **values: Any) -> int:
-    """Distances and angles between two models, before and after the best alignment; no model is written.
+    """Distances and angles between two models, before and after the best alignment; writes no model.
 
-    Are these two models in the same coordinates, and where did they part? Distances are relative to the anchor's norm,
-    angles in degrees between the tensors as vectors: 90 means unrelated.
+    Use it to see whether two models share their coordinates, and where they differ. Distances are relative to the
+    anchor's norm. Angles are in degrees between tensors as vectors; 90 means unrelated.
     """
     from rotation_merge.matching.open_pair import open_pair
     from rotation_merge.matching.written import match_pair

@@ -39,11 +39,11 @@ def command(
     keep: bool,
     as_json: bool,
 ) -> int:
-    """What each of MODELS reaches on each of the data: a row for each pair.
+    """Loss, accuracy and other figures of each of MODELS on each of the data.
 
     Classifiers: accuracy, macro and micro F1, Matthews' correlation. Heads with one output, and labels with a decimal
     point: squared error, Pearson's and Spearman's correlation. Language models: loss in nats and accuracy.
-    Classes that stand in another order than in the first model are put into its order.
+    Classes in another order than the first model's are reordered.
     """
     from rotation_merge.run.data import read_batches
     from rotation_merge.run.evaluate import score

@@ -93,12 +93,12 @@ def command(
     checkpointing: bool,
     **values: Any,
 ) -> int:
-    """Learn an alignment on data, so that the models between anchor and donor behave well.
+    """Learn an alignment on data, so that the models between anchor and donor have a low loss.
 
-    Begins with matching, of weights or (--match-on) of what the models do on the samples, then follows the loss of the
-    interpolated models. The donor's function is kept exactly. Recipes use the file through 'alignment: FILE' under the
-    donor; with several donors, fitted jointly, one file each is written (FILE-1, FILE-2, ...). An interrupted fit goes
-    on where it was. Under torchrun, processes share each batch; the first one writes.
+    Starts from matching on weights, or on samples (--match-on), then lowers the loss of the interpolated models by
+    gradient descent. The donor's outputs stay the same. Recipes use the file through 'alignment: FILE' under the donor;
+    several donors are fitted jointly, with one file each (FILE-1, FILE-2, ...). An interrupted fit continues. Under
+    torchrun the processes share each batch, and the first one writes.
     """
     from rotation_merge.matching.together import joined
 

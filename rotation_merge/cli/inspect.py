@@ -56,16 +56,15 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 def command(
     context: click.Context, target: str | None, config: str | None, untie: bool, as_json: bool, **values: Any
 ) -> int:
-    """Spaces, sizes and groups of a model, what stays unaligned and why, and what aligning costs.
+    """Spaces, sizes and groups of a model, what stays unaligned and why, and the cost of aligning.
 
-    For a model, as a donor aligned under these options; for a recipe, each of its donors under the recipe's. Only
-    configs and headers are read. Time is estimated for this machine, memory beyond Python and its libraries. For FILE
-    (an alignment, statistics, or a merge's rotation_merge.json): what it holds.
+    A model is shown as a donor aligned under these options, a recipe with each of its donors under the recipe's.
+    Reads only configs and headers. Time is estimated for this machine; memory comes on top of Python and its libraries.
+    For FILE (an alignment, statistics, or a merge's rotation_merge.json), its content is shown.
 
-    With --tensor a recipe is planned, and run as far as the tensor needs it; nothing is written. Of a merged model's
-    folder, its report tells what was done to the tensor, and its recipe is run where the models are still at hand.
-    Fingerprints are what reports, cards and files name models by; they tell weights apart, and are no protection
-    against forgery.
+    --tensor plans a recipe and runs it as far as the tensor needs; nothing is written. For a merged folder it reads
+    the report, and runs the recipe if the models are still there. Reports, cards and files identify models by
+    fingerprints. These tell weights apart; they do not protect against forgery.
     """
     asked = {name: value for name in (*ABOUT, *ALONE, "prove") if (value := values.pop(name))}
     if "html" in asked:

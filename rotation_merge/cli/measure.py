@@ -70,12 +70,12 @@ def command(
     device: str,
     as_json: bool,
 ) -> int:
-    """Write the statistics of MODEL on samples, which the delegates regmean, fisher and kfac average by.
+    """Write statistics of MODEL on samples, for the delegates regmean, fisher and kfac.
 
-    Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. No data are needed with
-    '--data self' (language models) and '--data synthetic' (image models). An interrupted run goes on where it was.
-    A model that does not fit in memory is run layer by layer from its files, which are read once for gram and moments,
-    and again for every batch where gradients are asked for and for every token of '--data self'.
+    Publish the file beside the model: recipes find it there. MODEL may be BASE+ADAPTER. You need no data with
+    '--data self' (language models) or '--data synthetic' (image models). An interrupted run continues. A model that
+    does not fit in memory is run layer by layer from its files: they are read once for gram and moments, and again for
+    every batch with gradients and for every token of '--data self'.
     """
     from rotation_merge.run.checked import check_labels
     from rotation_merge.run.data import read_batches

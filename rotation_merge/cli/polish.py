@@ -87,11 +87,11 @@ def command(
     device: str,
     as_json: bool,
 ) -> int:
-    """Distil the teachers into MERGED for a few steps and write OUT: every sample is answered by its own teacher.
+    """Distil the teachers into MERGED for a few steps and write OUT.
 
-    Teachers answer first, one at a time, and their answers are kept in OUT.unfinished until the end, so that one model
-    is in memory and an interrupted run goes on where it was. A held-out part of the samples chooses learning rate and
-    step; where nothing was gained, that is said, nothing is written, and the exit code is 1.
+    Every sample is answered by its own teacher. Teachers answer first, one at a time; their answers are kept in
+    OUT.unfinished, from which an interrupted run continues. A held-out part of the samples chooses learning rate and
+    step. If nothing improves, nothing is written, and the exit code is 1.
     """
     if len(data) not in (0, 1, len(teachers)):
         raise click.UsageError(f"give --data once, or for each of the {len(teachers)} teachers")

@@ -25,16 +25,15 @@ if TYPE_CHECKING:
 @shown
 @writes
 def command(repo: str, folder: str, include: tuple[str, ...], no_weights: bool, as_json: bool) -> int:
-    """Download what 'rotation-merge push' published, into DIR, whole or not at all.
+    """Download what 'rotation-merge push' published, into DIR, completely or not at all.
 
-    Nothing is taken but what a merge has: weights, config, tokenizer, recipe, alignment files, statistics, report and
-    card. A recipe that names paths outside its folder is refused. With --force the weights and config of a model in
-    DIR are replaced; its other files stay.
+    Takes only what belongs to a merge: weights, config, tokenizer, recipe, alignment files, statistics, report and
+    card. Refuses a recipe that names paths outside its folder. With --force the weights and config of a model in DIR
+    are replaced; its other files stay.
 
-    Every file is compared with the manifest's SHA-256 sums, and so are the alignment files and statistics that the
-    recipe names, which wait in the hub's cache. Statistics that are not published have to be measured first; the
-    commands are printed. 'mergekit-yaml DIR/recipe.yml OTHER' makes the merge again, and 'rotation-merge verify DIR
-    OTHER' compares the two.
+    Every file is compared with the manifest's SHA-256 sums, alignment files and statistics of the recipe included. If
+    statistics are not published, the commands that measure them are printed. 'mergekit-yaml DIR/recipe.yml OTHER'
+    makes the merge again, and 'rotation-merge verify DIR OTHER' compares the two.
     """
     from rotation_merge.model.hub import check_repository
     from rotation_merge.share.pull import pull

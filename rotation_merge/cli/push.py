@@ -53,11 +53,10 @@ def command(
 ) -> int:
     """Publish OUT, which a merge, 'align' or 'carry' wrote, as ORG/NAME.
 
-    Recipe, alignment files, report and card travel with the weights, with a manifest of SHA-256 sums, so that
-    'rotation-merge pull' and mergekit-yaml make the merge again; statistics travel with --with-data, otherwise the
-    manifest says how they are measured again. What is no part of a model or its merge stays
-    here, unless --include names it. Models become org/name@revision, as they were read out of the hub's cache; a path
-    that means nothing elsewhere is refused until --as says what it is called.
+    Publishes weights, recipe, alignment files, report and card, with a manifest of SHA-256 sums, so that
+    'rotation-merge pull' and mergekit-yaml make the merge again. Statistics need --with-data; otherwise the manifest
+    says how to measure them. Other files need --include. Models become org/name@revision, from the hub's cache; local
+    paths need a name on the hub (--as).
     """
     from rotation_merge.model.hub import check_repository
     from rotation_merge.share.push import CARD, RECIPE, UNKNOWN, draft, publish

@@ -45,11 +45,11 @@ def command(
 ) -> int:
     """Do MODEL_A and MODEL_B compute the same function?
 
-    Both are run on random inputs of the right kind (token ids, pixels, audio features) and on --data where given, and
-    everything that they give back by default is compared. The largest difference is relative to the root mean square of
-    MODEL_A's output. What is allowed is a multiple of what rounding MODEL_A's own weights changes: in the coarser of
-    the two models' storage types, or in float32, in which transformers computes parts of every model. Models beyond 500
-    million weights are run one layer at a time. Exit code 0: the same; 1: not.
+    Runs both on random inputs of the right kind (token ids, pixels, audio features), and on --data if given, and
+    compares everything that they return by default. The largest difference is relative to the root mean square of
+    MODEL_A's output. The limit is a multiple of the effect of rounding MODEL_A's own weights, to the coarser of the two
+    storage types, or to float32. Models above 500 million weights run one layer at a time. Exit code 0: the same;
+    1: not.
     """
     compute = torch.float64 if double else torch.float32
     a, b = answering(model_a, compute), answering(model_b, compute, like=model_a)

@@ -137,7 +137,7 @@ def identity(rows: Sequence[SpaceRow]) -> str:
     lines = [(PARTS.get(part, part), [values.get(layer) for layer in layers]) for part, values in found.items()]
     if not lines:
         return ""
-    hint = "How far each map is from doing nothing; for orders, the share that moved."
+    hint = "Distance of each map from the identity; for permutations, the share of entries that move."
     return card("Distance of the maps from the identity", hint, svg.heatmap(lines, [str(x) for x in layers], "layer"))
 
 
@@ -157,7 +157,7 @@ def cumulative(rows: Sequence[SpaceRow]) -> str:
             so_far += sum(row.distance_before**2 - row.distance_after**2 for row in chosen if row.layer == layer)
             gains.append(100 * so_far / total)
         lines.append(svg.Line(word, layers, gains, style))
-    hint = "Squared distance removed by aligning the layers up to here, in percent of all that was there."
+    hint = "Squared distance removed by aligning the layers up to here, in percent of the total."
     return card("Which layers matter", hint, svg.chart(lines, "layers aligned, from the first", "gain (%)"))
 
 
@@ -247,5 +247,5 @@ def fingerprints(report: MergeReport) -> str:
         f"<dt><code>{escape(model)}</code></dt><dd><code>{escape(mark)}</code></dd>"
         for model, mark in report.fingerprints.items()
     )
-    hint = "Of config and weights, as read: another checkpoint under the same name has another fingerprint."
+    hint = "Of config and weights: another checkpoint under the same name has another fingerprint."
     return f'<h3 class="after">Fingerprints</h3><p class="hint">{hint}</p><dl class="marks">{lines}</dl>'
