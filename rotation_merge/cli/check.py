@@ -22,10 +22,10 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
     """Check RECIPE (a YAML file) before you run it; of the weights, only a few matrices are read.
 
     Reports every mistake at once, with line, column and remedy: keys, parameters, delegates, models, architectures,
-    shapes (from the files' headers), configs against weights, groups, vocabularies. Of models on the hub that are not in
-    its cache, it fetches configs and headers with a few small requests (not with --offline), and never weights; checks
-    that need weights are skipped. For a recipe without mistakes it names the preset, near or far, that fits the models,
-    and the lengths of the changes that the recipe merges.
+    shapes (from the files' headers), configs against weights, groups, vocabularies. Of models on the hub that are not
+    in its cache, it fetches configs and headers with a few small requests (not with --offline), and never weights;
+    checks that need weights are skipped. For a recipe without mistakes it names the preset, near or far, that fits the
+    models, and the lengths of the changes that the recipe merges.
     """
     from rotation_merge.averaging.task_vectors import RATIO
     from rotation_merge.diagnose import absent_models, check_text
