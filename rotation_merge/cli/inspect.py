@@ -102,7 +102,7 @@ def _costs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int
         estimates.append((donor, _estimate(donor)))
         if not as_json:
             _show(*estimates[-1])
-    cost = _averaging(target) if os.path.isfile(target) else None
+    cost = _averaging(target) if is_document(target) else None
     if as_json:
         more = {} if cost is None else {"averaging": asdict(cost)}
         facts = [

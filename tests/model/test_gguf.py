@@ -11,11 +11,10 @@ import transformers
 from gguf_support import TEXT, byte_tokenizer, case_of, saved, written
 
 from rotation_merge.model.checkpoint import open_model
+from rotation_merge.model.gguf.file import open_gguf
 from rotation_merge.run.functions import load
 
 SCALAR = {"query_pre_attn_scalar": 12, "sliding_window": 4}
-WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
-"""Rows that Q8_0 can store."""
 
 FAMILIES = {
     "llama": case_of("llama", "llama"),
@@ -131,3 +130,20 @@ def test_the_tokenizer_comes_back(tmp_path: Path) -> None:
         first.chat_template,
     )
     assert ours.get_vocab() == first.get_vocab()
+
+
+def test_types_that_are_not_written_here_are_read_as_ggml_reads_them() -> None:
+    """K-quants and others, from a file that ggml's reference code made, with what it makes of each."""
+    entries = open_gguf(str(Path(__file__).with_name("quantised.gguf"))).entries
+    kinds = [name for name in entries if f"{name}.numbers" in entries]
+    assert {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"} <= set(kinds)
+    for name in kinds:
+        assert entries[name].kind == name
+        torch.testing.assert_close(entries[name].read(), entries[f"{name}.numbers"].read(), rtol=0, atol=0)
+
+
+def test_one_expert_is_read_without_the_others(tmp_path: Path) -> None:
+    saved(FAMILIES["mixtral"], tmp_path / "model")
+    whole = open_gguf(str(written(tmp_path / "model", tmp_path / "out.gguf"))).entries["blk.0.ffn_up_exps.weight"]
+    assert whole.part(2).size * 4 == whole.size
+    assert (whole.part(2).read() == whole.read()[2]).all()

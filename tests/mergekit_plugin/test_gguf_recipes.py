@@ -1,0 +1,141 @@
+"""Models in GGUF in recipes and commands: the same as the checkpoint that they were written from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from gguf_support import TEXT, byte_tokenizer, case_of, saved, written
+from mergekit.io.tasks import LoaderCache
+from mergekit.scripts.run_yaml import main as mergekit_yaml
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from rotation_merge.cli.app import app
+from rotation_merge.model.checkpoint import open_model
+from rotation_merge.model.gguf.file import open_gguf
+from rotation_merge.run.functions import load
+
+CASE = case_of("llama", "llama")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Config and tokenizer of GGUF files go to a folder of the tests."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HOME = constants.HF_HOME, str(tmp_path_factory.mktemp("home"))
+    yield constants.HF_HOME
+    constants.HF_HOME = before
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, each as a checkpoint and as a GGUF; the second GGUF also alone in a folder."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("a", "b")):
+        saved(CASE, folder / name, seed)
+        written(folder / name, folder / f"{name}.gguf")
+    (folder / "alone").mkdir()
+    shutil.copyfile(folder / "b.gguf", folder / "alone" / "model-F16.gguf")
+    return folder
+
+
+def _run(*arguments: object) -> str:
+    LoaderCache.loaders.clear()
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def _merged(recipe: str, out: Path) -> dict[str, torch.Tensor]:
+    LoaderCache.loaders.clear()
+    file = out.with_suffix(".yml")
+    file.write_text(recipe)
+    result = CliRunner().invoke(mergekit_yaml, [str(file), str(out), "--quiet"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return load_file(out / "model.safetensors")
+
+
+RECIPES = {
+    "ours": "merge_method: rotation_merge\nparameters: {{delegate: linear, attention: rotation, heads: permutation}}\n",
+    "tokens together": "merge_method: rotation_merge\nparameters: {{delegate: linear}}\ntokenizer: {{source: union}}\n",
+    "another method": "merge_method: linear\n",
+    "another method, tokens together": "merge_method: linear\ntokenizer: {{source: union}}\n",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_merge_of_files_is_the_merge_of_the_checkpoints(name: str, models: Path, tmp_path: Path) -> None:
+    recipe = RECIPES[name] + (
+        "base_model: {a}\nmodels:\n- model: {a}\n  parameters: {{weight: 0.3}}\n"
+        "- model: {b}\n  parameters: {{weight: 0.7}}\ndtype: float32\n"
+    )
+    first = _merged(recipe.format(a=models / "a", b=models / "b"), tmp_path / "first")
+    again = _merged(recipe.format(a=models / "a.gguf", b=models / "alone"), tmp_path / "again")
+    assert first.keys() == again.keys()
+    for key, tensor in first.items():
+        torch.testing.assert_close(again[key], tensor, rtol=1e-5, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert tokenizer(TEXT).input_ids == byte_tokenizer()(TEXT).input_ids
+    if name == "ours":
+        report = json.loads((tmp_path / "again" / "rotation_merge.json").read_text())
+        assert any("was read from a.gguf, whose tensors are" in note for note in report["notes"])
+        assert set(report["models"]) == {str(models / "a.gguf"), str(models / "alone")}
+
+
+def test_a_name_of_the_hub(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    snapshot = tmp_path / "models--org--b-GGUF" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
+    shutil.copyfile(models / "b.gguf", snapshot / "b.gguf")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("org/b-GGUF:b.gguf", "org/b-GGUF"):
+        model = open_model(name)
+        assert (model["model.norm.weight"] == open_model(str(models / "b.gguf"))["model.norm.weight"]).all()
+    result = CliRunner().invoke(app, ["verify", "org/b-GGUF:gone.gguf", str(models / "b")])
+    assert result.exit_code == 2
+    assert "org/b-GGUF/gone.gguf: is neither a file nor in the hub's cache" in result.output
+
+
+def test_commands_take_a_file_and_write_one(models: Path, tmp_path: Path) -> None:
+    assert "was read from a.gguf" in _run("inspect", models / "a.gguf")
+    assert "same" in _run("verify", models / "a.gguf", models / "a")
+    out = tmp_path / "aligned"
+    _run("align", models / "a.gguf", models / "alone", out, "--gguf", tmp_path / "aligned.gguf")
+    assert "same" in _run("verify", tmp_path / "aligned.gguf", models / "b")
+    kept = open_gguf(str(tmp_path / "aligned.gguf"))
+    assert set(kept.kinds) == {"F16", "F32"}
+    _run("gguf", out, tmp_path / "small.gguf", "--type", "q8_0")
+    small = open_gguf(str(tmp_path / "small.gguf"))
+    assert small.kinds["Q8_0"] == sum(e.shape[-1] % 32 == 0 and len(e.shape) > 1 for e in small.entries.values())
+    again = CliRunner().invoke(app, ["gguf", str(out), str(tmp_path / "small.gguf")])
+    assert again.exit_code == 2
+    assert "is there already" in again.output
+    assert CliRunner().invoke(app, ["gguf", str(models / "a.gguf"), str(models / "a.gguf"), "--force"]).exit_code == 2
+
+
+def test_q8_0_is_near(models: Path, tmp_path: Path) -> None:
+    model = load(str(models / "a"))
+    again = load(str(written(models / "a", tmp_path / "a-Q8_0.gguf", "q8_0")))
+    for key, value in model.state_dict().items():
+        difference = (again.state_dict()[key] - value).abs().max() / value.abs().max()
+        assert difference < 1 / 127, key
+
+
+def test_config_and_tokenizer_are_made_once(models: Path, home: str) -> None:
+    folder = open_model(str(models / "a.gguf")).folder
+    assert folder.startswith(os.path.join(home, "rotation_merge", "gguf", "a-"))
+    before = {name: os.stat(os.path.join(folder, name)).st_mtime_ns for name in os.listdir(folder)}
+    assert open_model(str(models / "a.gguf")).folder == folder
+    assert before == {name: os.stat(os.path.join(folder, name)).st_mtime_ns for name in os.listdir(folder)}
+    assert not any(name.endswith((".safetensors", ".bin")) for name in before)
