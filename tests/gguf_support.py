@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from tiny_models import ALL, Case, make
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rotation_merge.model.checkpoint import open_model
 from rotation_merge.model.gguf.writer import plan_gguf
 
-ROWS = 288
+ROWS = 300
 """Of the embeddings: 256 bytes, some merges, special tokens, and rows that have no token."""
 
 TEXT = "The 12 foxes aren't <|end|> here,  über\n\n3.14 東"
@@ -34,6 +34,21 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=fast, bos_token="<|start|>", eos_token="<|end|>", pad_token="<|end|>", chat_template=template
     )
+
+
+def piece_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2's: sentencepiece's pairs, and bytes for what has no piece."""
+    letters = ["▁", *"abcdefghijklmnopqrst", "T", "1"]
+    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("e", "r"), ("▁", "a"), ("a", "n"), ("▁", "f")]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *(a + b for a, b in merges), *letters]
+    vocab = {name: i for i, name in enumerate(names)}
+    fast = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    fast.decoder = decoders.Sequence(steps)
+    fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names[:3]])
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def case_of(family: str, name: str, **config: Any) -> Case:

@@ -79,6 +79,8 @@ def read(recipe: Path) -> str:
     Raises:
         RecipeError: the file cannot be read as text.
     """
+    if recipe.suffix.lower() == ".gguf":
+        raise RecipeError("is a model, not a recipe", where=str(recipe), remedy=f"rotation-merge inspect {recipe}")
     try:
         return recipe.read_text(encoding="utf-8")
     except IsADirectoryError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from rotation_merge.model.checkpoint import open_model
 from rotation_merge.model.gguf.file import open_gguf
 from rotation_merge.run.functions import load
 
+ROOT = str(Path(__file__).parents[2])
 CASE = case_of("llama", "llama")
 
 
@@ -122,6 +125,46 @@ def test_commands_take_a_file_and_write_one(models: Path, tmp_path: Path) -> Non
     assert again.exit_code == 2
     assert "is there already" in again.output
     assert CliRunner().invoke(app, ["gguf", str(models / "a.gguf"), str(models / "a.gguf"), "--force"]).exit_code == 2
+
+
+def test_a_refusal_imports_no_libraries(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.gguf").write_bytes(b"mine")
+    code = (
+        "import sys; from rotation_merge.cli.app import app\n"
+        "try: app(['gguf', sys.argv[1], sys.argv[2]])\n"
+        "except SystemExit as end: print(end.code, sorted({'torch', 'gguf', 'numpy'} & set(sys.modules)))"
+    )
+    arguments = [sys.executable, "-c", code, str(models / "a"), str(tmp_path / "there.gguf")]
+    result = subprocess.run(
+        arguments, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ROOT}
+    )
+    assert result.stdout.strip() == "2 []"
+    assert "is there already" in result.stderr
+    assert (tmp_path / "there.gguf").read_bytes() == b"mine"
+
+
+def test_a_model_is_no_recipe(models: Path) -> None:
+    result = CliRunner().invoke(app, ["check", str(models / "a.gguf")])
+    assert result.exit_code == 2
+    assert "is a model, not a recipe; rotation-merge inspect" in result.output
+
+
+def test_a_lora_on_a_file(models: Path, tmp_path: Path) -> None:
+    """The same as on the checkpoint, in a recipe and written as a GGUF."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(load(str(models / "a")), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(tmp_path / "lora")
+    settings = tmp_path / "lora" / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": None}))
+    name = f"{models / 'a.gguf'}+{tmp_path / 'lora'}"
+    wanted = load(f"{models / 'a'}+{tmp_path / 'lora'}").state_dict()
+    for path in (name, str(written(Path(name), tmp_path / "merged.gguf"))):
+        for key, value in load(path).state_dict().items():
+            torch.testing.assert_close(value, wanted[key], rtol=2e-3, atol=2e-3)
 
 
 def test_q8_0_is_near(models: Path, tmp_path: Path) -> None:

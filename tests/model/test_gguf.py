@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from gguf_support import TEXT, byte_tokenizer, case_of, saved, written
+from gguf_support import TEXT, byte_tokenizer, case_of, piece_tokenizer, saved, written
 
 from rotation_merge.model.checkpoint import open_model
 from rotation_merge.model.gguf.file import open_gguf
@@ -130,6 +130,21 @@ def test_the_tokenizer_comes_back(tmp_path: Path) -> None:
         first.chat_template,
     )
     assert ours.get_vocab() == first.get_vocab()
+
+
+def test_sentencepieces_tokenizer_comes_back(tmp_path: Path) -> None:
+    saved(FAMILIES["llama"], tmp_path / "model")
+    first = piece_tokenizer()
+    first.save_pretrained(tmp_path / "model")
+    out = written(tmp_path / "model", tmp_path / "out.gguf")
+    first = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    ours = transformers.AutoTokenizer.from_pretrained(open_model(str(out)).folder)
+    for text in (TEXT, "the fathers and   the other", " a", ""):
+        assert ours(text).input_ids == first(text).input_ids, text
+        assert ours.decode(ours(text).input_ids) == first.decode(first(text).input_ids)
+    assert (ours.bos_token_id, ours.eos_token_id, ours.unk_token_id) == (1, 2, 0)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="out.gguf")
+    assert ours("the fathers and the other").input_ids == theirs("the fathers and the other").input_ids
 
 
 def test_types_that_are_not_written_here_are_read_as_ggml_reads_them() -> None:
