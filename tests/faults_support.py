@@ -1,6 +1,6 @@
 """Faults that merges are found with, planted in whole folders: by safetensors, JSON and the file system alone.
 
-Nothing here is shared with the checks that find them.
+Nothing here is shared with the checks that find them. `python tests/faults_support.py` prints the table of docs/doctor.md.
 """
 
 from __future__ import annotations
@@ -700,3 +700,49 @@ fault("a tensor of zeros", "zero tensor", weights=True)(changed(torch.zeros_like
 @fault("all weights three times as large", "scale", weights=True)
 def _(folder: Path, parent: Path) -> None:
     rewrite(folder, {name: 3 * tensor for name, tensor in state(folder).items()})
+
+
+# ----------------------------------------------------------------------------------------------------------- table
+
+
+def table() -> None:
+    """Plant every fault in every family, and print by kind what was planted and what was found."""
+    from tempfile import TemporaryDirectory
+
+    from rotation_merge.diagnose.doctor import open_case
+    from rotation_merge.diagnose.doctor.weights import of_weights
+    from rotation_merge.report.integrity import check_folder
+
+    counts: dict[str, list[int]] = {}
+    alarms = 0
+    with TemporaryDirectory() as name:
+        place = Path(name)
+        for family in FAMILIES:
+            source = whole(family, place / family)
+            alarms += len(check_folder(str(source), [str(source)]))
+            for title, planted in FAULTS.items():
+                folders = place / "merge", place / "parent"
+                for folder in folders:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    shutil.copytree(source, folder)
+                if (planted.weights and family in ("vit", "qwen2_5_vl")) or planted.plant(*folders) is False:
+                    continue
+                merge, parent = map(str, folders)
+                if planted.weights:
+                    kinds = {cause.name for cause in of_weights(open_case(merge, [parent]))}
+                else:
+                    kinds = {defect.kind for defect in check_folder(merge, [parent])}
+                count = counts.setdefault(title, [0, 0])
+                count[0] += 1
+                count[1] += bool(kinds & set(planted.kinds))
+    print("| planted | found as | families | found |\n|---|---|---|---|")
+    for title, (made, seen) in counts.items():
+        print(f"| {title} | {' or '.join(FAULTS[title].kinds)} | {made} | {seen} |")
+    made, seen = (sum(column) for column in zip(*counts.values(), strict=True))
+    print(
+        f"\n{len(counts)} faults, {made} times planted, {seen} found; {alarms} alarms on {len(FAMILIES)} whole folders."
+    )
+
+
+if __name__ == "__main__":
+    table()

@@ -29,7 +29,7 @@ from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.open_pair import open_pair, read_alignment
 from rotation_merge.matching.options import NOTHING
 from rotation_merge.matching.written import empty_report, write_aligned
-from rotation_merge.mergekit_plugin.output_check import complete, say
+from rotation_merge.mergekit_plugin.output_check import complete, say, vocabulary_note
 from rotation_merge.mergekit_plugin.planning.files import check_pulled, recipe_inputs, recipe_outputs
 from rotation_merge.mergekit_plugin.planning.keeping import keep_alignments
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
@@ -106,6 +106,8 @@ def _run(
             marks = fingerprints(session)
             keep_alignments(session, staging)
             copied, defects = complete(config, staging, options)
+            if vocabulary := vocabulary_note(config, staging, options):
+                done.note(vocabulary)
             if copied:
                 done.note(f"Copied from a parent: {', '.join(copied)}.")
             for defect in defects:

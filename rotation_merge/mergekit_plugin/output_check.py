@@ -11,11 +11,12 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from rotation_merge.errors import printable, short
+from rotation_merge.errors import named, printable, short
 from rotation_merge.mergekit_plugin.recipe.settings import tokenizer_source
 from rotation_merge.model.gguf.place import in_cache, is_folder
-from rotation_merge.report.integrity import Defect, check_folder
+from rotation_merge.report.integrity import Contents, Defect, check_folder
 from rotation_merge.report.integrity.mending import copy_companions
+from rotation_merge.report.integrity.tokens import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +43,42 @@ def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> 
         return [], [Defect("not checked", what, os.path.basename(folder), "run 'rotation-merge doctor'", fatal=False)]
 
 
+def vocabulary_note(config: MergeConfiguration, folder: str, options: MergeOptions) -> str | None:
+    """Whose rows the tokens have where a recipe brings vocabularies together; None where it does not, or where a
+    tokenizer cannot be read without its library.
+
+    mergekit's `PermutedEmbeddings` decides: a token of one model has that model's row; for a token of several, those
+    that lack it count with the base's row, or with the mean of the rows where the base lacks it, too.
+    """
+    if config.tokenizer is None and config.tokenizer_source is None:
+        return None
+    places = {str(model): _folder(model, options.transformers_cache) for model in _models(config)}
+    known = {name: Vocabulary.of(Contents(place)) for name, place in places.items() if place is not None}
+    result = Vocabulary.of(Contents(folder))
+    if len(known) < 2 or not all(vocabulary.whole for vocabulary in (result, *known.values())):
+        return None
+    holders = {token: [name for name in known if token in known[name].ids] for token in result.ids}
+    alone: dict[str, list[str]] = {}
+    for token, names in holders.items():
+        if len(names) == 1:
+            alone.setdefault(names[0], []).append(f"'{token}'")
+    shared = sum(len(names) == len(known) for names in holders.values())
+    some = sum(1 < len(names) < len(known) for names in holders.values())
+    parts = [f"Vocabulary of {len(result.ids)} tokens: rows of the {shared} that all models have are averaged"]
+    parts += [f"{len(tokens)} are only `{name}`'s, with its rows ({named(tokens)})" for name, tokens in alone.items()]
+    parts += [f"{some} are some models' (the others count with the base's row, or with the mean)"] if some else []
+    return f"{'; '.join(parts)}."
+
+
+def _models(config: MergeConfiguration) -> list[ModelReference]:
+    """The merged models, the base first."""
+    base = [config.base_model] if config.base_model is not None else []
+    return list(dict.fromkeys([*base, *sorted(config.referenced_models(), key=str)]))
+
+
 def parent_folders(config: MergeConfiguration, options: MergeOptions) -> list[str]:
     """Where the files of the merged models lie, the base's first."""
-    base = [config.base_model] if config.base_model is not None else []
-    models: Iterable[ModelReference] = dict.fromkeys([*base, *config.referenced_models()])
-    places = (_folder(model, options.transformers_cache) for model in models)
+    places = (_folder(model, options.transformers_cache) for model in _models(config))
     return [place for place in places if place is not None]
 
 

@@ -17,6 +17,7 @@ from rotation_merge.architecture import resolve
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.source import transform_state
+from rotation_merge.report.integrity import check_folder
 
 TEXT = {
     "gemma3_vlm": "Gemma3ForCausalLM",
@@ -69,6 +70,7 @@ def test_a_text_only_twin_is_recovered(family: str, tmp_path: Path) -> None:
     donor = text_of(tmp_path / "anchor", case, tmp_path)
     result = merged(recipe_for("linear", tmp_path / "anchor", donor), tmp_path / "out")
     assert set(result) == set(before)
+    assert check_folder(str(tmp_path / "out"), [str(tmp_path / "anchor"), str(donor)]) == []
     blocks = resolve(config, list(before), "anchor").blocks
     words = {name for block in blocks if block.module == "text" for info in block.tensors for name in info.names}
     assert any(not torch.equal(result[name], before[name]) for name in words)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from faults_support import edit, read, rewrite, state, whole
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from rotation_merge.mergekit_plugin.merging import merge_recipe
 from rotation_merge.report.integrity import check_folder
@@ -49,6 +50,30 @@ def test_small_files_come_along(parents: Parents, tmp_path: Path) -> None:
         path.name for path in out.iterdir()
     }
     assert "processor_config.json" in notes(out)
+    assert check_folder(str(out), list(map(str, parents))) == []
+
+
+def test_added_tokens_and_other_positions(parents: Parents, tmp_path: Path) -> None:
+    """A union of vocabularies, of unlike RoPE and context lengths: it loads, and the card says whose is what."""
+    base, tuned = parents
+    vocabulary = read(tuned / "tokenizer.json")
+    tensors, rows = state(tuned), read(tuned / "config.json")["vocab_size"]
+    vocabulary["model"]["vocab"] |= {"<tool>": rows, "<think>": rows + 1}
+    (tuned / "tokenizer.json").write_text(json.dumps(vocabulary))
+    wider = {n: torch.cat([t, torch.ones(2, t.shape[1])]) for n, t in tensors.items() if t.shape[0] == rows}
+    rewrite(tuned, {**tensors, **wider})
+    rope = {**read(tuned / "config.json")["rope_parameters"], "rope_theta": 500000.0}
+    edit(tuned, vocab_size=rows + 2, rope_parameters=rope, max_position_embeddings=4096)
+    out = merged(parents, tmp_path / "out", tokenizer={"source": "union"})
+    said = notes(out)
+    for words in ("2 are only", "<tool>", "'max_position_embeddings' is 4096", "rope_theta", "as the anchor does"):
+        assert words in said, words
+        assert words.strip("<>") in (out / "README.md").read_text()
+    model = LlamaForCausalLM.from_pretrained(out)
+    assert model.config.max_position_embeddings == read(base / "config.json")["max_position_embeddings"]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    row = model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("<tool>")]
+    torch.testing.assert_close(row, torch.ones_like(row))
     assert check_folder(str(out), list(map(str, parents))) == []
 
 
