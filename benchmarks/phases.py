@@ -34,7 +34,7 @@ TASKS = {
     "TensorWriterTask": "writing",
 }
 """What tasks do; every other one averages."""
-PHASES = ("reading", "gathering", "matching", "stream", "solving", "moving", "averaging", "writing", "rest")
+PHASES = ("reading", "gathering", "matching", "stream", "solving", "moving", "averaging", "writing", "checking", "rest")
 
 
 class Watch:
@@ -78,6 +78,7 @@ class Watch:
 
         from rotation_merge.matching import both
         from rotation_merge.matching.stream import Statistics
+        from rotation_merge.mergekit_plugin import merge
         from rotation_merge.mergekit_plugin.planning import planner, tasks
 
         assert planner, "its tasks are to be found below Task"
@@ -92,6 +93,7 @@ class Watch:
         self.over(both.Seen, "of", "stream", lambda block, *_: _in_layer(block))
         self.over(Statistics, "count", "stream", lambda *_: False)
         self.over(Statistics, "solve", "solving", lambda *_: False)
+        self.over(merge, "complete", "checking", lambda *_: False)
         get = LazyTensorLoader.get_tensor
 
         def counted(*arguments: Any, **named: Any) -> Any:
