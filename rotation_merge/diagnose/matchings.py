@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,15 +11,13 @@ import torch
 from rotation_merge.diagnose.donors import RecipeDonor, carried_recipe
 from rotation_merge.errors import RecipeError, nearest
 from rotation_merge.files.ledger import NOWHERE, Ledger
-from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.match_on import OnSamples
 from rotation_merge.matching.open_pair import Pair, open_pair, read_alignment
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, MATCH_ON, NOTHING, WEIGHTS, AlignConfig
-from rotation_merge.matching.written import empty_report, match_pair, write_aligned
-from rotation_merge.mergekit_plugin.merging import merge_recipe
-from rotation_merge.model.writing import Storage
+from rotation_merge.matching.written import aligned_model, match_pair
+from rotation_merge.mergekit_plugin.merging import merged_state
 from rotation_merge.report.plots import MOST_CURVES
 from rotation_merge.run.functions import load
 from rotation_merge.run.written import SELF, writes_text
@@ -126,7 +122,6 @@ class Moved:
         return True
 
 
-@contextmanager
 def moved(
     given: str,
     anchor: Any,
@@ -135,8 +130,8 @@ def moved(
     tick: Tick | None,
     source: str = SELF,
     ledger: Ledger = NOWHERE,
-) -> Iterator[Moved]:
-    """The models that a matching makes; files that they are read from are there as long as they are.
+) -> Moved:
+    """The models that a matching makes, in memory.
 
     Args:
         given: the recipe, where donors come from one.
@@ -146,17 +141,15 @@ def moved(
     """
     source = SELF if writes_text(anchor) else source
     donors = [donor if donor.data else replace(donor, data=source) for donor in donors]
-    with Scratch() as scratch:
-        ends = []
-        for number, donor in enumerate(map(matching.of, donors)):
-            folder = os.path.join(scratch, str(number))
-            if donor.origin is not None:
-                ends.append(_carried(given, donor, matching, folder))
-            elif matching is PLAIN:
-                ends.append((anchor, load(donor.name, like=None if donor.own else donor.anchor)))
-            else:
-                ends.append(_aligned(opened(donor), donor, anchor, folder, tick, ledger.under(str(number))))
-        yield Moved([still for still, _ in ends], [end for _, end in ends])
+    ends = []
+    for number, donor in enumerate(map(matching.of, donors)):
+        if donor.origin is not None:
+            ends.append(_carried(given, donor, matching))
+        elif matching is PLAIN:
+            ends.append((anchor, load(donor.name, like=None if donor.own else donor.anchor)))
+        else:
+            ends.append(_aligned(opened(donor), donor, anchor, tick, ledger.under(str(number))))
+    return Moved([still for still, _ in ends], [end for _, end in ends])
 
 
 def opened(donor: RecipeDonor) -> Pair:
@@ -179,23 +172,16 @@ def opened(donor: RecipeDonor) -> Pair:
     )
 
 
-def _aligned(
-    pair: Pair, donor: RecipeDonor, anchor: Any, folder: str, tick: Tick | None, ledger: Ledger
-) -> tuple[Any, Any]:
+def _aligned(pair: Pair, donor: RecipeDonor, anchor: Any, tick: Tick | None, ledger: Ledger) -> tuple[Any, Any]:
     """Both models, the donor aligned by its file, or by matching where it has none."""
     if donor.file is None:
         bodies = replace(pair, architecture=pair.architecture.without(donor.own))
-        alignment, report = match_pair(bodies, tick, _finder(donor), ledger)
+        alignment, _ = match_pair(bodies, tick, _finder(donor), ledger)
     else:
-        alignment, report = read_alignment(pair, donor.file, donor.untie), empty_report(pair)
-    storage = Storage(dtype="float32", untie=donor.untie)
-    write_aligned(pair, alignment, report, os.path.join(folder, "donor"), storage)
+        alignment = read_alignment(pair, donor.file, donor.untie)
     if alignment.folded:
-        still = os.path.join(folder, "anchor")
-        itself = replace(pair, donor=pair.anchor)
-        write_aligned(itself, Alignment({}, alignment.folded), report, still, storage)
-        anchor = load(still)
-    return anchor, load(os.path.join(folder, "donor"))
+        anchor = aligned_model(replace(pair, donor=pair.anchor), Alignment({}, alignment.folded), donor.untie)
+    return anchor, aligned_model(pair, alignment, donor.untie)
 
 
 def _finder(donor: RecipeDonor) -> Match:
@@ -205,13 +191,12 @@ def _finder(donor: RecipeDonor) -> Match:
     return OnSamples(donor.match_on, donor.anchor, donor.name, donor.data, donor.samples)
 
 
-def _carried(recipe: str, donor: RecipeDonor, matching: Matching, folder: str) -> tuple[Any, Any]:
+def _carried(recipe: str, donor: RecipeDonor, matching: Matching) -> tuple[Any, Any]:
     """The anchor, and the anchor with the donor's task vector added: carried over, or as it is."""
     ends, seen = [], None
     if matching.match_on != WEIGHTS:
         seen = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
     for scale in (0.0, 1.0):
-        out = os.path.join(folder, f"{scale:.0f}")
-        merge_recipe(carried_recipe(recipe, donor, scale, matching.options, seen), out)
-        ends.append(load(out))
+        state = merged_state(carried_recipe(recipe, donor, scale, matching.options, seen))
+        ends.append(load(donor.anchor, state=state, changed={"tie_word_embeddings": False} if donor.untie else None))
     return ends[0], ends[1]

@@ -96,9 +96,9 @@ class Paths:
         curves: dict[tuple[Place, int], list[Curve]] = {}
         for matching in matchings:
             own = self.ledger.under(matching.name)
-            with moved(self.given, anchor, self.donors, matching, self.tick, self.sources[0], own) as models:
-                for key, curve in self._curves(models, data, matching.name, own):
-                    curves.setdefault(key, []).append(curve)
+            models = moved(self.given, anchor, self.donors, matching, self.tick, self.sources[0], own)
+            for key, curve in self._curves(models, data, matching.name, own):
+                curves.setdefault(key, []).append(curve)
         turns = self._turns(anchor, data, matchings) if each else {}
         return [
             self._barrier(place, number, data[number], curves[place, number], turns)
@@ -176,12 +176,12 @@ class Paths:
                 data = [read_batches(source, name, now, **self.reading) for source in self.sources]
             for matching in (m for m in matchings if m is not PLAIN):
                 own = self.ledger.under(f"{name}/{matching.name}")
-                with moved(self.given, now, donors, matching, self.tick, self.sources[0], own) as models:
-                    rest = models.donors
-                    everyone = [*rest[:turn], models.anchors[0], *rest[turn:]]
-                    still = Moved([everyone[0]] * len(rest), everyone[1:])
-                    for (place, number), curve in self._curves(still, data, matching.name, own):
-                        found.setdefault((place, number, matching.name), {})[name] = curve.barrier()
+                models = moved(self.given, now, donors, matching, self.tick, self.sources[0], own)
+                rest = models.donors
+                everyone = [*rest[:turn], models.anchors[0], *rest[turn:]]
+                still = Moved([everyone[0]] * len(rest), everyone[1:])
+                for (place, number), curve in self._curves(still, data, matching.name, own):
+                    found.setdefault((place, number, matching.name), {})[name] = curve.barrier()
         return found
 
     def _barrier(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
+from typing import Any
 
 import yaml
 from mergekit.common import dtype_from_name
@@ -18,8 +19,9 @@ from rotation_merge.matching.run import Run
 from rotation_merge.model.card import metadata, notes, section, with_metadata
 from rotation_merge.model.markdown import code, plain
 from rotation_merge.model.source import Progress
-from rotation_merge.model.writing import STORAGE, Check, Storage, write_checkpoint
+from rotation_merge.model.writing import STORAGE, Check, Storage, stored, untied, write_checkpoint
 from rotation_merge.record import MergeReport, versions
+from rotation_merge.run.functions import load
 
 
 def match_pair(
@@ -62,6 +64,20 @@ def write_aligned(
         report = replace(report, notes=[*report.notes, not_written(unread)])
     text = card(pair, report, os.path.basename(out))
     write_checkpoint(pair.donor, tensors, report, text, out, storage, progress, check, unread)
+
+
+def aligned_model(pair: Pair, alignment: Alignment, untie: bool = False) -> Any:
+    """The aligned donor in memory: what `write_aligned` would write, loaded in float32."""
+    anchor, donor = pair.sources
+    tensors = dict(aligned_tensors(pair.architecture, donor, alignment, anchor))
+    absent = {*tensors, *left_behind(pair, alignment)}
+    tensors |= {name: pair.donor[name] for name in pair.donor.names if name not in absent}
+    dtypes = pair.donor.dtypes
+    state = {name: stored(tensor, dtypes.get(name)).clone() for name, tensor in tensors.items()}
+    changed = pair.donor.rewritten
+    if untie:
+        changed = {**changed, **{k: v for k, v in untied(pair.donor.config).items() if v != pair.donor.config.get(k)}}
+    return load(str(pair.donor.reference), state=state, changed=changed)
 
 
 def left_behind(pair: Pair, alignment: Alignment) -> list[str]:

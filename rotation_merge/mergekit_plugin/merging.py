@@ -2,13 +2,53 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import yaml
 from mergekit import merge
 from mergekit.config import MergeConfiguration
+from mergekit.graph import Executor
 from mergekit.options import MergeOptions
+from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.mergekit_plugin import state
+from rotation_merge.mergekit_plugin.recipe.reading import Recipe
+
+
+def merged_state(text: str) -> dict[str, Tensor]:
+    """The tensors that a recipe merges, by name, in memory; nothing is written.
+
+    Args:
+        text: the recipe, YAML.
+
+    Raises:
+        RotationMergeError: as the merge does.
+    """
+    from rotation_merge.mergekit_plugin.definitions import architecture_info
+    from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
+    from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
+
+    options = MergeOptions(quiet=True)
+    session = Session.of(Recipe.read(_configuration(text)), options, watched=False)
+    config = SessionConfiguration.of(session)
+    try:
+        planner = RotationMergePlanner(config, architecture_info(config, options), options, SimpleNamespace())
+        tasks = planner.plan_in_memory()
+        return {task.weight_info.name: tensor.clone() for task, tensor in Executor(tasks).run(quiet=True)}
+    finally:
+        session.run.end()
+
+
+def _configuration(text: str) -> MergeConfiguration:
+    """
+    Raises:
+        RotationMergeError: the plugin is switched off, or the recipe is at fault.
+    """
+    if state.switched_off():
+        raise RotationMergeError(f"the plugin is switched off ({state.SWITCH}=0)", remedy="unset it")
+    config: MergeConfiguration = MergeConfiguration.model_validate(yaml.safe_load(text))
+    return config
 
 
 def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None = None) -> None:
@@ -20,9 +60,5 @@ def merge_recipe(text: str, out: str, tokenizer: bool = False, seed: int | None 
         tokenizer: copy the base's, as mergekit-yaml does.
         seed: of methods that draw at random.
     """
-    if state.switched_off():
-        raise RotationMergeError(f"the plugin is switched off ({state.SWITCH}=0)", remedy="unset it")
-    config = MergeConfiguration.model_validate(yaml.safe_load(text))
-    merge.run_merge(
-        config, out, MergeOptions(quiet=True, copy_tokenizer=tokenizer, random_seed=seed), config_source=text
-    )
+    options = MergeOptions(quiet=True, copy_tokenizer=tokenizer, random_seed=seed)
+    merge.run_merge(_configuration(text), out, options, config_source=text)

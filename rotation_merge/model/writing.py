@@ -76,11 +76,11 @@ def write_checkpoint(
         writer = Spliced(*body, staging) if body else TensorWriter(staging, max_shard_size=storage.shard_size)
 
         def save(name: str, tensor: Tensor) -> None:
-            stored = _stored(tensor, wanted or like.dtypes.get(name))
+            kept = stored(tensor, wanted or like.dtypes.get(name))
             if module_of(name, like.modules) is None:
-                writer.save_tensor(name, stored, clone=True)
+                writer.save_tensor(name, kept, clone=True)
             else:
-                apart[name] = stored.clone()
+                apart[name] = kept.clone()
             written.add(name)
 
         with unchanged([like.reference]):
@@ -132,7 +132,8 @@ def check_dtype(name: str | None) -> None:
         raise RotationMergeError(f"there is no dtype '{name}'", remedy=nearest(name, known))
 
 
-def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor as it is written: off the accelerator, a floating one in a dtype (None: as it is)."""
     return tensor.to("cpu", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
 
 

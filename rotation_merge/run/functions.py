@@ -62,11 +62,19 @@ def predicts_next(model: nn.Module) -> bool:
     return sees or name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
-def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None) -> Any:
+def load(
+    path: str,
+    dtype: torch.dtype = torch.float32,
+    like: str | None = None,
+    state: dict[str, Tensor] | None = None,
+    changed: Mapping[str, Any] | None = None,
+) -> Any:
     """The model at a path, in evaluation mode; every weight must be there.
 
     Args:
         like: a model in whose order its classes are to stand, where they have the same names.
+        state: its weights, where they are not those of its files; the model's from here on.
+        changed: entries of its config that are not those of its files.
 
     Raises:
         CheckpointError: no class of transformers fits, weights are missing or of the wrong shape, or an adapter was
@@ -82,12 +90,14 @@ def load(path: str, dtype: torch.dtype = torch.float32, like: str | None = None)
         check_folder(directory)
     options = {"dtype": dtype, "output_loading_info": True, "attn_implementation": "eager"}
     check_own_base(open_model(path))
-    state = adapted_state(path)
+    state = adapted_state(path) if state is None else state
     try:
         if state is None:
             model, info = kind.from_pretrained(directory, local_files_only=True, **options)
         else:
             settings = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+            if changed:
+                settings = type(settings).from_dict({**settings.to_dict(), **changed})
             model, info = kind.from_pretrained(None, config=settings, state_dict=state, **options)
     except Exception as error:
         if "ignore_mismatched_sizes" in str(error):
