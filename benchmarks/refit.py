@@ -28,8 +28,9 @@ from corpora import documents
 from record import Table
 from transformers.utils import logging
 
+from rotation_merge.averaging.polish import PolishConfig
 from rotation_merge.cli.app import app
-from rotation_merge.cli.polish import Ways, polished
+from rotation_merge.cli.polish import polished
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.mergekit_plugin.merging import merge_recipe
 from rotation_merge.run import demo
@@ -200,7 +201,7 @@ def seeds(root: Path) -> None:
 def polished_for(merge: str, teachers: list[str], lora: int) -> tuple[str, float]:
     """A merge polished by teachers on what they write themselves: where it is, and the seconds it took."""
     out, began = place(), time.process_time()
-    polished(merge, out, tuple(teachers), ["self"] * 2, Ways(lora=lora, merge_lora=True))
+    polished(merge, out, tuple(teachers), ["self"] * 2, PolishConfig(lora=lora, merge_lora=True))
     return out, time.process_time() - began
 
 

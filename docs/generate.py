@@ -15,10 +15,15 @@ from pathlib import Path
 import click
 
 import rotation_merge  # noqa: F401  (registers the method)
+from rotation_merge.averaging.polish import PolishConfig
+from rotation_merge.averaging.refit_method import RefitConfig
 from rotation_merge.cli.app import COMMANDS, app
+from rotation_merge.config import Config
 from rotation_merge.matching.fit_records import FitConfig
 from rotation_merge.mergekit_plugin.recipe.delegates import delegates, options
 from rotation_merge.mergekit_plugin.recipe.names import BLOCK, DONOR_ONLY, EACH, PLACES, RECIPE
+from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
+from rotation_merge.run.measure import MeasureConfig
 
 FOLDER = Path(__file__).resolve().parent
 VERSION = f"mergekit {version('mergekit')}:"
@@ -129,11 +134,24 @@ def shared_names() -> str:
 
 def fit_options() -> str:
     """Fields, defaults and meanings of FitConfig."""
-    text = re.sub(r"\n\s{12,}", " ", FitConfig.__doc__ or "")
-    said = dict(re.findall(r"^\s+(\w+): (.+)$", text, re.MULTILINE))
-    return table(
-        ("field", "default", "meaning"),
-        [(code(field.name), code(repr(field.default)), said[field.name]) for field in fields(FitConfig)],
+    return config_table(FitConfig)
+
+
+def config_table(config: type[Config]) -> str:
+    """A config's fields, defaults, ranges and meanings."""
+    defaults = {field.name: field.default for field in fields(config)}
+    rows = [
+        (code(name), code(repr(defaults[name])), described.allowed, described.help)
+        for name, described in config.options().items()
+    ]
+    return table(("field", "default", "values", "meaning"), rows)
+
+
+def python_configs() -> str:
+    """The configs of Python's calls."""
+    configs = (MeasureConfig, EvaluateConfig, BarrierConfig, RefitConfig, PolishConfig)
+    return "\n\n".join(
+        f"`{config.__name__}`: {(config.__doc__ or '').strip()}\n\n{config_table(config)}" for config in configs
     )
 
 
@@ -164,6 +182,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "shared names": shared_names,
     "delegates": delegate_table,
     "fit options": fit_options,
+    "configs": python_configs,
     "commands": commands,
 }
 

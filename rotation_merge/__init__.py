@@ -10,7 +10,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from rotation_merge.api import align, average, evaluate, measure, transfer
+    from rotation_merge.api import align, average, barrier, evaluate, measure, merge, polish, refit, transfer
+    from rotation_merge.averaging.polish import PolishConfig
+    from rotation_merge.averaging.refit_method import RefitConfig
     from rotation_merge.carrying.config import TransferConfig
     from rotation_merge.carrying.delta import Delta
     from rotation_merge.errors import RotationMergeError
@@ -20,9 +22,10 @@ if TYPE_CHECKING:
     from rotation_merge.matching.options import AlignConfig
     from rotation_merge.mergekit_plugin.adapter_merge import merge_adapters
     from rotation_merge.model.view import View
-    from rotation_merge.run.evaluate import EvaluateConfig
+    from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig
     from rotation_merge.run.measure import MeasureConfig
     from rotation_merge.run.statistics_file import Statistics
+    from rotation_merge.search.config import MergeConfig
 
 __version__ = "0.1.0"
 
@@ -30,8 +33,12 @@ _PUBLIC = {
     "Alignment": "rotation_merge.matching.alignment",
     "FitConfig": "rotation_merge.matching.fit_records",
     "AlignConfig": "rotation_merge.matching.options",
+    "BarrierConfig": "rotation_merge.run.evaluate",
     "EvaluateConfig": "rotation_merge.run.evaluate",
     "MeasureConfig": "rotation_merge.run.measure",
+    "MergeConfig": "rotation_merge.search.config",
+    "PolishConfig": "rotation_merge.averaging.polish",
+    "RefitConfig": "rotation_merge.averaging.refit_method",
     "RotationMergeError": "rotation_merge.errors",
     "Statistics": "rotation_merge.run.statistics_file",
     "Delta": "rotation_merge.carrying.delta",
@@ -39,8 +46,12 @@ _PUBLIC = {
     "View": "rotation_merge.model.view",
     "align": "rotation_merge.api",
     "average": "rotation_merge.api",
+    "barrier": "rotation_merge.api",
     "evaluate": "rotation_merge.api",
     "measure": "rotation_merge.api",
+    "merge": "rotation_merge.api",
+    "polish": "rotation_merge.api",
+    "refit": "rotation_merge.api",
     "fit": "rotation_merge.matching.fit",
     "merge_adapters": "rotation_merge.mergekit_plugin.adapter_merge",
     "transfer": "rotation_merge.api",
@@ -50,8 +61,12 @@ __all__ = [
     "Alignment",
     "FitConfig",
     "AlignConfig",
+    "BarrierConfig",
     "EvaluateConfig",
     "MeasureConfig",
+    "MergeConfig",
+    "PolishConfig",
+    "RefitConfig",
     "RotationMergeError",
     "Statistics",
     "Delta",
@@ -59,8 +74,12 @@ __all__ = [
     "View",
     "align",
     "average",
+    "barrier",
     "evaluate",
     "measure",
+    "merge",
+    "polish",
+    "refit",
     "fit",
     "merge_adapters",
     "transfer",

@@ -4,40 +4,54 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from rotation_merge.averaging.low_rank import with_lora
 from rotation_merge.averaging.methods import BLOCK, MODEL, plan_of
+from rotation_merge.averaging.polish import TOGETHER, PolishConfig, PolishOptions
+from rotation_merge.averaging.polish import polish as distil
+from rotation_merge.averaging.refit_method import RefitConfig
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.errors import CheckpointError, RecipeError, not_written
+from rotation_merge.files.outputs import FOLDER, Input, Output, check_outputs
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.alignment import Alignment, Basis
-from rotation_merge.matching.check_pair import check_pair
+from rotation_merge.matching.check_pair import check_forward, check_pair
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import MATCH_ON, NOTHING, WEIGHTS, AlignConfig
 from rotation_merge.matching.run import Run
+from rotation_merge.matching.teachers import Answered, write_answers
 from rotation_merge.mergekit_plugin.in_memory import delegate_of, merge_views, opened_views
 from rotation_merge.model.adapters import Adapter, is_adapter
 from rotation_merge.model.halves import NOTE
 from rotation_merge.model.lora import AdapterWeights
+from rotation_merge.model.naming import anywhere, check_different
 from rotation_merge.model.nearness import nearness
 from rotation_merge.model.opened import ModelLike, OpenedModel, check_names, open_like
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import Either, Relabelled
 from rotation_merge.model.view import View, as_stored
 from rotation_merge.model.writing import Storage
-from rotation_merge.run.evaluate import EvaluateConfig, score
+from rotation_merge.run.curves import Curve
+from rotation_merge.run.data import unpadded
+from rotation_merge.run.evaluate import BarrierConfig, EvaluateConfig, path, score
 from rotation_merge.run.kinds import SAMPLES, SOURCES
 from rotation_merge.run.measure import MeasureConfig
 from rotation_merge.run.measuring import measured_in_memory
 from rotation_merge.run.samples import Samples, for_each, read_samples
 from rotation_merge.run.statistics_file import Statistics
 from rotation_merge.run.written import SELF
+from rotation_merge.search.clock import Clock
+from rotation_merge.search.config import MergeConfig, SearchConfig, usual_data
+from rotation_merge.search.outcome import Outcome
+from rotation_merge.search.run import Search
 
 LOG = logging.getLogger(__name__)
 
@@ -226,7 +240,7 @@ def measure(model: ModelLike, samples: Samples = SELF, config: MeasureConfig | N
         RotationMergeError: the model or the samples are of no use.
     """
     opened, config = open_like(model), config or MeasureConfig()
-    module = as_stored(opened).to_module()
+    module = judged(opened)
     limit = config.samples or (SAMPLES if isinstance(samples, str) and samples in SOURCES else None)
     data = read_samples(opened, samples, limit, config.batch_size, config.length, config.seed, module)
     return measured_in_memory(module, opened, data, config)
@@ -243,10 +257,147 @@ def evaluate(model: ModelLike, samples: Samples, config: EvaluateConfig | None =
         RotationMergeError: the model or the samples are of no use, or nothing can be scored on them.
     """
     opened, config = open_like(model), config or EvaluateConfig()
-    module = as_stored(opened).to_module()
+    module = judged(opened)
     data = read_samples(opened, samples, config.limit, config.batch_size, config.length, module=module)
     scores = score(module, data)
     return {"loss": scores.loss, **scores.figures}
+
+
+def refit(
+    models: Iterable[ModelLike],
+    samples: Samples = SELF,
+    config: RefitConfig | None = None,
+    weights: Sequence[float] | None = None,
+) -> View:
+    """Average models by solving the merge's linear maps, layer by layer, from its own inputs; the anchor comes first.
+
+    Args:
+        models, weights, samples: as of `average`.
+
+    Returns:
+        A lazy view: all maps are solved when the first tensor is asked for.
+
+    Raises:
+        RotationMergeError: models or samples are of no use.
+    """
+    config = config or RefitConfig()
+    given = {name: getattr(config, name) for name in ("targets", "spill") if getattr(config, name) is not None}
+    more = {"ridge": config.ridge, "start": config.start, **given}
+    return average(models, "refit", weights=weights, samples=samples, limit=config.samples, seed=config.seed, **more)
+
+
+def polish(
+    merged: ModelLike, teachers: Sequence[ModelLike], samples: Samples = SELF, config: PolishConfig | None = None
+) -> View:
+    """Distil the merged models into the merge for a few steps, every sample answered by its own teacher.
+
+    Answers wait in a folder for temporary files, so that one model is in memory at a time.
+
+    Args:
+        merged: as `align` takes models, or a view.
+        teachers: what was merged.
+        samples: for all teachers or a list with those of each, as of `average`.
+
+    Returns:
+        The trained model; where held-out samples gain nothing, the merge as it was. `notes` says which.
+
+    Raises:
+        RotationMergeError: models or samples are of no use.
+    """
+    config = config or PolishConfig()
+    opened, parents = open_like(merged), [open_like(teacher) for teacher in teachers]
+    if not parents:
+        raise RecipeError("no teachers are given", remedy="give the models that were merged")
+    size = max(1, min(TOGETHER // len(parents), config.samples // 4))
+    with Scratch() as folder:
+        answered = []
+        for number, (teacher, source) in enumerate(zip(parents, for_each(samples, len(parents)), strict=True)):
+            check_forward(opened.member, teacher.member)
+            module, path = judged(teacher), Path(folder) / f"answers-{number}.safetensors"
+            seed = config.seed + number
+            data = read_samples(teacher, source, config.samples, size, config.length, seed, module)
+            write_answers(module, unpadded(data.batches, data.source), path, "", teacher.name)
+            answered.append(Answered(path))
+        model = judged(opened).requires_grad_(True)
+        student = with_lora(model, config.lora, config.seed) if config.lora else model
+        rates = () if config.learning_rate is None else (config.learning_rate,)
+        options = PolishOptions(config.steps, config.lora, config.lora > 0, rates, seed=config.seed)
+        report = distil(student, answered, options)
+    if not report.gained:
+        return as_stored(opened).with_notes([report.verdict()])
+    trained = student.merge_and_unload() if config.lora else student
+    dtypes = {tensor.dtype for tensor in as_stored(opened).to_module().parameters()}
+    result = open_like(trained.to(max(dtypes, key=lambda dtype: dtype.itemsize)).eval(), opened.name)
+    return as_stored(result).with_notes([report.verdict()])
+
+
+def barrier(anchor: ModelLike, donor: ModelLike, samples: Samples, config: BarrierConfig | None = None) -> Curve:
+    """Loss (and accuracy) of the models on the straight path from an anchor to a donor, in memory.
+
+    Args:
+        anchor, donor: in one set of coordinates: `alignment.apply_anchor(anchor)` and `alignment.apply(donor)`, or
+            models as they are. Judged in float32, their weights as they would be stored.
+        samples: with labels, where the model is no language model; batches or the name of a source.
+
+    Returns:
+        The curve; `barrier()` is its largest excess over the straight line between the ends' losses, in nats.
+
+    Raises:
+        RotationMergeError: the models do not fit together, or the samples are of no use.
+    """
+    config = config or BarrierConfig()
+    first, second = open_like(anchor), open_like(donor)
+    check_pair(first.member, second.member, NOTHING, excluded=lambda _: True)
+    ends = judged(first), judged(second)
+    data = read_samples(first, samples, config.limit, config.batch_size, config.length, module=ends[0])
+    return path(*ends, data, config.points, "path")
+
+
+def merge(
+    models: Sequence[str],
+    out: str | os.PathLike[str],
+    data: Sequence[str] = (),
+    config: MergeConfig | None = None,
+    *,
+    anyway: bool = False,
+    watch: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Look for the best merge of two or more checkpoints, and write it with its recipe.
+
+    Args:
+        models: folders or names of the hub; the anchor first.
+        out: a folder, new or empty.
+        data: a source of samples for all models, or one for each; empty: what the models make themselves.
+        anyway: write the best merge even if one parent alone is better.
+        watch: told what is done, a line at a time.
+
+    Returns:
+        What was tried and found; `verdict.worth_it` says whether the best merge is better than every model alone.
+
+    Raises:
+        RotationMergeError: models, data or the folder are of no use.
+    """
+    names, place = [anywhere(model) for model in models], os.path.abspath(out)
+    if len(names) < 2:
+        raise RecipeError(f"{len(names)} models are given", remedy="name two or more")
+    check_different(names)
+    config = config or MergeConfig()
+    sources = tuple(data) or (usual_data(names[0]),)
+    asked = SearchConfig(tuple(names), place, sources, **{f.name: getattr(config, f.name) for f in fields(MergeConfig)})
+    check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
+    with Clock(config.budget, watch or LOG.info, lambda _: None) as clock:
+        search = Search(asked, clock)
+        outcome = search.outcome_of()
+        written = outcome.verdict.worth_it or anyway
+        if written:
+            search.write()
+        search.clean(written)
+    return outcome
+
+
+def judged(opened: OpenedModel) -> Any:
+    """A model in memory as it is judged: in float32, its weights as they would be stored."""
+    return as_stored(opened).to_module().float()
 
 
 def transfer(

@@ -6,11 +6,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rotation_merge.errors import RecipeError, nearest
 
 C = TypeVar("C", bound="Config")
+
+
+KINDS: dict[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    tuple: "some of its words",
+    Path: "a file",
+}
+"""Kinds of values, in words."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +60,7 @@ class Option:
             return f"some of: {words}" if self.kind is tuple else f"one of: {words}"
         if self.words:
             return f"one of: {', '.join(self.words)}, {replace(self, words=()).allowed}"
-        words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(
-            self.kind, "a list"
-        )
+        words = KINDS[self.kind]
         if math.isfinite(self.low) and math.isfinite(self.high):
             return f"{words} from {self.low:g} to {self.high:g}"
         if math.isfinite(self.low):
@@ -65,9 +75,10 @@ class Option:
         if self._holds(value):
             return
         remedy = f"it must be {self.allowed}"
-        if isinstance(value, str) and "did you mean" in (
-            near := nearest(value, [str(c).lower() for c in self.choices])
-        ):
+        if self.kind is tuple and isinstance(value, tuple) and (odd := [v for v in value if v not in self.choices]):
+            raise RecipeError(f"option '{name}' holds {odd[0]!r}", remedy=nearest(str(odd[0]), self.choices))
+        near = nearest(value, [str(choice).lower() for choice in self.choices]) if isinstance(value, str) else ""
+        if "did you mean" in near:
             remedy = near
         raise RecipeError(f"option '{name}' is {value!r}", remedy=remedy)
 
@@ -78,6 +89,8 @@ class Option:
             return isinstance(value, tuple) and bool(value) and all(v in self.choices for v in value if self.choices)
         if self.choices:
             return any(value == choice and type(value) is type(choice) for choice in self.choices)
+        if self.kind not in (int, float, str, bool):
+            return isinstance(value, self.kind)
         if self.kind is float:
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         else:

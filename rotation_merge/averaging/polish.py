@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rotation_merge.averaging.low_rank import begin_along
+from rotation_merge.config import Config, option
 from rotation_merge.errors import CheckpointError, DataError
 from rotation_merge.matching.objective import unlabelled
 from rotation_merge.matching.resume import State
@@ -28,6 +29,9 @@ from rotation_merge.run.functions import check_answers, fused_attention
 RATES = {"weights": (2e-4, 5e-4, 1e-3), "lora": (1e-3, 2e-3, 5e-3), "new lora": (5e-4, 1e-3)}
 """Learning rates that are tried: for all weights, for a LoRA that holds something, for one that begins along the
 gradient."""
+
+TOGETHER = 16
+"""Examples of a step, of all teachers together."""
 
 AHEAD = 8
 """Batches of each teacher that say where a LoRA begins."""
@@ -45,6 +49,19 @@ LEAST_GAIN = 1e-3
 """A held-out divergence lower by less than this share is no gain."""
 
 Watch = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class PolishConfig(Config):
+    """How to polish a merge."""
+
+    samples: int = option(64, "of each teacher", low=2)
+    steps: int = option(50, "of the optimiser", low=1)
+    lora: int = option(0, "train a LoRA of this rank, not all weights (0)", low=0)
+    merge_lora: bool = option(False, "write the model with the LoRA merged in, not an adapter")
+    learning_rate: float | None = option(None, "not given: chosen on held-out samples", float, low=0, above=True)
+    length: int = option(128, "tokens in a text", low=2)
+    seed: int = option(0, "of everything random")
 
 
 @dataclass(frozen=True)

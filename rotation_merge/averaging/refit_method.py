@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethodSpec, ParameterScope, ParameterSpec
 
 from rotation_merge.averaging.methods import MODEL, WEIGHT, OwnMethod, Plan
+from rotation_merge.config import Config, option
 from rotation_merge.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class RefitConfig(Config):
+    """How to refit a merge."""
+
+    ridge: float = option(0.01, "pulls every map towards where it started", low=0)
+    targets: str | None = option(
+        None,
+        "own: each sample is answered by its own model; mean: all are answered by the mean",
+        str,
+        choices=("own", "mean"),
+    )
+    start: str = option("average", "what the maps are before they are solved", choices=("average", "anchor"))
+    spill: str | None = option(None, "folder where hidden states wait instead of in memory", str)
+    samples: int = option(64, "of each model, where a source is named", low=1)
+    seed: int = option(0, "of samples that are made")
 
 
 class RefitMethod(OwnMethod):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.options import match_on_option, match_options, matching_options
+from rotation_merge.cli.options import config_of, config_options, match_on_option, match_options, matching_options
 from rotation_merge.cli.paths import (
     ALIGNMENT,
     MODELS_OR_RECIPE,
@@ -40,8 +40,8 @@ from rotation_merge.files.outputs import MATCHING_UNFINISHED, Output
 from rotation_merge.matching.options import WEIGHTS, AlignConfig
 from rotation_merge.report.plots import check_plot, save_barrier, text_plot
 from rotation_merge.run.curves import CENTRE, FILE, Barrier, Curve
-from rotation_merge.run.data import KINDS
-from rotation_merge.run.evaluate import PATH
+from rotation_merge.run.evaluate import PATH, BarrierConfig
+from rotation_merge.run.kinds import KINDS
 
 if TYPE_CHECKING:
     from rotation_merge.diagnose import RecipeDonor
@@ -97,12 +97,7 @@ class Along(Progress):
     required=True,
     help=f"What to measure on, one or more: {KINDS}.",
 )
-@click.option("--points", default=11, show_default=True, type=click.IntRange(3, 101), help="Models on the path.")
-@click.option("--limit", type=click.IntRange(min=1), help="Use at most so many examples.")
-@click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
-@click.option(
-    "--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a window of text."
-)
+@config_options(BarrierConfig)
 @click.option("--plot", type=NEW_PLOT, metavar="FILE", help="Also draw a PNG, SVG or PDF (needs matplotlib).")
 @click.option(
     "--alignment", type=ALIGNMENT, metavar="FILE", help="Transforms to apply instead of matching; for two models."
@@ -137,10 +132,6 @@ class Along(Progress):
 def command(
     models: tuple[str, ...],
     sources: tuple[str, ...],
-    points: int,
-    limit: int | None,
-    batch_size: int,
-    length: int,
     plot: str | None,
     alignment: str | None,
     compare: str | None,
@@ -166,7 +157,7 @@ def command(
     from rotation_merge.diagnose.paths import Paths
     from rotation_merge.files.ledger import kept_beside
 
-    options = match_options(values)
+    config, options = config_of(BarrierConfig, values), match_options(values)
     wanted = matchings(compare)
     if plot is not None:
         check_plot(plot)
@@ -178,14 +169,14 @@ def command(
     if heads_of is not None:
         donors = _with_heads(models, donors)
     progress = Along()
-    reading = {"limit": limit, "batch_size": batch_size, "length": length}
+    reading = {"limit": config.limit, "batch_size": config.batch_size, "length": config.length}
     if save is not None:
         _check_directory(save)
     read = [*sources, *(matching.file for matching in wanted if matching.file)]
-    how = {"wanted": wanted, "points": points, "anchors": anchors, "reading": reading}
+    how = {"wanted": wanted, "points": config.points, "anchors": anchors, "reading": reading}
     mark = partial(what_is_measured, models, donors, read, **how)
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
-        paths = Paths(models[0], donors, sources, points, reading, progress, ledger)
+        paths = Paths(models[0], donors, sources, config.points, reading, progress, ledger)
         progress.models = paths.models(wanted, anchors == "each")
         pictures = _pictures(plot, sum(len(paths.tasks(place)) for place in paths.places)) if plot else []
         click.get_current_context().with_resource(writing([Output(picture, "--plot") for picture in pictures]))

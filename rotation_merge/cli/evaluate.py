@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
+from rotation_merge.cli.options import config_of, config_options
 from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
 from rotation_merge.cli.show import json_option, print_json, shown, table
-from rotation_merge.run.data import KINDS
+from rotation_merge.run.evaluate import EvaluateConfig, score
+from rotation_merge.run.kinds import KINDS
 
 TITLES = {
     "accuracy": "accuracy",
@@ -24,20 +28,16 @@ TITLES = {
 )
 @click.argument("models", type=MODEL, nargs=-1, required=True)
 @click.option("--data", "sources", type=SAMPLE_SOURCE, multiple=True, required=True, help=f"One or more: {KINDS}.")
-@click.option("--limit", type=click.IntRange(min=1), help="Use at most so many examples of each.")
-@click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
-@click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
+@config_options(EvaluateConfig)
 @click.option("--keep", is_flag=True, help="Keep the figures in MODEL/evaluation.json, for its card.")
 @json_option
 @shown
 def command(
     models: tuple[str, ...],
     sources: tuple[str, ...],
-    limit: int | None,
-    batch_size: int,
-    length: int,
     keep: bool,
     as_json: bool,
+    **values: Any,
 ) -> int:
     """Loss, accuracy and other figures of each of MODELS on each of the data.
 
@@ -46,15 +46,14 @@ def command(
     Classes in another order than the first model's are reordered.
     """
     from rotation_merge.run.data import read_batches
-    from rotation_merge.run.evaluate import score
     from rotation_merge.run.functions import load
     from rotation_merge.run.measuring import keep_figures
 
-    found = []
+    config, found = config_of(EvaluateConfig, values), []
     for name in models:
         model = load(name, like=models[0])
         for source in sources:
-            data = read_batches(source, name, model, limit, batch_size, length)
+            data = read_batches(source, name, model, config.limit, config.batch_size, config.length)
             scores = score(model, data)
             facts = {"model": name, "data": source, "task": data.task, "examples": data.examples}
             found.append({**facts, "loss": scores.loss, **scores.figures})

@@ -12,6 +12,8 @@ import click
 import tqdm
 
 from rotation_merge.cli.options import (
+    config_of,
+    config_options,
     device_option,
     match_on_option,
     match_options,
@@ -23,7 +25,6 @@ from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import RecipeError, RotationMergeError
 from rotation_merge.files.outputs import FILE, Output
 from rotation_merge.matching.fit_records import FitConfig
-from rotation_merge.matching.objective import OBJECTIVES
 from rotation_merge.matching.options import WEIGHTS, AlignConfig, VaryingOptions
 from rotation_merge.run.checked import check_labels
 from rotation_merge.run.data import KINDS, described, read_batches
@@ -44,28 +45,10 @@ from rotation_merge.run.functions import load, narrowed, stored_dtype
     metavar="FILE",
     help="Where to write the learned transforms.",
 )
-@click.option(
-    "--objective",
-    type=click.Choice(OBJECTIVES),
-    default="auto",
-    show_default=True,
-    help="distill: answer like the parents, no labels needed; labels: the model's own loss; auto: labels if present.",
-)
-@click.option("--steps", default=600, show_default=True, type=click.IntRange(min=1))
-@click.option("--minutes", default=0.0, help="Stop after so long, whatever the steps.")
-@click.option("--learning-rate", default=0.02, show_default=True, type=click.FloatRange(min=0, min_open=True))
+@config_options(FitConfig)
 @click.option("--batch-size", default=64, show_default=True, type=click.IntRange(min=1))
 @click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
 @click.option("--limit", type=click.IntRange(min=2), help="Use at most so many examples.")
-@click.option(
-    "--start",
-    type=click.Choice(["auto", "matched", "identity"]),
-    default="auto",
-    show_default=True,
-    help="Where to begin; auto: the better one on held-out samples.",
-)
-@click.option("--permutations", is_flag=True, help="Also learn the order of FFN neurons.")
-@click.option("--seed", default=0, show_default=True)
 @device_option("; on a GPU in mixed precision")
 @click.option(
     "--devices",
@@ -73,7 +56,6 @@ from rotation_merge.run.functions import load, narrowed, stored_dtype
     metavar="LIST",
     help="Several, as cuda:0,cuda:1: models are spread over them; what is between is computed on the first.",
 )
-@click.option("--checkpointing", is_flag=True, help="Gradient checkpointing: less memory, more time.")
 @matching_options
 @match_on_option
 @json_option
@@ -90,7 +72,6 @@ def command(
     limit: int | None,
     device: str,
     devices: str | None,
-    checkpointing: bool,
     **values: Any,
 ) -> int:
     """Learn an alignment on data, so that the models between anchor and donor have a low loss.
@@ -105,11 +86,7 @@ def command(
     names, match, untie = _what(models, values, untie)
     files = [Output(file, "--alignment", FILE) for file in _files(out, len(names) - 1)]
     click.get_current_context().with_resource(writing(files))
-    options = FitConfig(
-        **{k: v for k, v in values.items() if k in FitConfig.__dataclass_fields__},
-        checkpointing=checkpointing,
-        state=Path(f"{out}.unfinished"),
-    )
+    options = config_of(FitConfig, values, state=Path(f"{out}.unfinished"))
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
     places = _places(device, devices)
     with joined(places[0]) as (together, own):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from rotation_merge.cli.options import device_option, usable_device
-from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE, STATISTICS, WORD, writes, writing
+from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
+from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE, STATISTICS, writes, writing
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
-from rotation_merge.errors import RotationMergeError, nearest
-from rotation_merge.run.kinds import KINDS, SAMPLES
-from rotation_merge.run.kinds import STATISTICS as STATISTICS_KINDS
-from rotation_merge.run.written import SOURCES
-
-WORDS = STATISTICS_KINDS
+from rotation_merge.run.kinds import KINDS, SAMPLES, SOURCES
+from rotation_merge.run.measure import MeasureConfig
 
 
 @click.command(
@@ -28,24 +25,10 @@ WORDS = STATISTICS_KINDS
     required=True,
     help=f"{KINDS}; self: text the model writes; synthetic: images made of noise.",
 )
-@click.option("--kinds", type=WORD, default="gram", show_default=True, help=f"What to measure, of {', '.join(WORDS)}.")
 @click.option(
     "--out", type=STATISTICS, metavar="FILE", help="Where to write; beside the model if not given, else here."
 )
-@click.option(
-    "--samples", type=click.IntRange(min=1), help=f"Use at most so many; of self and synthetic {SAMPLES} if not given."
-)
-@click.option("--seed", default=0, show_default=True, help="Of samples that are made and of labels that are drawn.")
-@click.option("--rank", type=click.IntRange(min=1), help="Keep Grams of neurons as a diagonal plus this rank.")
-@click.option(
-    "--labels",
-    type=click.Choice(["sampled", "data"]),
-    default="sampled",
-    show_default=True,
-    help="Whose labels gradients are of: the model's own (exact for classifiers), or the data's.",
-)
-@click.option("--batch-size", default=16, show_default=True, type=click.IntRange(min=1))
-@click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
+@config_options(MeasureConfig)
 @click.option(
     "--by-layer/--whole",
     default=None,
@@ -58,17 +41,11 @@ WORDS = STATISTICS_KINDS
 def command(
     model: str,
     data: str,
-    kinds: str,
     out: str | None,
-    samples: int | None,
-    seed: int,
-    rank: int | None,
-    labels: str,
-    batch_size: int,
-    length: int,
     by_layer: bool | None,
     device: str,
     as_json: bool,
+    **values: Any,
 ) -> int:
     """Write statistics of MODEL on samples, for the delegates regmean, fisher and kfac.
 
@@ -81,11 +58,10 @@ def command(
     from rotation_merge.run.data import read_batches
     from rotation_merge.run.functions import load
     from rotation_merge.run.layers import in_layers
-    from rotation_merge.run.measure import MeasureConfig
     from rotation_merge.run.measuring import checkpoint_of, place_beside, record
     from rotation_merge.run.passes import fits
 
-    options = MeasureConfig(_kinds(kinds), rank, labels, seed)
+    config = config_of(MeasureConfig, values)
     checkpoint = checkpoint_of(model)
     place = Path(out) if out is not None else place_beside(checkpoint.reference)
     if out is None:
@@ -93,13 +69,13 @@ def command(
     device = usable_device(device)
     if by_layer is None:
         by_layer = not fits(checkpoint.shapes, device)
-    loaded, runs = in_layers(checkpoint, options, data, device) if by_layer else (load(model).to(device), True)
-    limit = samples or (SAMPLES if data in SOURCES else None)
-    found = read_batches(data, model, loaded, limit, batch_size, length, seed)
-    if labels == "data":
+    loaded, runs = in_layers(checkpoint, config, data, device) if by_layer else (load(model).to(device), True)
+    limit = config.samples or (SAMPLES if data in SOURCES else None)
+    found = read_batches(data, model, loaded, limit, config.batch_size, config.length, config.seed)
+    if config.labels == "data":
         check_labels(found.batches, loaded, found.task, data)
     progress = Progress()
-    made = record(checkpoint, loaded if runs else None, found, data, options, place, progress, device)
+    made = record(checkpoint, loaded if runs else None, found, data, config, place, progress, device)
     progress.close()
     if as_json:
         print_json({"file": str(place), **made})
@@ -111,13 +87,3 @@ def command(
             f"is that of {made['narrow'][0]}: use a ridge, or measure on more samples."
         )
     return 0
-
-
-def _kinds(text: str) -> tuple[str, ...]:
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    for word in found:
-        if word not in WORDS:
-            raise RotationMergeError(f"there is no kind of statistics '{word}'", remedy=nearest(word, WORDS))
-    if not found:
-        raise RotationMergeError("no kind of statistics is named", remedy=f"--kinds takes {', '.join(WORDS)}")
-    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -89,8 +88,10 @@ def command(
     if len(models) < 3:
         raise click.UsageError("name two or more models and the directory to write")
     *names, out = models
-    names = list(map(_anywhere, names))
-    _check_names(names)
+    from rotation_merge.model.naming import anywhere, check_different
+
+    names = list(map(anywhere, names))
+    check_different(names)
     if subsets and len(names) < 3:
         raise click.UsageError("--subsets is for three or more models")
     out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
@@ -102,35 +103,31 @@ def command(
 
     from rotation_merge.mergekit_plugin.recipe.names import DTYPES
     from rotation_merge.search.clock import Clock
-    from rotation_merge.search.config import SearchConfig
+    from rotation_merge.search.config import SearchConfig, usual_data
     from rotation_merge.search.run import Search
 
     if dtype is not None and dtype not in DTYPES:
         raise RotationMergeError(f"--dtype is '{dtype}'", remedy=nearest(dtype, DTYPES))
     if gguf is not None:
         check_gguf(names[0], gguf_type)
-    sources = data or (_made_up(names[0]),)
+    sources = data or (usual_data(names[0]),)
     config = SearchConfig(
         tuple(names),
         out,
         sources,
-        samples,
-        given,
-        seed,
-        length,
-        batch_size,
-        dtype,
-        base and _anywhere(base),
-        subsets or 0,
+        samples=samples,
+        budget=given,
+        seed=seed,
+        length=length,
+        batch_size=batch_size,
+        dtype=dtype,
+        base=base and anywhere(base),
+        subsets=subsets or 0,
     )
     line = StatusLine()
     with Clock(given, line.say, line.status, began) as clock:
         search = Search(config, clock)
-        if not force and not search.goes_on() and os.path.isdir(out) and os.listdir(out):
-            raise RotationMergeError("is there already", where=out, remedy="write somewhere else, or --force")
-        with search.begun():
-            search.prepare()
-            outcome = search.run()
+        outcome = search.outcome_of(force)
         written = outcome.verdict.worth_it or anyway
         if written:
             with clock.step(f"writing {out}"):
@@ -154,31 +151,15 @@ def command(
     return 0 if written else 1
 
 
-def _anywhere(model: str) -> str:
-    """A model by a name that a recipe can be run with from any folder."""
-    return "+".join(os.path.abspath(part) if os.path.exists(part) else part for part in model.split("+"))
-
-
-def _check_names(models: Sequence[str]) -> None:
-    """Before anything is opened: no model is named twice.
-
-    Raises:
-        RotationMergeError: one is.
-    """
-    split = [model.split("+") for model in models]
-    places = [[os.path.realpath(part) if os.path.exists(part) else part for part in parts] for parts in split]
-    if twice := [model for model, place in zip(models, places, strict=True) if places.count(place) > 1]:
-        raise RotationMergeError("is named twice", where=twice[-1], remedy="name models that differ")
-
-
 def _polished(search: Search, out: str) -> dict[str, Any]:
     """Distil the parents into the merge that was written; what it is worth on the samples that only report."""
-    from rotation_merge.cli.polish import Ways, polished
+    from rotation_merge.averaging.polish import PolishConfig
+    from rotation_merge.cli.polish import polished
 
     config, place = search.config, f"{out}{POLISHED}"
     note("polishing ...")
     try:
-        ways = Ways(samples=config.samples, length=config.length, seed=config.seed)
+        ways = PolishConfig(samples=config.samples, length=config.length, seed=config.seed)
         report = polished(out, place, config.models, [search.data[model] for model in config.models], ways)
     except RotationMergeError as error:
         return {"out": None, "verdict": f"not done, {error}"}
@@ -197,19 +178,6 @@ def seconds(text: str) -> float:
     if match is None or float(match[1]) == 0:
         raise RotationMergeError(f"'{text}' is not a time", remedy="write 90s, 10m or 2h")
     return float(match[1]) * UNITS[match[2]]
-
-
-def _made_up(model: str) -> str:
-    """What stands in for data: text of the models' own, or made images."""
-    from rotation_merge.run.functions import local_path, read_config
-
-    config = read_config(local_path(model))
-    name = str((config.get("architectures") or [""])[0])
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return "self"
-    if "image_size" in config or "vision_config" in config:
-        return "synthetic"
-    raise RotationMergeError(f"{name or 'the model'} cannot make up samples", where=model, remedy="give --data")
 
 
 def _show(outcome: Outcome, out: str | None) -> None:

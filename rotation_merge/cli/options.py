@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,14 +18,7 @@ if TYPE_CHECKING:
     from rotation_merge.matching.match import Match
     from rotation_merge.workers.pieces import Over
 
-HELP = {
-    "attention": "Maps inside attention heads.",
-    "heads": "Order of attention heads.",
-    "ffn": "Order of FFN neurons and of experts.",
-    "rescale": "Rescaling; sequential: after the rotation.",
-    "shift_head": "Move an untied head's rows by one vector: logits change, probabilities do not.",
-    "residual": "Group of the residual stream; or by stream, as decoder=rotation,encoder=permutation.",
-}
+C = TypeVar("C", bound=Config)
 
 
 class Groups(click.Choice):
@@ -38,39 +31,69 @@ class Groups(click.Choice):
 def config_options(
     config: type[Config], *names: str, types: Mapping[str, click.ParamType] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add an option for each of some fields of a config, as it describes them; the command hands their values to
-    `config_values`.
+    """Add an option for every field of a config that the command line has, or for these; the command hands its values
+    to `config_of`, or to `config_values`.
 
     Args:
         types: of options that name what is read, by field.
     """
-    known, types = config.options(), types or {}
+    types = types or {}
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in reversed(names):
-            option, default = known[name], getattr(config, name)
-            shown: dict[str, Any] = {"type": types.get(name) or _type_of(option), "show_default": default is not None}
-            words = option.help[0].upper() + option.help[1:]
-            add_option = click.option(
-                f"--{(option.key or name).replace('_', '-')}",
-                name,
-                default=default,
-                help=f"{words}.",
-                **({"is_flag": True} if option.kind is bool else shown),
-            )
-            function = add_option(function)
+        for name, described in reversed(config.options().items()):
+            if described.command and (not names or name in names):
+                function = _option(name, described, getattr(config, name), types.get(name))(function)
         return function
 
     return add
 
 
-def _type_of(option: Option) -> click.ParamType:
-    """The type of a command-line option."""
-    if option.choices:
-        return click.Choice(option.choices)
-    if option.kind is int:
-        return click.IntRange(min=int(option.low)) if math.isfinite(option.low) else click.INT
-    return WORD
+def _option(
+    name: str, described: Option, default: Any, kind: click.ParamType | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    flag = f"--{(described.key or name).replace('_', '-')}"
+    text = sentence(described.help, described.choices)
+    if described.kind is bool:
+        return click.option(flag, name, is_flag=True, help=text)
+    more: dict[str, Any] = {"help": text, "show_default": default is not None}
+    if described.kind is tuple:
+        more["help"] = sentence(f"{described.help}, of {', '.join(described.choices)}")
+        return click.option(flag, name, type=WORD, default=",".join(default), **more)
+    low, high = (end if math.isfinite(end) else None for end in (described.low, described.high))
+    if kind is not None or described.words:
+        more["type"] = kind or WORD
+    elif described.choices:
+        more["type"] = click.Choice(list(described.choices))
+    elif described.kind is int and low is None and high is None:
+        more["type"] = int
+    elif described.kind is int:
+        more["type"] = click.IntRange(None if low is None else int(low), None if high is None else int(high))
+    elif described.kind is float:
+        more["type"] = click.FloatRange(low, high, min_open=described.above)
+    else:
+        more["type"] = WORD
+    return click.option(flag, name, default=default, **more)
+
+
+def sentence(words: str, choices: Collection[Any] = ()) -> str:
+    """The help of an option; one that begins with a value keeps the value as it is written."""
+    return f"{words}." if words.partition(":")[0] in choices else f"{words[:1].upper()}{words[1:]}."
+
+
+def config_of(config: type[C], values: dict[str, Any], **more: Any) -> C:
+    """A config out of a command's keyword arguments, which its fields are taken from.
+
+    Raises:
+        RecipeError: a list of words holds one that is not known.
+    """
+    chosen = dict(more)
+    for name, described in config.options().items():
+        if name in values:
+            value = values.pop(name)
+            if described.kind is tuple and isinstance(value, str):
+                value = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
+            chosen[name] = value
+    return config(**chosen)
 
 
 def config_values(config: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,17 +116,16 @@ def matching_options(function: Callable[..., Any]) -> Callable[..., Any]:
     function = click.option("--untie", is_flag=True, help="Give a tied head its own tensor (for --residual rotation).")(
         function
     )
-    function = click.option(
-        "--layers", type=WORD, default="all", show_default=True, help="Match only these, e.g. 0-5,11."
-    )(function)
+    function = _option("layers", AlignConfig.described("layers"), AlignConfig.layers)(function)
     for name, choices in reversed(CHOICES.items()):
         words = [str(choice).lower() for choice in choices]
+        text = AlignConfig.described(name).help
         option = click.option(
             f"--{name.replace('_', '-')}",
             type=(Groups if name == "residual" else click.Choice)(words),
             default=words[0],
             show_default=True,
-            help=HELP.get(name),
+            help=sentence(text),
         )
         function = option(function)
     return function

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rotation_merge.cli.options import device_option, usable_device
+from rotation_merge.averaging.polish import TOGETHER, PolishConfig
+from rotation_merge.cli.options import config_of, config_options, device_option, usable_device
 from rotation_merge.cli.paths import MODEL, NEW_MODEL, SAMPLE_SOURCE, writes
 from rotation_merge.cli.show import Progress, json_option, print_json, say, shown
 from rotation_merge.errors import RotationMergeError
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from rotation_merge.record import MergeReport
 
 STATE = "state.pt"
-TOGETHER = 16
-"""Examples of a step, of all teachers together."""
 
 
 class Lists(click.Command):
@@ -59,15 +57,7 @@ class Lists(click.Command):
     help=f"Samples: one for each teacher in their order, or one for all. {KINDS}; self (if not given): each teacher's "
     "own text; synthetic: images made of noise.",
 )
-@click.option("--samples", default=64, show_default=True, type=click.IntRange(min=2), help="Of each teacher.")
-@click.option("--steps", default=50, show_default=True, type=click.IntRange(min=1))
-@click.option("--lora", default=0, metavar="RANK", type=click.IntRange(min=0), help="Train a LoRA, not all weights.")
-@click.option("--merge-lora", is_flag=True, help="Write the model with the LoRA merged in, not an adapter.")
-@click.option(
-    "--learning-rate", type=click.FloatRange(min=0, min_open=True), help="Not given: chosen on held-out samples."
-)
-@click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text.")
-@click.option("--seed", default=0, show_default=True)
+@config_options(PolishConfig)
 @device_option("")
 @json_option
 @shown
@@ -77,15 +67,9 @@ def command(
     out: str,
     teachers: tuple[str, ...],
     data: tuple[str, ...],
-    samples: int,
-    steps: int,
-    lora: int,
-    merge_lora: bool,
-    learning_rate: float | None,
-    length: int,
-    seed: int,
     device: str,
     as_json: bool,
+    **values: Any,
 ) -> int:
     """Distil the teachers into MERGED for a few steps and write OUT.
 
@@ -96,8 +80,8 @@ def command(
     if len(data) not in (0, 1, len(teachers)):
         raise click.UsageError(f"give --data once, or for each of the {len(teachers)} teachers")
     sources = list(data) * (len(teachers) // len(data)) if data else ["self"] * len(teachers)
-    ways = Ways(samples, steps, lora, merge_lora, learning_rate, length, seed, usable_device(device))
-    report = polished(merged, out, teachers, sources, ways)
+    config = config_of(PolishConfig, values)
+    report = polished(merged, out, teachers, sources, config, usable_device(device))
     if as_json:
         print_json({"out": out if report.gained else None, **report.to_dict()})
     else:
@@ -107,21 +91,9 @@ def command(
     return 0 if report.gained else 1
 
 
-@dataclass(frozen=True)
-class Ways:
-    """How to polish: see the command's options."""
-
-    samples: int = 64
-    steps: int = 50
-    lora: int = 0
-    merge_lora: bool = False
-    learning_rate: float | None = None
-    length: int = 128
-    seed: int = 0
-    device: str = "cpu"
-
-
-def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str], ways: Ways) -> PolishReport:
+def polished(
+    merged: str, out: str, teachers: tuple[str, ...], sources: list[str], ways: PolishConfig, device: str = "cpu"
+) -> PolishReport:
     """Polish a merge into `out`; where nothing was gained, nothing is written.
 
     Raises:
@@ -144,8 +116,8 @@ def polished(merged: str, out: str, teachers: tuple[str, ...], sources: list[str
         raise RotationMergeError(what, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
     progress = Progress()
     with Unfinished(out) as work:
-        answered = _ask(work.path, merged, teachers, sources, ways.samples, ways.length, ways.seed, ways.device)
-        model = load(merged).to(ways.device).requires_grad_(True)
+        answered = _ask(work.path, merged, teachers, sources, ways.samples, ways.length, ways.seed, device)
+        model = load(merged).to(device).requires_grad_(True)
         student = with_lora(model, ways.lora, ways.seed) if ways.lora else model
         rates = () if ways.learning_rate is None else (ways.learning_rate,)
         work.of(f"{merged} {ways.steps} {ways.lora} {ways.learning_rate} {ways.seed}", STATE)
@@ -235,7 +207,7 @@ def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeRepo
 
 
 def _record(
-    merged: str, teachers: tuple[str, ...], sources: list[str], report: PolishReport, ways: Ways, adapter: bool
+    merged: str, teachers: tuple[str, ...], sources: list[str], report: PolishReport, ways: PolishConfig, adapter: bool
 ) -> MergeReport:
     """The report on a model that was trained: what from, by whom, on what."""
     from rotation_merge.matching.run import Run

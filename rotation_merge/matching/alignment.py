@@ -29,6 +29,7 @@ from rotation_merge.model import slices
 from rotation_merge.model.biases import Aligned, holders
 from rotation_merge.model.fingerprint import checksum
 from rotation_merge.model.fold import folded_source
+from rotation_merge.model.hub import local_file
 from rotation_merge.model.labels import Rows as LabelRows
 from rotation_merge.model.member import Member
 from rotation_merge.model.opened import ModelLike, OpenedModel, open_like, stored_dtype
@@ -267,10 +268,13 @@ class Alignment:
         """Read an alignment; no model is needed. Nothing in the file is believed: every transform is proven one of its
         space's group.
 
+        Args:
+            path: a file, or one of the hub (`org/name/file.safetensors`).
+
         Raises:
             AlignmentError: it cannot be read, is no alignment, or would change functions.
         """
-        return load_alignment(path).alignment
+        return load_alignment(local_file(str(path))).alignment
 
     def _known(self) -> Basis:
         if self.basis is None:

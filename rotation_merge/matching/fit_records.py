@@ -6,47 +6,61 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
+from rotation_merge.config import Config, option
+from rotation_merge.matching.objective import OBJECTIVES
+from rotation_merge.matching.options import MATCH_ON
+
 LOOKS = 12
 """How often a fit looks at the held-out samples."""
 
 
 @dataclass(frozen=True)
-class FitConfig:
-    """How to learn.
+class FitConfig(Config):
+    """How to learn an alignment."""
 
-    Attributes:
-        objective: auto, distill or labels (`learning.objective`).
-        steps: optimiser steps.
-        minutes: stop after so long, whatever the steps (0: no limit).
-        patience: stop early after so many looks at the held-out samples (`LOOKS` in all) without a better state.
-        learning_rate: of Adam, at its peak; cosine decay to nothing.
-        coefficients: fixed shares of the models, anchor first; None draws them at random around the middle.
-        permutations: also learn the order of FFN neurons (straight-through).
-        start: auto (the better one on held-out samples), matched or identity.
-        match_on: what the start is matched on; not weights alone: the samples that are learned from, too.
-        mixing: share of steps that distil mixes of two samples (mixup; not of token ids): more out of few samples.
-        held_out: fraction of the batches kept for choosing the best state.
-        seed: of everything random.
-        half: mixed precision (bfloat16) on CUDA.
-        checkpointing: gradient checkpointing, where the model offers it.
-        state: file for the state of an unfinished fit; found there, the fit goes on from it.
-    """
-
-    objective: str = "auto"
-    steps: int = 600
-    minutes: float = 0.0
-    patience: int = 5
-    learning_rate: float = 0.02
-    coefficients: tuple[float, ...] | None = None
-    permutations: bool = False
-    start: str = "auto"
-    match_on: str = "weights"
-    mixing: float = 0.5
-    held_out: float = 0.15
-    seed: int = 0
-    half: bool = False
-    checkpointing: bool = False
-    state: FilePath | None = None
+    objective: str = option(
+        "auto",
+        "distill: answer like the parents, no labels needed; labels: the model's own loss; auto: labels if present",
+        choices=OBJECTIVES,
+    )
+    steps: int = option(600, "of the optimiser", low=1)
+    minutes: float = option(0.0, "stop after so long, whatever the steps (0: no limit)", low=0)
+    patience: int = option(
+        5,
+        f"stop after so many looks at the held-out samples ({LOOKS} in all) without a better state",
+        low=1,
+        command=False,
+    )
+    learning_rate: float = option(0.02, "of Adam, at its peak; cosine decay to nothing", low=0, above=True)
+    coefficients: tuple[float, ...] | None = option(
+        None, "fixed shares of the models, anchor first; None: drawn at random around the middle", tuple, command=False
+    )
+    permutations: bool = option(False, "also learn the order of FFN neurons")
+    start: str = option(
+        "auto", "where to begin; auto: the better one on held-out samples", choices=("auto", "matched", "identity")
+    )
+    match_on: str = option(
+        "weights", "what the start is matched on; not weights alone: the samples, too", choices=MATCH_ON, command=False
+    )
+    mixing: float = option(
+        0.5,
+        "share of steps that distil mixes of two samples (not of token ids): more out of few samples",
+        low=0,
+        high=1,
+        command=False,
+    )
+    held_out: float = option(
+        0.15, "share of the batches that is kept for choosing the best state", low=0, high=1, command=False
+    )
+    seed: int = option(0, "of everything random")
+    half: bool = option(False, "mixed precision (bfloat16) on CUDA", command=False)
+    checkpointing: bool = option(False, "gradient checkpointing: less memory, more time")
+    state: FilePath | None = option(
+        None,
+        "file for the state of an unfinished fit; where it is there, the fit goes on from it",
+        FilePath,
+        command=False,
+    )
 
 
 @dataclass

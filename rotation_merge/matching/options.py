@@ -7,20 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from rotation_merge.config import Option, option
 from rotation_merge.errors import RecipeError, nearest, short
 from rotation_merge.symmetry.admitted import Wanted
-from rotation_merge.symmetry.stream import STREAM_GROUPS
 
 if TYPE_CHECKING:
     from rotation_merge.architecture.model import Architecture, Block
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "attention": ("rotation", "none", "permutation", "invertible"),
-    "heads": ("none", "permutation", "spectral"),
-    "ffn": ("permutation", "none"),
-    "rescale": (True, False, "sequential"),
-    "residual": (*STREAM_GROUPS, "largest"),
-    "shift_head": (False, True),
+    field.name: field.metadata["option"].choices for field in fields(Wanted) if "option" in field.metadata
 }
 """Values each option may take, the default first."""
 
@@ -43,13 +38,15 @@ def by_stream(text: object) -> dict[str, str] | None:
 
 @dataclass(frozen=True)
 class AlignConfig(Wanted):
-    """Which groups matching may use (`Wanted`), and where.
+    """Which groups matching may use (`Wanted`), and where."""
 
-    Attributes:
-        layers: which layers to match: `all`, or ranges such as "0-5,11".
-    """
+    layers: str = option("all", "all, or ranges such as 0-5,11: match only these layers")
 
-    layers: str = "all"
+    @classmethod
+    def described(cls, name: str) -> Option:
+        """What there is to say of a field."""
+        described: Option = cls.__dataclass_fields__[name].metadata["option"]
+        return described
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

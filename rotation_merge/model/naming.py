@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from rotation_merge.errors import RotationMergeError
+
 
 def shortened(names: Sequence[str]) -> dict[str, str]:
     """The last parts of models' names, as many as tell them apart."""
@@ -34,3 +36,20 @@ def without_paths(names: Iterable[str], hub: Mapping[str, str]) -> Callable[[str
     shown = {**shortened(paths), **{path: hub[path] for path in paths if path in hub}}
     pattern = re.compile(rf"(?<![\w./~@-])(?:{'|'.join(map(re.escape, paths))})(?![\w/@-])(?!\.\w)")
     return lambda text: pattern.sub(lambda match: shown[match[0]], text)
+
+
+def anywhere(model: str) -> str:
+    """A model by a name that a recipe can be run with from any folder."""
+    return "+".join(os.path.abspath(part) if os.path.exists(part) else part for part in model.split("+"))
+
+
+def check_different(models: Sequence[str]) -> None:
+    """Before anything is opened: no model is named twice.
+
+    Raises:
+        RotationMergeError: one is.
+    """
+    split = [model.split("+") for model in models]
+    places = [[os.path.realpath(part) if os.path.exists(part) else part for part in parts] for parts in split]
+    if twice := [model for model, place in zip(models, places, strict=True) if places.count(place) > 1]:
+        raise RotationMergeError("is named twice", where=twice[-1], remedy="name models that differ")

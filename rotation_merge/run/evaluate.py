@@ -34,6 +34,16 @@ class EvaluateConfig(Config):
     length: int = option(128, "tokens in a window of text", low=2)
 
 
+@dataclass(frozen=True)
+class BarrierConfig(Config):
+    """How the models between two are judged."""
+
+    points: int = option(11, "models on the path", low=3, high=101)
+    limit: int | None = option(None, "use at most so many examples", int, low=1)
+    batch_size: int = option(32, "examples in a batch", low=1)
+    length: int = option(128, "tokens in a window of text", low=2)
+
+
 PATH = "path, "
 """How the words begin that tell of progress on a path."""
 

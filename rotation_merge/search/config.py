@@ -7,33 +7,45 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
+from rotation_merge.config import Config, option
+from rotation_merge.errors import RotationMergeError
+from rotation_merge.mergekit_plugin.recipe.names import DTYPES
 from rotation_merge.model.checkpoint import parse_reference
 from rotation_merge.model.gguf.place import weight_files
+from rotation_merge.run.functions import local_path, read_config
+from rotation_merge.run.written import SELF, SYNTHETIC
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig(Config):
+    """How the best merge is looked for."""
+
+    samples: int = option(64, "to merge with, a set", low=8)
+    budget: float = option(600.0, "seconds for trying", low=0, above=True)
+    seed: int = option(0, "of everything random")
+    length: int = option(128, "tokens in a window of text", low=2)
+    batch_size: int = option(8, "examples in a batch", low=1)
+    dtype: str | None = option(None, "store weights in this type (not given: as the models)", str, choices=DTYPES)
+    base: str | None = option(
+        None, "what the models were tuned from (not given: as adapters, cards or nearness say)", str
+    )
+    subsets: int = option(
+        0, "of so many random subsets of three or more models the best way's merge is measured", low=0
+    )
 
 
 @dataclass(frozen=True)
-class SearchConfig:
-    """What the user asked for.
+class SearchConfig(MergeConfig):
+    """A search: what is merged to where, and how.
 
     Attributes:
         models: the first is the anchor.
         data: one source for all, or one for each model.
-        budget: seconds.
-        base: what the models were tuned from, where the user says it.
-        subsets: of so many subsets of the models the best way's merge is measured, too.
     """
 
     models: tuple[str, ...]
     out: str
     data: tuple[str, ...]
-    samples: int = 64
-    budget: float = 600.0
-    seed: int = 0
-    length: int = 128
-    batch_size: int = 8
-    dtype: str | None = None
-    base: str | None = None
-    subsets: int = 0
 
     def key(self) -> str:
         """Stands for what is merged with what: the models, the samples, and their files as they are."""
@@ -42,6 +54,21 @@ class SearchConfig:
         files = [path for model in models for path in _weights(model)] + list(filter(os.path.exists, self.data))
         stamps = [os.stat(path).st_mtime_ns for path in files]
         return hashlib.blake2b(json.dumps([asked, stamps]).encode(), digest_size=4).hexdigest()
+
+
+def usual_data(model: str) -> str:
+    """What stands in for data: text of the models' own, or made images.
+
+    Raises:
+        RotationMergeError: the model can make up neither.
+    """
+    config = read_config(local_path(model))
+    name = str((config.get("architectures") or [""])[0])
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return SELF
+    if "image_size" in config or "vision_config" in config:
+        return SYNTHETIC
+    raise RotationMergeError(f"{name or 'the model'} cannot make up samples", where=model, remedy="give --data")
 
 
 def _weights(model: str) -> list[str]:

@@ -87,6 +87,22 @@ class Search:
                 self.clean(written=False)
             raise
 
+    def outcome_of(self, force: bool = False) -> Outcome:
+        """Try what the budget allows; nothing is written to OUT yet.
+
+        Args:
+            force: whatever lies there may be replaced.
+
+        Raises:
+            RotationMergeError: something lies there, models do not fit together, or data are of no use.
+        """
+        out = self.config.out
+        if not force and not self.goes_on() and os.path.isdir(out) and os.listdir(out):
+            raise RotationMergeError("is there already", where=out, remedy="write somewhere else, or --force")
+        with self.begun():
+            self.prepare()
+            return self.run()
+
     def goes_on(self) -> bool:
         """Whether this search was interrupted once it had begun to write OUT."""
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from rotation_merge.config import option
 from rotation_merge.errors import ArchitectureError, nearest
 from rotation_merge.symmetry.convolution import ConvolutionGroup
 from rotation_merge.symmetry.direct_sum import Split
@@ -29,30 +30,34 @@ from rotation_merge.symmetry.planar import PlanarGroup
 from rotation_merge.symmetry.scaled import OrthogonalGroup
 from rotation_merge.symmetry.signs import CoordinateSigns, Fixed, HeadSign, PairSigns
 from rotation_merge.symmetry.space import SpaceGroup
+from rotation_merge.symmetry.stream import STREAM_GROUPS
 from rotation_merge.symmetry.translation import TranslationGroup
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which groups may be used; the names and values of the recipe (DESIGN section 4).
+    """Which groups may be used: the names and values of recipes and of the command line."""
 
-    Attributes:
-        attention: maps inside heads: none, permutation, rotation (the largest compact group the layer admits), or
-            invertible.
-        heads: order of heads: none, permutation, or spectral (TransFusion's pairing, for comparison).
-        ffn: order of FFN neurons and of experts.
-        rescale: positive (where allowed, signed) rescaling; `sequential` rotates first and scales then, as the
-            ICML 2025 paper does, instead of solving for both.
-        residual: group of the residual stream.
-        shift_head: one vector added to all rows of a head of its own, which changes logits and no probability.
-    """
-
-    attention: str = "rotation"
-    heads: str = "none"
-    ffn: str = "permutation"
-    rescale: bool | str = True
-    residual: str = "none"
-    shift_head: bool = False
+    attention: str = option(
+        "rotation", "maps inside attention heads", choices=("rotation", "none", "permutation", "invertible")
+    )
+    heads: str = option("none", "order of attention heads", choices=("none", "permutation", "spectral"))
+    ffn: str = option("permutation", "order of FFN neurons and of experts", choices=("permutation", "none"))
+    rescale: bool | str = option(
+        True,
+        "rescaling, positive or (where allowed) signed; sequential: after the rotation",
+        choices=(True, False, "sequential"),
+    )
+    residual: str = option(
+        "none",
+        "group of the residual stream; or by stream, as decoder=rotation,encoder=permutation",
+        choices=(*STREAM_GROUPS, "largest"),
+    )
+    shift_head: bool = option(
+        False,
+        "let an untied head's rows move by one vector: logits change, probabilities do not",
+        choices=(False, True),
+    )
 
 
 LARGEST = Wanted(heads="permutation")

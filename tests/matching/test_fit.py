@@ -231,7 +231,7 @@ def test_names_of_spaces_follow_the_checkpoint(vits):
     ("change", "message"),
     [
         ({"objective": "labels"}, "needs data with labels"),
-        ({"objective": "telepathy"}, "no objective 'telepathy'"),
+        ({"objective": "telepathy"}, "option 'objective' is 'telepathy'"),
     ],
 )
 def test_impossible_objectives_are_refused(vits, change, message):

@@ -9,7 +9,7 @@ from typing import Any
 
 from rotation_merge.carrying.config import AUTO, TransferConfig
 from rotation_merge.errors import RecipeError, nearest
-from rotation_merge.matching.options import CHOICES, by_stream
+from rotation_merge.matching.options import CHOICES, AlignConfig, by_stream
 
 METHOD = "rotation_merge"
 """The merge method's name."""
@@ -140,20 +140,21 @@ def _of_transfer(field: str, scope: str = DONOR_ONLY, *values: Any) -> Key:
 REFIT = ("refit",)
 STARTS = ("average", "anchor", "task_arithmetic", "wudi", "tsv", "iso")
 
+
+def _aligning(name: str, scope: str, *kinds: Kind) -> Key:
+    """An option of matching, as its field in `AlignConfig` says."""
+    described = AlignConfig.described(name)
+    return Key(name, scope, (*described.choices, *kinds), described.help, getattr(AlignConfig, name))
+
+
 KEYS = (
-    Key("attention", BLOCK, CHOICES["attention"], "maps inside attention heads", "rotation"),
-    Key("heads", BLOCK, CHOICES["heads"], "order of attention heads", "none"),
-    Key("ffn", BLOCK, CHOICES["ffn"], "order of FFN neurons and of experts", "permutation"),
-    Key("rescale", BLOCK, CHOICES["rescale"], "rescaling, positive or (where allowed) signed", True),
-    Key("residual", WHOLE, (*CHOICES["residual"], STREAMS), "group of the residual stream", "none"),
-    Key(
-        "shift_head",
-        BLOCK,
-        CHOICES["shift_head"],
-        "true: an untied head's rows move by one vector: logits change, probabilities do not",
-        False,
-    ),
-    Key("layers", WHOLE, (RANGES,), "all, or ranges such as 0-5,11: match only these layers", "all"),
+    _aligning("attention", BLOCK),
+    _aligning("heads", BLOCK),
+    _aligning("ffn", BLOCK),
+    _aligning("rescale", BLOCK),
+    _aligning("residual", WHOLE, STREAMS),
+    _aligning("shift_head", BLOCK),
+    _aligning("layers", WHOLE, RANGES),
     _of_transfer("match_on", EACH),
     Key("finetuned_from", DONOR_ONLY, (MODEL,), "the donor is a fine-tune of this model: its task vector is carried"),
     *map(_of_transfer, ("method", "scale", "widths")),

@@ -1,0 +1,80 @@
+"""Measuring, judging, refitting and polishing from Python: modules, folders and views alike."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from plugin_support import build
+from transformers import PreTrainedModel
+
+import rotation_merge as rm
+
+SAMPLES = [{"input_ids": torch.randint(40, (6, 10), generator=torch.Generator().manual_seed(n))} for n in range(8)]
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return build("llama").eval(), build("llama", seed=1).eval()
+
+
+def loss(model: PreTrainedModel) -> float:
+    with torch.no_grad():
+        return sum(float(model(**batch, labels=batch["input_ids"]).loss) for batch in SAMPLES) / len(SAMPLES)
+
+
+def test_evaluate_is_the_loss(models, tmp_path: Path) -> None:
+    figures = rm.evaluate(models[0], SAMPLES)
+    assert figures["loss"] == pytest.approx(loss(models[0]), rel=1e-5)
+    models[0].save_pretrained(tmp_path / "model")
+    assert rm.evaluate(str(tmp_path / "model"), SAMPLES) == pytest.approx(figures)
+    assert rm.evaluate(rm.align(*models).apply(models[1]), SAMPLES)["loss"] == pytest.approx(loss(models[1]), rel=1e-4)
+
+
+def test_a_model_is_judged_as_it_would_be_stored(models) -> None:
+    rounded = copy.deepcopy(models[0]).to(torch.bfloat16)
+    expected = copy.deepcopy(rounded).float()
+    assert rm.evaluate(rounded, SAMPLES)["loss"] == pytest.approx(loss(expected), rel=1e-5)
+    assert rm.evaluate(rm.average([models[0]]).to(torch.bfloat16), SAMPLES)["loss"] == pytest.approx(
+        loss(expected), rel=1e-5
+    )
+
+
+def test_a_path_begins_and_ends_at_its_models(models) -> None:
+    curve = rm.barrier(*models, SAMPLES, rm.BarrierConfig(points=3))
+    assert curve.loss[0] == pytest.approx(loss(models[0]), rel=1e-5)
+    assert curve.loss[-1] == pytest.approx(loss(models[1]), rel=1e-5)
+    assert curve.loss[1] == pytest.approx(rm.evaluate(rm.average(models), SAMPLES)["loss"], rel=1e-5)
+
+
+def test_refit_keeps_what_models_agree_on(models) -> None:
+    same = rm.refit([models[0], copy.deepcopy(models[0])], SAMPLES, rm.RefitConfig(ridge=0.1))
+    for name, tensor in models[0].state_dict().items():
+        torch.testing.assert_close(same[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_polish_comes_nearer_to_its_teachers(models) -> None:
+    merged = rm.average(models)
+    config = rm.PolishConfig(steps=20, learning_rate=3e-3)
+    polished = rm.polish(merged, models, SAMPLES, config)
+    assert "before" in polished.notes[-1]
+    assert polished.notes[-1].split()[0] != "nothing"
+    assert not torch.equal(polished["lm_head.weight"], merged["lm_head.weight"])
+    assert all(
+        torch.equal(model.state_dict()[n], t) for model in models for n, t in copy.deepcopy(model).state_dict().items()
+    )
+
+
+def test_bad_samples_are_one_line(models) -> None:
+    for samples, words in [
+        ([], "are no batches"),
+        ([{"input_ids": "text"}], "no tensor"),
+        ([{"pixel_values": torch.zeros(1, 3, 4, 4)}], "takes input_ids"),
+        ([{"input_ids": torch.tensor([[400]])}], "outside the model's vocabulary"),
+        ("missing.txt", "without the tokenizer"),
+    ]:
+        with pytest.raises(rm.RotationMergeError, match=words) as error:
+            rm.evaluate(models[0], samples)
+        assert "\n" not in str(error.value)
