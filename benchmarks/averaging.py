@@ -2,9 +2,12 @@
 
     python benchmarks/averaging.py digits        the rows of the ICML 2025 paper's table 2, on two digit ViTs
     python benchmarks/averaging.py finetunes     two short fine-tunes of one Llama, on text that they write themselves
+    python benchmarks/averaging.py shipped       the two fine-tunes of a Llama that come with the package, by their base
 
 digits: accuracy on 540 held-out digits, halves of two ViTs of other seeds; statistics and activations on `--images`
 training images without labels. Fisher after matching is measured anew on the donor that `align` wrote, as in the paper.
+shipped: nats per byte on the second halves of the two texts, and of the base's own (python), which shows what is
+forgotten; refits see the first 64 windows of each text, and the next 21 judge them.
 finetunes: nats per byte on the second halves of two texts, whose first halves they were tuned on (8 x 128 a step).
 """
 
@@ -14,6 +17,7 @@ import argparse
 import copy
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "OT-ACTS-EMD": {"delegate": "ot_fusion", "plan": "hard", "data": True},
     "OT-ACTS": {"delegate": "ot_fusion", "data": True},
 }
+SHIPPED: dict[str, dict[str, Any]] = {
+    "linear": {"delegate": "linear"},
+    "task arithmetic, lambda 0.7": {"delegate": "task_arithmetic", "lambda": 0.7},
+    "task arithmetic, lambda 1": {"delegate": "task_arithmetic"},
+    "TIES, density 0.5, lambda 1": {"delegate": "ties", "density": 0.5},
+    "wudi": {"delegate": "wudi"},
+    "wudi, lambda 0.8": {"delegate": "wudi", "lambda": 0.8},
+    "tsv": {"delegate": "tsv"},
+    "iso": {"delegate": "iso"},
+    "refit": {"delegate": "refit"},
+    "refit, alpha 0.3": {"delegate": "refit", "alpha": 0.3},
+    "refit, lambda 2": {"delegate": "refit", "lambda": 2.0},
+    "refit from wudi": {"delegate": "refit", "start": "wudi"},
+    "refit from wudi, ridge 0.1": {"delegate": "refit", "start": "wudi", "ridge": 0.1},
+    "refit from wudi, ridge 0.3": {"delegate": "refit", "start": "wudi", "ridge": 0.3},
+    "refit from wudi, alpha 0.3": {"delegate": "refit", "start": "wudi", "alpha": 0.3},
+}
 
 
 def call(*arguments: object) -> str:
@@ -64,9 +85,14 @@ def merge(anchor: Path, donor: Path, out: Path, parameters: dict[str, Any], stat
     models = [
         {"model": str(path), "parameters": {"weight": 0.5, **(named[path] if own else {})}} for path in (anchor, donor)
     ]
+    return merged(anchor, models, out, parameters)
+
+
+def merged(base: Path, models: list[dict[str, Any]], out: Path, parameters: dict[str, Any]) -> tuple[Any, float]:
+    """Any models: the merged one, and seconds."""
     recipe = {
         "merge_method": "rotation_merge",
-        "base_model": str(anchor),
+        "base_model": str(base),
         "models": models,
         "parameters": parameters,
         "dtype": "float32",
@@ -143,6 +169,25 @@ def run_finetunes(steps: int, samples: int) -> None:
             table.add(figures(title, model, halves, took))
 
 
+def run_shipped() -> None:
+    base, texts = CHECKPOINTS / "llama-0", ("c", "english")
+    halves = {name: windows(name) for name in (*texts, "python")}
+    table = Table("averaging-shipped")
+    for suffix in ("", *(f"-{name}" for name in texts)):
+        table.add(figures(f"llama-0{suffix}", load(f"{base}{suffix}"), halves, 0.0, texts))
+    for title, method in SHIPPED.items():
+        refit = method["delegate"] == "refit"
+        models = [
+            {"model": f"{base}-{name}", "parameters": {"weight": 1.0, **({"data": f"demo:{name}"} if refit else {})}}
+            for name in texts
+        ]
+        if method["delegate"] in ("linear", "refit"):
+            models.insert(0, {"model": str(base), "parameters": {"weight": 0.0}})
+        with tempfile.TemporaryDirectory() as folder:
+            model, took = merged(base, models, Path(folder, "merged"), {**method, **MATCHINGS["none"]})
+            table.add(figures(title, model, halves, took, texts))
+
+
 def windows(name: str) -> tuple[Tensor, Tensor]:
     """The first and the second half of a text, in windows of 128 bytes."""
     whole = text(name)
@@ -165,19 +210,22 @@ def tune(training: Tensor, steps: int, seed: int) -> Any:
     return model.eval()
 
 
-def figures(title: str, model: Any, halves: dict[str, tuple[Tensor, Tensor]], took: float) -> dict[str, str]:
+def figures(
+    title: str, model: Any, halves: dict[str, tuple[Tensor, Tensor]], took: float, of: Sequence[str] = ()
+) -> dict[str, str]:
+    """Losses on the second halves, and the mean over all or some of them."""
     losses = {}
     for name, (_, held) in halves.items():
         batches = [{"input_ids": part, "labels": part} for part in held.split(32)]
         losses[name] = evaluate(model, Data(batches, "next token", len(held)))[0]
-    mean = sum(losses.values()) / len(losses)
+    mean = sum(losses[name] for name in of or losses) / len(of or losses)
     cells = {name: f"{loss:.3f}" for name, loss in losses.items()}
     return {"model": title, **cells, "mean": f"{mean:.3f}", "seconds": f"{took:.1f}" if took else ""}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["digits", "finetunes"])
+    parser.add_argument("what", choices=["digits", "finetunes", "shipped"])
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--samples", type=int, default=64)
@@ -185,6 +233,8 @@ def main() -> None:
     torch.manual_seed(0)
     if given.what == "digits":
         run_digits(given.images)
+    elif given.what == "shipped":
+        run_shipped()
     else:
         run_finetunes(given.steps, given.samples)
 
