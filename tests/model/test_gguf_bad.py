@@ -173,6 +173,31 @@ def test_several_models_in_a_folder(file: Path, tmp_path: Path) -> None:
     assert "holds 2 models in GGUF: model-Q4.gguf, model-Q8.gguf" in words
 
 
+def test_a_checkpoint_in_a_folder_of_such_a_name(file: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(file.parent / "model", tmp_path / "model.gguf")
+    assert open_model(str(folder)).folder == str(folder)
+    shutil.copyfile(file, folder / "beside.gguf")  # where both lie, transformers' own files count
+    assert open_model(str(folder)).folder == str(folder)
+
+
+def test_a_tokenizer_that_joins_nothing(file: Path, tmp_path: Path) -> None:
+    """As the models of bytes that the package ships have it; any rule cuts text alike for it."""
+    folder = shutil.copytree(file.parent / "model", tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["merges"] = []
+    content["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    plan = plan_gguf(open_model(str(folder)))
+    assert "has no merges" in plan.notes[0]
+    plan.write(str(tmp_path / "out.gguf"))
+    assert open_model(str(tmp_path / "out.gguf")).folder
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert "no such file" in _refused(tmp_path / "gone.gguf")
 

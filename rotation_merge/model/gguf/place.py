@@ -38,7 +38,7 @@ _FORMAT = "1"
 def is_gguf(path: str) -> bool:
     """Whether a model's name stands for a GGUF: a file, a folder that holds no other weights, or a file of the hub
     (`org/repo:file.gguf`)."""
-    return path.lower().endswith(ENDING) or (os.path.isdir(path) and not is_folder(path))
+    return not is_folder(path) if os.path.isdir(path) else path.lower().endswith(ENDING)
 
 
 def is_folder(path: str) -> bool:

@@ -115,6 +115,8 @@ def _kind(
     name = next(
         (n for n, rule in splittings().items() if rule["parts"] == parts and bool(rule.get("whole")) == whole), None
     )
+    if name is None and not merges:  # where nothing is joined, it does not matter where text is cut
+        name = "gpt-2"
     if name is None or content.get("normalizer") not in (None, {"type": "NFC"}):
         what = "its tokenizer splits text in a way that llama.cpp has no name for, as far as is known here"
         raise CheckpointError(what, where=where, remedy=CONVERTER)

@@ -119,6 +119,8 @@ class GgufPlan:
             writer = gguf.GGUFWriter(temporary, str(self.metadata["general.architecture"]))
             try:
                 for key, value in list(self.metadata.items())[1:]:  # the architecture stands there
+                    if value == []:  # such as merges where nothing is joined
+                        continue
                     whole = isinstance(value, int) and not isinstance(value, bool)
                     writer.add_key_value(key, value, values.UINT32 if whole else values.get_type(value))
                 for tensor in self.tensors:
@@ -246,7 +248,9 @@ def _vocabulary(model: Model, rows: int, family: Family, where: str) -> tuple[di
         return {"tokenizer.ggml.model": "none"}, ["The model has no tokenizer, and nor has the file."]
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise CheckpointError("its tokenizer is not written to GGUF here", where=where, remedy=CONVERTER)
-    return write_vocabulary(tokenizer, rows, family.architecture, where), []
+    metadata = write_vocabulary(tokenizer, rows, family.architecture, where)
+    notes = ["The tokenizer joins no bytes; llama.cpp itself refuses files whose tokenizer has no merges."]
+    return metadata, notes if metadata.get("tokenizer.ggml.merges") == [] else []
 
 
 def _check_config(family: Family, gguf: GgufFile, model: Model) -> None:
