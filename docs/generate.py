@@ -59,11 +59,6 @@ MEANINGS = {
     "save_alignment": "Store the transforms for `alignment:`. `true`: as `alignment.safetensors` beside the model. "
     "Further donors: `NAME-2`, `NAME-3`.",
     "report": "Also write the report as an HTML page, `report.html`.",
-    "carry": "How the fine-tune's change is carried: see [Move a LoRA to a new base](carry.md).",
-    "scale": "Factor of the carried change. `auto`: chosen on samples; the default of `refit` and `distil`.",
-    "widths": "`true`: the base in `finetuned_from` may have other sizes.",
-    "layers_map": "Pairs of layers of that base and of `base_model`, if their depths differ. `auto`: by similarity.",
-    "steps": "Training steps of `carry: distil`.",
     "statistics": "File written by `rotation-merge measure`. Default: the one beside the model.",
     "data": "Samples: one pool for all models with `ot_fusion` (default: weights alone), each model's own with "
     "`refit`; also for donors that are carried (`carry`, `scale: auto`) or matched on activations (`match_on`).",

@@ -269,6 +269,7 @@ class MergeReport:
             lay beside a model.
         own_method: whether the delegate is a method of this plugin. These solve or weigh by more than positions: that
             alignment has nothing to do does not make their merge the plain one.
+        lift: what a carried change brings on samples, and its controls (`carrying/judge.py`).
         search: what a search for the best merge found, where this is the one that it chose.
     """
 
@@ -287,6 +288,7 @@ class MergeReport:
     base: str | None = None
     data: list[dict[str, Any]] = field(default_factory=list)
     own_method: bool = False
+    lift: dict[str, Any] | None = None
     search: Verdict | None = None
 
     def __str__(self) -> str:

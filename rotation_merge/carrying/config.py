@@ -12,6 +12,8 @@ from rotation_merge.matching.options import BOTH, MATCH_ON, WEIGHTS, AlignConfig
 
 METHODS = ("weights", "activations", "refit", "distil")
 AUTO = "auto"
+PLAIN, NONE = "plain addition", "none"
+"""What samples may prefer to a method: the change as it stands, and the new base as it is."""
 
 
 @dataclass(frozen=True)
@@ -26,30 +28,34 @@ class TransferConfig(Config):
 
     method: str = option(
         "weights",
-        "how the change is carried; weights: moved; activations: and moved on at every map's inputs, by samples; "
-        "refit: the new base's maps are solved to make it, on samples; distil: and trained on from there",
+        "how the change is carried: weights moves it by the alignment; activations also by a map for the inputs of every "
+        "linear map; refit solves the new base's linear maps for it; distil trains on from the refit",
         choices=METHODS,
         key="carry",
     )
     scale: float | str | None = option(
         None,
-        "of the change; auto: by samples held out, of weights for each block (not given: 1 of weights, else auto)",
+        "factor of the change; auto: chosen on held-out samples (the default of all but weights), with weights for each "
+        "block",
         float,
         words=(AUTO,),
     )
-    steps: int = option(50, "of 'carry: distil'", low=1)
-    data: str = option("self", "samples: a file, or self, text that the fine-tune writes")
-    samples: int = option(64, "how many", low=1)
-    length: int = option(128, "tokens in a sample", low=2, command=False)
-    seed: int = option(0, "of everything random")
-    rank: int = option(
-        0, "the change of a fine-tune is written as an adapter of this rank; 0: as a model", low=0, key="lora"
+    steps: int = option(50, "training steps of distil", low=1)
+    data: str = option("self", "samples: a file, or self, text written by the fine-tune")
+    samples: int = option(64, "number of samples", low=1)
+    judge: str | None = option(
+        None, "samples that choose scales and judge the result, instead of a quarter of the other samples", str
     )
-    widths: bool = option(False, "true: the old base may be of other sizes than the new one")
+    controls: bool = option(
+        False, "compare the result with ten random changes of the same singular values and with the negated change"
+    )
+    length: int = option(128, "tokens in a sample", low=2, command=False)
+    seed: int = option(0, "seed of all random numbers")
+    rank: int = option(0, "write a fine-tune's change as an adapter of this rank; 0: as a model", low=0, key="lora")
+    widths: bool = option(False, "the old base may have other sizes than the new one")
     layers_map: str | None = option(
         None,
-        "which layers of the old base meet which of the new one (OLD:NEW,...), if it is of another depth; auto: by "
-        "similarity",
+        "pairs of layers OLD:NEW,... of bases with different depths; auto: by similarity",
         str,
         words=(AUTO,),
     )

@@ -225,15 +225,16 @@ class Delta:
             kept[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
         return result, kept
 
-    def changes(self, left_out: str | None = None) -> dict[str, Tensor]:
+    def changes(self, left_out: str | None = None, rank: int | None = None) -> dict[str, Tensor]:
         """The change of every tensor of the new base as it is stored, by name, in float64.
 
         Args:
             left_out: a head that stays the embedding's tensor.
+            rank: that the change of every matrix is cut down to; None: not.
         """
         change: dict[str, Tensor] = {}
         for block in self.carrier.architecture.blocks:
-            for key, part in self.factors(block, None)[0].items():
+            for key, part in self.factors(block, rank)[0].items():
                 if (info := block.tensor(key)) is not None and info.name != left_out:
                     change |= unstack(info, dense(part, info))
         return change

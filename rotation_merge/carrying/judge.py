@@ -1,16 +1,22 @@
-"""Samples that judge a carried change: what is held out, losses there, and scales by a search on them."""
+"""Samples that judge a carried change: what is held out, losses there, scales by a search, and the recovered lift.
+
+Recovered lift = (new base - carried) / (what fine-tuning gained at home), on samples held out of every choice. Two
+controls have the carried change's size: random changes with the same singular values, and the negated change.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.config import NONE, TransferConfig
 from rotation_merge.carrying.delta import Delta, scale_at
 from rotation_merge.errors import DataError
 from rotation_merge.model.fold import folded_source
@@ -18,7 +24,7 @@ from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import Replaced
 from rotation_merge.run.data import UNLABELLED, Data, read_batches
 from rotation_merge.run.evaluate import evaluate
-from rotation_merge.run.functions import load, local_path
+from rotation_merge.run.functions import Batch, load, local_path
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.written import SELF, writes_text
 
@@ -27,8 +33,55 @@ HELD_OUT = 0.25
 """Share of the samples that nothing is solved from."""
 
 
-def read_parts(tuned: str, new: str, config: TransferConfig) -> tuple[Data, Data, Data]:
-    """What is solved from, what is held out of it, and text of the new base's own.
+SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
+"""Of a carried change, among which held-out samples choose."""
+
+LITTLE = 0.1
+"""Recovered lift below which training again is the advice."""
+
+DRAWS = 10
+"""Random changes that a carried one is compared with."""
+
+Both = tuple[float, float]
+"""Losses on samples of the fine-tune's kind, and on text that the new base writes."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Samples that nothing is solved from: of the fine-tune's kind, and text of the new base's own.
+
+    Attributes:
+        writes: whether the new base writes text; where not, `own` is `tuned`.
+    """
+
+    tuned: Data
+    own: Data
+    writes: bool
+
+    def losses(self, model: Any) -> Both:
+        """A model's mean losses on either, in nats."""
+        return evaluate(model, self.tuned)[0], evaluate(model, self.own)[0]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Samples of one transfer.
+
+    Attributes:
+        solved: what is solved from.
+        choice: says scales and methods.
+        judge: held out of every choice.
+        source: what the held-out samples are called.
+    """
+
+    solved: Data
+    choice: Held
+    judge: Held
+    source: str
+
+
+def read_parts(tuned: str, new: str, config: TransferConfig) -> Parts:
+    """The samples of a transfer, read or written by the models.
 
     Raises:
         DataError: the model writes no text and no data are given, or too few, or without labels.
@@ -36,91 +89,171 @@ def read_parts(tuned: str, new: str, config: TransferConfig) -> tuple[Data, Data
     model = load(tuned, like=new)
     if config.data == SELF and not writes_text(model):
         raise DataError(f"{type(model).__name__} writes no text of its own", where=tuned, remedy="give --data FILE")
-    whole = read_batches(config.data, local_path(tuned), model, **config.reading(AT_ONCE))
-    if whole.task in UNLABELLED:
-        what = f"holds no labels for {type(model).__name__}, by whose loss it is measured what arrives"
-        raise DataError(what, where=config.data, remedy="give data with labels, or carry by weights alone")
-    held = max(1, round(HELD_OUT * len(whole.batches)))
-    if len(whole.batches) <= held:
+
+    def read(source: str) -> Data:
+        data = read_batches(source, local_path(tuned), model, **config.reading(AT_ONCE))
+        if data.task in UNLABELLED:
+            what = f"holds no labels for {type(model).__name__}, by whose loss it is measured what arrives"
+            raise DataError(what, where=source, remedy="give data with labels, or carry by weights alone")
+        return data
+
+    whole = read(config.data)
+    held = max(1, round(HELD_OUT * len(whole.batches))) if config.judge is None else 0
+    if len(whole.batches) <= max(held, 1):
         raise DataError(
             f"holds {whole.examples} samples, at least {2 * AT_ONCE} are needed", where=config.data, remedy="give more"
         )
-    parts = [
-        Data(batches, whole.task, sum(len(next(iter(b.values()))) for b in batches))
-        for batches in (whole.batches[:-held], whole.batches[-held:])
-    ]
+    end = len(whole.batches) - held
+    solved = _data(whole.batches[:end], whole.task)
+    choice, judge = halves(_data(whole.batches[end:], whole.task) if config.judge is None else read(config.judge))
+    source = config.judge or config.data
     base: Any = load(new)
     if not writes_text(base):
-        return parts[0], parts[1], parts[1]
-    own = read_batches(
-        SELF, local_path(new), base, **replace(config, samples=AT_ONCE, seed=config.seed + 1).reading(AT_ONCE)
-    )
-    return parts[0], parts[1], own
+        return Parts(solved, Held(choice, choice, False), Held(judge, judge, False), source)
+    few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
+    own = halves(read_batches(SELF, local_path(new), base, **few.reading(AT_ONCE)))
+    return Parts(solved, Held(choice, own[0], True), Held(judge, own[1], True), source)
 
 
-SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
-"""Of a carried change, among which held-out samples choose."""
+def halves(data: Data) -> tuple[Data, Data]:
+    """Every other row of each batch, and the rest.
 
-LITTLE = 0.1
-"""Share of the gain at home below which training again is the advice."""
+    Raises:
+        DataError: there are fewer than two rows.
+    """
+    parts: list[list[Batch]] = [[], []]
+    for batch in data.batches:
+        for part, start in zip(parts, (0, 1), strict=True):
+            rows = {name: tensor[start::2] for name, tensor in batch.items()}
+            if len(next(iter(rows.values()))):
+                part.append(rows)
+    if not all(parts):
+        raise DataError("holds one sample to judge by, two are needed", where=data.source or None, remedy="give more")
+    return _data(parts[0], data.task), _data(parts[1], data.task)
 
-Both = tuple[float, float]
-"""Losses on samples of the fine-tune's kind, and on text that the new base writes."""
+
+def _data(batches: Sequence[Batch], task: str) -> Data:
+    return Data(list(batches), task, sum(len(next(iter(batch.values()))) for batch in batches))
 
 
 @dataclass(frozen=True)
-class Losses:
-    """Mean losses in nats on samples held out: of the fine-tune's kind, and on text that the new base writes.
+class Lift:
+    """What a carried change brings and costs, in mean losses (nats) on samples held out of every choice.
 
     Attributes:
-        old, tuned: of the old pair, on the fine-tune's kind; new, own: of the new base, on either.
-        carried: by scale, on both.
-        writes: whether the new base writes text; where not, the second loss of each pair is the first.
+        old, tuned: of the old pair, on samples of the fine-tune's kind.
+        new, carried: of the new base without and with the change, on these and on text that the new base writes.
+        method: whose change was taken: one of `METHODS`, `plain addition`, or `none`.
+        scale: at which scale, in words.
+        others: losses of what was not taken, on both, by method.
+        controls: losses on the fine-tune's kind with random changes of the same singular values and scale.
+        negated: the loss there with the negated change.
+        writes: whether the new base writes text; where not, the second losses say nothing.
     """
 
     old: float
     tuned: float
-    new: float
-    own: float
-    carried: dict[float, Both]
+    new: Both
+    carried: Both
+    method: str
+    scale: str = ""
+    others: Mapping[str, Both] = field(default_factory=dict)
+    controls: tuple[float, ...] = ()
+    negated: float | None = None
     writes: bool = True
 
     @property
-    def best(self) -> float:
-        """The scale with the least sum of both losses."""
-        return min(self.carried, key=lambda scale: sum(self.carried[scale]))
+    def home(self) -> float:
+        """What fine-tuning gained at home."""
+        return self.old - self.tuned
 
-    def words(self, scale: float, where: str = "") -> list[str]:
-        """What the user should know of the scale that was taken (called `where` in words)."""
-        there, own = self.carried[scale]
-        home = self.old - self.tuned
+    def lift(self, loss: float) -> float | None:
+        """The recovered lift of a loss; None: fine-tuning gained nothing at home."""
+        return (self.new[0] - loss) / self.home if self.home > 0 else None
+
+    @property
+    def recovered(self) -> float | None:
+        """(new base - carried) / (what fine-tuning gained at home)."""
+        return self.lift(self.carried[0])
+
+    @property
+    def random(self) -> tuple[float, float] | None:
+        """Mean and standard error of the random controls' lifts."""
+        lifts = [lift for loss in self.controls if (lift := self.lift(loss)) is not None]
+        if len(lifts) < 2:
+            return None
+        return statistics.mean(lifts), statistics.stdev(lifts) / math.sqrt(len(lifts))
+
+    @property
+    def net(self) -> float | None:
+        """The recovered lift above that of the better control."""
+        negated = None if self.negated is None else self.lift(self.negated)
+        if self.recovered is None or self.random is None or negated is None:
+            return None
+        return self.recovered - max(self.random[0], negated)
+
+    def facts(self) -> dict[str, Any]:
+        """Everything, for a report."""
+        random = None if self.random is None else dict(zip(("mean", "standard error"), self.random, strict=True))
+        derived = {"recovered": self.recovered, "random controls": random, "net of controls": self.net}
+        return {**asdict(self), "others": dict(self.others), "controls": list(self.controls), **derived}
+
+    def words(self) -> list[str]:
+        """What the user should know; the last line says the recovered lift."""
+        there, own = self.carried
         lines = [
-            f"On samples held out (loss in nats): the old base {self.old:.3f}, its fine-tune {self.tuned:.3f}; the new "
-            f"base {self.new:.3f}, carried {there:.3f} {where or f'at scale {scale:g}'}.",
-            f"On text that the new base writes itself: {self.own:.3f} before, {own:.3f} after."
+            f"On samples held out of every choice (loss in nats): the old base {self.old:.3f}, its fine-tune "
+            f"{self.tuned:.3f}; the new base {self.new[0]:.3f}, carried {there:.3f} by {self.method}{self.scale}.",
+            f"On text that the new base writes itself: {self.new[1]:.3f} before, {own:.3f} after."
             if self.writes
             else "What it costs the new base on its own domain was not measured: it writes no text.",
         ]
-        if scale == 0:
-            return [*lines, "Nothing is worth carrying: every scale is worse than none. Train on the new base instead."]
-        share = (self.new - there) / home if home > 0 else None
-        if share is None:
-            lines.append(
-                "The fine-tune is no better on these than its base, so what arrives of it cannot be told: give samples "
-                "of what it was tuned for (--data)."
+        if self.others:
+            others = "; ".join(f"{name} {first:.3f} and {second:.3f}" for name, (first, second) in self.others.items())
+            lines.append(f"Not taken (losses on both): {others}.")
+        return [*lines, *self._control_words(), self._closing()]
+
+    def _control_words(self) -> list[str]:
+        negated = None if self.negated is None else self.lift(self.negated)
+        if self.random is None or negated is None or self.net is None:
+            return []
+        mean, error = self.random
+        return [
+            f"Controls at the same scale: {len(self.controls)} random changes with the same singular values recover "
+            f"{mean:.1%} (standard error {error:.1%}), the negated change {negated:.1%}; net of the better control "
+            f"{self.net:.1%}."
+        ]
+
+    def _closing(self) -> str:
+        if self.method == NONE:
+            return "Nothing is worth carrying: the new base alone is better. Train on it instead. Recovered lift: 0%."
+        if self.recovered is None:
+            return (
+                "The fine-tune is no better on these than its base, so the recovered lift cannot be told: give samples "
+                "of what it was tuned for (--data, --judge)."
             )
-        if share is not None:
-            lines.append(f"That is {share:.0%} of what fine-tuning gained at home.")
-        if share is not None and 0 < share < LITTLE:
-            lines.append("That is little: where the training data are still there, train on the new base instead.")
-        if there >= self.new:
-            lines.append("Nothing of it arrives. Train on the new base instead.")
-        return lines
+        line = f"Recovered lift: {self.recovered:.0%} of what fine-tuning gained at home."
+        if self.recovered <= 0:
+            return f"{line} Nothing of it arrives: train on the new base instead."
+        advice = " That is little: where the training data are still there, train on the new base instead."
+        return line + (advice if self.recovered < LITTLE else "")
 
 
-def both(model: Any, held_out: Data, own: Data) -> Both:
-    """A model's losses on either."""
-    return evaluate(model, held_out)[0], evaluate(model, own)[0]
+def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
+    """A random change of a map with the same singular values: (..., out, in), both sides turned by random maps; of a
+    vector, a random one of the same length. float64."""
+    change = change.double()
+    if change.ndim < 2:
+        noise = torch.randn(change.shape, generator=draw, dtype=torch.float64)
+        return noise * (change.norm() / noise.norm().clamp_min(1e-300))
+    if change.ndim > 3:  # a convolution: its kernels are one matrix
+        return random_change(change.flatten(1), draw).reshape(change.shape)
+    tall = change if change.shape[-2] >= change.shape[-1] else change.mT
+    upper = torch.linalg.qr(tall, mode="r").R
+    drawn = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in (tall.shape, upper.shape))
+    left, right = (torch.linalg.qr(each).Q for each in drawn)
+    turned = left @ upper @ right
+    return turned if tall is change else turned.mT
 
 
 FACTORS = (0.0, 0.5, 1.5, 2.0)
@@ -214,5 +347,5 @@ def search(
 
 
 def scale_words(scales: Mapping[str, float]) -> str:
-    """One line on the scales."""
-    return "Scale of each block, by samples held out: " + ", ".join(f"{b} {s:g}" for b, s in scales.items()) + "."
+    """The scale of each block, after what was carried."""
+    return " at these scales of blocks: " + ", ".join(f"{block} {scale:g}" for block, scale in scales.items())

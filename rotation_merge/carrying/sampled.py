@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rotation_merge.averaging.polish import PolishOptions
 from rotation_merge.carrying.carrier import site_maps
-from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.config import NONE, PLAIN, TransferConfig
 from rotation_merge.carrying.delta import Delta, Scale
 from rotation_merge.carrying.distil import Distilled, Lessons, adapter_in_training, distil
 from rotation_merge.carrying.judge import (
     AT_ONCE,
+    DRAWS,
     HELD_OUT,
     SCALES,
-    Both,
-    Losses,
+    Held,
+    Lift,
+    Parts,
     Scaled,
-    both,
+    random_change,
     read_parts,
     scale_words,
     search,
@@ -31,6 +34,7 @@ from rotation_merge.carrying.lora import adapter_of
 from rotation_merge.carrying.refit import ChangeOptions, refit_change
 from rotation_merge.carrying.session import Session
 from rotation_merge.files.unfinished import Unfinished
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match_on import seen_of
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import Renamed, Replaced
@@ -45,8 +49,46 @@ HOW = {
     "activations": "What the weights' alignment moved was moved on at every map's inputs, by maps from activations.",
     "refit": REFITTED,
     "distil": f"{REFITTED} From there on it was **trained** for a few steps.",
+    PLAIN: "What fine-tuning changed was added to the new base as it stands, which samples preferred.",
+    NONE: "Samples preferred the new base as it is: nothing was carried.",
 }
 """What was done, for a card."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A change that samples judge.
+
+    Attributes:
+        method: one of `METHODS`, `PLAIN` or `NONE`.
+        scale: in words.
+        model: makes the new base with it.
+    """
+
+    method: str
+    delta: Delta
+    scale: str
+    model: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What is carried, as samples chose it.
+
+    Attributes:
+        method: one of `METHODS`, `PLAIN` or `NONE`.
+        lines: what the user should know; the last one says the recovered lift.
+    """
+
+    method: str
+    delta: Delta
+    lines: list[str]
+    lift: Lift
+
+    @property
+    def how(self) -> str:
+        """What was done, for a card."""
+        return HOW[self.method]
 
 
 @dataclass
@@ -69,51 +111,115 @@ class SampledTransfer:
     def config(self) -> TransferConfig:
         return self.session.config
 
-    @property
-    def how(self) -> str:
-        """What is done, for a card."""
-        return HOW[self.config.method]
+    def carried(self, out: str) -> Sampled:
+        """What is carried, at its scale: by the method, as plain addition, or not at all, as samples prefer.
 
-    def scaled(self) -> tuple[dict[str, float], list[str]]:
-        """The scale of each block at which weights alone carry it, and what the user should know."""
-        _, held_out, own = read_parts(self.name, self._new, self.config)
-        moved = Scaled(self.session.carrier, self.tuned, self._model_config, self.session.execution.device)
-
-        def losses_at(scales: Mapping[str, float]) -> Both:
-            return both(moved.model(scales), held_out, own)
-
-        scales, zero, best = search(moved.blocks, losses_at, self.progress or (lambda *_: None))
-        losses = Losses(*self._home(held_out), *zero, {0.0: zero, 1.0: best}, own is not held_out)
-        return scales, [*losses.words(float(any(scales.values())), "at the scales below"), scale_words(scales)]
-
-    def _home(self, held_out: Data) -> tuple[float, float]:
-        """Losses of the old pair."""
-        old, tuned = (evaluate(load(name), held_out)[0] for name in (self._old, self.name))
-        return old, tuned
-
-    def solved(self, out: str) -> tuple[Delta, list[str]]:
-        """What is carried, at its scale, and what the user should know."""
-        data, held_out, own = read_parts(self.name, self._new, self.config)
-        samples = f"{data.examples} samples ({self.config.data})"
-        if self.config.method == "activations":
-            tensors, count = self._at_sites(data)
-            lines = [f"What {count} maps read was moved by maps of its own, from activations on {samples}."]
+        Args:
+            out: the output that interrupted work waits beside.
+        """
+        parts = read_parts(self.name, self._new, self.config)
+        lines = [*self._distance(parts)]
+        if self.config.method == "weights":
+            candidate = self._scaled(parts.choice)
         else:
-            tensors = self._refitted(data)
-            lines = [f"Refitted on {samples}."]
+            tensors, told = self._solved(parts, out)
+            lines += told
+            candidate = self._at_best_scale(self.config.method, Delta.of_solved(self.session.carrier, tensors), parts)
+        plain = None if self.session.carrier.frame is not None else self._at_best_scale(PLAIN, self._plain(), parts)
+        chosen, lift = self._judged(candidate, plain, parts)
+        return Sampled(chosen.method, chosen.delta, [*lines, self._in_weights(chosen.delta), *lift.words()], lift)
+
+    def _solved(self, parts: Parts, out: str) -> tuple[dict[str, Tensor], list[str]]:
+        """The new base's tensors as samples say them, and how."""
+        samples = f"{parts.solved.examples} samples ({self.config.data})"
+        if self.config.method == "activations":
+            tensors, count = self._at_sites(parts.solved)
+            return tensors, [f"What {count} maps read was moved by maps of its own, from activations on {samples}."]
+        tensors, lines = self._refitted(parts.solved), [f"Refitted on {samples}."]
         if self.config.method == "distil":
             with Unfinished(out) as work:
-                tensors, distilled = self._distilled(work, tensors, data, held_out, own)
+                tensors, distilled = self._distilled(work, tensors, parts)
             lines += distilled.words(self.config.steps)
-        delta = Delta.of_solved(self.session.carrier, tensors)
-        losses = self._losses(delta, held_out, own)
-        scale = losses.best if self.config.factor is None else self.config.factor
-        delta = delta.scaled(scale)
-        return delta, [*lines, self._in_weights(delta), *losses.words(scale)]
+        return tensors, lines
+
+    def _plain(self) -> Delta:
+        """The fine-tune's change as it stands, added to the new base; of the rank that is written."""
+        delta = Delta(replace(self.session.carrier, alignment=Alignment({}), sites={}), self.tuned)
+        new, changes = self.session.carrier.new, delta.changes(self._tied, self.rank or None)
+        tensors = {name: new[name].to(change.dtype) + change for name, change in changes.items()}
+        return Delta.of_solved(self.session.carrier, tensors)
+
+    def _scaled(self, held: Held) -> Candidate:
+        """What weights carry, each block at the scale that samples say."""
+        if self.config.factor is not None:
+            delta = self._moved(self.config.factor)
+            return Candidate("weights", delta, f" at scale {self.config.factor:g}", lambda: self._moved_model(delta))
+        moved = self._ends()
+        scales, *_ = search(moved.blocks, lambda s: held.losses(moved.model(s)), self.progress or (lambda *_: None))
+        return Candidate("weights", self._moved(scales), scale_words(scales), lambda: moved.model(scales))
+
+    def _ends(self) -> Scaled:
+        return Scaled(self.session.carrier, self.tuned, self._model_config, self.session.execution.device)
+
+    def _moved_model(self, delta: Delta) -> Any:
+        return self._ends().model(cast(float, delta.scale))
+
+    def _at_best_scale(self, method: str, delta: Delta, parts: Parts) -> Candidate:
+        """A change at the scale that is given, or at the best one on samples held out for choices."""
+
+        def model(scale: float) -> Any:
+            return self._model(dict(delta.scaled(scale).named(torch.float32)))
+
+        scale = self.config.factor
+        if scale is None:
+            losses = {factor: sum(parts.choice.losses(model(factor))) for factor in SCALES}
+            scale = min(losses, key=lambda factor: losses[factor])
+        return Candidate(method, delta.scaled(scale), f" at scale {scale:g}", partial(model, scale))
+
+    def _judged(self, candidate: Candidate, plain: Candidate | None, parts: Parts) -> tuple[Candidate, Lift]:
+        """The best of the method, plain addition and the new base, on samples held out of every choice. A scale that
+        was given is kept, whatever they say."""
+        nothing = Candidate(NONE, candidate.delta.scaled(0.0), "", lambda: self._model({}))
+        tried = [candidate, *([] if plain is None else [plain]), nothing]
+        choices = {each.method: parts.choice.losses(each.model()) for each in tried}
+        judged = {each.method: parts.judge.losses(each.model()) for each in tried}
+        chosen = candidate
+        if self.config.factor is None:
+            best = min(tried, key=lambda each: sum(choices[each.method]))
+            chosen = min([best, *tried[1:]], key=lambda each: sum(judged[each.method]))
+        old, tuned = (evaluate(load(name), parts.judge.tuned)[0] for name in (self._old, self.name))
+        controls, negated = self._controls(chosen, parts) if self.config.controls else ((), None)
+        others = {name: losses for name, losses in judged.items() if name not in (chosen.method, NONE)}
+        carried = judged[chosen.method]
+        measured = (old, tuned, judged[NONE], carried, chosen.method, chosen.scale)
+        return chosen, Lift(*measured, others, controls, negated, parts.judge.writes)
+
+    def _controls(self, chosen: Candidate, parts: Parts) -> tuple[tuple[float, ...], float]:
+        """Losses with random changes that have the chosen one's singular values, and with the negated one."""
+        new, changes = self.session.carrier.new, chosen.delta.changes(self._tied)
+        draw = torch.Generator().manual_seed(self.config.seed)
+
+        def loss(made: Mapping[str, Tensor]) -> float:
+            tensors = {name: (new[name].double() + change).float() for name, change in made.items()}
+            return evaluate(self._model(tensors), parts.judge.tuned)[0]
+
+        drawn = [loss({name: random_change(change, draw) for name, change in changes.items()}) for _ in range(DRAWS)]
+        return tuple(drawn), loss({name: -change for name, change in changes.items()})
+
+    def _distance(self, parts: Parts) -> list[str]:
+        """How far the text that the fine-tune writes itself is from the samples that judge, where these are others."""
+        if self.config.data != SELF or self.config.judge is None:
+            return []
+        model = load(self.name)
+        written, judged = (evaluate(model, data)[0] for data in (parts.solved, parts.judge.tuned))
+        return [
+            f"The fine-tune's perplexity is {math.exp(written):.3g} on the text that it wrote itself, "
+            f"{math.exp(judged):.3g} on {parts.source}."
+        ]
 
     def _in_weights(self, delta: Delta) -> str:
         """What became of the change in weights: how large it is, and how much of it alignment alone would carry."""
-        moved, made = self._moved().changes(self._tied), delta.changes()
+        moved, made = self._moved().changes(self._tied), delta.changes(self._tied)
         whole = sum(float(change.double().square().sum()) for change in moved.values())
         size = sum(float(change.square().sum()) for change in made.values())
         along = sum(float((change * moved[name].double()).sum()) for name, change in made.items() if name in moved)
@@ -192,21 +298,21 @@ class SampledTransfer:
         return adapter_in_training(self._model({}), written)
 
     def _distilled(
-        self, work: Unfinished, tensors: dict[str, Tensor], data: Data, held_out: Data, own: Data
+        self, work: Unfinished, tensors: dict[str, Tensor], parts: Parts
     ) -> tuple[dict[str, Tensor], Distilled]:
         config, device = self.config, self.session.execution.device
         work.of(f"{self.name} {self._old} {self._new} {config} {self.session.execution} {self.rank}")
-        parts = [unpadded(part.batches, config.data) for part in (data, held_out)]
-        keeps = own is not held_out and config.factor is None
+        solved, held = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
+        keeps = parts.choice.writes and config.factor is None
         extra = self._own_text() if keeps else []
-        lessons = Lessons([*parts[0], *parts[1]], extra, (len(parts[1]), max(1, round(HELD_OUT * len(extra)))))
+        lessons = Lessons([*solved, *held], extra, (len(held), max(1, round(HELD_OUT * len(extra)))))
         names = {"new": self._new, "old": self._old, "tuned": self.name}
         trained, report = distil(
             {which: partial(_on, name, device) for which, name in names.items()},
             lambda: self._student(tensors),
             lessons,
             PolishOptions(config.steps, self.rank, seed=config.seed),
-            lambda model: sum(both(model, held_out, own)) if keeps else both(model, held_out, held_out)[0],
+            lambda model: sum(parts.choice.losses(model)) if keeps else parts.choice.losses(model)[0],
             work,
             self.progress,
         )
@@ -234,15 +340,6 @@ class SampledTransfer:
             if not torch.equal(before.to(after), after):
                 tensors |= unstack(info, after.detach())
         return tensors
-
-    def _losses(self, delta: Delta, held_out: Data, own: Data) -> Losses:
-        """Losses of all models, and of the new base with the change at every scale."""
-        scales = sorted({0.0, *(SCALES if self.config.factor is None else (self.config.factor,))})
-        carried = {}
-        for scale in scales:
-            model = self._model(dict(delta.scaled(scale).named(torch.float32)))
-            carried[scale] = both(model, held_out, own)
-        return Losses(*self._home(held_out), *carried[0.0], carried, own is not held_out)
 
 
 def _on(name: str, device: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.carrying.bases import Bases, usable_as_it_is
-from rotation_merge.carrying.config import TransferConfig
+from rotation_merge.carrying.config import PLAIN, TransferConfig
 from rotation_merge.carrying.lora import adapter_of, left_out
 from rotation_merge.carrying.session import Execution, Session, TransferResult, bases_of, check_head
 from rotation_merge.errors import CheckpointError, DataError
@@ -109,30 +109,29 @@ def _carry_with_samples(
     for out, tuned in sources.items():
         rank = config.rank or (Adapter(works[out]).rank if is_adapter(works[out]) else 0)
         sampled = SampledTransfer(session, names[out], tuned, rank, progress)
-        write = _write_scaled if config.method == "weights" else _write_solved
-        results.append(write(sampled, works[out], out))
+        results.append(_write_sampled(sampled, works[out], out))
     return results
 
 
-def _write_solved(sampled: SampledTransfer, work: str, out: str) -> TransferResult:
-    """What is solved on samples, as an adapter or as a model."""
-    session, rank = sampled.session, sampled.rank
-    delta, lines = sampled.solved(out)
-    how = f"{sampled.how} {lines[0]}"
-    if not rank:
-        return session.write_solved(work, out, delta, lines, how, sampled.progress)
-    written, _ = adapter_of(delta, rank, session.bases.new)
-    return session.write_adapter(work, out, written, [*lines, *left_out(session.bases.new)], how)
-
-
-def _write_scaled(sampled: SampledTransfer, work: str, out: str) -> TransferResult:
-    """What weights carry, each block at the scale that samples say."""
-    session = sampled.session
-    if not (is_adapter(work) or session.config.rank):
+def _write_sampled(sampled: SampledTransfer, work: str, out: str) -> TransferResult:
+    """What samples chose, as an adapter or as a model."""
+    session, by_weights = sampled.session, sampled.config.method == "weights"
+    if by_weights and not sampled.rank:
         check_head(session.bases, session.carrier.alignment, session.execution.storage)
-    scales, lines = sampled.scaled()
-    report = replace(session.report, notes=[*session.report.notes, *lines])
-    session = replace(session, report=report, scale=scales)
+    chosen = sampled.carried(out)
+    session = replace(session, report=replace(session.report, lift=chosen.lift.facts()))
+    if by_weights and chosen.method != PLAIN:
+        report = replace(session.report, notes=[*session.report.notes, *chosen.lines])
+        return _write_moved(replace(session, report=report, scale=chosen.delta.scale), sampled, work, out)
+    how = f"{chosen.how} {chosen.lines[0]}"
+    if not sampled.rank:
+        return session.write_solved(work, out, chosen.delta, chosen.lines, how, sampled.progress)
+    written, _ = adapter_of(chosen.delta, sampled.rank, session.bases.new)
+    return session.write_adapter(work, out, written, [*left_out(session.bases.new), *chosen.lines], how)
+
+
+def _write_moved(session: Session, sampled: SampledTransfer, work: str, out: str) -> TransferResult:
+    """What weights carry, at the scales of a session."""
     if not sampled.rank:
         return session.write_model(work, out, sampled.tuned, sampled.progress)
     if is_adapter(work) and session.carrier.frame is None:
@@ -174,36 +173,20 @@ def transferred(
     Args:
         name: of the fine-tune, as it is loaded: a path, or `base+adapter`.
     """
-    sampled = _sampled(name, old, new, config, execution or Execution(), progress)
-    alignment = sampled.session.carrier.alignment
-    if config.method != "weights":
-        with Scratch() as folder:
-            delta, lines = sampled.solved(os.path.join(folder, "out"))
-        return dict(delta.named(torch.float32)), lines, alignment
-    scale, lines = (config.factor, []) if config.factor is not None else sampled.scaled()
-    tensors, places = sampled.by_weights(scale)
-    return tensors, [*sampled.session.report.notes, *places, *lines], alignment
-
-
-def transfer_scales(
-    name: str,
-    old: str,
-    new: str,
-    config: TransferConfig,
-    execution: Execution | None = None,
-    progress: Progress | None = None,
-) -> tuple[dict[str, float], list[str]]:
-    """The scale of each block at which weights alone carry a fine-tune, and notes."""
-    return _sampled(name, old, new, config, execution or Execution(), progress).scaled()
-
-
-def _sampled(
-    name: str, old: str, new: str, config: TransferConfig, execution: Execution, progress: Progress | None
-) -> SampledTransfer:
     from rotation_merge.carrying.sampled import SampledTransfer
 
+    execution = execution or Execution()
     session = Session.aligned(bases_of(old, new, config, execution), config, execution, progress)
-    return SampledTransfer(session, name, session.bases.tuned(name), config.rank, progress)
+    sampled = SampledTransfer(session, name, session.bases.tuned(name), config.rank, progress)
+    alignment = session.carrier.alignment
+    if not config.needs_samples:
+        tensors, places = sampled.by_weights(session.scale)
+        return tensors, [*session.report.notes, *places], alignment
+    with Scratch() as folder:
+        chosen = sampled.carried(os.path.join(folder, "out"))
+    if chosen.delta.solved is None:
+        return sampled.by_weights(chosen.delta.scale)[0], chosen.lines, alignment
+    return dict(chosen.delta.named(torch.float32)), chosen.lines, alignment
 
 
 def check_places(works: Sequence[str], places: Sequence[str]) -> None:

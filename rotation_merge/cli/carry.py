@@ -35,8 +35,9 @@ from rotation_merge.matching.options import WEIGHTS
 @click.option("--alignment", type=ALIGNMENT, metavar="FILE", help="Apply this file's maps instead of matching.")
 @config_options(
     TransferConfig,
-    *("method", "steps", "data", "samples", "seed", "scale", "rank", "widths", "layers_map", "match_on"),
-    types={"data": SAMPLE_SOURCE},
+    *("method", "steps", "data", "samples", "judge", "controls", "seed", "scale", "rank"),
+    *("widths", "layers_map", "match_on"),
+    types={"data": SAMPLE_SOURCE, "judge": SAMPLE_SOURCE},
 )
 @click.option(
     "--shard-size", type=WORD, default="5B", show_default=True, help="Largest weight file of a model, e.g. 500M."
@@ -104,7 +105,7 @@ def command(
     force = bool(context.params["force"])
     progress = Progress()
     with kept_beside(out, mark, device) as ledger:
-        execution = Execution(device, storage, ledger, force, force or "data" in given)
+        execution = Execution(device, storage, ledger, force, force or bool({"data", "judge"} & given))
         results = carry(jobs, old, new, config, execution, progress)
     progress.close()
     if as_json:
@@ -128,7 +129,7 @@ def _check_use(config: TransferConfig, given: set[str]) -> None:
     if "steps" in given and config.method != "distil":
         remedy = "add --carry distil, or leave --steps out"
         raise RotationMergeError(f"--carry {config.method} takes no steps", remedy=remedy)
-    if given & {"data", "samples"} and not config.needs_samples and config.matched_on == WEIGHTS:
+    if given & {"data", "samples", "judge", "controls"} and not config.needs_samples and config.matched_on == WEIGHTS:
         raise RotationMergeError("weights are carried without samples", remedy="add --scale auto, or --carry refit")
     if config.alignment is not None and "match_on" in given:
         raise RotationMergeError("the file under --alignment says the maps", remedy="leave out --match-on")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +20,20 @@ from recipe_models import stand_in
 from safetensors.torch import load_file
 from tiny_models import ALL, load, make, reload, save
 
-from rotation_merge.architecture import resolve
+from rotation_merge.architecture import Architecture, resolve
 from rotation_merge.averaging import polish as polish_module
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.carrying.carrier import Carrier
-from rotation_merge.carrying.judge import Losses, Scaled, search
+from rotation_merge.carrying.config import NONE, PLAIN, TransferConfig
+from rotation_merge.carrying.delta import Delta
+from rotation_merge.carrying.judge import Lift, Parts, Scaled, halves, random_change, search
 from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
+from rotation_merge.carrying.sampled import Candidate, SampledTransfer
+from rotation_merge.errors import DataError
+from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.run import functions
+from rotation_merge.run.data import Data
 
 STOPPED_AT = 10
 """Steps after which a run is stopped: three rates of one step and four of training for each kind of answers."""
@@ -73,19 +81,74 @@ def test_rank_is_cut_where_the_inputs_see_least() -> None:
     torch.testing.assert_close((x @ (change - cut)[:, :9].mT).norm(), best)
 
 
-def test_a_scale_that_is_no_better_than_none_is_none() -> None:
-    losses = Losses(2.0, 1.0, 2.5, 1.5, {0.0: (2.5, 1.5), 0.5: (2.4, 1.7), 1.0: (2.6, 2.0)})
-    assert losses.best == 0
-    assert any("Nothing is worth carrying" in line for line in losses.words(0.0))
-    better = Losses(2.0, 1.0, 2.5, 1.5, {0.0: (2.5, 1.5), 0.5: (2.2, 1.6)})
-    assert better.best == 0.5
-    assert any("30% of what fine-tuning gained" in line for line in better.words(0.5))
-    assert not any("That is little" in line for line in better.words(0.5))
-    little = Losses(2.0, 1.0, 2.5, 1.5, {0.0: (2.5, 1.5), 0.5: (2.45, 1.51)})
-    assert any("train on the new base instead" in line for line in little.words(0.5))
-    assert any("it writes no text" in line for line in Losses(2, 1, 2, 2, {1: (1, 1)}, writes=False).words(1))
-    assert any("cannot be told" in line for line in Losses(1.0, 1.0, 2.0, 1.0, {1.0: (1.9, 1.0)}).words(1.0))
-    assert any("Nothing of it arrives" in line for line in better.words(0.0) + Losses(2, 1, 2, 1, {1: (3, 1)}).words(1))
+def test_recovered_lift_and_its_controls() -> None:
+    lift = Lift(2.0, 1.0, (2.5, 1.5), (2.2, 1.6), "refit", " at scale 1")
+    assert lift.recovered == pytest.approx(0.3)
+    assert lift.words()[-1] == "Recovered lift: 30% of what fine-tuning gained at home."
+    controlled = replace(lift, controls=(2.55, 2.45, 2.5), negated=2.4)
+    assert controlled.net == pytest.approx(0.2)
+    assert "net of the better control 20.0%" in controlled.words()[-2]
+    assert controlled.facts()["random controls"]["mean"] == pytest.approx(0.0)
+    assert "train on the new base instead" in replace(lift, carried=(2.45, 1.5)).words()[-1]
+    assert "Nothing of it arrives" in replace(lift, carried=(2.6, 1.5)).words()[-1]
+    assert "Recovered lift: 0%" in replace(lift, method="none", carried=lift.new).words()[-1]
+    assert "cannot be told" in replace(lift, old=1.0).words()[-1]
+    assert any("it writes no text" in line for line in replace(lift, writes=False).words())
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (4, 7), (3, 5, 4), (6, 3, 2, 2), (9,)])
+def test_a_random_change_has_the_same_singular_values(shape: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    change = torch.randn(shape, generator=draw, dtype=torch.float64)
+    drawn = random_change(change, draw)
+    flat = (lambda x: x.flatten(1)) if len(shape) > 3 else (lambda x: x if x.ndim > 1 else x[None])
+    torch.testing.assert_close(torch.linalg.svdvals(flat(drawn)), torch.linalg.svdvals(flat(change)))
+    assert float((drawn * change).sum().abs()) < 0.9 * float(change.square().sum())
+
+
+def test_halves_share_no_sample() -> None:
+    rows = torch.arange(10)[:, None]
+    first, second = halves(Data([{"input_ids": rows[:7]}, {"input_ids": rows[7:]}], "next token", 10))
+    numbers = [sorted(int(row) for batch in half.batches for row in batch["input_ids"]) for half in (first, second)]
+    assert sorted([*numbers[0], *numbers[1]]) == list(range(10))
+    assert not set(numbers[0]) & set(numbers[1])
+    with pytest.raises(DataError, match="two are needed"):
+        halves(Data([{"input_ids": rows[:1]}], "next token", 1))
+
+
+@pytest.mark.parametrize(
+    ("choice", "judged", "factor", "taken"),
+    [
+        ({"refit": 1, "plain addition": 2, "none": 3}, {"refit": 1, "plain addition": 2, "none": 3}, None, "refit"),
+        ({"refit": 1, "plain addition": 2, "none": 3}, {"refit": 3, "plain addition": 2, "none": 4}, None, PLAIN),
+        ({"refit": 1, "plain addition": 2, "none": 3}, {"refit": 3, "plain addition": 2, "none": 1}, None, NONE),
+        ({"refit": 3, "plain addition": 2, "none": 4}, {"refit": 1, "plain addition": 2, "none": 3}, None, PLAIN),
+        ({"refit": 3, "plain addition": 2, "none": 1}, {"refit": 3, "plain addition": 2, "none": 1}, 1.0, "refit"),
+    ],
+)
+def test_never_below_plain_addition_nor_the_new_base(
+    choice: dict[str, float],
+    judged: dict[str, float],
+    factor: float | None,
+    taken: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On samples held out of every choice; a scale that was given is kept."""
+    change = Delta.of_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
+    candidates = [Candidate(name, change, "", lambda name=name: name) for name in ("refit", PLAIN)]
+    session = SimpleNamespace(config=TransferConfig("refit", factor))
+    sampled = SampledTransfer(session, "tuned", {}, 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(SampledTransfer, "_model", lambda *_: NONE)
+    monkeypatch.setattr(SampledTransfer, "_old", "old")
+    monkeypatch.setattr("rotation_merge.carrying.sampled.load", lambda name: name)
+    monkeypatch.setattr("rotation_merge.carrying.sampled.evaluate", lambda *_: (1.0, 1.0))
+
+    def held(losses: dict[str, float]) -> Any:
+        return SimpleNamespace(losses=lambda model: (losses[model], 0.0), tuned=None, writes=True)
+
+    chosen, lift = sampled._judged(*candidates, Parts(None, held(choice), held(judged), ""))  # type: ignore[arg-type]
+    assert (chosen.method, lift.method) == (taken, taken)
+    assert lift.carried == (judged[taken], 0.0)
 
 
 def test_scales_are_searched_block_by_block() -> None:
@@ -133,14 +196,16 @@ def test_command(tmp_path: Path) -> None:
     assert "text that the new base writes itself" in done.output
     assert (tmp_path / "one" / "adapter_model.safetensors").exists()
     (tuned / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
-    done = run("carry", tuned, *bases, tmp_path / "two", "--scale", "0.5")
+    done = run("carry", tuned, *bases, tmp_path / "two", "--scale", "0.5", "--controls")
     assert done.exit_code == 0, done.output
     assert "at scale 0.5" in done.output
     assert "relative distance" in done.output
     assert (tmp_path / "two" / "model.safetensors").exists()
+    lift = json.loads((tmp_path / "two" / "rotation_merge.json").read_text())["lift"]
+    assert (lift["method"], len(lift["controls"]), list(lift["others"])) == ("refit", 10, ["plain addition"])
     done = run("carry", tuned, *bases[:4], "--samples", 32, "--scale", "auto", tmp_path / "three")
     assert done.exit_code == 0, done.output
-    assert "Scale of each block" in done.output
+    assert "Recovered lift" in done.output or "recovered lift" in done.output
     for out in ("two", "three"):
         assert "| cc-by-nc-4.0 |" in (tmp_path / out / "README.md").read_text(), out
 

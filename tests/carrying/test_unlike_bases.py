@@ -272,7 +272,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("old", "new", "flags", "said"),
     [
-        ("wide", "small", ("--scale", "auto"), "Scale of each block"),
+        ("wide", "small", ("--scale", "auto"), "ecovered lift"),
         ("wide", "small", ("--steps", 1, "--scale", 1), "Distilled for 1 steps"),
         ("wide", "small", ("--carry", "refit", "--scale", 1), "Refitted on"),
     ],
@@ -352,7 +352,7 @@ def test_a_recipe_carries_between_unlike_bases(
 def test_samples_scale_what_a_recipe_carries(models: dict[str, Path], texts: Path, tmp_path: Path) -> None:
     given = {"widths": True, "scale": "auto", "data": str(texts), "samples": 32}
     merged(recipe(models, "wide", "small", "wide-tuned", **given), tmp_path / "out")
-    assert "Scale of each block" in (tmp_path / "out" / "rotation_merge.json").read_text()
+    assert "ecovered lift" in (tmp_path / "out" / "rotation_merge.json").read_text()
 
 
 def test_what_a_recipe_cannot_carry_is_one_line(models: dict[str, Path], tmp_path: Path) -> None:

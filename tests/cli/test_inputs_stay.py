@@ -44,7 +44,7 @@ FLAGS_THAT_WRITE = {
 OTHER_FLAGS = {
     *("as_json", "force", "untie", "verbose", "half", "widths", "verify", "fingerprint", "report", "draft", "methods"),
     *("architectures", "double", "probabilities", "anyway", "merge_lora", "permutations", "checkpointing", "by_layer"),
-    *("with_data", "private", "yes", "no_weights"),
+    *("controls", "with_data", "private", "yes", "no_weights"),
 }
 
 
@@ -67,7 +67,7 @@ def test_every_kind_of_value_is_known_to_be_read_written_or_neither() -> None:
     assert {kind.role for kind in kinds} <= {READ, WRITTEN, NEITHER}
     assert {key.name for key in KEYS if True in key.values} == {
         *("save_alignment", "report"),  # write beside the model
-        *("rescale", "shift_head", "widths", "untie", "prove"),  # do not
+        *("rescale", "shift_head", "widths", "controls", "untie", "prove"),  # do not
     }
 
 
@@ -229,6 +229,7 @@ NAMED = {
     "a token": ("model", lambda a, b, it: {**recipe(a, b), "tokenizer": {"tokens": {"<s>": {"source": str(it)}}}}),
     "finetuned_from": ("model", lambda a, b, it: under_the_donor(recipe(a, b), finetuned_from=str(it))),
     "alignment": ("file", lambda a, b, it: under_the_donor(recipe(a, b), alignment=str(it))),
+    "judge": ("file", lambda a, b, it: under_the_donor(recipe(a, b), judge=str(it))),
     "statistics": ("file", lambda a, b, it: under_the_donor(recipe(a, b, delegate="regmean"), statistics=str(it))),
     "data": ("file", lambda a, b, it: under_the_donor(recipe(a, b, delegate="refit"), data=str(it))),
     "data of all": ("file", lambda a, b, it: recipe(a, b, delegate="refit", data=str(it))),

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tqdm
 from pydantic import Field
 from torch import Tensor
 
 from rotation_merge.carrying.config import TransferConfig
 from rotation_merge.carrying.session import Execution
-from rotation_merge.carrying.transfer import transfer_scales, transferred
+from rotation_merge.carrying.transfer import transferred
 from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.planning.whole import WholeTask
 from rotation_merge.mergekit_plugin.recipe.donor import title
 
 
 class Carry(WholeTask):
-    """Runs the models on samples: the anchor's tensors as a donor changes them, or the scales of its change."""
+    """Runs the models on samples: the anchor's tensors as a donor changes them."""
 
     donor: str
     origin: str
@@ -27,25 +25,14 @@ class Carry(WholeTask):
     run: Run = Field(repr=False)
     quiet: bool = False
 
-    @property
-    def gives_tensors(self) -> bool:
-        """Whether it gives tensors, not scales of what weights carry."""
-        return self.config.method != "weights" or self.config.resizes
-
-    def execute(self) -> dict[str, Tensor] | dict[str, float]:
+    def execute(self) -> dict[str, Tensor]:
         with tqdm.tqdm(desc=f"Carrying {self.donor}", disable=self.quiet) as bar:
-            asked: Any = (
-                *(self.donor, self.origin, self.anchor, self.config, self.execution),
-                lambda *_: bar.update(1),
+            tensors, lines, alignment = transferred(
+                self.donor, self.origin, self.anchor, self.config, self.execution, lambda *_: bar.update(1)
             )
-            result: dict[str, Tensor] | dict[str, float]
-            if self.gives_tensors:
-                result, lines, alignment = transferred(*asked)
-                self.run.aligned(title(self.donor, self.origin), alignment)
-            else:
-                result, lines = transfer_scales(*asked)
         if self.config.needs_samples:
             self.run.used(f"carrying {self.donor}", self.config.data, self.config.samples)
+        self.run.aligned(title(self.donor, self.origin), alignment)
         for line in lines:
             self.run.note(f"`{self.donor}`: {line}")
-        return result
+        return tensors

@@ -31,11 +31,11 @@ class Carried:
 
     Attributes:
         carrying: task that carries it with samples: the anchor's tensors as it changes them, by name.
-        scale: what its task vector is multiplied by; a task gives the scale of each block.
+        scale: what its task vector is multiplied by.
     """
 
     carrying: Task | None = None
-    scale: float | Task = 1.0
+    scale: float = 1.0
 
 
 def transfer_config(
@@ -107,7 +107,7 @@ def carried(
         run=run,
         quiet=options.quiet,
     )
-    return Carried(carrying=task) if task.gives_tensors else Carried(scale=task)
+    return Carried(carrying=task)
 
 
 def unlike_of(recipe: Recipe, reader: ConfigReader, model: ModelReference) -> Resizing:

@@ -41,7 +41,7 @@ class Move:
     origin: Source | None = None
     rows: tuple[Tensor, Tensor] | None = None
     carrying: Task | None = None
-    scale: float | Task = 1.0
+    scale: float = 1.0
 
 
 class Moves:
@@ -129,8 +129,7 @@ class Moves:
             donor_name=str(source.model),
             rows=move.rows if carried and framed.vocabulary_axis is not None else None,
             dtype=dtype_from_name(recipe.config.dtype) or self._stored(move.source, info),
-            scale=move.scale if isinstance(move.scale, float) else 1.0,
-            scales=None if isinstance(move.scale, float) else move.scale,
+            scale=move.scale,
         )
         return (task,) * len(names)
 

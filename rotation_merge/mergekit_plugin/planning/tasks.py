@@ -15,7 +15,6 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
-from rotation_merge.carrying.delta import scale_at
 from rotation_merge.errors import AlignmentError, CheckpointError, RotationMergeError
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.alignment import Alignment
@@ -201,19 +200,15 @@ class MoveTensor(KeyedTask):
     rows: tuple[Tensor, Tensor] | None = Field(default=None, repr=False)
     dtype: torch.dtype | None = None
     scale: float = 1.0
-    scales: Task | None = None
 
     def arguments(self) -> dict[str, Task]:
         sides = load_arguments(donor=self.loads, anchor=self.anchor, origin=self.origin)
-        if self.scales is not None:
-            sides["scales"] = self.scales
         return {**sides, **map_arguments(self.transforms, self.whole)}
 
     def execute(
         self,
         transforms: dict[str, SpaceTransform] | None = None,
         whole: Alignment | None = None,
-        scales: Mapping[str, float] | None = None,
         **values: Tensor | None,
     ) -> tuple[Tensor, ...] | None:
         stored = loaded("donor", self.loads, self.block, values).get(self.info.key)
@@ -221,8 +216,7 @@ class MoveTensor(KeyedTask):
         if stored is None:
             return None
         if self.origin and stored.is_floating_point():
-            scale = self.scale if scales is None else scale_at(scales, self.block.name)
-            donor = self._in_slices(stored, values, lambda given: self._transport(maps, given, scale))
+            donor = self._in_slices(stored, values, lambda given: self._transport(maps, given, self.scale))
         else:
             donor = self._in_slices(stored, values, lambda given: self._moved(maps, given))
         if donor.is_floating_point():

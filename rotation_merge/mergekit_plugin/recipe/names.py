@@ -160,6 +160,8 @@ KEYS = (
     *map(_of_transfer, ("method", "scale", "widths")),
     _of_transfer("layers_map", DONOR_ONLY, AUTO, PAIRS),
     _of_transfer("steps"),
+    _of_transfer("judge", DONOR_ONLY, FILE),
+    _of_transfer("controls"),
     Key(
         "alignment",
         DONOR_ONLY,
