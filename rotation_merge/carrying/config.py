@@ -28,14 +28,14 @@ class TransferConfig(Config):
 
     method: str = option(
         "weights",
-        "how the change is carried: weights moves it by the alignment; activations also by a map for the inputs of every "
+        "how the change is carried: weights moves it by the alignment; activations also by a map of the inputs of each "
         "linear map; refit solves the new base's linear maps for it; distil trains on from the refit",
         choices=METHODS,
         key="carry",
     )
     scale: float | str | None = option(
         None,
-        "factor of the change; auto: chosen on held-out samples (the default of all but weights), with weights for each "
+        "factor of the change; auto: chosen on held-out samples (default except with weights), with weights for each "
         "block",
         float,
         words=(AUTO,),
