@@ -3,11 +3,14 @@
     python benchmarks/averaging.py digits        the rows of the ICML 2025 paper's table 2, on two digit ViTs
     python benchmarks/averaging.py finetunes     two short fine-tunes of one Llama, on text that they write themselves
     python benchmarks/averaging.py shipped       the two fine-tunes of a Llama that come with the package, by their base
+    python benchmarks/averaging.py changes checkpoints      delegates of task vectors, by `lambda`, for every seed there
 
 digits: accuracy on 540 held-out digits, halves of two ViTs of other seeds; statistics and activations on `--images`
 training images without labels. Fisher after matching is measured anew on the donor that `align` wrote, as in the paper.
 shipped: nats per byte on the second halves of the two texts, and of the base's own (python), which shows what is
 forgotten; refits see the first 64 windows of each text, and the next 21 judge them.
+changes: nats per byte of 64 windows of each of the two texts that llama-S-c and llama-S-english were tuned on, of each
+at its best `lambda`, and on 32 texts that llama-S wrote itself; `rotation-merge merge` searches in the same way.
 finetunes: nats per byte on the second halves of two texts, whose first halves they were tuned on (8 x 128 a step).
 """
 
@@ -32,14 +35,28 @@ from torch import Tensor
 from rotation_merge.cli.app import app
 from rotation_merge.run.data import Data, read_batches
 from rotation_merge.run.demo import CHECKPOINTS, digits, text
+from rotation_merge.run.demo import windows as demo_windows
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import load
+from rotation_merge.run.written import self_written
 
 MATCHINGS: dict[str, dict[str, Any]] = {
     "none": {"attention": "none", "ffn": "none", "rescale": False},
     "heads, neurons": {"heads": "permutation"},
     "residual rotation": {"heads": "permutation", "residual": "rotation"},
 }
+CHANGES: dict[str, dict[str, Any]] = {
+    "task_arithmetic": {},
+    "ties, density 0.5": {"density": 0.5},
+    "dare_ties, density 0.5": {"density": 0.5},
+    "wudi": {},
+    "wudi, sides: both": {"sides": "both"},
+    "tsv": {},
+    "tsv, others: sum": {"others": "sum"},
+    "iso": {},
+}
+"""Delegates of task vectors, a name before the comma, and their settings."""
+SCALES = (0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4)
 METHODS: dict[str, dict[str, Any]] = {
     "Simple": {"delegate": "linear"},
     "Fisher": {"delegate": "fisher"},
@@ -100,7 +117,7 @@ def merged(base: Path, models: list[dict[str, Any]], out: Path, parameters: dict
     file = out.parent / "recipe.yml"
     file.write_text(yaml.safe_dump(recipe))
     began = time.perf_counter()
-    done = CliRunner().invoke(mergekit_yaml, [str(file), str(out), "--quiet"])
+    done = CliRunner().invoke(mergekit_yaml, [str(file), str(out), "--quiet", "--random-seed", "0"])
     if done.exit_code:
         raise SystemExit(done.output)
     return load(str(out)), time.perf_counter() - began
@@ -188,6 +205,60 @@ def run_shipped() -> None:
             table.add(figures(title, model, halves, took, texts))
 
 
+def run_changes(folder: Path) -> None:
+    table = Table("averaging-changes")
+    domains = ("c", "english")
+    held = {name: demo_windows(name)[:64] for name in domains}
+    for base in sorted(path for path in folder.glob("llama-?") if (folder / f"{path.name}-c").exists()):
+        tuned = [folder / f"{base.name}-{name}" for name in domains]
+        start = load(str(base))
+        own = self_written(start, str(base), 32, 128, 1)
+
+        def nats(model: Any, own: Tensor = own) -> tuple[float, float]:
+            losses = [evaluate(model, next_token(ids))[0] for ids in (*held.values(), own)]
+            return sum(losses[:-1]) / len(held), losses[-1]
+
+        def row(title: str, model: Any, base: Path = base, **more: str) -> None:
+            loss, on_base = nats(model)
+            columns = {"texts": f"{loss:.3f}", "base's own text": f"{on_base:.3f}", "at lambda 1": "", "lambda": ""}
+            table.add({"seed": base.name[-1], "merge": title, **columns, "seconds": "", **more})
+
+        row("base", start)
+        for path in tuned:
+            row(f"tuned on {path.name.split('-')[-1]}", load(str(path)))
+        row("linear", changed(base, tuned, "linear", {"weight": 0.5})[0])
+        for title, settings in CHANGES.items():
+            model, took = changed(base, tuned, title.partition(",")[0], {"weight": 1.0, **settings})
+            ends = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            losses = {}
+            for scale in SCALES:
+                losses[scale] = nats(scaled(model, start, ends, scale))[0]
+            best = min(losses, key=lambda scale: losses[scale])
+            more = {"at lambda 1": f"{losses[1.0]:.3f}", "lambda": f"{best:g}", "seconds": f"{took:.1f}"}
+            row(title, scaled(model, start, ends, best), **more)
+
+
+def changed(base: Path, tuned: list[Path], delegate: str, parameters: dict[str, Any]) -> tuple[Any, float]:
+    """The fine-tunes merged by one delegate, nothing aligned, and the seconds that it took."""
+    anchor = tuned[0] if delegate == "linear" else base
+    with tempfile.TemporaryDirectory() as folder:
+        models = [{"model": str(path)} for path in tuned]
+        return merged(anchor, models, Path(folder, "merged"), {"delegate": delegate, **MATCHINGS["none"], **parameters})
+
+
+@torch.no_grad()
+def scaled(model: Any, base: Any, ends: dict[str, Tensor], scale: float) -> Any:
+    """The model on the line from the base through the merge whose tensors are `ends`."""
+    starts = base.state_dict()
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(torch.lerp(starts[name], ends[name], scale))
+    return model
+
+
+def next_token(ids: Tensor) -> Data:
+    return Data([{"input_ids": part, "labels": part} for part in ids.split(32)], "next token", len(ids))
+
+
 def windows(name: str) -> tuple[Tensor, Tensor]:
     """The first and the second half of a text, in windows of 128 bytes."""
     whole = text(name)
@@ -216,8 +287,7 @@ def figures(
     """Losses on the second halves, and the mean over all or some of them."""
     losses = {}
     for name, (_, held) in halves.items():
-        batches = [{"input_ids": part, "labels": part} for part in held.split(32)]
-        losses[name] = evaluate(model, Data(batches, "next token", len(held)))[0]
+        losses[name] = evaluate(model, next_token(held))[0]
     mean = sum(losses[name] for name in of or losses) / len(of or losses)
     cells = {name: f"{loss:.3f}" for name, loss in losses.items()}
     return {"model": title, **cells, "mean": f"{mean:.3f}", "seconds": f"{took:.1f}" if took else ""}
@@ -225,7 +295,8 @@ def figures(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["digits", "finetunes", "shipped"])
+    parser.add_argument("what", choices=["digits", "finetunes", "shipped", "changes"])
+    parser.add_argument("checkpoints", type=Path, nargs="?", default=CHECKPOINTS, help="folder of changes")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--samples", type=int, default=64)
@@ -235,6 +306,8 @@ def main() -> None:
         run_digits(given.images)
     elif given.what == "shipped":
         run_shipped()
+    elif given.what == "changes":
+        run_changes(given.checkpoints)
     else:
         run_finetunes(given.steps, given.samples)
 

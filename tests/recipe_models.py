@@ -37,6 +37,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "google/vit": ("ViTForImageClassification", {**PICTURE, "num_labels": 10}),
     "nateraw/": ("ViTForImageClassification", {**PICTURE, "num_labels": 3}),
     "openai/clip": ("CLIPModel", {"text_config": TEXT, "vision_config": PICTURE, "projection_dim": 16}),
+    "tanganke/clip-vit": ("CLIPVisionModel", PICTURE),
+    "./clip-vit": ("CLIPVisionModel", PICTURE),
+    "MergeBench/": ("LlamaForCausalLM", DECODER),
     "patrickjohncyh/": ("CLIPModel", {"text_config": TEXT, "vision_config": PICTURE, "projection_dim": 16}),
 }
 """Class and sizes by the beginning of a model's name."""

@@ -24,6 +24,7 @@ from rotation_merge.matching.alignment import (
     anchor_biases,
     check_fingerprints,
     load_alignment,
+    save_alignment,
 )
 from rotation_merge.matching.check_pair import Checked, check_pair, residual_of
 from rotation_merge.matching.options import NOTHING, AlignConfig
@@ -351,7 +352,8 @@ def write_alignment(
     made = head(pair.anchor.reference, pair.donor.reference, asdict(options))
     made |= {"figures": figures(run.rows(), run.whole.get(name)), **(facts or {})}
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    replace(alignment, basis=pair.basis(alignment.folded)).save(path, made, half)
+    whole = replace(alignment, basis=pair.basis(alignment.folded))
+    save_alignment(path, whole, made, torch.float16 if half else torch.float64)  # what is replaced, commands have asked
 
 
 def head(anchor: ModelReference, donor: ModelReference, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -196,9 +196,9 @@ class Preparation:
         config, length = self.config, self.config.length
         seconds = per_token * BASE_TEXTS * length * (WRITING + JUDGED)
         share = FOR_FORGETTING * self.clock.left / max(seconds, 1e-9)
-        length = max(min(LEAST_TOKENS, length), min(length, int(length * share)))
+        count, length = _fewer(BASE_TEXTS, length, share)
         seed = config.seed + WRITTEN_APART + len(loaded)
-        return Forgetting.of(model, base.name, deciding, BASE_TEXTS, length, config.batch_size, seed)
+        return Forgetting.of(model, base.name, deciding, count, length, config.batch_size, seed)
 
     def _for_each(self, part: list[Data], labelled: bool) -> list[Data]:
         """One set of samples for each model, where each is asked for its own answers."""
@@ -313,8 +313,7 @@ class Preparation:
         share = self._share(per_token * tokens * (WRITING + models))
         if share >= 1:
             return count, length
-        fewer = max(LEAST_TEXTS, int(count * share))
-        shorter = max(min(LEAST_TOKENS, length), min(length, int(length * share * count / fewer)))
+        fewer, shorter = _fewer(count, length, share)
         self.say(
             f"short of time: {2 * fewer} texts of {shorter} tokens of each model judge, not {2 * count} of {length}; "
             "a longer --budget judges better"
@@ -354,3 +353,11 @@ class Preparation:
             return dict.fromkeys(self.config.models, self.config.data[0])
         paths = [str(write_data(data, self.files / f"{i}.safetensors")) for i, data in enumerate(training)]
         return {model: paths[i % len(paths)] for i, model in enumerate(self.config.models)}
+
+
+def _fewer(count: int, length: int, share: float) -> tuple[int, int]:
+    """So many texts of so many tokens, or where there is time for a share of that, fewer and shorter ones."""
+    if share >= 1:
+        return count, length
+    fewer = max(LEAST_TEXTS, int(count * share))
+    return fewer, max(min(LEAST_TOKENS, length), min(length, int(length * share * count / fewer)))

@@ -110,6 +110,29 @@ def test_models_of_other_kinds_are_refused_when_they_are_opened(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["granite"]
 
 
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ([ENGLISH, "NAN"], "holds NaN or infinity"),
+        ([f"{BASE}+LORA", f"{OTHER}+LORA"], "is an adapter of llama-0, not of"),
+        ([ENGLISH, str(CHECKPOINTS / "vit-0")], "architecture is"),
+        ([ENGLISH], "two or more models"),
+    ],
+)
+def test_models_that_cannot_be_merged_are_refused_in_one_line(models: list[str], words: str, tmp_path: Path) -> None:
+    if "NAN" in models:
+        tensors = state(Path(C))
+        tensors["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
+        write_state(tensors, Path(C), tmp_path / "nan")
+    places = {"NAN": str(tmp_path / "nan"), "LORA": str(CHECKPOINTS / "llama-0-lora-english")}
+    named = ["+".join(places.get(part, part) for part in model.split("+")) for model in models]
+    done = run("merge", *named, tmp_path / "out", *TINY)
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.output
+    assert not list(tmp_path.glob("out*"))
+
+
 # --- what is tried ---------------------------------------------------------------------------------------------------
 
 
