@@ -19,6 +19,7 @@ from mergekit.scripts.run_yaml import main as mergekit_yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+import rotation_merge as rm
 from rotation_merge.cli.app import app
 from rotation_merge.model.checkpoint import open_model
 from rotation_merge.model.gguf.file import open_gguf
@@ -165,6 +166,30 @@ def test_a_lora_on_a_file(models: Path, tmp_path: Path) -> None:
     for path in (name, str(written(Path(name), tmp_path / "merged.gguf"))):
         for key, value in load(path).state_dict().items():
             torch.testing.assert_close(value, wanted[key], rtol=2e-3, atol=2e-3)
+
+
+def test_the_search_takes_files_and_writes_one(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick foxes are here. " * 200)
+    sizes = ("--samples", "8", "--length", "16", "--budget", "1s", "--data", tmp_path / "text.txt", "--anyway")
+    out, file = tmp_path / "out", tmp_path / "out.gguf"
+    _run("merge", models / "a.gguf", models / "b.gguf", out, *sizes, "--gguf", file)
+    assert f"model: {models / 'a.gguf'}" in (out / "recipe.yml").read_text()
+    merged, again = open_model(str(out)), open_model(str(file))
+    for key in merged.names:
+        torch.testing.assert_close(again[key].float(), merged[key].float(), rtol=1e-3, atol=1e-4)
+
+
+def test_python_takes_files(models: Path, tmp_path: Path) -> None:
+    anchor, donor = (str(models / name) for name in ("a.gguf", "alone"))
+    alignment = rm.align(anchor, donor, rm.AlignConfig(heads="permutation"))
+    alignment.apply(donor).save_pretrained(tmp_path / "moved")
+    rm.average([anchor, donor]).save_pretrained(tmp_path / "mean")
+    first, second, mean = (open_model(str(path)) for path in (anchor, donor, tmp_path / "mean"))
+    for key in first.names:
+        torch.testing.assert_close(
+            mean[key].float(), (first[key].float() + second[key].float()) / 2, rtol=1e-2, atol=1e-2
+        )
+    assert "the two models compute the same" in _run("verify", tmp_path / "moved", models / "b")
 
 
 def test_q8_0_is_near(models: Path, tmp_path: Path) -> None:

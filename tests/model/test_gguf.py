@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +119,35 @@ def test_weights_are_those_that_transformers_reads(name: str, tmp_path: Path) ->
     assert ours.keys() == theirs.state_dict().keys()
     for key, value in theirs.state_dict().items():
         torch.testing.assert_close(ours[key], value, rtol=0, atol=0)
+
+
+CONVERTER = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import convert_hf_to_gguf
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+convert_hf_to_gguf.main()
+"""
+PLAIN = ("llama", "llama, tied, biases", "llama 3", "llama, stretched", "mistral", "qwen2", "qwen3", "mixtral")
+CONVERTED = (*PLAIN, "qwen2_moe", "qwen3_moe", "starcoder2", "olmo2", "falcon, two norms", "falcon, grouped")
+
+
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names the folder of llama.cpp's converter")
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_file_is_that_of_llama_cpps_converter(name: str, tmp_path: Path) -> None:
+    saved(FAMILIES[name], tmp_path / "model")
+    ours = open_gguf(str(written(tmp_path / "model", tmp_path / "ours.gguf")))
+    arguments = [str(tmp_path / "model"), "--outfile", str(tmp_path / "theirs.gguf"), "--outtype", "f16"]
+    subprocess.run([sys.executable, "-c", CONVERTER, os.environ["LLAMA_CPP"], *arguments], check=True)
+    theirs = open_gguf(str(tmp_path / "theirs.gguf"))
+    assert ours.entries.keys() == theirs.entries.keys()
+    for key, entry in theirs.entries.items():
+        assert ours.entries[key].kind == entry.kind
+        torch.testing.assert_close(ours.entries[key].read().squeeze(), entry.read().squeeze(), rtol=1e-6, atol=0)
+    first, again = open_model(str(tmp_path / "model")), open_model(str(tmp_path / "theirs.gguf"))
+    for key in again.names:
+        torch.testing.assert_close(again[key].float(), first[key], rtol=0, atol=1e-6)
 
 
 def test_the_tokenizer_comes_back(tmp_path: Path) -> None:
