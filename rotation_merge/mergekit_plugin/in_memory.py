@@ -19,7 +19,7 @@ from mergekit.config import (
     OutputSliceDefinition,
 )
 from mergekit.graph import Task
-from mergekit.io.tasks import LoaderCache, LoadTensor, ReturnTensor
+from mergekit.io.tasks import LoaderCache, ReturnTensor
 from mergekit.merge_methods.base import MergeMethod, ParameterScope
 from mergekit.options import MergeOptions
 from torch import Tensor
@@ -30,6 +30,7 @@ from rotation_merge.matching.run import Run
 from rotation_merge.mergekit_plugin.definitions import architecture_info
 from rotation_merge.mergekit_plugin.planning.planner import RotationMergePlanner
 from rotation_merge.mergekit_plugin.planning.session import Session, SessionConfiguration
+from rotation_merge.mergekit_plugin.planning.tasks import KeyedTask
 from rotation_merge.mergekit_plugin.recipe import delegates
 from rotation_merge.mergekit_plugin.recipe.document import Document
 from rotation_merge.mergekit_plugin.recipe.names import BY_NAME, METHOD
@@ -130,7 +131,7 @@ class Planned:
         result = task.execute(**{name: self._result(needed) for name, needed in task.arguments().items()})
         if task.main_thread_only():
             self._whole[task] = result
-        elif not isinstance(task, LoadTensor | ReturnTensor):
+        elif isinstance(task, KeyedTask) and "tensors" not in task.arguments():  # shared by tensors
             self._block[task] = result
         return result
 
