@@ -77,7 +77,7 @@ class Watch:
         from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 
         from rotation_merge.matching import both
-        from rotation_merge.matching.stream import Statistics
+        from rotation_merge.matching.stream import StreamStatistics
         from rotation_merge.mergekit_plugin import merge
         from rotation_merge.mergekit_plugin.planning import planner, tasks
 
@@ -89,10 +89,10 @@ class Watch:
             self.over(owner, "match_block", "matching", _in_layer)
         self.over(both, "read_block", "reading", _in_layer)
         self.over(both, "squared_distances", "stream", _in_layer)
-        self.over(Statistics, "add", "stream", lambda _, block, *rest: _in_layer(block))
-        self.over(both.Seen, "of", "stream", lambda block, *_: _in_layer(block))
-        self.over(Statistics, "count", "stream", lambda *_: False)
-        self.over(Statistics, "solve", "solving", lambda *_: False)
+        self.over(StreamStatistics, "add", "stream", lambda _, block, *rest: _in_layer(block))
+        self.over(both.BlockMeasurement, "of", "stream", lambda block, *_: _in_layer(block))
+        self.over(StreamStatistics, "count", "stream", lambda *_: False)
+        self.over(StreamStatistics, "solve", "solving", lambda *_: False)
         self.over(merge, "complete", "checking", lambda *_: False)
         get = LazyTensorLoader.get_tensor
 

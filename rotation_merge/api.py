@@ -512,7 +512,7 @@ def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: Open
     from rotation_merge.matching.match_on import match_seen, seen_of
 
     batches = [dict(batch) for batch in samples]
-    return partial(match_seen, seen=(seen_of(anchor.module, batches), seen_of(donor.module, batches)), how=how)
+    return partial(match_seen, activations=(seen_of(anchor.module, batches), seen_of(donor.module, batches)), how=how)
 
 
 def _with_rest(half: OpenedModel, anchor: OpenedModel) -> OpenedModel:

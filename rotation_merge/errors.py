@@ -58,11 +58,11 @@ class StatisticsError(RotationMergeError):
 
 
 class WorkerError(RotationMergeError):
-    """Another process that did a part of the work has failed, not the work: a next run goes on with what is done."""
+    """A worker process failed; the next run resumes from what is done."""
 
 
 class SpaceError(RotationMergeError):
-    """There is no space for what is written on the way: a next run goes on with what is done."""
+    """The disk is full for intermediate files; the next run resumes from what is done."""
 
 
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -70,24 +70,24 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 
 
 def printable(text: str) -> str:
-    """A text that a terminal shows and does not obey; lines and tabs stay."""
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Escapes control characters in a text, except line breaks and tabs."""
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def no_space(error: object) -> bool:
-    """Whether an error, of the system, torch, or safetensors in its new form or its old, says that a disk is full."""
+    """Whether an error of the system, torch or safetensors says that a disk is full."""
     text = str(error)
-    told = any(words in text for words in ("No space left", "os error 28", "Os { code: 28,", ". unexpected pos "))
-    return told or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
+    disk_full = any(words in text for words in ("No space left", "os error 28", "Os { code: 28,", ". unexpected pos "))
+    return disk_full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _again(kind: type[RotationMergeError], what: str, where: str | None, remedy: str | None) -> RotationMergeError:
-    """An error of another process."""
+    """Rebuilds an error that was pickled in another process."""
     return kind(what, where=where, remedy=remedy)
 
 
 def short(error: object) -> str:
-    """What somebody else's error says, as the part of a line."""
+    """The message of another library's error, shortened to part of a line."""
     lacks = isinstance(error, KeyError) and str(error).strip("'").isidentifier()
     return textwrap.shorten(f"{error} is missing" if lacks else str(error), 160, placeholder=" ...")
 
@@ -118,10 +118,10 @@ SHOWN = 8
 
 
 def named(words: Iterable[str]) -> str:
-    """Names in one line; of many, the first and how many more there are."""
-    found = list(words)
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more
+    """Names in one line: the first few, then how many more there are."""
+    items = list(words)
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return ", ".join(items[:SHOWN]) + more
 
 
 def not_written(names: Iterable[str]) -> str:

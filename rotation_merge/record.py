@@ -46,12 +46,12 @@ class SpaceRow:
 
 
 def figures(rows: Sequence[SpaceRow], whole: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """What matching or a fit found of one donor, for the head of its alignment file; `rows_in` reads it."""
+    """Figures of one donor's match or fit, for the metadata of its alignment file; `rows_in` reads them."""
     return {"rows": [asdict(row) for row in rows], "whole": dict(whole or {})}
 
 
-def rows_in(made: Mapping[str, Any], path: str) -> list[SpaceRow]:
-    """The rows in the head of an alignment file; none where it was written without.
+def rows_in(metadata: Mapping[str, Any], path: str) -> list[SpaceRow]:
+    """The rows in the metadata of an alignment file; empty if it has none.
 
     Raises:
         AlignmentError: they are damaged.
@@ -59,17 +59,17 @@ def rows_in(made: Mapping[str, Any], path: str) -> list[SpaceRow]:
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     try:
-        kept = made.get("figures", {}).get("rows", [])
-        return TypeAdapter(list[SpaceRow], config=ConfigDict(allow_inf_nan=False)).validate_python(kept, strict=False)
+        rows = metadata.get("figures", {}).get("rows", [])
+        return TypeAdapter(list[SpaceRow], config=ConfigDict(allow_inf_nan=False)).validate_python(rows, strict=False)
     except (ValidationError, AttributeError) as error:
         remedy = "write it again with 'rotation-merge align'"
         raise AlignmentError(f"its figures are damaged ({short(error)})", where=path, remedy=remedy) from error
 
 
-def whole_in(made: Mapping[str, Any]) -> dict[str, object]:
-    """What matching the whole model found, as the head of an alignment file says it; see `rows_in`."""
-    kept = made.get("figures", {}).get("whole", {})
-    return dict(kept) if isinstance(kept, Mapping) else {}
+def whole_in(metadata: Mapping[str, Any]) -> dict[str, object]:
+    """Figures of the whole model in the metadata of an alignment file; see `rows_in`."""
+    figures = metadata.get("figures", {}).get("whole", {})
+    return dict(figures) if isinstance(figures, Mapping) else {}
 
 
 def relative(rows: Sequence[SpaceRow]) -> tuple[float, float]:
@@ -109,8 +109,7 @@ CORRELATIONS = ("Pearson", "Spearman")
 
 @dataclass(frozen=True)
 class Score:
-    """What one model is worth: a score, less is better, and where there are labels the share of right answers (or a
-    correlation).
+    """The score of one model (lower is better), and with labels its accuracy (or a correlation).
 
     Attributes:
         on_base: the loss on text that the models' base wrote (nats a token), which says what was forgotten.
@@ -124,7 +123,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Attempt(Score):
-    """A merge that was tried, by the samples that chose.
+    """A merge that was tried, with its figures on the selection samples.
 
     Attributes:
         seconds: what it took.
@@ -140,7 +139,7 @@ class Attempt(Score):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Models alone, all of them side by side, the plain merge and the best one, on samples that nothing was chosen by.
+    """The parents, their ensemble, the plain merge and the best merge on held-out samples.
 
     Attributes:
         unit, figure: what scores are, and what stands beside them.
@@ -165,7 +164,7 @@ class Verdict:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
-        """Out of a report."""
+        """Reads a verdict from a report."""
         single = {name: None if data.get(name) is None else Score(**data[name]) for name in ("plain", "ensemble")}
         lists = {
             "parents": [Score(**parent) for parent in data["parents"]],
@@ -199,7 +198,7 @@ class Verdict:
         return [*rows, self._row(f"best merge: {self.best.name}", self.best)]
 
     def _row(self, words: str, score: Score) -> list[str]:
-        """A line of a table with `headers`; what is not known stays empty."""
+        """One row of a table with `headers`; unknown cells are empty."""
         beside = [] if self.best.accuracy is None else [self._cell(score.accuracy, self._figure)]
         return [words, f"{score.score:.4f}", *beside, *([] if self.base is None else [self._cell(score.on_base)])]
 
@@ -216,7 +215,7 @@ class Verdict:
         return f"{value:.4f}" if self.figure in CORRELATIONS else f"{value:.1%}"
 
     def sentences(self) -> list[str]:
-        """What was found, and what else the figures say."""
+        """The verdict, then what else the figures show, as sentences."""
         parent, best = self.best_parent, self.best
         if self.worth_it:
             scores = f"({best.score:.4f} against {parent.score:.4f})"
@@ -228,7 +227,7 @@ class Verdict:
         return [*filter(None, sentences), *self.notes]
 
     def _less_right(self) -> str:
-        """Where a merge of a lower score gives fewer right answers than a model alone: which; else nothing."""
+        """A sentence if the merge has a lower loss but a lower accuracy than a parent; else empty."""
         shares = {parent.name: parent.accuracy for parent in self.parents if parent.accuracy is not None}
         name = max(shares, key=lambda name: shares[name], default="")
         share = self.best.accuracy
@@ -238,7 +237,7 @@ class Verdict:
         return f"Its {self.figure} is lower than that of {name} ({figures})."
 
     def markdown(self) -> list[str]:
-        """Lines for a card."""
+        """The verdict as Markdown lines for a model card."""
         table = [self.headers, ["---"] * len(self.headers), *self.rows({})]
         lines = ["", "### How it was chosen", "", f"On {self.samples}, less is better:", ""]
         lines += [f"| {' | '.join(row)} |" for row in table]
@@ -254,7 +253,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """Everything a merge did.
+    """The report of one merge.
 
     Distances are Frobenius norms of donor - anchor over the tensors that have an axis in the space. `files` are the
     alignment files by which donors were moved, nothing being matched. Fingerprints, by
@@ -298,7 +297,7 @@ class MergeReport:
         return "\n".join([f"anchor: {self.anchor}", *moved, *chosen, *(f"note: {note}" for note in self.notes)])
 
     def unmoved(self) -> str:
-        """What there is to say of a merge for which no model was moved."""
+        """A sentence on a merge that moved no model."""
         if self.own_method:
             return f"No model was moved; `{self.delegate}` merged the models as they are"
         return f"No model was moved: this is the plain merge by `{self.delegate}`"
@@ -336,7 +335,7 @@ class MergeReport:
         return cls(**{**known, "rows": rows, "search": search})
 
     def text(self) -> str:
-        """What its file holds."""
+        """The full report as JSON text."""
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     def write(self, path: str) -> None:
@@ -351,10 +350,10 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in ("rotation-merge", "mergekit", "torch", "transformers"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions

@@ -89,22 +89,22 @@ def lay_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | No
     }
     blocks: list[Block] = []
     modules = {name: module for name, module in spec.modules.items() if holds(root, module.when)}
-    own = {name: (values.get(module.config) or {}) if module.config else {} for name, module in modules.items()}
+    nested = {name: (values.get(module.config) or {}) if module.config else {} for name, module in modules.items()}
     for module, definition in modules.items():
-        inner = _named({**values, **own[module]}, definition.variables)
+        inner = _named({**values, **nested[module]}, definition.variables)
         scope = replace(root, config=inner, spaces=streams)
         blocks += _module_blocks(scope, module, definition)
     groups = {name: stream_groups(spec, values, name, blocks) for name in streams}
     still = {name: spec.streams[name].output for name, admitted in groups.items() if admitted == ("none",)}
-    given = {name: evaluate(output, values) if output else "last_hidden_state" for name, output in still.items()}
+    outputs = {name: evaluate(output, values) if output else "last_hidden_state" for name, output in still.items()}
     return Architecture(
         family=spec.family,
         streams=streams,
         stream_groups=groups,
-        handed_out={name: output for name, output in given.items() if output},
+        handed_out={name: output for name, output in outputs.items() if output},
         blocks=tuple(blocks),
         layers_key={
-            module: f"{definition.config}.{definition.layers_key}" if own[module] else definition.layers_key
+            module: f"{definition.config}.{definition.layers_key}" if nested[module] else definition.layers_key
             for module, definition in modules.items()
         },
         limits=tuple(spec.limits),
@@ -134,8 +134,11 @@ def _module_blocks(scope: Scope, module: str, definition: ModuleSpec) -> list[Bl
         config = _named({**scope.config, "i": index}, definition.layer.variables)
         inner = replace(scope, config=config)
         local = path.replace("{base}", "")
-        own = {name: space_of(inner, local + name, space) for name, space in definition.layer.spaces.items()}
-        spaces = {name: _spanning(inner, name, definition.layer.spaces[name], own[name], spans) for name in own}
+        local_spaces = {name: space_of(inner, local + name, space) for name, space in definition.layer.spaces.items()}
+        spaces = {
+            name: _spanning(inner, name, definition.layer.spaces[name], local_spaces[name], spans)
+            for name in local_spaces
+        }
         layer_scope = replace(inner, prefix=definition.layer.path, spaces={**scope.spaces, **spaces})
         block = _block(layer_scope, definition.layer, path.rstrip("."), module, index, "layer", spaces)
         unread = tuple(path + name for name, when in definition.layer.dropped.items() if holds(layer_scope, when))
@@ -231,19 +234,19 @@ def _tensor(scope: Scope, path: str, spec: TensorSpec | None) -> list[TensorInfo
     axes = tuple(_axis(scope, path, label) for label in spec.axes)
     key = scope.prefix + path
     real = key.replace("{i}", str(scope.config.get("i", "")))
-    other = (scope.prefix + spec.unless).replace("{i}", str(scope.config.get("i", ""))) if spec.unless else None
+    unless = (scope.prefix + spec.unless).replace("{i}", str(scope.config.get("i", ""))) if spec.unless else None
     if "{e}" in real and not axes[0].size:
         return []
     if "{e}" in real:
         scope.check_count(axes[0].size or 0, "experts", FEW_EXPERTS)
     common = _translation(scope, path, spec.common) if spec.common else None
-    return [TensorInfo(key, (real,), axes, spec.optional, "{e}" in real, tuple(spec.tied), other, spec.offset, common)]
+    return [TensorInfo(key, (real,), axes, spec.optional, "{e}" in real, tuple(spec.tied), unless, spec.offset, common)]
 
 
 def _translation(scope: Scope, path: str, name: str) -> Space:
     space = scope.spaces.get(name)
     if space is None or space.kind != "translation":
-        known = ", ".join(name for name, one in scope.spaces.items() if one.kind == "translation")
+        known = ", ".join(name for name, space in scope.spaces.items() if space.kind == "translation")
         raise scope.error(f"'{path}': no space of translations is called '{name}'", f"known here: {known or 'none'}")
     return space
 
@@ -254,10 +257,10 @@ def _axis(scope: Scope, path: str, label: AxisLabel) -> Axis:
     pieces = tuple(_piece(scope, path, piece) for piece in label.split or label.interleave or [])
     depth = 0 if label.split else label.depth
     if len({factors_of(piece)[:depth] for piece in pieces}) != 1:
-        what = (
+        problem = (
             f"the pieces of a fused axis share no {depth} leading factors" if pieces else "a fused axis without pieces"
         )
-        raise scope.error(f"'{path}': {what}", 'write {"split": [...]} or {"interleave": [...]}, and its "depth"')
+        raise scope.error(f"'{path}': {problem}", 'write {"split": [...]} or {"interleave": [...]}, and its "depth"')
     return Axis(pieces, depth, label="fused")
 
 

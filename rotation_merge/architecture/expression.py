@@ -118,10 +118,10 @@ def _boolean(node: ast.BoolOp, config: Mapping[str, Any]) -> Any:
 
 
 def _comparison(node: ast.Compare, config: Mapping[str, Any]) -> bool:
-    left = _value(node.left, config)
+    operand = _value(node.left, config)
     for op, item in zip(node.ops, node.comparators, strict=True):
         right = _value(item, config)
-        if not _COMPARE[type(op)](left, right):
+        if not _COMPARE[type(op)](operand, right):
             return False
-        left = right
+        operand = right
     return True

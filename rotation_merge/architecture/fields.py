@@ -66,12 +66,14 @@ def differences(anchor: Mapping[str, Any], donor: Mapping[str, Any], own_family:
         own_family: the family is none of ours, so that entries that are not known may matter.
     """
     known = fields()
-    for name, ours, theirs, kinds in _pairs(anchor, donor):
+    for name, anchor_value, donor_value, kinds in _pairs(anchor, donor):
         last = name.rpartition(".")[2]
         field = known.get(last, UNKNOWN if own_family else None)
-        same = _plain(ours) == _plain(theirs) or (last == "model_type" and alike(ours, theirs))
+        same = _plain(anchor_value) == _plain(donor_value) or (
+            last == "model_type" and alike(anchor_value, donor_value)
+        )
         if field is not None and field.verdict != "harmless" and not same:
-            yield Difference(name, field, ours, theirs, kinds)
+            yield Difference(name, field, anchor_value, donor_value, kinds)
 
 
 def _pairs(
@@ -83,13 +85,13 @@ def _pairs(
     if anchor.get("model_type") != donor.get("model_type"):
         anchor, donor, kinds = spelled_out(anchor), spelled_out(donor), True
     for name in names:
-        ours, theirs = anchor.get(name), donor.get(name)
+        anchor_value, donor_value = anchor.get(name), donor.get(name)
         if name in ("id2label", "label2id") or not (prefix or kinds or (name in anchor and name in donor)):
             continue
-        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-            yield from _pairs(ours, theirs, f"{prefix}{name}.", kinds)
+        if isinstance(anchor_value, Mapping) and isinstance(donor_value, Mapping):
+            yield from _pairs(anchor_value, donor_value, f"{prefix}{name}.", kinds)
         else:
-            yield prefix + name, ours, theirs, kinds
+            yield prefix + name, anchor_value, donor_value, kinds
 
 
 def _plain(value: Any) -> Any:

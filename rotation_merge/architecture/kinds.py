@@ -17,16 +17,16 @@ ALIKE = (
 """Kinds of models (`model_type`) whose classes compute alike where entries of their configs do not say otherwise."""
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(first_kind: Any, second_kind: Any) -> bool:
     """Whether models of two different kinds compute the same by the same weights and entries."""
-    return any(one in kinds and other in kinds for kinds in ALIKE)
+    return any(first_kind in kinds and second_kind in kinds for kinds in ALIKE)
 
 
 def spelled_out(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config, or one within a config, with the values by which its class computes where it says nothing, so that it
     can be compared with one of another kind."""
     layers, size, heads = (config.get(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    found: dict[str, Any] = {
+    explicit: dict[str, Any] = {
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
@@ -34,18 +34,18 @@ def spelled_out(config: Mapping[str, Any]) -> dict[str, Any]:
         **config,
     }
     if width := config.get("head_dim") or (size // heads if size and heads else None):
-        found.setdefault("attention_multiplier", width**-0.5)
+        explicit.setdefault("attention_multiplier", width**-0.5)
     window, positions = config.get("sliding_window"), config.get("max_position_embeddings")
     slides = bool(window) and (not positions or window < positions)
     kinds = config.get("layer_types") or [SLIDING if slides else FULL] * (layers or 0)
     if {*kinds} <= {SLIDING, FULL}:
-        found["layer_types"] = kinds if slides else [FULL] * len(kinds)
-        found["sliding_window"] = window if slides and SLIDING in kinds else None
-    found.setdefault("no_rope_layers", [1] * len(kinds))
+        explicit["layer_types"] = kinds if slides else [FULL] * len(kinds)
+        explicit["sliding_window"] = window if slides and SLIDING in kinds else None
+    explicit.setdefault("no_rope_layers", [1] * len(kinds))
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_theta" in rope:
-        found["rope_parameters"] = {"rope_type": "default", "partial_rotary_factor": 1.0, **rope}
-    return found
+        explicit["rope_parameters"] = {"rope_type": "default", "partial_rotary_factor": 1.0, **rope}
+    return explicit
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

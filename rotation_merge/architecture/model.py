@@ -180,8 +180,8 @@ class TensorInfo:
 
     def roles(self) -> list[tuple[str, str]]:
         """The spaces by name, each with the role that an axis plays there."""
-        found = [(part.space.name, part.role) for axis in self.axes for part in axis.parts]
-        return found if self.common is None else [*found, (self.common.name, "")]
+        roles = [(part.space.name, part.role) for axis in self.axes for part in axis.parts]
+        return roles if self.common is None else [*roles, (self.common.name, "")]
 
     @property
     def vocabulary_axis(self) -> int | None:
@@ -310,8 +310,8 @@ class Architecture:
         """The same of which some tensors are not known."""
         if not names:
             return self
-        kept = [tuple(info for info in block.tensors if info.name not in names) for block in self.blocks]
-        blocks = zip(self.blocks, kept, strict=True)
+        known = [tuple(info for info in block.tensors if info.name not in names) for block in self.blocks]
+        blocks = zip(self.blocks, known, strict=True)
         return replace(self, blocks=tuple(b if len(k) == len(b.tensors) else replace(b, tensors=k) for b, k in blocks))
 
     def named(self) -> dict[str, TensorInfo]:
@@ -328,8 +328,8 @@ class Architecture:
 def spell(name: str, base: str, spelling: Iterable[tuple[str, str]]) -> str:
     """A name of an architecture file as a checkpoint spells it."""
     name = name.replace("{base}", base)
-    for ours, theirs in spelling:
-        name = name.replace(ours, theirs)
+    for file_spelling, checkpoint_spelling in spelling:
+        name = name.replace(file_spelling, checkpoint_spelling)
     return name
 
 

@@ -42,8 +42,8 @@ def load_file(path: Path) -> ArchitectureSpec:
     try:
         return ArchitectureSpec.model_validate(_read(path))
     except ValidationError as error:
-        entry, what, remedy = explain(error)
-        raise ArchitectureError(f"entry '{entry}': {what}", where=str(path), remedy=remedy) from error
+        entry, problem, remedy = explain(error)
+        raise ArchitectureError(f"entry '{entry}': {problem}", where=str(path), remedy=remedy) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def stores_codes(config: Mapping[str, Any]) -> Any:
 
 def _laid_out(spec: ArchitectureSpec, config: Mapping[str, Any], tensors: int | None = None) -> Architecture:
     """`lay_out`, once for all models of one config: those of a merge, and what they are with a head of their own."""
-    told = {key: value for key, value in config.items() if key != "_name_or_path"}
-    key = id(spec), json.dumps(told, sort_keys=True, default=repr)
+    described = {key: value for key, value in config.items() if key != "_name_or_path"}
+    key = id(spec), json.dumps(described, sort_keys=True, default=repr)
     if key not in _laid:
         if len(_laid) >= _MOST_LAID:
             _laid.clear()
@@ -238,13 +238,13 @@ def _best_spelling(
 ) -> tuple[Architecture, list[str], list[str]]:
     """The model under the names that fit a checkpoint, what is missing then, and what is unknown: the first names
     under which nothing is either, else those with the least missing, then the least unknown."""
-    found = []
+    candidates = []
     for base, spelling in itertools.product(spec.bases, spec.spellings):
         candidate = _present_only(spelled(laid, base, spelling), present, untie)
-        found.append((candidate, _missing(candidate, present), unknown_names(candidate, spec, present)))
-        if not any(found[-1][1:]):
+        candidates.append((candidate, _missing(candidate, present), unknown_names(candidate, spec, present)))
+        if not any(candidates[-1][1:]):
             break
-    return min(found, key=lambda entry: (len(entry[1]), len(entry[2])))
+    return min(candidates, key=lambda entry: (len(entry[1]), len(entry[2])))
 
 
 @dataclass(frozen=True)
@@ -267,25 +267,27 @@ def every_name(config: Mapping[str, Any]) -> dict[str, Spot]:
     spec = find(config)
     if spec is None:
         return {}
-    found: dict[str, Spot] = {}
+    spots: dict[str, Spot] = {}
     laid = _laid_out(spec, config)
     for base, spelling in itertools.product(spec.bases, spec.spellings):
         for block in spelled(laid, base, spelling).blocks:
             for info in block.tensors:
                 spot = Spot(block.module, block.place, block.index, info, base, tuple(spelling))
                 for name in info.names:
-                    found.setdefault(name, spot)
-    return found
+                    spots.setdefault(name, spot)
+    return spots
 
 
 def other_names(config: Mapping[str, Any], architecture: Architecture) -> dict[str, str]:
     """The names that tensors of a checkpoint may have elsewhere (in its class, in older files), and those they have."""
-    here = {(b.module, b.place, b.index, info.key): info.names for b in architecture.blocks for info in b.tensors}
-    found: dict[str, str] = {}
+    checkpoint_names = {
+        (b.module, b.place, b.index, info.key): info.names for b in architecture.blocks for info in b.tensors
+    }
+    renamed: dict[str, str] = {}
     for name, spot in every_name(config).items():
-        names = here.get((spot.module, spot.place, spot.index, spot.info.key), ())
-        found.update((n, own) for n, own in zip(spot.info.names, names, strict=False) if n == name)
-    return found
+        names = checkpoint_names.get((spot.module, spot.place, spot.index, spot.info.key), ())
+        renamed.update((n, stored_name) for n, stored_name in zip(spot.info.names, names, strict=False) if n == name)
+    return renamed
 
 
 def unread(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
@@ -348,10 +350,10 @@ def _present_only(architecture: Architecture, present: set[str], untie: bool) ->
 
     blocks = []
     for block in architecture.blocks:
-        kept = tuple(filter(there, block.tensors))
-        used = {space.name for tensor in kept for space in tensor.spaces()}
+        present_tensors = tuple(filter(there, block.tensors))
+        used = {space.name for tensor in present_tensors for space in tensor.spaces()}
         spaces = {local: space for local, space in block.spaces.items() if space.name in used}
-        blocks.append(replace(block, tensors=kept, spaces=spaces))
+        blocks.append(replace(block, tensors=present_tensors, spaces=spaces))
     return replace(architecture, blocks=tuple(block for block in blocks if block.tensors))
 
 
@@ -364,11 +366,11 @@ def unaligned(names: Collection[str], config: Mapping[str, Any] | None = None) -
     Tensors whose names share a layer number (`model.layers.3.`) form a block; each other tensor is one of its own.
     The config key of the number of layers is the one that names layers and holds that number.
     """
-    found = {name: _LAYER.match(name) for name in names}
-    stacks = dict.fromkeys(match["stack"] for match in found.values() if match)
+    matches = {name: _LAYER.match(name) for name in names}
+    stacks = dict.fromkeys(match["stack"] for match in matches.values() if match)
     module = {stack: "default" if len(stacks) == 1 else stack for stack in stacks}
     blocks: dict[str, Block] = {}
-    for name, match in found.items():
+    for name, match in matches.items():
         place = f"{match['stack']}.{match['index']}" if match else name
         block = blocks.get(place) or Block(
             place,

@@ -20,14 +20,14 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 def size_keys(spec: ArchitectureSpec) -> set[str]:
     """The config's entries that the sizes of streams, heads and neurons are computed from."""
-    found: set[str] = set()
-    wanted = {name for expression in _expressions(spec) for name in _names(expression)}
-    while wanted:
-        name = wanted.pop()
-        if name not in found:
-            found.add(name)
-            wanted |= set(_names(spec.variables.get(name)))
-    return found - spec.variables.keys() - {module.layers_key for module in spec.modules.values()}
+    keys: set[str] = set()
+    pending = {name for expression in _expressions(spec) for name in _names(expression)}
+    while pending:
+        name = pending.pop()
+        if name not in keys:
+            keys.add(name)
+            pending |= set(_names(spec.variables.get(name)))
+    return keys - spec.variables.keys() - {module.layers_key for module in spec.modules.values()}
 
 
 def _names(expression: Any) -> list[str]:
@@ -36,15 +36,15 @@ def _names(expression: Any) -> list[str]:
 
 def _expressions(spec: ArchitectureSpec) -> Iterator[Any]:
     spaces = [space for module in spec.modules.values() for space in module.layer.spaces.values()]
-    for one in (*spec.streams.values(), *spaces):
-        for entry in SIZES.get(type(one), ()):
-            yield getattr(one, entry)
+    for entry_spec in (*spec.streams.values(), *spaces):
+        for entry in SIZES.get(type(entry_spec), ()):
+            yield getattr(entry_spec, entry)
 
 
-def of_sizes(spec: ArchitectureSpec, own: Mapping[str, Any], larger: Mapping[str, Any]) -> dict[str, int]:
+def of_sizes(spec: ArchitectureSpec, config: Mapping[str, Any], larger: Mapping[str, Any]) -> dict[str, int]:
     """The entries of a config that make a model as large as another one."""
     return {
         key: larger[key]
         for key in sorted(size_keys(spec))
-        if isinstance(larger.get(key), int) and not isinstance(larger[key], bool) and larger[key] != own.get(key)
+        if isinstance(larger.get(key), int) and not isinstance(larger[key], bool) and larger[key] != config.get(key)
     }

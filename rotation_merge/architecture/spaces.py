@@ -38,7 +38,7 @@ class Scope:
     spaces: Mapping[str, Space]
     tensors: int | None = None
 
-    def check_count(self, count: int, what: str, least: int) -> None:
+    def check_count(self, count: int, items: str, least: int) -> None:
         """Refuse more of something than a checkpoint's tensors can be, before as many are made.
 
         Args:
@@ -49,12 +49,12 @@ class Scope:
         """
         if self.tensors is not None and count > max(self.tensors, least):
             raise CheckpointError(
-                f"its config says that there are {count} {what}, and it has {self.tensors} tensors",
+                f"its config says that there are {count} {items}, and it has {self.tensors} tensors",
                 remedy="config.json is damaged, or that of another model",
             )
 
-    def error(self, what: str, remedy: str) -> ArchitectureError:
-        return ArchitectureError(what, where=f"architecture file '{self.spec.family}'", remedy=remedy)
+    def error(self, problem: str, remedy: str) -> ArchitectureError:
+        return ArchitectureError(problem, where=f"architecture file '{self.spec.family}'", remedy=remedy)
 
 
 def holds(scope: Scope, when: Expression) -> bool:
@@ -62,7 +62,7 @@ def holds(scope: Scope, when: Expression) -> bool:
     return when is None or bool(evaluate(when, scope.config))
 
 
-def integer(scope: Scope, expression: Expression, what: str) -> int:
+def integer(scope: Scope, expression: Expression, role: str) -> int:
     """A size.
 
     Raises:
@@ -72,7 +72,7 @@ def integer(scope: Scope, expression: Expression, what: str) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise scope.error(f"{what}: '{expression}' is {value!r}, not a size", "check the keys in config.json")
+        raise scope.error(f"{role}: '{expression}' is {value!r}, not a size", "check the keys in config.json")
     return value
 
 
@@ -80,10 +80,10 @@ def space_of(scope: Scope, name: str, spec: LocalSpace) -> Space:
     """A local space; one whose sizes the config does not give has none, and cannot be used."""
     if isinstance(spec, AttentionSpec):
         return _attention(scope, name, spec)
-    given = {key: getattr(spec, key) for key in _SIZES if hasattr(spec, key)}
+    expressions = {key: getattr(spec, key) for key in _SIZES if hasattr(spec, key)}
     sizes = {
         key: integer(scope, size, f"{key} of space {name}") if evaluate(size, scope.config) else 0
-        for key, size in given.items()
+        for key, size in expressions.items()
     }
     if not isinstance(spec, FfnSpec | ExpertsSpec):
         return Space(name, spec.kind, sizes, head=isinstance(spec, TranslationSpec) and spec.head)

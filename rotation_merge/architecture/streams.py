@@ -47,11 +47,11 @@ def _read_in_their_blocks(stream: str, blocks: Sequence[Block]) -> bool:
 
     A layer's reader named with its layer is in that layer, or a model of this config has none.
     """
-    own = [{stem_of(tensor.key) for tensor in block.tensors} for block in blocks]
-    everywhere = {stem for stems in own for stem in stems}
-    for block, here in zip(blocks, own, strict=True):
+    readers = [{stem_of(tensor.key) for tensor in block.tensors} for block in blocks]
+    everywhere = {stem for stems in readers for stem in stems}
+    for block, own_readers in zip(blocks, readers, strict=True):
         reads = {stem_of(key) for norm in block.norms if norm.stream == stream for key in norm.reads}
-        elsewhere = (reads & everywhere) - here
+        elsewhere = (reads & everywhere) - own_readers
         if any(block.index is None or "{i}" not in stem for stem in elsewhere):
             return False
     return True

@@ -85,8 +85,10 @@ def page() -> str:
 
 def _models(specs: list[ArchitectureSpec]) -> str:
     """Every name under which people know a model, and the family that it is of."""
-    found = sorted(((name, spec) for spec in specs for name in spec.models or [spec.title]), key=lambda x: x[0].lower())
-    return "## Models\n\n| Model | Family |\n|---|---|\n" + "".join(f"| {n} | {spec.title} |\n" for n, spec in found)
+    models = sorted(
+        ((name, spec) for spec in specs for name in spec.models or [spec.title]), key=lambda x: x[0].lower()
+    )
+    return "## Models\n\n| Model | Family |\n|---|---|\n" + "".join(f"| {n} | {spec.title} |\n" for n, spec in models)
 
 
 def _row(spec: ArchitectureSpec) -> str:

@@ -24,8 +24,8 @@ from rotation_merge.linalg.ridge import RidgeSums
 from rotation_merge.model.fingerprint import compared_config
 from rotation_merge.run.maps import linear_map, same_map
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.stages import Seen, Stage, Taps, rows, stages
-from rotation_merge.run.store import Kept, Store
+from rotation_merge.run.stages import BlockActivations, Stage, Taps, rows, stages
+from rotation_merge.run.store import BatchStore, Store
 from rotation_merge.workers.memory import give_back
 from rotation_merge.workers.progress import Progress
 
@@ -68,7 +68,7 @@ class Teachers:
         self, runners: Sequence[Runner], who: Sequence[Sequence[tuple[int, int, float]]], store: Store
     ) -> None:
         self.runners: Sequence[Runner] = runners
-        self.who, self.kept = who, Kept(store, "answer")
+        self.who, self.kept = who, BatchStore(store, "answer")
         self._taps: list[Taps] = []
 
     def learn(self, block: Block, wanted: frozenset[str]) -> bool:
@@ -282,7 +282,7 @@ class Refit:
         sums.flush()
         return [self._fit(key, taps, sums, places[key]) for key in sums.cross]
 
-    def _lack(self, batch: int, key: str, stage: Stage, seen: Seen, wanted: Answer) -> Tensor:
+    def _lack(self, batch: int, key: str, stage: Stage, seen: BlockActivations, wanted: Answer) -> Tensor:
         """What the output of a map lacks, (positions, out)."""
         lack = lacking(key, stage, seen, wanted)
         if self.alpha == 1.0 or self.by_own_maps is None:
@@ -365,7 +365,7 @@ def _keep(result: Refitted, why: str, names: Sequence[str]) -> None:
         result.kept.setdefault(why, []).extend(names)
 
 
-def lacking(key: str, stage: Stage, seen: Seen, wanted: Answer) -> Tensor:
+def lacking(key: str, stage: Stage, seen: BlockActivations, wanted: Answer) -> Tensor:
     """What the output of a map of the merge lacks, (positions, out).
 
     Of a map that writes the stream it is what the stream lacks, over how much the output counts there.
@@ -374,7 +374,7 @@ def lacking(key: str, stage: Stage, seen: Seen, wanted: Answer) -> Tensor:
     if branch is None:
         return rows(wanted[key]) - rows(seen.outputs[key])
     apart = rows(wanted[branch.place]) - rows(seen.stream[branch.place])
-    for other, gain in branch.others:
+    for other, gain in branch.added:
         apart = apart - gain * (rows(wanted[other]) - rows(seen.outputs[other]))
     counts = branch.gain != 0
     return torch.where(counts, apart / torch.where(counts, branch.gain, torch.ones_like(branch.gain)), 0.0)

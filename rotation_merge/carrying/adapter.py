@@ -17,7 +17,7 @@ from rotation_merge.errors import AlignmentError, CheckpointError
 from rotation_merge.model.adapters import Adapter
 from rotation_merge.model.factors import LowRank, dense, factor_infos, output_axis, stacks
 from rotation_merge.model.labels import Rows, in_order
-from rotation_merge.model.lora import WHOLE, WRONG_BASE, AdapterWeights, Entry, parse
+from rotation_merge.model.lora import WHOLE, WRONG_BASE, AdapterEntry, AdapterWeights, parse
 from rotation_merge.model.lora_form import taken_apart
 from rotation_merge.model.source import TensorSource, check_shape, read_tensor
 from rotation_merge.model.sources import Respelled
@@ -117,12 +117,12 @@ class _BlockOfAdapter:
     scale: float = 1.0
     rows: Rows = field(default_factory=dict)
 
-    def carry(self, entries: list[Entry], saved: Mapping[str, str]) -> None:
+    def carry(self, entries: list[AdapterEntry], saved: Mapping[str, str]) -> None:
         """
         Args:
             saved: keys of the block's tensors that the adapter holds whole, by their names in it.
         """
-        groups: dict[str, list[Entry]] = {}
+        groups: dict[str, list[AdapterEntry]] = {}
         for entry in entries:
             groups.setdefault(entry.spot.info.key, []).append(entry)
         low: Changes = {key: self._change(group) for key, group in groups.items()}
@@ -164,7 +164,7 @@ class _BlockOfAdapter:
 
     # --- factors
 
-    def _change(self, entries: list[Entry]) -> LowRank:
+    def _change(self, entries: list[AdapterEntry]) -> LowRank:
         """The change of one tensor; of experts that are stored apart, of all of them."""
         first, info = entries[0], self._info(entries[0].spot.info.key)
         a, b = self._factors(first, info)
@@ -184,7 +184,7 @@ class _BlockOfAdapter:
         self._check(info, a, b)
         return LowRank(a, b, first.scale)
 
-    def _factors(self, entry: Entry, info: TensorInfo) -> tuple[Tensor, Tensor]:
+    def _factors(self, entry: AdapterEntry, info: TensorInfo) -> tuple[Tensor, Tensor]:
         """Both factors in float64; a bias (`lora_bias`) is one more column of b, to which a gives nothing."""
         a, b = (self.adapter.tensor(key).double() for key in (entry.a, entry.b))
         if entry.bias is not None:
@@ -213,7 +213,7 @@ class _BlockOfAdapter:
                     remedy=WRONG_BASE,
                 )
 
-    def _write(self, entries: list[Entry], before: Change, moved: Change) -> None:
+    def _write(self, entries: list[AdapterEntry], before: Change, moved: Change) -> None:
         """Put a carried change back under the adapter's names."""
         assert isinstance(moved, LowRank)
         first, info = entries[0], self._info(entries[0].spot.info.key)
@@ -231,7 +231,7 @@ class _BlockOfAdapter:
     def _put(self, key: str, tensor: Tensor) -> None:
         self.result.adapter.tensors[key] = tensor.to(self.adapter.tensor(key).dtype).contiguous()
 
-    def _write_constant(self, entry: Entry, constant: Tensor) -> None:
+    def _write_constant(self, entry: AdapterEntry, constant: Tensor) -> None:
         """What is left over of a norm's shift, in peft's `lora_bias` (which is multiplied by the scale)."""
         if stacks(self._info(entry.spot.info.key)) or entry.change.embedding:
             raise self._refused(f"what a norm's shift leaves over in '{entry.module}' has no place", SMALLER)
@@ -241,7 +241,7 @@ class _BlockOfAdapter:
         tensors[entry.bias_key] = added.to(tensors[entry.b].dtype)
         self.result.constants.append(entry.module)
 
-    def _write_magnitude(self, entry: Entry, before: Change, moved: Change, constant: Tensor | None) -> None:
+    def _write_magnitude(self, entry: AdapterEntry, before: Change, moved: Change, constant: Tensor | None) -> None:
         """DoRA: each output keeps what its magnitude is to the length of its row, the product added.
 
         Source: DoRA, arXiv 2402.09353, eq. 5: the weight is ``m V / |V|``, row by row, with ``V = W + s B A``.
@@ -305,7 +305,7 @@ def _bias_of(key: str) -> str:
     return key.removesuffix("weight") + "bias"
 
 
-def _give_biases(adapter: Adapter, entries: Iterable[Entry], result: CarriedAdapter) -> None:
+def _give_biases(adapter: Adapter, entries: Iterable[AdapterEntry], result: CarriedAdapter) -> None:
     """peft gives every module a bias or none (`lora_bias`): those without get one of zeros."""
     tensors = result.adapter.tensors
     for entry in entries:

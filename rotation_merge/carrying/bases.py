@@ -171,7 +171,7 @@ class Bases:
         run = Run()
         run.note(f"The bases were aligned by the file {path}; nothing was matched.")
         file, name = read_file(self.pair, path, untie=True), str(self.old.reference)
-        run.moved_by(name, GivenFile(path, name, file.made))
+        run.moved_by(name, GivenFile(path, name, file.metadata))
         return file.alignment, self.pair.report(run, base=str(self.new.reference))
 
     def carrier(self, alignment: Alignment, dtype: str | None = None) -> Carrier:

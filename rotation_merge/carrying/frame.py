@@ -98,7 +98,7 @@ class Frame:
             architecture: by which its tensors are named.
         """
         own = _met(self.new, architecture, self.layers)
-        return Framed(source, Respelled(source, own, self.grow_old.own), self.grow_old)
+        return Framed(source, Respelled(source, own, self.grow_old.narrow), self.grow_old)
 
     def of(self, block: Block, info: TensorInfo) -> TensorInfo:
         """A tensor of the new base in the common sizes."""

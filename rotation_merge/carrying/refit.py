@@ -34,7 +34,7 @@ from rotation_merge.run.functions import Batch, architecture_of
 from rotation_merge.run.maps import linear_map
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.stages import LAYER, Taps, rows
-from rotation_merge.run.store import Kept, Store
+from rotation_merge.run.store import BatchStore, Store
 from rotation_merge.workers.progress import Progress
 
 
@@ -64,7 +64,7 @@ class FrameMaps:
             return None
         blocks = [
             next(b for b in one.blocks if b.name == there.name)
-            for one in (frame.grow_old.own, frame.common, frame.grow_new.own)
+            for one in (frame.grow_old.narrow, frame.common, frame.grow_new.narrow)
         ]
         found = [_given(one, key) for one in blocks]
         if any(one is None or not one.axes[1].parts for one in found):
@@ -114,10 +114,10 @@ class ChangedAnswers:
     scale: float = 1.0
     ridge: float = 0.01
     between: FrameMaps | None = None
-    _kept: Kept = field(init=False)
+    _kept: BatchStore = field(init=False)
 
     def __post_init__(self) -> None:
-        self._kept = Kept(self.store, "answer")
+        self._kept = BatchStore(self.store, "answer")
 
     @property
     def runners(self) -> tuple[Runner, ...]:

@@ -66,10 +66,10 @@ def command(
     if yes:
         commit = publish(plan, private)
         if as_json:
-            print_json({"repository": repo, "revision": commit, "left_out": plan.left})
+            print_json({"repository": repo, "revision": commit, "left_out": plan.kept_back})
         else:
             say(f"Published: {repo}@{commit}", "green")
-            _say_left(plan.left)
+            _say_left(plan.kept_back)
             _say_unpublished(plan)
             say(f"'rotation-merge pull {repo}@{commit} DIR' gets it.")
         return 0
@@ -77,7 +77,7 @@ def command(
     texts = {item.place: item.text for item in items if item.place in (CARD, RECIPE)}
     if as_json:
         files = {item.place: item.size for item in items}
-        facts = {"files": files, "left_out": plan.left, "card": texts[CARD], "recipe": texts.get(RECIPE)}
+        facts = {"files": files, "left_out": plan.kept_back, "card": texts[CARD], "recipe": texts.get(RECIPE)}
         print_json({"repository": repo, **facts})
         return 0
     if verbose():
@@ -88,7 +88,7 @@ def command(
                 say(f"\n--- {place}\n{texts[place]}")
     else:
         _summarise(plan, items)
-    _say_left(plan.left)
+    _say_left(plan.kept_back)
     _say_unpublished(plan)
     more = f" ({UNKNOWN}: the commit of the files that the recipe reads.)" if verbose() else " -v shows it all."
     note(f"Nothing was sent: add --yes.{more}")

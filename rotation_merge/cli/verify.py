@@ -8,7 +8,7 @@ import torch
 from rotation_merge.cli.paths import MODEL, SAMPLE_SOURCE
 from rotation_merge.cli.show import json_option, print_json, say, shown
 from rotation_merge.errors import CheckpointError
-from rotation_merge.run.answers import Layered, answering
+from rotation_merge.run.answers import LayerwiseModel, answering
 from rotation_merge.run.functions import stored_dtype
 from rotation_merge.run.inputs import random_batch
 from rotation_merge.run.proof import ROUNDINGS, coarser, largest_difference, own_rounding
@@ -65,7 +65,7 @@ def command(
         from rotation_merge.run.data import read_batches
         from rotation_merge.run.written import SELF
 
-        if data == SELF and isinstance(a, Layered):
+        if data == SELF and isinstance(a, LayerwiseModel):
             what = "is too large to be held whole, as writing text itself would need"
             raise CheckpointError(what, where=model_a, remedy="give --data a file")
         inputs += read_batches(data, model_a, a.model, limit=32).batches

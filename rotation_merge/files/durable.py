@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after the power fails: on disk before they take another's place."""
+"""Atomic, durable writes: a file is synced to disk before it replaces another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.partial")
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A name to write a file under; when the block ends well, it is on disk and has taken the place of `path`.
+    """A temporary name to write to; when the block ends without an error, the file is synced and replaces `path`.
 
     When the block does not end well, what stood there stands there still. The name is this run's own; what a killed
     process left beside the same file is removed.
@@ -42,16 +42,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def temporary_name(target: str) -> str:
-    """A name beside a file or folder that nobody else writes under, until it is whole."""
+    """An unused name beside a file or folder, to write to until it is complete."""
     folder, name = os.path.split(target)
     return os.path.join(folder, f".{name[:200]}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 def name_when_whole(path: str) -> str:
-    """The name of what is written under a temporary one; other names stay."""
+    """The final name of a temporary name; other names are returned unchanged."""
     folder, name = os.path.split(path)
-    found = _TEMPORARY.fullmatch(name)
-    return path if found is None else os.path.join(folder, found[1])
+    temporary = _TEMPORARY.fullmatch(name)
+    return path if temporary is None else os.path.join(folder, temporary[1])
 
 
 def remove_abandoned(target: str) -> None:
@@ -62,14 +62,14 @@ def remove_abandoned(target: str) -> None:
 
 
 def under_temporary_names(target: str) -> list[str]:
-    """What stands beside a file or folder under its temporary names."""
+    """Paths of all temporary files that belong to a file or folder."""
     folder, name = os.path.split(target)
     try:
         entries = os.listdir(folder)
     except OSError:
         return []
-    found = [entry for entry in entries if (match := _TEMPORARY.fullmatch(entry)) and match[1] == name[:200]]
-    return [os.path.join(folder, entry) for entry in sorted(found)]
+    temporaries = [entry for entry in entries if (match := _TEMPORARY.fullmatch(entry)) and match[1] == name[:200]]
+    return [os.path.join(folder, entry) for entry in sorted(temporaries)]
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

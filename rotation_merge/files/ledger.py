@@ -1,4 +1,4 @@
-"""What matching (or a barrier's path) has found so far, beside an output: an interrupted run goes on from there.
+"""Intermediate results of matching (or of a barrier) beside an output, so that an interrupted run resumes.
 
 It lies in `OUT.matching.unfinished` (`OUT.unfinished` is that of who merges into OUT). Nothing is written before
 matching has lasted `SECONDS`, and then as often at most: what is done in a minute costs nothing.
@@ -38,15 +38,15 @@ UNREADABLE = (OSError, SafetensorError, LookupError, ValueError, TypeError, Attr
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Something that was found: tensors, and what JSON can hold."""
+class LedgerEntry:
+    """An intermediate result: tensors, and facts that JSON can hold."""
 
     facts: dict[str, Any]
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Book:
-    """The entries of one run.
+class ResumeStore:
+    """The stored intermediate results of one run.
 
     Args:
         out: the output that they stand beside.
@@ -57,12 +57,12 @@ class Book:
     def __init__(self, out: str, mark: Callable[[], str], device: str = "cpu") -> None:
         self.place, self.device = Unfinished(f"{out}{MATCHING}"), device
         self._mark, self._asked = "", mark
-        self._pending: dict[str, Callable[[], Entry]] = {}
+        self._pending: dict[str, Callable[[], LedgerEntry]] = {}
         self._written, self._broken = time.monotonic(), False
         self._lock = threading.RLock()
 
-    def get(self, name: str) -> Entry | None:
-        """An entry that an earlier run has left; None: there is none, or it is damaged."""
+    def get(self, name: str) -> LedgerEntry | None:
+        """An entry of an earlier run; None if there is none, or it is damaged."""
         with self._lock:
             self._open()
         path = self._file(name)
@@ -72,27 +72,27 @@ class Book:
             with safe_open(str(path), framework="pt") as file:
                 facts, turned = (json.loads(file.metadata()[part]) for part in ("facts", "turned"))
                 tensors = {key: file.get_tensor(key).to(self.device) for key in file.keys()}  # noqa: SIM118
-                return Entry(facts, {key: x.mT if key in turned else x for key, x in tensors.items()})
+                return LedgerEntry(facts, {key: x.mT if key in turned else x for key, x in tensors.items()})
         except UNREADABLE as error:
             LOG.warning("%s is damaged (%s); its content is computed again", path, short(error))
             return None
 
-    def keep(self, name: str, made: Callable[[], Entry], large: bool) -> None:
-        """Keep an entry, in the place of one of the same name.
+    def keep(self, name: str, make_entry: Callable[[], LedgerEntry], large: bool) -> None:
+        """Store an entry; one of the same name is replaced.
 
         Args:
-            made: makes it, when it is written.
+            make_entry: makes it, when it is written.
             large: too large to wait in memory: it is written now or, where it is not yet time, not at all.
         """
         with self._lock:
             due = time.monotonic() - self._written >= SECONDS
             if due or not large:
-                self._pending[name] = made
+                self._pending[name] = make_entry
             if due:
                 self.write()
 
     def write(self) -> None:
-        """Write what waits. A disk without space keeps nobody from matching: that is said, and nothing more is kept."""
+        """Write pending entries. On a full disk, warn once and store nothing more."""
         with self._lock:
             pending, self._pending = self._pending, {}
             if self._broken or not pending:
@@ -101,8 +101,8 @@ class Book:
                 self._open()
                 self.place.path.mkdir(parents=True, exist_ok=True)
                 self.place.of(self._mark)
-                for name, made in pending.items():
-                    self._save(name, made())
+                for name, make_entry in pending.items():
+                    self._save(name, make_entry())
             except (OSError, SafetensorError) as error:
                 self._broken = True
                 LOG.warning(
@@ -113,7 +113,7 @@ class Book:
             self._written = time.monotonic()
 
     def interrupted(self) -> None:
-        """The run ends before its end: what has taken long is kept."""
+        """The run was interrupted: keep what took long to compute."""
         if time.monotonic() - self._written >= SECONDS or self.place.path.exists():
             self.write()
         if not any(self.place.path.glob("*.safetensors")):
@@ -122,7 +122,7 @@ class Book:
             LOG.warning("progress is kept in %s; run the same command to continue", self.place.path)
 
     def _open(self) -> None:
-        """Throw away what another run has left."""
+        """Delete the entries of other runs."""
         if self._mark:
             return
         self._mark = self._asked()
@@ -132,10 +132,12 @@ class Book:
         elif self.place.path.exists():
             LOG.info("continuing from %s", self.place.path)
 
-    def _save(self, name: str, entry: Entry) -> None:
-        own = entry.tensors
-        turned = [key for key, x in own.items() if x.ndim > 1 and not x.is_contiguous() and x.mT.is_contiguous()]
-        laid = {key: x.mT if key in turned else x for key, x in own.items()}  # read again, sums are added in one order
+    def _save(self, name: str, entry: LedgerEntry) -> None:
+        tensors = entry.tensors
+        turned = [key for key, x in tensors.items() if x.ndim > 1 and not x.is_contiguous() and x.mT.is_contiguous()]
+        laid = {
+            key: x.mT if key in turned else x for key, x in tensors.items()
+        }  # read again, sums are added in one order
         meta = {"name": name, "facts": json.dumps(entry.facts), "turned": json.dumps(turned)}
         with replacing(self._file(name)) as temporary:
             save_file(_apart(laid), temporary, metadata=meta)
@@ -146,34 +148,34 @@ class Book:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors wants them: contiguous, and no two in the same memory."""
-    found, seen = dict[str, Tensor](), set[int]()
+    """Tensors as safetensors needs them: contiguous, without shared memory."""
+    copies, addresses = dict[str, Tensor](), set[int]()
     for key, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        found[key] = own.clone() if own.untyped_storage().data_ptr() in seen else own
-        seen.add(own.untyped_storage().data_ptr())
-    return found
+        copy = tensor.detach().cpu().contiguous()
+        copies[key] = copy.clone() if copy.untyped_storage().data_ptr() in addresses else copy
+        addresses.add(copy.untyped_storage().data_ptr())
+    return copies
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where matching looks for what it has found before, and leaves what it finds, by name; by default nowhere."""
+    """A named scope of a `ResumeStore`; without a store, nothing is read or kept."""
 
-    book: Book | None = None
-    where: str = ""
+    book: ResumeStore | None = None
+    prefix: str = ""
 
     def under(self, name: str) -> Ledger:
-        """The same, for one part of the work."""
-        return Ledger(self.book, f"{self.where}{name}/")
+        """The scope of one part of the work."""
+        return Ledger(self.book, f"{self.prefix}{name}/")
 
-    def get(self, name: str) -> Entry | None:
-        """What was found before."""
-        return None if self.book is None else self.book.get(self.where + name)
+    def get(self, name: str) -> LedgerEntry | None:
+        """See `ResumeStore.get`."""
+        return None if self.book is None else self.book.get(self.prefix + name)
 
-    def keep(self, name: str, made: Callable[[], Entry], large: bool = False) -> None:
-        """See `Book.keep`."""
+    def keep(self, name: str, make_entry: Callable[[], LedgerEntry], large: bool = False) -> None:
+        """See `ResumeStore.keep`."""
         if self.book is not None:
-            self.book.keep(self.where + name, made, large)
+            self.book.keep(self.prefix + name, make_entry, large)
 
 
 NOWHERE = Ledger()
@@ -181,15 +183,15 @@ NOWHERE = Ledger()
 
 @contextmanager
 def kept_beside(out: str | None, mark: Callable[[], str], device: str | torch.device = "cpu") -> Iterator[Ledger]:
-    """A ledger beside an output, which goes where the block ends well, and stays where it does not.
+    """A ledger beside an output: deleted when the block ends without an error, else kept.
 
     Args:
-        out, mark, device: see `Book`; without an output nothing is kept.
+        out, mark, device: see `ResumeStore`; without an output nothing is kept.
     """
     if out is None:
         yield NOWHERE
         return
-    book = Book(out, mark, str(device))
+    book = ResumeStore(out, mark, str(device))
     try:
         yield Ledger(book)
     except BaseException:

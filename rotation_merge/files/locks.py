@@ -1,4 +1,4 @@
-"""Locks on files, which the system takes away when the process that holds them ends, however it ends."""
+"""File locks, which the system releases when the process that holds them ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def take(handle: int) -> bool | None:
 
 
 def new_locked_file(path: str) -> int | None:
-    """Create a file and lock it; the handle, which is to be closed, or None where there are no locks.
+    """Create a file and lock it; gives the open handle, or None if the file system has no locks.
 
     Raises:
         FileExistsError: it is there.
@@ -56,7 +56,7 @@ def new_locked_file(path: str) -> int | None:
 
 
 def remove_if_unlocked(path: str) -> None:
-    """Remove a file that the process that made it did not live to remove."""
+    """Remove a file that a killed process left behind."""
     with suppress(OSError):
         handle = os.open(path, os.O_RDWR | NO_LINK)
         try:
@@ -68,7 +68,7 @@ def remove_if_unlocked(path: str) -> None:
 
 @contextmanager
 def output_lock(out: str | os.PathLike[str]) -> Iterator[bool]:
-    """Let nobody else write a file or folder within the block, and remove what the lock needed; False: no locks here.
+    """Lock an output against other processes within the block; False if the file system has no locks.
 
     Folders that are missing above it are made, and go again where nothing has come into them. A block within a block
     of the same output holds it already.
@@ -85,8 +85,8 @@ def output_lock(out: str | os.PathLike[str]) -> Iterator[bool]:
         os.makedirs(parent, exist_ok=True)
         path, handle = _lock(target, str(out))
     except OSError as error:
-        what = f"cannot be written ({short(error.strerror or error).lower()})"
-        raise RotationMergeError(what, where=str(out), remedy="write somewhere else") from error
+        problem = f"cannot be written ({short(error.strerror or error).lower()})"
+        raise RotationMergeError(problem, where=str(out), remedy="write somewhere else") from error
     token = _held.set(_held.get() | ({target} if handle is not None else set()))
     try:
         yield handle is not None
@@ -101,7 +101,7 @@ def output_lock(out: str | os.PathLike[str]) -> Iterator[bool]:
 
 
 def _lock(target: str, out: str) -> tuple[str, int | None]:
-    """The locked file of an output, and its handle; None where there are no locks."""
+    """The lock file of an output, and its handle; None if the file system has no locks."""
     parent, name = os.path.split(target)
     beside, inside = os.path.join(parent, f".{name[:200]}.{LOCK}"), os.path.join(target, f".{LOCK}")
     try:
@@ -123,8 +123,8 @@ def _open_locked(path: str, out: str) -> int | None:
         if locked is False:
             process = os.read(handle, 20).decode("ascii", "replace").strip()
             os.close(handle)
-            what = f"another run{f' (process {process})' if process else ''} is writing it"
-            raise RotationMergeError(what, where=out, remedy="wait until that has ended, or write somewhere else")
+            problem = f"another run{f' (process {process})' if process else ''} is writing it"
+            raise RotationMergeError(problem, where=out, remedy="wait until that has ended, or write somewhere else")
         if locked is None:
             os.close(handle)
             with suppress(OSError):
@@ -146,7 +146,7 @@ def _is_still_at(handle: int, path: str) -> bool:
 
 
 def first_missing(path: str) -> str | None:
-    """The topmost directory that creating `path` would create."""
+    """The topmost missing directory of a path."""
     missing = None
     while not os.path.exists(path):
         missing, path = path, os.path.dirname(path)

@@ -1,4 +1,4 @@
-"""What a run writes is none of what it reads, neither lies in the other, and nobody else writes it meanwhile."""
+"""Checks that outputs and inputs of a run do not overlap, and locks the outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MATCHING_UNFINISHED = f"{MATCHING}{UNFINISHED}"
 
 @dataclass(frozen=True)
 class Input:
-    """Something that a run reads.
+    """A file or folder that a run reads.
 
     Attributes:
         name: as the user wrote it: a path, a name on the hub, BASE+ADAPTER.
@@ -32,7 +32,7 @@ class Input:
     kind: str
 
     def paths(self, cache: str | None = None) -> list[str]:
-        """Where it lies, and where the files lie that links in it stand for."""
+        """Its real path, and the targets of links in it."""
         if self.kind == DATA and (self.name in WORDS or self.name.startswith("demo:")):
             return []
         if os.path.lexists(self.name):
@@ -50,7 +50,7 @@ else; the place of unfinished work beside an output, which goes with it."""
 
 @dataclass(frozen=True)
 class Output:
-    """Something that a run writes.
+    """A file or folder that a run writes.
 
     Attributes:
         path: where.
@@ -74,7 +74,7 @@ class Output:
 
 
 def check_outputs(outputs: Iterable[Output], inputs: Iterable[Input], cache: str | None = None) -> None:
-    """Refuse what a run writes where it is something that the run reads, lies in it, or holds it, by real paths.
+    """Refuse an output that is an input, lies in one, or holds one, by real paths.
 
     Args:
         cache: where models of the hub are kept, if not in the usual place.
@@ -106,7 +106,7 @@ class _Place:
         self.above = {mark for place in places for mark in _above(place)}
 
     def against(self, read: _Place) -> str:
-        """How what is written here lies to what is read there; empty: apart."""
+        """How an output overlaps an input, in words; empty if they are apart."""
         if self.marks & read.marks:
             return SAME
         return INSIDE if read.marks & self.above else AROUND if self.marks & read.above else ""
@@ -127,7 +127,7 @@ def _above(path: str) -> Iterator[tuple[int, int] | str]:
 
 
 def _linked(folder: str) -> list[str]:
-    """Where links in a folder lead, as they do in the cache of the hub."""
+    """Targets of the links in a folder, as in the hub's cache."""
     paths = [os.path.join(place, name) for place, folders, names in os.walk(folder) for name in (*folders, *names)]
     return [os.path.realpath(path) for path in paths if os.path.islink(path)]
 
@@ -146,8 +146,8 @@ def _on_the_hub(name: str, cache: str | None) -> list[str]:
 
 
 def check_replaced(outputs: Iterable[Output], force: bool = False, remedy: str = "") -> None:
-    """Refuse to write over what is there and was not written by the same option; with `force` only a file in the place
-    of a folder, or the reverse.
+    """Refuse to overwrite what the same option did not write; with `force` refuse only a file for a folder or the
+    reverse.
 
     Args:
         remedy: what to do about it, if not what the output says.
@@ -168,7 +168,7 @@ def check_replaced(outputs: Iterable[Output], force: bool = False, remedy: str =
 
 
 def check_writable(outputs: Iterable[Output]) -> None:
-    """Refuse places that nothing can be written to.
+    """Refuse paths that cannot be written to.
 
     Raises:
         RotationMergeError: names the place.
@@ -185,7 +185,7 @@ def check_writable(outputs: Iterable[Output]) -> None:
 
 @contextmanager
 def outputs_locked(outputs: Iterable[Output]) -> Iterator[None]:
-    """Let nobody else write any of them within the block; what lies in a folder among them is locked with it.
+    """Lock several outputs within the block; a folder's lock covers what lies in it.
 
     Raises:
         RotationMergeError: another run is writing one.

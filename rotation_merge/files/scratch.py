@@ -1,4 +1,4 @@
-"""Folders for files that nobody needs once the process has ended: they go with it, or with the next one.
+"""Temporary folders that are removed when the process ends, or by the next process.
 
 A process that was killed cannot clean up. So the owner of a folder holds a lock on a file in it, which the system takes
 away when the owner ends, however it ends; whoever makes the next folder in the same place removes those without one.
@@ -21,7 +21,7 @@ LOCK = "owner.lock"
 
 
 class Scratch:
-    """A new folder; as a context it gives its path, and ends with the block.
+    """A new temporary folder; as a context manager it gives its path and is removed with the block.
 
     Attributes:
         path: where it is.
@@ -32,10 +32,10 @@ class Scratch:
     """
 
     def __init__(self, parent: str | None = None) -> None:
-        where = tempfile.gettempdir() if parent is None else parent
-        os.makedirs(where, exist_ok=True)
-        _remove_abandoned(where)
-        self.path = tempfile.mkdtemp(prefix=PREFIX, dir=where)
+        folder = tempfile.gettempdir() if parent is None else parent
+        os.makedirs(folder, exist_ok=True)
+        _remove_abandoned(folder)
+        self.path = tempfile.mkdtemp(prefix=PREFIX, dir=folder)
         self.shared = parent is None
         self.close = weakref.finalize(self, _remove, self.path, os.getpid(), _locked(self.path))
 
@@ -50,7 +50,7 @@ class Scratch:
 
 
 def _remove(path: str, owner: int, lock: int | None) -> None:
-    """Remove a folder of this process; one that a forked process has inherited is not its own."""
+    """Remove a folder of this process, but not in a forked child."""
     if os.getpid() == owner:
         shutil.rmtree(path, ignore_errors=True)
     if lock is not None:
@@ -58,7 +58,7 @@ def _remove(path: str, owner: int, lock: int | None) -> None:
 
 
 def _locked(folder: str) -> int | None:
-    """Hold the folder's lock, which stands there under its name only once it is held; None: no locks here."""
+    """Lock the folder; the lock file appears only once it is locked. None if the file system has no locks."""
     new = os.path.join(folder, f"new-{LOCK}")
     handle = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
     if take(handle):
@@ -69,7 +69,7 @@ def _locked(folder: str) -> int | None:
 
 
 def _remove_abandoned(parent: str) -> None:
-    """Remove the folders of processes that have ended without doing so."""
+    """Remove the folders of processes that were killed."""
     for name in os.listdir(parent):
         folder = os.path.join(parent, name)
         if not name.startswith(PREFIX) or os.path.islink(folder):

@@ -1,4 +1,4 @@
-"""The folder beside an output where an interrupted run finds what is done."""
+"""The folder beside an output that holds the finished parts of an interrupted run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MARK = "run.txt"
 
 
 class Unfinished:
-    """`OUT.unfinished`, as a context: it stays where a run is interrupted, and goes where it ends.
+    """The folder `OUT.unfinished`, as a context manager: kept if the run is interrupted, removed when it ends.
 
-    It goes with an error in what was given, too, unless it was there before.
+    It is also removed on a user error, unless it was there before.
 
     Args:
         out: the output that it stands beside.
@@ -41,14 +41,14 @@ class Unfinished:
         return self.path / name
 
     def of(self, mark: str, *names: str) -> None:
-        """Throw away files (those named; without names all) that another run than the one of this mark has left."""
+        """Delete files (without names: all) that a run with another mark left."""
         if not self.is_of(mark):
             for path in [self.file(name) for name in names] if names else list(self.path.iterdir()):
                 path.unlink(missing_ok=True)
             self.file(MARK).write_text(mark, encoding="utf-8")
 
     def is_of(self, mark: str) -> bool:
-        """Whether the run of this mark has left it."""
+        """Whether the folder belongs to the run with this mark."""
         try:
             return self.file(MARK).read_text(encoding="utf-8") == mark
         except (OSError, ValueError):

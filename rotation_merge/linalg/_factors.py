@@ -39,11 +39,11 @@ class Factors:
     @property
     def width(self) -> int:
         """Multiplications in one entry."""
-        return sum(left.shape[1] for left, _ in self.pairs)
+        return sum(anchor.shape[1] for anchor, _ in self.pairs)
 
     def equal(self) -> bool:
         """Whether every donor factor equals its anchor factor; then the identity is optimal (Cauchy-Schwarz)."""
-        return all(torch.equal(left, right) for left, right in self.pairs)
+        return all(torch.equal(anchor, donor) for anchor, donor in self.pairs)
 
     def entries(self, rows: Tensor, columns: Tensor) -> Tensor:
         """C[rows, columns] in float64 on the CPU, shape (len(rows),)."""
@@ -57,13 +57,13 @@ class Factors:
 
 def _summed(pairs: Pairs, rows: Tensor | None, columns: Tensor | None, count: int) -> Tensor:
     total = torch.zeros(count, dtype=torch.float64)
-    for left, right in pairs:
-        device = left.device
-        step = max(1, (_GATHERED if device.type == "cpu" else _GATHERED << 8) // max(1, left.shape[1]))
+    for anchor, donor in pairs:
+        device = anchor.device
+        step = max(1, (_GATHERED if device.type == "cpu" else _GATHERED << 8) // max(1, anchor.shape[1]))
         for start in range(0, count, step):
             part = slice(start, start + step)
-            first = left[part if rows is None else rows[part].to(device)].double()
-            second = right[part if columns is None else columns[part].to(right.device)].to(device).double()
+            first = anchor[part if rows is None else rows[part].to(device)].double()
+            second = donor[part if columns is None else columns[part].to(donor.device)].to(device).double()
             total[part] += torch.linalg.vecdot(first, second).cpu()
     return total
 
@@ -74,15 +74,15 @@ def form(factors: Factors) -> Tensor:
     double = n <= _DOUBLE_UP_TO and all(side.dtype == torch.float64 for pair in factors.pairs for side in pair)
     dtype = torch.float64 if double else torch.float32
     device = factors.pairs[0][0].device
-    plain = [(left.to(device, dtype), right.to(device, dtype)) for left, right in factors.plain]
-    signed = [(left.to(device, dtype), right.to(device, dtype)) for left, right in factors.signed]
+    plain = [(anchor.to(device, dtype), donor.to(device, dtype)) for anchor, donor in factors.plain]
+    signed = [(anchor.to(device, dtype), donor.to(device, dtype)) for anchor, donor in factors.signed]
     formed = torch.zeros(n, n, dtype=dtype, device=device)
     for start in range(0, n, _FORMED_ROWS):
         part = slice(start, start + _FORMED_ROWS)
         rows = formed[part]
-        for left, right in signed:
-            rows.addmm_(left[part], right.T)
+        for anchor, donor in signed:
+            rows.addmm_(anchor[part], donor.T)
         rows.abs_()
-        for left, right in plain:
-            rows.addmm_(left[part], right.T)
+        for anchor, donor in plain:
+            rows.addmm_(anchor[part], donor.T)
     return formed

@@ -59,8 +59,8 @@ def row_slacks(similarity: Tensor, permutation: Tensor, prices: Tensor) -> Tenso
     Returns:
         Shape (n,), float64, never negative; zero in a row exactly if p(i) is a best column of that row under v.
     """
-    own = similarity.gather(1, permutation[:, None])[:, 0].double() - prices[permutation]
-    return row_maxima(similarity, prices) - own
+    attained = similarity.gather(1, permutation[:, None])[:, 0].double() - prices[permutation]
+    return row_maxima(similarity, prices) - attained
 
 
 def best_columns(similarity: Tensor, prices: Tensor, count: int, rows: Tensor | None = None) -> Tensor:
@@ -78,12 +78,12 @@ def best_columns(similarity: Tensor, prices: Tensor, count: int, rows: Tensor | 
         int64, shape (number of rows, count), unordered.
     """
     n = similarity.shape[1]
-    wanted = torch.arange(similarity.shape[0]) if rows is None else rows
+    indices = torch.arange(similarity.shape[0]) if rows is None else rows
     prices = prices.to(similarity.dtype)
-    result = torch.empty(len(wanted), count, dtype=torch.int64)
+    result = torch.empty(len(indices), count, dtype=torch.int64)
     noise = _jitter(similarity, 2 * n)
-    for block in row_blocks(len(wanted), n):
-        chosen = wanted[block]
+    for block in row_blocks(len(indices), n):
+        chosen = indices[block]
         source = similarity[block] if rows is None else similarity[chosen]
         reduced = source - prices
         reduced += noise.as_strided((len(chosen), n), (1, 1), int(chosen[0]) % n) if len(chosen) <= n else 0.0

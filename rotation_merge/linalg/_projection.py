@@ -53,8 +53,8 @@ class Sketch:
         signed = torch.cat(self.signed, 1) if self.signed else self.norms[0].new_zeros(len(self.norms[0]), 0)
         parts = [*self.plain, signed] if self.signed else list(self.plain)
         for part, norm in zip(parts, self.norms, strict=True):
-            rest = (norm - torch.linalg.vecdot(part, part)).clamp_min_(0) + _ALLOWANCE * norm
-            residuals.append(rest.sqrt_()[:, None])
+            residual = (norm - torch.linalg.vecdot(part, part)).clamp_min_(0) + _ALLOWANCE * norm
+            residuals.append(residual.sqrt_()[:, None])
         return torch.cat([*self.plain, *residuals], 1), signed
 
     @property
@@ -85,9 +85,9 @@ def _project(factor: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (d,), generator=generator).mul_(2).sub_(1).float()
     groups = d // width
-    rest = d - groups * width
+    remainder = d - groups * width
     counts = torch.full((width,), float(groups))
-    counts[:rest] += 1
+    counts[:remainder] += 1
     scale, signs = counts.rsqrt().to(factor.device), signs.to(factor.device)
     projected, norms = torch.empty(n, width), torch.empty(n)
     step = max(1, _BLOCK_ENTRIES // max(d, 1))
@@ -96,7 +96,7 @@ def _project(factor: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         norms[start : start + step] = torch.linalg.vecdot(rows, rows).cpu()
         turned = rows * signs
         sums = turned[:, : groups * width].view(len(rows), groups, width).sum(1)
-        sums[:, :rest] += turned[:, groups * width :]
+        sums[:, :remainder] += turned[:, groups * width :]
         projected[start : start + step] = (sums * scale).cpu()
     return projected, norms
 
@@ -106,59 +106,59 @@ class Bound:
     """Upper bounds of C_ij for all pairs, as products of narrow rows.
 
     Attributes:
-        left: anchor side, plain coordinates and signed ones.
-        right: donor side.
+        anchor: anchor side, plain coordinates and signed ones.
+        donor: donor side.
     """
 
-    left: tuple[Tensor, Tensor]
-    right: tuple[Tensor, Tensor]
+    anchor: tuple[Tensor, Tensor]
+    donor: tuple[Tensor, Tensor]
 
     @staticmethod
-    def of(left: Sketch, right: Sketch) -> Bound:
+    def of(anchor: Sketch, donor: Sketch) -> Bound:
         """The bound of two sides projected alike."""
-        return Bound(left.side(), right.side())
+        return Bound(anchor.side(), donor.side())
 
     def open_pairs(self, rows: Tensor, thresholds: Tensor, prices: Tensor, limit: int) -> tuple[Tensor, Tensor] | None:
         """All pairs (i, j), i in rows, that may have C_ij > t_i + v_j; None if there are more than limit."""
-        (left, signed_left), (right, signed_right) = self.left, self.right
+        (anchor, signed_anchor), (donor, signed_donor) = self.anchor, self.donor
         lower, price = _lowered(thresholds[rows])[:, None], _lowered(prices)
         step = max(1, _BLOCK_ENTRIES // len(prices))
-        found: list[Tensor] = []
+        candidates: list[Tensor] = []
         total = 0
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
-            excess = left[part] @ right.T
-            if signed_right.shape[1]:
-                excess += (signed_left[part] @ signed_right.T).abs_()
+            excess = anchor[part] @ donor.T
+            if signed_donor.shape[1]:
+                excess += (signed_anchor[part] @ signed_donor.T).abs_()
             open_ones = excess.sub_(price) > lower[start : start + step]
             flat = torch.from_numpy(np.flatnonzero(open_ones.numpy())) + start * len(prices)
             total += len(flat)
             if total > limit:
                 return None
-            found.append(flat)
-        where = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
-        return rows[where // len(prices)], where % len(prices)
+            candidates.append(flat)
+        pairs = torch.cat(candidates) if candidates else torch.zeros(0, dtype=torch.int64)
+        return rows[pairs // len(prices)], pairs % len(prices)
 
     def keep(self, rows: Tensor, columns: Tensor, thresholds: Tensor, prices: Tensor) -> Tensor:
         """Which of the given pairs this bound leaves open, shape (len(rows),), bool."""
-        (left, signed_left), (right, signed_right) = self.left, self.right
+        (anchor, signed_anchor), (donor, signed_donor) = self.anchor, self.donor
         lower, price = _lowered(thresholds), _lowered(prices)
-        kept = torch.empty(len(rows), dtype=torch.bool)
-        step = max(1, _BLOCK_ENTRIES // max(1, left.shape[1]))
+        open_pairs = torch.empty(len(rows), dtype=torch.bool)
+        step = max(1, _BLOCK_ENTRIES // max(1, anchor.shape[1]))
         for start in range(0, len(rows), step):
             i, j = rows[start : start + step], columns[start : start + step]
-            excess = torch.linalg.vecdot(left[i], right[j])
-            if signed_left.shape[1]:
-                excess += torch.linalg.vecdot(signed_left[i], signed_right[j]).abs_()
-            kept[start : start + step] = excess - price[j] > lower[i]
-        return kept
+            excess = torch.linalg.vecdot(anchor[i], donor[j])
+            if signed_anchor.shape[1]:
+                excess += torch.linalg.vecdot(signed_anchor[i], signed_donor[j]).abs_()
+            open_pairs[start : start + step] = excess - price[j] > lower[i]
+        return open_pairs
 
 
 def _lowered(values: Tensor) -> Tensor:
     return (values - _ROUNDING * values.abs()).float()
 
 
-def solve_projected(factors: Factors, own: Tensor) -> Solved | None:
+def solve_projected(factors: Factors, diagonal: Tensor) -> Solved | None:
     """The best permutation with its proof, from bounds and few exact entries; None where forming C is cheaper.
 
     Every pair is either evaluated or known to satisfy C_ij <= t_i + v_j. Solving the assignment on the evaluated pairs
@@ -166,11 +166,11 @@ def solve_projected(factors: Factors, own: Tensor) -> Solved | None:
 
     Args:
         factors: the similarity, size n.
-        own: its diagonal, shape (n,), float64.
+        diagonal: its diagonal, shape (n,), float64.
     """
     fine = (_sketch_side(factors, 0), _sketch_side(factors, 1))
     bound = Bound.of(*fine)
-    start = _starting_point(factors, own, bound)
+    start = _starting_point(factors, diagonal, bound)
     if start is None:
         return None
     permutation, prices, thresholds = start
@@ -187,33 +187,33 @@ def _sketch_side(factors: Factors, side: int) -> Sketch:
     return _sketch(take(factors.plain), take(factors.signed), seed=0)
 
 
-def _starting_point(factors: Factors, own: Tensor, fine: Bound) -> tuple[Tensor, Tensor, Tensor] | None:
+def _starting_point(factors: Factors, diagonal: Tensor, fine: Bound) -> tuple[Tensor, Tensor, Tensor] | None:
     """A permutation p, prices C_p^-1(j),j / 2 and thresholds C_i,p(i) / 2; None if no permutation is in sight."""
     n = factors.n
-    squares = (fine.right[0].square().sum(1) + fine.right[1].square().sum(1)) / 2
+    squares = (fine.donor[0].square().sum(1) + fine.donor[1].square().sum(1)) / 2
     permutation = torch.arange(n)
     probe = torch.arange(0, n, max(1, n // _PROBED_ROWS))
     if float((_nearest(fine, probe, squares) == probe).double().mean()) < 0.9:
         permutation = _nearest(fine, permutation, squares)
         if len(torch.unique(permutation)) < n:
             return None
-        own = factors.entries(torch.arange(n), permutation)
-    prices = torch.empty_like(own)
-    prices[permutation] = own / 2
-    return permutation, prices, own / 2
+        diagonal = factors.entries(torch.arange(n), permutation)
+    prices = torch.empty_like(diagonal)
+    prices[permutation] = diagonal / 2
+    return permutation, prices, diagonal / 2
 
 
 def _nearest(bound: Bound, rows: Tensor, squares: Tensor) -> Tensor:
     """For each row the column with the largest bound less price, shape (len(rows),)."""
     nearest = torch.empty(len(rows), dtype=torch.int64)
-    (left, signed_left), (right, signed_right) = bound.left, bound.right
+    (anchor, signed_anchor), (donor, signed_donor) = bound.anchor, bound.donor
     price = squares
     step = max(1, _BLOCK_ENTRIES // len(squares))
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
-        score = left[part] @ right.T - price
-        if signed_right.shape[1]:
-            score += (signed_left[part] @ signed_right.T).abs_()
+        score = anchor[part] @ donor.T - price
+        if signed_donor.shape[1]:
+            score += (signed_anchor[part] @ signed_donor.T).abs_()
         nearest[start : start + step] = score.argmax(1)
     return nearest
 
@@ -252,8 +252,8 @@ def _column_generation(
         pairs = bounds[0].open_pairs(rows, thresholds, prices, limit)
         if pairs is None:
             return None
-        left = bounds[1].keep(*pairs, thresholds, prices)
-        fresh = np.setdiff1d(edge_keys(pairs[0][left].numpy(), pairs[1][left].numpy(), n), keys)
+        open_pairs = bounds[1].keep(*pairs, thresholds, prices)
+        fresh = np.setdiff1d(edge_keys(pairs[0][open_pairs].numpy(), pairs[1][open_pairs].numpy(), n), keys)
         merged = np.concatenate([keys, fresh])
         order = np.argsort(merged)
         weights = np.concatenate([weights, factors.entries(*_pairs(fresh, n)).numpy()])[order]
@@ -274,19 +274,19 @@ def _pairs(keys: np.ndarray, n: int) -> tuple[Tensor, Tensor]:
 def _restricted(edges: Edges, permutation: Tensor, prices: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
     """Raised prices, C_i,p(i) - v_p(i), the best permutation and its gap on the evaluated pairs."""
     price, chosen = prices.numpy(), permutation.numpy()
-    own, best = _own_and_best(edges, chosen, price)
-    if np.any(best > own):
+    attained, best = _own_and_best(edges, chosen, price)
+    if np.any(best > attained):
         chosen = match(edges, price)
         price = relax(edges, chosen, price)
-        own, best = _own_and_best(edges, chosen, price)
-    return torch.from_numpy(price), torch.from_numpy(own), torch.from_numpy(chosen), float((best - own).sum())
+        attained, best = _own_and_best(edges, chosen, price)
+    return torch.from_numpy(price), torch.from_numpy(attained), torch.from_numpy(chosen), float((best - attained).sum())
 
 
 def _own_and_best(edges: Edges, chosen: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     reduced = edges.weights - price[edges.columns]
     best = np.full(edges.n, -np.inf)
     np.maximum.at(best, edges.rows, reduced)
-    own = np.empty(edges.n)
-    mine = chosen[edges.rows] == edges.columns
-    own[edges.rows[mine]] = reduced[mine]
-    return own, best
+    attained = np.empty(edges.n)
+    assigned = chosen[edges.rows] == edges.columns
+    attained[edges.rows[assigned]] = reduced[assigned]
+    return attained, best

@@ -104,11 +104,11 @@ def relax(edges: Edges, permutation: Ints, prices: Floats) -> Floats:
 
     Raises v_j to v_p(i) + C_ij - C_i,p(i) until nothing moves by more than rounding.
     """
-    own = np.empty(edges.n)
+    attained = np.empty(edges.n)
     chosen = permutation[edges.rows] == edges.columns
-    own[edges.rows[chosen]] = edges.weights[chosen]
+    attained[edges.rows[chosen]] = edges.weights[chosen]
     source = permutation[edges.rows]
-    gain = edges.weights - own[edges.rows]
+    gain = edges.weights - attained[edges.rows]
     occupied, start = np.unique(edges.columns, return_index=True)
     prices = prices.copy()
     tolerance = 1e-15 * float(np.abs(edges.weights).max(initial=0.0))

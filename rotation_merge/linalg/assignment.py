@@ -102,18 +102,18 @@ def assign_factored(plain: Sequence[tuple[Tensor, Tensor]], signed: Sequence[tup
     """
     factors = _checked_factors(plain, signed)
     identity = torch.arange(factors.n)
-    own = factors.diagonal()
-    if not bool(own.isfinite().all()):
+    diagonal = factors.diagonal()
+    if not bool(diagonal.isfinite().all()):
         raise AssignmentInputError("the factors of a similarity hold NaN or infinite values, or overflow")
     if factors.n < 2 or factors.equal():
-        return Assignment(identity, float(own.sum()), 0.0, "identity")
+        return Assignment(identity, float(diagonal.sum()), 0.0, "identity")
     if factors.n >= _DENSE_BELOW:
-        solved = solve_projected(factors, own)
+        solved = solve_projected(factors, diagonal)
         if solved is not None:
-            return _preferred(factors, own, solved.permutation, solved.gap, "projection")
+            return _preferred(factors, diagonal, solved.permutation, solved.gap, "projection")
     result = assign(form(factors))
     gap = result.gap * abs(result.value)
-    return _preferred(factors, own, result.permutation, gap, result.method)
+    return _preferred(factors, diagonal, result.permutation, gap, result.method)
 
 
 def assign_small(values: Tensor) -> Tensor:
@@ -169,17 +169,17 @@ def _checked_factors(plain: Sequence[tuple[Tensor, Tensor]], signed: Sequence[tu
     pairs = [*plain, *signed]
     if not pairs:
         raise AssignmentInputError("a factored similarity needs at least one pair of factors")
-    for left, right in pairs:
-        if left.ndim != 2 or left.shape != right.shape or left.shape[0] != pairs[0][0].shape[0]:
+    for anchor, donor in pairs:
+        if anchor.ndim != 2 or anchor.shape != donor.shape or anchor.shape[0] != pairs[0][0].shape[0]:
             raise AssignmentInputError(
-                f"factors must be (n, d) with one n, equal within a pair; found {tuple(left.shape)} and "
-                f"{tuple(right.shape)}, n = {pairs[0][0].shape[0]}"
+                f"factors must be (n, d) with one n, equal within a pair; found {tuple(anchor.shape)} and "
+                f"{tuple(donor.shape)}, n = {pairs[0][0].shape[0]}"
             )
-        if not (left.is_floating_point() and right.is_floating_point()):
-            raise AssignmentInputError(f"factors must be floating; found {left.dtype} and {right.dtype}")
+        if not (anchor.is_floating_point() and donor.is_floating_point()):
+            raise AssignmentInputError(f"factors must be floating; found {anchor.dtype} and {donor.dtype}")
     return Factors(
-        tuple((left.detach(), right.detach()) for left, right in plain),
-        tuple((left.detach(), right.detach()) for left, right in signed),
+        tuple((anchor.detach(), donor.detach()) for anchor, donor in plain),
+        tuple((anchor.detach(), donor.detach()) for anchor, donor in signed),
     )
 
 
@@ -216,8 +216,8 @@ def _solve_dense(matrix: Tensor, prices: Tensor | None = None) -> Solved:
         costs -= costs.amin(1, keepdim=True)
     _, columns = linear_sum_assignment(costs.numpy())
     chosen = np.asarray(columns, dtype=np.int64)
-    found = _dense_prices(costs.neg_().numpy(), chosen)
-    final = torch.from_numpy(found) if prices is None else prices + torch.from_numpy(found)
+    dense_prices = _dense_prices(costs.neg_().numpy(), chosen)
+    final = torch.from_numpy(dense_prices) if prices is None else prices + torch.from_numpy(dense_prices)
     permutation = torch.from_numpy(chosen)
     return Solved(permutation, final, float(row_slacks(matrix, permutation, final).sum()))
 
@@ -229,12 +229,12 @@ def _dense_prices(scores: NDArray[np.float64], permutation: NDArray[np.int64]) -
     """
     n = len(permutation)
     owner = np.argsort(permutation)
-    own = scores[np.arange(n), permutation]
-    prices = own[owner] / 2
+    attained = scores[np.arange(n), permutation]
+    prices = attained[owner] / 2
     tolerance = _EPSILON * float(np.abs(scores).max())
     moved = np.arange(n)
     for _ in range(n):
-        offers = scores[moved] + (prices[permutation[moved]] - own[moved])[:, None]
+        offers = scores[moved] + (prices[permutation[moved]] - attained[moved])[:, None]
         best = offers.max(axis=0)
         raised = np.flatnonzero(best > prices + tolerance)
         if not len(raised):
@@ -273,16 +273,16 @@ def toward_identity(matrix: Tensor, permutation: Tensor) -> Tensor:
     owner = np.argsort(chosen)
     rows = np.flatnonzero(chosen != np.arange(n))
     while len(rows):
-        columns, others = chosen[rows], owner[rows]
-        gain = scores[rows, rows].astype(np.float64) + scores[others, columns]
-        gain -= scores[rows, columns].astype(np.float64) + scores[others, rows]
+        columns, owners = chosen[rows], owner[rows]
+        gain = scores[rows, rows].astype(np.float64) + scores[owners, columns]
+        gain -= scores[rows, columns].astype(np.float64) + scores[owners, rows]
         moves = 0
         for row in rows[gain >= 0]:
-            column, other = chosen[row], owner[row]
-            before = float(scores[row, column]) + float(scores[other, row])
-            if column != row and float(scores[row, row]) + float(scores[other, column]) >= before:
-                chosen[row], chosen[other] = row, column
-                owner[row], owner[column] = row, other
+            column, previous = chosen[row], owner[row]
+            before = float(scores[row, column]) + float(scores[previous, row])
+            if column != row and float(scores[row, row]) + float(scores[previous, column]) >= before:
+                chosen[row], chosen[previous] = row, column
+                owner[row], owner[column] = row, previous
                 moves += 1
         if not moves:
             break
@@ -290,9 +290,9 @@ def toward_identity(matrix: Tensor, permutation: Tensor) -> Tensor:
     return torch.from_numpy(chosen)
 
 
-def _preferred(factors: Factors, own: Tensor, permutation: Tensor, gap: float, method: str) -> Assignment:
+def _preferred(factors: Factors, diagonal: Tensor, permutation: Tensor, gap: float, method: str) -> Assignment:
     """The assignment valued in float64 from the factors, or the identity if that is as good."""
-    identity, trace = torch.arange(factors.n), float(own.sum())
+    identity, trace = torch.arange(factors.n), float(diagonal.sum())
     same = torch.equal(permutation, identity)
     value = trace if same else float(factors.entries(identity, permutation).sum())
     bound = value + gap

@@ -32,8 +32,8 @@ def exp_skew(a: Tensor) -> Tensor:
     a, square = a / 2**halvings, square / 4**halvings
     cube = a @ square
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    one, two, three = (eye / _FACTORIALS[k] + a / _FACTORIALS[k + 1] + square / _FACTORIALS[k + 2] for k in (0, 3, 6))
-    found = one + cube @ (two + cube @ (three + cube / _FACTORIALS[9]))
+    first, two, three = (eye / _FACTORIALS[k] + a / _FACTORIALS[k + 1] + square / _FACTORIALS[k + 2] for k in (0, 3, 6))
+    result = first + cube @ (two + cube @ (three + cube / _FACTORIALS[9]))
     for _ in range(halvings):
-        found = found @ found
-    return found
+        result = result @ result
+    return result

@@ -51,9 +51,9 @@ def _completed(u: Tensor, small: Tensor, vh: Tensor) -> Tensor:
     In the bases U and V the map is the identity on the range and, between the null spaces, the polar factor of their
     bases' inner products; both blocks are solved as one matrix.
     """
-    kept = (~small)[..., None, :].to(u.dtype)
-    left, right = u * (1 - kept), vh * (1 - kept).mT
-    inner = left.mT @ right.mT + torch.diag_embed(kept[..., 0, :])
+    in_range = (~small)[..., None, :].to(u.dtype)
+    left, right = u * (1 - in_range), vh * (1 - in_range).mT
+    inner = left.mT @ right.mT + torch.diag_embed(in_range[..., 0, :])
     a, _, b = torch.linalg.svd(inner)
     return u @ (a @ b) @ vh
 

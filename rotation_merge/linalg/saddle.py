@@ -38,17 +38,17 @@ def plane_scale(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor], gues
         a, 1 where that gains as much; and whether it is proven to be the best, elementwise.
     """
     products = tuple(x[..., None] for x in (primal.abs().square(), dual.abs().square(), (primal * dual.conj()).real))
-    one = torch.ones_like(norms[0])
+    unit = torch.ones_like(norms[0])
     squared = _climbed(products, norms, guess.square())
     size = _sizes(products, squared)
     gained = _gain(size, norms, squared)
     bound = _bound(products, norms, size)
-    plain = _gain(_sizes(products, one), norms, one)
+    plain = _gain(_sizes(products, unit), norms, unit)
     tie = _TIE * (norms[0] + norms[1])
     alive = (norms[0] > 0) & (norms[1] > 0)
     inside = squared.log().abs() < 2 * LARGEST_LOG_SCALE
     moves = alive & (gained - plain > tie)
-    return torch.where(moves, squared.sqrt(), one), ~alive | (inside & (bound - gained <= tie))
+    return torch.where(moves, squared.sqrt(), unit), ~alive | (inside & (bound - gained <= tie))
 
 
 def joint_ceiling(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor]) -> Tensor:
@@ -66,21 +66,21 @@ def joint_ceiling(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor]) ->
     """
     whole = tuple(_SPREAD**2 * primal.shape[-1] * (x * y).sum((1, 2)) for x, y in _both(primal, dual))
     point = _climbed(tuple(x[:, None] for x in whole), norms, _level(norms)).sqrt()
-    bound, left = torch.full_like(point, torch.inf), torch.arange(len(point), device=point.device)
+    bound, active = torch.full_like(point, torch.inf), torch.arange(len(point), device=point.device)
     for _ in range(_LOOKS):
-        scale, its = point[left], (norms[0][left], norms[1][left])
-        products, size = _turned(primal[left], dual[left], scale)
+        scale, block_norms = point[active], (norms[0][active], norms[1][active])
+        products, size = _turned(primal[active], dual[active], scale)
         least = _ROUNDING * size.amax(1, keepdim=True)
         floors = (size + floor * size.mean(1, keepdim=True) + least for floor in _FLOORS)
-        found = torch.stack([_bound(products, its, floored) for floored in floors]).amin(0)
-        bound[left] = torch.minimum(bound[left], found + _TIE * (its[0] + its[1] + size.sum(1)))
+        ceiling = torch.stack([_bound(products, block_norms, floored) for floored in floors]).amin(0)
+        bound[active] = torch.minimum(bound[active], ceiling + _TIE * (block_norms[0] + block_norms[1] + size.sum(1)))
         inverse = torch.where(size > least, 1 / size, 0.0)
         a = scale[:, None]
         p, q = (((a * x + y / a) * inverse).sum(1) for x, y in (products[::2], products[2:0:-1]))
-        point[left] = best_scale(*its, p, q)
-        attained = -cost(point[left], *its, p, q)
-        left = left[bound[left].isfinite() & (bound[left] - attained > _CLOSE * size.sum(1))]
-        if not len(left):
+        point[active] = best_scale(*block_norms, p, q)
+        attained = -cost(point[active], *block_norms, p, q)
+        active = active[bound[active].isfinite() & (bound[active] - attained > _CLOSE * size.sum(1))]
+        if not len(active):
             break
     return bound
 

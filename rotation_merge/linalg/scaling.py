@@ -74,8 +74,8 @@ def best_scale(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool 
         root = (second / first) ** (0.5 / (1 + degree))
         middle = first * root * root
         u, v = p * root / middle, q / (root**degree * middle)
-        one = lib.ones_like(u)
-        sign = lib.where(u + v < 0, -one, one) if signed else one
+        unit = lib.ones_like(u)
+        sign = lib.where(u + v < 0, -unit, unit) if signed else unit
         u, v = u * sign, v * sign
         if degree == 1:
             x = _largest_root(lib, lib.maximum(u, v), lib.minimum(u, v))
@@ -84,9 +84,9 @@ def best_scale(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool 
             x = _outer_roots(lib, u, v, degree)
         limit = math.exp(LARGEST_LOG_SCALE)
         a = (x * root).clip(1 / limit, limit) * sign
-        a = lib.where(usable & lib.isfinite(a), a, one)
-        gains = cost(one, primal, dual, p, q) - cost(a, primal, dual, p, q, degree) > _TIE * (primal + dual)
-        return torch.as_tensor(lib.where(gains, a, one))
+        a = lib.where(usable & lib.isfinite(a), a, unit)
+        gains = cost(unit, primal, dual, p, q) - cost(a, primal, dual, p, q, degree) > _TIE * (primal + dual)
+        return torch.as_tensor(lib.where(gains, a, unit))
 
 
 def least_cost(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool = False, degree: int = 1) -> Tensor:
@@ -109,9 +109,9 @@ def _flat_cost(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool)
     convex for s < 4 and least where y = d / (4 - s / r). For |s| and |d| up to t <= 1 this contracts by (t / (4 - t))^3
     and starts, from y = d / (4 - s), so close that k steps leave the cost wrong by (t / (4 - t))^(8 + 6 k) at most.
     """
-    lib, (first, second, inner, other) = _arrays(primal, dual, p, q)
+    lib, (first, second, inner, dual_inner) = _arrays(primal, dual, p, q)
     root, middle = (second / first) ** 0.25, lib.sqrt(first * second)
-    d, v = inner * (root / middle), other * (1 / (root * middle))
+    d, v = inner * (root / middle), dual_inner * (1 / (root * middle))
     s = d + v
     d -= v
     s = lib.abs(s) if signed else s
@@ -123,16 +123,16 @@ def _flat_cost(primal: Tensor, dual: Tensor, p: Tensor, q: Tensor, signed: bool)
     for _ in range(math.ceil((steps - 8) / 6)):
         y = d / (4 - s / r)
         r = lib.sqrt(1 + y * y)
-    found = y * (2 * y - d)
-    found -= s * r
-    found += 1
-    found *= 2 * middle
+    result = y * (2 * y - d)
+    result -= s * r
+    result += 1
+    result *= 2 * middle
     if not reach <= _UNLIKE:
-        others = (lib.abs(s) > _UNLIKE) | (lib.abs(d) > _UNLIKE)
-        known = (torch.as_tensor(lib.broadcast_to(x, s.shape)[others]) for x in (first, second, inner, other))
+        outliers = (lib.abs(s) > _UNLIKE) | (lib.abs(d) > _UNLIKE)
+        known = (torch.as_tensor(lib.broadcast_to(x, s.shape)[outliers]) for x in (first, second, inner, dual_inner))
         primal, dual, p, q = known
-        found[others] = lib.asarray(cost(best_scale(primal, dual, p, q, signed), primal, dual, p, q))
-    return torch.as_tensor(found)
+        result[outliers] = lib.asarray(cost(best_scale(primal, dual, p, q, signed), primal, dual, p, q))
+    return torch.as_tensor(result)
 
 
 def _arrays(*tensors: Tensor) -> tuple[Any, tuple[Any, ...]]:
@@ -147,7 +147,7 @@ def _arrays(*tensors: Tensor) -> tuple[Any, tuple[Any, ...]]:
 
 def _largest_root(lib: Any, u: Any, v: Any) -> Any:
     """The root x >= 1 of x^4 - u x^3 + v x - 1 for u >= v, elementwise: Newton from the right, where it is convex."""
-    x, one = _right_of_root(lib, u, v), lib.ones_like(u)
+    x, unit = _right_of_root(lib, u, v), lib.ones_like(u)
     eps = float(lib.finfo(x.dtype).eps)
     for _ in range(_NEWTON[x.dtype.itemsize]):
         square = x * x
@@ -159,7 +159,7 @@ def _largest_root(lib: Any, u: Any, v: Any) -> Any:
         slope = 4 * x - 3 * u
         slope *= square
         slope += v
-        before, x = x, lib.maximum(lib.where(slope > 0, x - value / slope, x), one)
+        before, x = x, lib.maximum(lib.where(slope > 0, x - value / slope, x), unit)
         if bool((before - x <= eps * x).all()):
             break
     return x
@@ -181,8 +181,8 @@ def _outer_roots(lib: Any, u: Any, v: Any, degree: int) -> Any:
     Both lie in brackets found on a grid between bounds of all roots, and are closed in on by Newton's method in log x,
     by halves where a step would leave the bracket.
     """
-    k, one, none = degree, lib.ones_like(u), lib.full_like(u, math.inf)
-    nought = 0 * one
+    k, unit, none = degree, lib.ones_like(u), lib.full_like(u, math.inf)
+    nought = 0 * unit
     alone = lib.where(u > 0, lib.log(u), -none), lib.where(v > 0, -lib.log(v) / k, none)  # minima of either side
     spread = lib.maximum(v, nought) + 1 + lib.maximum(-u, nought)
     low = lib.maximum(-lib.log(spread) / k, lib.minimum(*alone))
@@ -200,7 +200,7 @@ def _outer_roots(lib: Any, u: Any, v: Any, degree: int) -> Any:
         falls = slope(point) < 0
         last = lib.where(falls, point, last)
         first = lib.where(~falls & (first == high), point, first)
-    found = []
+    roots = []
     for left, right in ((first - step, first), (last, last + step)):
         t = (left + right) / 2
         for _ in range(2 * _NEWTON[t.dtype.itemsize]):
@@ -209,9 +209,9 @@ def _outer_roots(lib: Any, u: Any, v: Any, degree: int) -> Any:
             x, y = lib.exp(t), lib.exp(-k * t)
             moved = t - value / (x * (2 * x - u) + k * k * y * (2 * y - v))
             t = lib.where((moved > left) & (moved < right), moved, (left + right) / 2)
-        found.append(lib.exp(t))
-    better = cost(found[0], one, one, u, v, k) <= cost(found[1], one, one, u, v, k)
-    return lib.where(better, found[0], found[1])
+        roots.append(lib.exp(t))
+    better = cost(roots[0], unit, unit, u, v, k) <= cost(roots[1], unit, unit, u, v, k)
+    return lib.where(better, roots[0], roots[1])
 
 
 def joint_scale(
@@ -250,41 +250,41 @@ def joint_scale(
         return a**2 * primal + dual / a**2 - 2 * value(a)
 
     at_one = objective(zero)
-    seen = [(zero, at_one)]
+    visited = [(zero, at_one)]
     middle = torch.where(usable, guess.log(), zero).clamp(-LARGEST_LOG_SCALE, LARGEST_LOG_SCALE)
     starts = [middle] if bool((middle.abs() > 1e-3).any()) else []
     for start in starts + _open_scales(primal, dual, bounds, middle, at_one, usable):
-        seen.append((start, objective(start)))
-    refined = _alternate(inner, primal, dual, _lowest(seen)[0])
-    seen.append((refined, objective(refined)))
+        visited.append((start, objective(start)))
+    refined = _alternate(inner, primal, dual, _lowest(visited)[0])
+    visited.append((refined, objective(refined)))
     for _ in range(_SECOND_LOOKS):
-        refined, lowest = _lowest(seen)
-        other, least = _elsewhere(seen, primal, dual, bounds)
+        refined, lowest = _lowest(visited)
+        elsewhere, least = _elsewhere(visited, primal, dual, bounds)
         if not bool((usable & (least < lowest - _OPEN * (primal + dual))).any()):
             break
-        seen.append((other, objective(other)))
-        if bool((usable & (seen[-1][1] < lowest)).any()):
-            refined = _alternate(inner, primal, dual, _lowest(seen)[0])
-            seen.append((refined, objective(refined)))
-    refined, lowest = _lowest(seen)
+        visited.append((elsewhere, objective(elsewhere)))
+        if bool((usable & (visited[-1][1] < lowest)).any()):
+            refined = _alternate(inner, primal, dual, _lowest(visited)[0])
+            visited.append((refined, objective(refined)))
+    refined, lowest = _lowest(visited)
     return torch.where(usable & (at_one - lowest > _TIE * (primal + dual)), refined, zero).exp()
 
 
-def _lowest(seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _lowest(visited: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Of log scales and their objectives the best, elementwise; the later one of two that are equal."""
-    best, lowest = seen[0]
-    for point, value in seen[1:]:
+    best, lowest = visited[0]
+    for point, value in visited[1:]:
         best, lowest = torch.where(value <= lowest, point, best), torch.minimum(value, lowest)
     return best, lowest
 
 
 def _elsewhere(
-    seen: list[tuple[Tensor, Tensor]], primal: Tensor, dual: Tensor, bounds: tuple[Tensor, Tensor]
+    visited: list[tuple[Tensor, Tensor]], primal: Tensor, dual: Tensor, bounds: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The log scale at which the objective may be least, from where it is known, and a bound from below on it."""
     p, d, ahead, behind = (x.flatten() for x in (primal, dual, *bounds))
-    squares, order = torch.stack([(2 * point).exp().flatten() for point, _ in seen], 1).sort(1)
-    values = torch.stack([value.flatten() for _, value in seen], 1).gather(1, order)
+    squares, order = torch.stack([(2 * point).exp().flatten() for point, _ in visited], 1).sort(1)
+    values = torch.stack([value.flatten() for _, value in visited], 1).gather(1, order)
     heights = squares.sqrt() * (squares * p[:, None] + d[:, None] / squares - values) / 2
     scale, gain = _under_chords(squares, heights, p, d, (ahead, behind))
     return scale.log().reshape(primal.shape), -gain.reshape(primal.shape)
@@ -324,8 +324,8 @@ def _under_chords(
     scales = best_scale(*norms, p, q)
     costs = cost(scales, *norms, p, q)
     costs[:, 1:-1] = torch.where(run > 0, costs[:, 1:-1], torch.inf)
-    least, where = costs.min(1)
-    return scales.gather(1, where[:, None])[:, 0], -least
+    least, best = costs.min(1)
+    return scales.gather(1, best[:, None])[:, 0], -least
 
 
 def _open_scales(
@@ -337,7 +337,7 @@ def _open_scales(
     lower = cost(points.exp(), primal, dual, *bounds)
     near = torch.minimum((points - middle).abs(), points.abs()) < _WIDE
     is_open = usable & (lower < known) & ~near
-    return [point for point, wanted in zip(points, is_open.flatten(1).any(1), strict=True) if bool(wanted)]
+    return [point for point, is_needed in zip(points, is_open.flatten(1).any(1), strict=True) if bool(is_needed)]
 
 
 def _alternate(inner: Callable[[Tensor], tuple[Tensor, Tensor]], primal: Tensor, dual: Tensor, start: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rotation_merge.architecture.model import Architecture, Axis, Block, Space
 from rotation_merge.model.apply import placed, split_axis, transform_axis
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
-from rotation_merge.run.measure import Batch, Measurement
+from rotation_merge.run.measure import Batch, ModelMeasurement
 from rotation_merge.symmetry import SpaceTransform
 from rotation_merge.symmetry.convolution import FACTORS
 
@@ -51,46 +51,52 @@ class Activations:
             batches: without padding; the same for every model that is compared.
             most: rows that are kept of each map, evenly spread over every sample.
         """
-        seen = Measurement(model, architecture, batches, "none")
-        watcher = _Rows(seen.shared, max(1, most // sum(len(next(iter(batch.values()))) for batch in batches)))
-        with torch.no_grad(), seen.tapped.split(seen.called, seen.layers_only), seen.tapped.watched(watcher):
+        measurement = ModelMeasurement(model, architecture, batches, "none")
+        watcher = _RowWatcher(
+            measurement.shared, max(1, most // sum(len(next(iter(batch.values()))) for batch in batches))
+        )
+        with (
+            torch.no_grad(),
+            measurement.tapped.split(measurement.called, measurement.layers_only),
+            measurement.tapped.watched(watcher),
+        ):
             for batch in batches:
                 watcher.samples = len(next(iter(batch.values())))
-                seen.outputs(batch)
-        found = cls(shared=seen.shared, split=set(seen.split))
+                measurement.outputs(batch)
+        result = cls(shared=measurement.shared, split=set(measurement.split))
         joined = {name: torch.cat(parts) for name, parts in watcher.inputs.items()}
-        for name, one in seen.tapped.maps.items():
-            if name in seen.shared and not one.stacked:
-                found.maps.setdefault(_place(one.block), []).append(one)
-                found.inputs[name] = joined[seen.shared[name]]
+        for name, linear in measurement.tapped.maps.items():
+            if name in measurement.shared and not linear.stacked:
+                result.maps.setdefault(_place(linear.block), []).append(linear)
+                result.inputs[name] = joined[measurement.shared[name]]
                 if name in watcher.outputs:
-                    found.outputs[name] = torch.cat(watcher.outputs[name])
-        return found
+                    result.outputs[name] = torch.cat(watcher.outputs[name])
+        return result
 
-    def around(self, one: LinearMap) -> tuple[Tensor | None, Tensor | None]:
+    def around(self, linear: LinearMap) -> tuple[Tensor | None, Tensor | None]:
         """What a map, named as a checkpoint names it, reads and gives."""
-        found = same_map(one, self.maps.get(_place(one.block), []))
-        if found is None:
+        place = same_map(linear, self.maps.get(_place(linear.block), []))
+        if place is None:
             return None, None
-        ours, rows = found
-        given = self.outputs.get(ours.info.name)
-        return self.inputs[ours.info.name], None if given is None else given[:, rows]
+        ours, rows = place
+        outputs = self.outputs.get(ours.info.name)
+        return self.inputs[ours.info.name], None if outputs is None else outputs[:, rows]
 
-    def read_with(self, one: LinearMap) -> str:
+    def read_with(self, linear: LinearMap) -> str:
         """The first map that reads what this one reads; nothing where it did not run."""
-        found = same_map(one, self.maps.get(_place(one.block), []))
-        return "" if found is None else self.shared[found[0].info.name]
+        place = same_map(linear, self.maps.get(_place(linear.block), []))
+        return "" if place is None else self.shared[place[0].info.name]
 
-    def is_plain(self, one: LinearMap) -> bool:
+    def is_plain(self, linear: LinearMap) -> bool:
         """Whether no norm's gain stands between a stream and what is known of what this map reads."""
-        return one.norm is None or self.read_with(one) in self.split
+        return linear.norm is None or self.read_with(linear) in self.split
 
 
 def _place(block: Block) -> Place:
     return block.module, block.place, block.index
 
 
-class _Rows:
+class _RowWatcher:
     """Keeps evenly spread rows of every map, the same of every model; of each sample so many, whatever its batch."""
 
     def __init__(self, shared: Mapping[str, str], each: int) -> None:
@@ -114,22 +120,22 @@ class _Rows:
         return samples[:, places.to(x.device)].flatten(0, 1).float().cpu()
 
 
-def activation_points(block: Block, seen: Activations, transforms: Transforms) -> dict[str, Tensor]:
+def activation_points(block: Block, activations: Activations, transforms: Transforms) -> dict[str, Tensor]:
     """Points of every plan of a block's local spaces, (groups, size, samples), in the anchor's coordinates."""
-    found: dict[str, list[Tensor]] = {}
+    points: dict[str, list[Tensor]] = {}
     for info in block.tensors:
-        one = linear_map(block, info)
-        if one is None or one.stacked:
+        linear = linear_map(block, info)
+        if linear is None or linear.stacked:
             continue
-        x, y = seen.around(one)
+        x, y = activations.around(linear)
         for space in block.spaces.values():
             plans = wanted_roles(space)
-            sides = (("neurons", x, one.inputs, ("out",), True), ("values", x, one.inputs, ("o",), True))
-            for what, rows, axis, roles, dual in (*sides, ("queries and keys", y, one.outputs, ("q", "k"), False)):
-                if what in plans and rows is not None and _has(axis, space, roles):
+            sides = (("neurons", x, linear.inputs, ("out",), True), ("values", x, linear.inputs, ("o",), True))
+            for plan, rows, axis, roles, dual in (*sides, ("queries and keys", y, linear.outputs, ("q", "k"), False)):
+                if plan in plans and rows is not None and _has(axis, space, roles):
                     moved = transform_axis(rows, 1, axis, transforms, dual)
-                    found.setdefault(f"{space.name}:{what}", []).extend(_points(moved, axis, space, roles))
-    return {key: torch.cat(parts, -1) for key, parts in found.items()}
+                    points.setdefault(f"{space.name}:{plan}", []).extend(_points(moved, axis, space, roles))
+    return {key: torch.cat(parts, -1) for key, parts in points.items()}
 
 
 def _has(axis: Axis, space: Space, roles: tuple[str, ...]) -> bool:
@@ -138,32 +144,34 @@ def _has(axis: Axis, space: Space, roles: tuple[str, ...]) -> bool:
 
 def _points(rows: Tensor, axis: Axis, space: Space, roles: tuple[str, ...]) -> list[Tensor]:
     """(groups, size, samples) of the parts of (samples, width) that play the roles; query heads count as samples."""
-    found = []
+    points = []
     for piece, view in zip(axis.pieces, split_axis(rows, 1, axis), strict=True):
         for part, start in placed(piece, 1):
             if part.space.name == space.name and part.role in roles:
                 if space.kind != "attention":
-                    found.append(standard(view.flatten(1))[None])
+                    points.append(standard(view.flatten(1))[None])
                     continue
                 heads = view.unsqueeze(start + 1) if part.role in ("k", "v") else view
                 groups = heads.permute(start, 0, start + 1, start + 2).flatten(1, 2)
-                found.append(torch.stack([standard(group) for group in groups]))
-    return found
+                points.append(torch.stack([standard(group) for group in groups]))
+    return points
 
 
-def stream_points(architecture: Architecture, stream: str, seen: Activations, transforms: Transforms) -> Tensor | None:
+def stream_points(
+    architecture: Architecture, stream: str, activations: Activations, transforms: Transforms
+) -> Tensor | None:
     """What all readers of a stream read, as points (size, samples), in the anchor's coordinates."""
-    found = []
+    points = []
     for block in architecture.blocks:
         for info in block.tensors:
-            one = linear_map(block, info)
+            linear = linear_map(block, info)
             space = architecture.streams[stream]
-            if one is None or one.stacked or one.inputs.size != space.sizes["size"]:
+            if linear is None or linear.stacked or linear.inputs.size != space.sizes["size"]:
                 continue
-            x, _ = seen.around(one)
-            if x is not None and _has(one.inputs, space, ("read",)):
-                found.append(standard(transform_axis(x, 1, one.inputs, transforms, dual=True)))
-    return torch.cat(found, -1) if found else None
+            x, _ = activations.around(linear)
+            if x is not None and _has(linear.inputs, space, ("read",)):
+                points.append(standard(transform_axis(x, 1, linear.inputs, transforms, dual=True)))
+    return torch.cat(points, -1) if points else None
 
 
 def standard(columns: Tensor) -> Tensor:
@@ -181,7 +189,7 @@ def wanted_roles(space: Space) -> dict[str, tuple[str, ...]]:
         return {"neurons": ("in", "gate", "out")}
     if space.kind == "convolution":
         return {"neurons": tuple(FACTORS)}
-    found: dict[str, tuple[str, ...]] = {"values": ("v", "o")} if space.values == "free" else {}
+    roles: dict[str, tuple[str, ...]] = {"values": ("v", "o")} if space.values == "free" else {}
     if not space.rotary and space.norm is None:
-        found["queries and keys"] = ("q", "k")
-    return found
+        roles["queries and keys"] = ("q", "k")
+    return roles

@@ -218,10 +218,10 @@ class Alignment:
         if opened.whole is None:
             return View(opened, mover.tensor, dtype, left_out, notes)
         places = opened.architecture.places()
-        there = {own: places[name][:2] for name, own in opened.own_names.items() if name in places}
+        places_by_name = {own_name: places[name][:2] for name, own_name in opened.own_names.items() if name in places}
 
         def of_half(block: Block, info: TensorInfo, rounded: torch.dtype | None) -> Tensor | None:
-            return mover.tensor(*there[info.names[0]], rounded) if info.names[0] in there else None
+            return mover.tensor(*places_by_name[info.names[0]], rounded) if info.names[0] in places_by_name else None
 
         return View(whole, of_half, dtype, left_out, notes)
 
@@ -248,11 +248,11 @@ class Alignment:
             lines.append("Biases without effect under softmax stay the anchor's.")
         return lines
 
-    def save(self, path: Path | str, made: Mapping[str, Any] | None = None, half: bool = False) -> None:
+    def save(self, path: Path | str, metadata: Mapping[str, Any] | None = None, half: bool = False) -> None:
         """Write the alignment to one safetensors file.
 
         Args:
-            made: anything worth keeping with it (models, options, versions, figures), as JSON.
+            metadata: anything worth keeping with it (models, options, versions, figures), as JSON.
             half: store the maps in float16: what is orthogonal is rebuilt orthogonal when it is read. In float64, the
                 default, they come back bit for bit.
 
@@ -261,7 +261,7 @@ class Alignment:
             RotationMergeError: there is a file at that place that holds no alignment; it stays as it is.
         """
         check_replaced([Output(str(path), "path", wrote=holds_alignment, remedy="name another file, or move it away")])
-        save_alignment(path, self, made, torch.float16 if half else torch.float64)
+        save_alignment(path, self, metadata, torch.float16 if half else torch.float64)
 
     @classmethod
     def load(cls, path: Path | str) -> Alignment:
@@ -296,10 +296,10 @@ class Alignment:
                 where=opened.name,
                 remedy=f"give {identity.name}, which it was made for",
             )
-        spaces, own = basis.architecture.spaces(), opened.architecture.spaces()
+        spaces, opened_spaces = basis.architecture.spaces(), opened.architecture.spaces()
         for name in self.transforms:
-            if name not in own or own[name].sizes != spaces[name].sizes:
-                sizes = f"{own[name].sizes}" if name in own else "absent"
+            if name not in opened_spaces or opened_spaces[name].sizes != spaces[name].sizes:
+                sizes = f"{opened_spaces[name].sizes}" if name in opened_spaces else "absent"
                 raise AlignmentError(
                     f"space '{name}' is {sizes}, in the alignment {spaces[name].sizes}",
                     where=opened.name,
@@ -409,11 +409,14 @@ class AlignmentFile:
 
     alignment: Alignment
     basis: Basis
-    made: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 def save_alignment(
-    path: Path | str, alignment: Alignment, made: Mapping[str, Any] | None = None, dtype: torch.dtype = torch.float64
+    path: Path | str,
+    alignment: Alignment,
+    metadata: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> None:
     """Write an alignment; see `Alignment.save`.
 
@@ -434,7 +437,7 @@ def save_alignment(
         "folded": json.dumps(alignment.folded),
         "kinds": json.dumps(kinds),
         "still": json.dumps(sorted(_asked(basis.architecture) - alignment.transforms.keys())),
-        "made": json.dumps(dict(made or {}), default=str),
+        "made": json.dumps(dict(metadata or {}), default=str),
         "basis": json.dumps(
             {
                 "config": dict(basis.config),
@@ -470,23 +473,23 @@ def load_alignment(path: Path | str, architecture: Architecture | None = None) -
     Raises:
         AlignmentError: it cannot be read, is no alignment, is for another architecture, or would change functions.
     """
-    where = str(path)
+    name = str(path)
     try:
-        with safe_open(where, framework="pt") as file:
+        with safe_open(name, framework="pt") as file:
             meta = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise AlignmentError(
-            f"cannot be read ({error})", where=where, remedy="write it with 'rotation-merge align'"
+            f"cannot be read ({error})", where=name, remedy="write it with 'rotation-merge align'"
         ) from error
     if str(meta.get("format")).startswith(FORMAT[:-1]) and meta["format"] != FORMAT:
         raise AlignmentError(
             "was written by another version of rotation_merge",
-            where=where,
+            where=name,
             remedy="write it again with 'rotation-merge align'",
         )
     if meta.get("format") != FORMAT:
-        raise AlignmentError("is not an alignment file", where=where, remedy="write it with 'rotation-merge align'")
+        raise AlignmentError("is not an alignment file", where=name, remedy="write it with 'rotation-merge align'")
     try:
         header = _header(meta)
         basis = _basis(meta, {k.removeprefix(BIAS): x for k, x in tensors.items() if k.startswith(BIAS)})
@@ -497,20 +500,20 @@ def load_alignment(path: Path | str, architecture: Architecture | None = None) -
         if header.family != architecture.family:
             raise AlignmentError(
                 f"was made for {header.family} models, not for {architecture.family}",
-                where=where,
+                where=name,
                 remedy="use another file",
             )
         transforms = _transforms(tensors, header, architecture)
         _check_spaces(transforms, header, architecture)
     except RotationMergeError as error:
-        if error.where == where:
+        if error.where == name:
             raise
-        raise AlignmentError(error.what, where=where, remedy="write it again with 'rotation-merge align'") from error
+        raise AlignmentError(error.what, where=name, remedy="write it again with 'rotation-merge align'") from error
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise AlignmentError(
-            f"is damaged ({short(error)})", where=where, remedy="write it again with 'rotation-merge align'"
+            f"is damaged ({short(error)})", where=name, remedy="write it again with 'rotation-merge align'"
         ) from error
-    return AlignmentFile(Alignment(transforms, header.folded, basis=basis), basis, header.made)
+    return AlignmentFile(Alignment(transforms, header.folded, basis=basis), basis, header.metadata)
 
 
 @dataclass(frozen=True)
@@ -521,7 +524,7 @@ class _Header:
     folded: tuple[str, ...]
     kinds: dict[str, str]
     still: tuple[str, ...]
-    made: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 def _header(meta: Mapping[str, str]) -> _Header:
@@ -531,7 +534,7 @@ def _header(meta: Mapping[str, str]) -> _Header:
         if not isinstance(value, kind) or (kind is list and not all(isinstance(word, str) for word in value)):
             raise ValueError(f"entry '{name}' of its header is {short(value)}")
         values[name] = tuple(value) if kind is list else value
-    return _Header(**values)
+    return _Header(metadata=values.pop("made"), **values)
 
 
 def _basis(meta: Mapping[str, str], biases: Mapping[str, Tensor]) -> Basis:
@@ -565,24 +568,24 @@ def _check_basis(basis: Basis) -> None:
 
 
 def _transforms(tensors: Mapping[str, Tensor], header: _Header, architecture: Architecture) -> Transforms:
-    found = unpacked(tensors, header.kinds)
+    transforms = unpacked(tensors, header.kinds)
     small = (key for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64)
     rounded = {key.partition("|")[0] for key in small}
-    for space, transform in found.items():
+    for space, transform in transforms.items():
         if space in rounded and isinstance(transform, StreamTransform) and space in architecture.streams:
-            found[space] = architecture.stream_group(space, "rotation").restored(transform)
-    return found
+            transforms[space] = architecture.stream_group(space, "rotation").restored(transform)
+    return transforms
 
 
 def _check_spaces(transforms: Transforms, header: _Header, architecture: Architecture) -> None:
     """Every space of the architecture is there or declared still, and no other; each transform is of its group; what
     is folded is what rotations need."""
-    known, given = architecture.spaces(), (*transforms, *header.still)
-    if odd := [name for name in given if name not in known]:
+    known, space_names = architecture.spaces(), (*transforms, *header.still)
+    if odd := [name for name in space_names if name not in known]:
         raise AlignmentError(f"does not fit: the models have no space '{odd[0]}'")
-    if absent := sorted(_asked(architecture) - set(given)):
+    if absent := sorted(_asked(architecture) - set(space_names)):
         raise AlignmentError(f"has no entry for space '{absent[0]}'")
-    if len(given) != len(set(given)):
+    if len(space_names) != len(set(space_names)):
         raise AlignmentError("names a space twice")
     for name, transform in transforms.items():
         space = known[name]

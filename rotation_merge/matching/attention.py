@@ -19,19 +19,19 @@ from rotation_merge.symmetry.admitted import heads
 from rotation_merge.symmetry.heads import HeadGroup
 
 
-def match_attention(space: Space, found: list[Side], options: AlignConfig) -> AttentionMatch:
+def match_attention(space: Space, sides: list[Side], options: AlignConfig) -> AttentionMatch:
     """The best order of heads and maps inside them, as far as `options` and the layer allow."""
     group = heads(space, options)
     if not group.orders:
-        return _match(space, found, group)
-    return match_ordered(space, found, group, lambda sides: _match(space, sides, group.unordered()))
+        return _match(space, sides, group)
+    return match_ordered(space, sides, group, lambda sides: _match(space, sides, group.unordered()))
 
 
-def _match(space: Space, found: list[Side], group: HeadGroup) -> AttentionMatch:
+def _match(space: Space, sides: list[Side], group: HeadGroup) -> AttentionMatch:
     """The best of a group in which no permutation holds several heads together."""
     donor, queries = group.own_order
-    own = Order(torch.arange(group.groups), donor, queries)
-    pairings, shared = pairings_of(space, found, group), shared_gains(space, found, group)
+    own_order = Order(torch.arange(group.groups), donor, queries)
+    pairings, shared = pairings_of(space, sides, group), shared_gains(space, sides, group)
     distances = [pairing.distance() for pairing in (*pairings, *shared)]
     before = float(sum(distance.sum().cpu() for distance in distances))
     anchor = float(sum(pairing.anchor_norm().sum().cpu() for pairing in (*pairings, *shared)))
@@ -46,8 +46,10 @@ def _match(space: Space, found: list[Side], group: HeadGroup) -> AttentionMatch:
         element, gained = _solve(pairing, its, distance)
         elements.append(element)
         after += float((distance - gained).clamp_min(0).sum())
-    order, still = order or own, group.identity()
-    maps = {side: assembled([*pairings, *shared], elements, side) or one for side, one in still.elements().items()}
+    order, still = order or own_order, group.identity()
+    maps = {
+        side: assembled([*pairings, *shared], elements, side) or identity for side, identity in still.elements().items()
+    }
     transform = replace(still.with_elements(maps), groups=order.donor, queries=order.queries)
     return AttentionMatch(transform, notes, before, after, anchor)
 
@@ -58,6 +60,6 @@ def _solve(pairing: Pairing, order: Order | None, distance: Tensor) -> tuple[Gro
     grams = pairing.settled(known, distance)
     if grams is not known:
         element, gain = pairing.group.solve(grams)
-    own = partial(pairing.own_products, order)
-    element, gain = pairing.group.refined(element, gain, grams, own, distance == 0)
+    donor_products = partial(pairing.own_products, order)
+    element, gain = pairing.group.refined(element, gain, grams, donor_products, distance == 0)
     return element, gain - pairing.group.gain_as_it_stands(grams)

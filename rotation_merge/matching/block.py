@@ -100,8 +100,8 @@ def named(anchor: str, donor: str) -> Iterator[None]:
     try:
         yield
     except NotFiniteError as error:
-        whose = anchor if " of the anchor " in error.what else donor
-        raise AlignmentError(error.what, where=whose, remedy=error.remedy) from error
+        model = anchor if " of the anchor " in error.what else donor
+        raise AlignmentError(error.what, where=model, remedy=error.remedy) from error
     except AlignmentError as error:
         raise AlignmentError(error.what, where=f"{donor}, {error.where}", remedy=error.remedy) from error
 
@@ -110,8 +110,8 @@ def wanted_spaces(block: Block, options: AlignConfig) -> list[Space]:
     """The local spaces of a block that these options ask to match."""
     if not options.matches_layer(block.index):
         return []
-    wanted = [space for space in block.spaces.values() if asks(space, options)]
-    return sorted(wanted, key=lambda space: space.kind != "translation")  # exact whatever the others are: they go first
+    spaces = [space for space in block.spaces.values() if asks(space, options)]
+    return sorted(spaces, key=lambda space: space.kind != "translation")  # exact whatever the others are: they go first
 
 
 def match_block(
@@ -131,13 +131,13 @@ def match_block(
         streams: transforms of the residual streams that the donor has been given.
         leads: the spans that may move, with the element of the first layer unless this is it; others stay.
     """
-    wanted = wanted_spaces(block, options)
-    names = {space.name for space in wanted}
+    spaces = wanted_spaces(block, options)
+    names = {space.name for space in spaces}
     anchor, donor = settled(block, anchor, names), settled(block, donor, names)
     matching = _Matching(block, anchor, donor, options, dict(streams or {}), leads)
-    for place, space in enumerate(wanted):
-        matching.match(space, {later.name for later in wanted[place + 1 :]})
-    matching.settle(linked(block, wanted))
+    for place, space in enumerate(spaces):
+        matching.match(space, {later.name for later in spaces[place + 1 :]})
+    matching.settle(linked(block, spaces))
     return BlockMatch(matching.local, list(matching.records.values()))
 
 
@@ -153,7 +153,7 @@ def linked(block: Block, spaces: list[Space]) -> list[Space]:
     names = {space.name for space in spaces}
     names -= {space.name for space in spaces if space.kind == "translation"}
     shared = [{space.name for space in info.spaces()} & names for info in block.tensors]
-    return [space for space in spaces if any(space.name in found and len(found) > 1 for found in shared)]
+    return [space for space in spaces if any(space.name in names and len(names) > 1 for names in shared)]
 
 
 MOST_ROUNDS = 12
@@ -185,60 +185,62 @@ class _Matching:
     def match(self, space: Space, unknown: Collection[str] = ()) -> None:
         """Match one space, the others held as they are; from tensors that touch no `unknown` one, if there are any."""
         begin = time.perf_counter()
-        transform, found = self._best(space, unknown)
-        if self._blurred(space, found):
-            transform, found = transform.still(), {**found, "after": found["before"], "notes": [STILL]}
+        transform, record = self._best(space, unknown)
+        if self._blurred(space, record):
+            transform, record = transform.still(), {**record, "after": record["before"], "notes": [STILL]}
         self.local[space.name] = transform
         self.records[space.name] = SpaceMatch(
             *(space.name, space.kind, transform.group()),
             distances=transform.distances(),
             seconds=time.perf_counter() - begin,
             head_order=transform.head_order().tolist() if isinstance(transform, HeadTransform) else None,
-            **{**found, "notes": [*found.get("notes", []), *_at_the_limit(transform)]},
+            **{**record, "notes": [*record.get("notes", []), *_at_the_limit(transform)]},
         )
 
-    def _blurred(self, space: Space, found: Mapping[str, Any]) -> bool:
+    def _blurred(self, space: Space, record: Mapping[str, Any]) -> bool:
         """Whether a move of tensors that nothing else moves would gain less than storing them again costs."""
-        local = {own.name for own in self.block.spaces.values()}
-        names = {info.key: local & {own.name for own in info.spaces()} for info in self.block.tensors}
+        local = {local_space.name for local_space in self.block.spaces.values()}
+        names = {info.key: local & {space.name for space in info.spaces()} for info in self.block.tensors}
         touched = [key for key in self.donor if space.name in names.get(key, ())]
         if self.streams or self.leads or any(len(names[key]) > 1 for key in touched):
             return False
         least = min((rounding_error(self.donor[key].dtype) for key in touched), default=0.0)
-        return found["before"] - found["after"] < least * found["anchor"]
+        return record["before"] - record["after"] < least * record["anchor"]
 
     def settle(self, spaces: list[Space]) -> None:
         """Match spaces that share tensors again and again, from what is known of them and from where they stand."""
         if not spaces:
             return
         before, _ = self._distance(spaces, {})
-        found = self._rounds(spaces)
-        best = dict(self.local), dict(self.records), found
-        if before and found > _SETTLED * before:
+        distance = self._rounds(spaces)
+        best = dict(self.local), dict(self.records), distance
+        if before and distance > _SETTLED * before:
             for space in spaces:
                 self.local[space.name] = self.local[space.name].still()
             for space in spaces:
                 self.match(space)
-            found = self._rounds(spaces)
-            if found < best[2]:
-                best = dict(self.local), dict(self.records), found
+            distance = self._rounds(spaces)
+            if distance < best[2]:
+                best = dict(self.local), dict(self.records), distance
         self.local, self.records = best[0], best[1]
         for space in spaces:
-            (apart, norm), (left, _) = self._distance([space], {}), self._distance([space], self.local)
-            self.records[space.name] = replace(self.records[space.name], before=apart, after=left, anchor=norm)
+            (apart, norm), (after, _) = self._distance([space], {}), self._distance([space], self.local)
+            self.records[space.name] = replace(self.records[space.name], before=apart, after=after, anchor=norm)
 
     def _rounds(self, spaces: list[Space]) -> float:
         """Rounds until the squared distance stands still, which is returned."""
-        left, _ = self._distance(spaces, self.local)
+        distance, _ = self._distance(spaces, self.local)
         for _ in range(MOST_ROUNDS):
-            kept = dict(self.local), dict(self.records), left
+            previous = dict(self.local), dict(self.records), distance
             for space in spaces:
                 self.match(space)
-            left, _ = self._distance(spaces, self.local)
-            if left >= kept[2] * (1 - _SETTLED):
-                self.local, self.records, left = kept if left > kept[2] else (self.local, self.records, left)
+            distance, _ = self._distance(spaces, self.local)
+            if distance >= previous[2] * (1 - _SETTLED):
+                self.local, self.records, distance = (
+                    previous if distance > previous[2] else (self.local, self.records, distance)
+                )
                 break
-        return left
+        return distance
 
     def _distance(self, spaces: list[Space], local: Mapping[str, SpaceTransform]) -> tuple[float, float]:
         """Squared distance and the anchor's squared norm over the tensors that touch any of some spaces."""
@@ -249,31 +251,31 @@ class _Matching:
 
     def _best(self, space: Space, unknown: Collection[str]) -> tuple[SpaceTransform, dict[str, Any]]:
         """The best transform of one space, and what the record says of it."""
-        others = {**self.streams, **self.local}
-        given = (self.block, space, self.anchor, self.donor)
+        transforms = {**self.streams, **self.local}
+        arguments = (self.block, space, self.anchor, self.donor)
         if space.kind == "experts":
-            experts = match_experts(*given, others, self.options)
+            experts = match_experts(*arguments, transforms, self.options)
             return experts.transform, {**_distances(experts), "gap": experts.gap, "notes": experts.notes}
         if space.kind == "translation":
-            return self._recorded(space, match_translation(*given, others, self.options))
+            return self._recorded(space, match_translation(*arguments, transforms, self.options))
         if space.kind == "attention" and space.span is not None:
-            return self._spanning(space, others, unknown)
-        found = sides(*given, others, unknown) or sides(*given, others)
+            return self._spanning(space, transforms, unknown)
+        axes = sides(*arguments, transforms, unknown) or sides(*arguments, transforms)
         if space.kind == "ffn":
-            neurons = match_ffn(space, found, self.options)
+            neurons = match_ffn(space, axes, self.options)
             return NeuronTransform(neurons.element, space.degree or 1), {**_distances(neurons), "gap": neurons.gap}
         if space.kind == "attention":
-            attention = match_attention(space, found, self.options)
+            attention = match_attention(space, axes, self.options)
             return attention.transform, {**_distances(attention), "notes": attention.notes}
         if space.kind == "convolution":
-            channels, gap = match_convolution(space, found, self.options)
+            channels, gap = match_convolution(space, axes, self.options)
             transform, record = self._recorded(space, channels)
             return transform, {**record, "gap": gap}
         match = match_latent if space.kind == "latent" else match_mixer
-        return self._recorded(space, match(space, found, self.options))
+        return self._recorded(space, match(space, axes, self.options))
 
     def _spanning(
-        self, space: Space, others: Mapping[str, SpaceTransform], unknown: Collection[str]
+        self, space: Space, transforms: Mapping[str, SpaceTransform], unknown: Collection[str]
     ) -> tuple[SpaceTransform, dict[str, Any]]:
         """A space that spans layers: as the first of them says, or here, or not at all."""
         lead = self.leads.get(str(space.span))
@@ -282,11 +284,13 @@ class _Matching:
         for info in self.block.tensors:
             if info.key in donor and space in info.spaces():
                 donor[info.key] = transform_tensor(donor[info.key], info, moved)
-        given = (self.block, space, self.anchor, donor, others)
-        here = lead is None and space.span in self.leads
-        own = match_attention(space if here else held(space), sides(*given, unknown) or sides(*given), self.options)
-        transform, record = self._recorded(space, own.transform if lead is None else led(lead, own.transform))
-        return transform, {**record, "notes": own.notes}
+        arguments = (self.block, space, self.anchor, donor, transforms)
+        is_lead = lead is None and space.span in self.leads
+        match = match_attention(
+            space if is_lead else held(space), sides(*arguments, unknown) or sides(*arguments), self.options
+        )
+        transform, record = self._recorded(space, match.transform if lead is None else led(lead, match.transform))
+        return transform, {**record, "notes": match.notes}
 
     def _recorded(self, space: Space, transform: SpaceTransform) -> tuple[SpaceTransform, dict[str, Any]]:
         (before, norm), (after, _) = (self._distance([space], local) for local in ({}, {space.name: transform}))
@@ -307,32 +311,32 @@ def squared_distances(
             moved = transform_tensor(donor[info.key], info, transforms)
             for a, b in _flat_blocks(anchor[info.key], moved):
                 sums += [(a - b).square_().sum(), (a * a).sum()]
-    found = torch.stack(sums).tolist() if sums else []  # one question to the device
-    return math.fsum(found[::2]), math.fsum(found[1::2])
+    sums_list = torch.stack(sums).tolist() if sums else []  # one question to the device
+    return math.fsum(sums_list[::2]), math.fsum(sums_list[1::2])
 
 
 def _flat_blocks(anchor: Tensor, donor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of two tensors of one shape along the first dimension, widened to float32 at least."""
     dtype = torch.promote_types(torch.promote_types(anchor.dtype, donor.dtype), torch.float32)
     rows = anchor.reshape(1) if anchor.ndim == 0 else anchor
-    other = donor.reshape(rows.shape)
+    donor_rows = donor.reshape(rows.shape)
     step = max(1, _BLOCK * len(rows) // max(1, rows.numel()))
     for start in range(0, len(rows), step):
-        yield rows[start : start + step].to(dtype), other[start : start + step].to(rows.device, dtype)
+        yield rows[start : start + step].to(dtype), donor_rows[start : start + step].to(rows.device, dtype)
 
 
-def check_finite(block: Block, tensors: Tensors, whose: str) -> None:
+def check_finite(block: Block, tensors: Tensors, model: str) -> None:
     """
     Raises:
         NotFiniteError: names the tensor, and which of the models it is.
     """
-    held = [info for info in block.tensors if info.key in tensors]
-    if all_finite([tensors[info.key] for info in held]):
+    present = [info for info in block.tensors if info.key in tensors]
+    if all_finite([tensors[info.key] for info in present]):
         return
-    for info in held:
+    for info in present:
         if not all_finite([tensors[info.key]]):
             raise NotFiniteError(
-                f"tensor '{info.name}' of the {whose} holds NaN or infinity",
+                f"tensor '{info.name}' of the {model} holds NaN or infinity",
                 where=block.name,
                 remedy="repair or replace the checkpoint",
             )

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.matching.block import BlockMatch, check_finite, match_block, squared_distances, wanted_spaces
-from rotation_merge.matching.measured import Measured, measured
+from rotation_merge.matching.measured import TensorMeasurement, measured
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.sides import Tensors
 from rotation_merge.matching.spanning import whole_spans
-from rotation_merge.matching.stream import Statistics, compared
+from rotation_merge.matching.stream import StreamStatistics, compared
 from rotation_merge.model import slices
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import settled
 from rotation_merge.model.fold import Folded
-from rotation_merge.model.source import Kept, TensorSource, read_block, read_tensor
+from rotation_merge.model.source import CachedSource, TensorSource, read_block, read_tensor
 from rotation_merge.model.sources import OnDevice
 from rotation_merge.symmetry import HeadTransform, SpaceTransform
 from rotation_merge.workers.threads import BYTES_A_WEIGHT, workers_for
@@ -46,16 +46,16 @@ class Step(Protocol):
     """What is done to a block of both models."""
 
     def __call__(
-        self, both: Both, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
+        self, both: ModelPair, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
     ) -> Any:
         """On a block: the tensors are the step's own, and the dictionaries may be changed."""
 
-    def plain(self, both: Both, block: Block, parts: Slices) -> Any:
-        """On a block outside of layers that no local space moves (`Both.is_plain`)."""
+    def plain(self, both: ModelPair, block: Block, parts: Slices) -> Any:
+        """On a block outside of layers that no local space moves (`ModelPair.is_plain`)."""
 
 
 @dataclass(frozen=True)
-class Led:
+class StepWithLeads:
     """A step with what has been found for the first layers of spans (`spanning.py`)."""
 
     step: Step
@@ -63,19 +63,19 @@ class Led:
 
 
 @dataclass(frozen=True)
-class Found:
+class StepResult:
     """What a step found, and the elements of the spans whose first layer this block is."""
 
     result: Any
     leads: dict[str, HeadTransform]
 
-    def to(self, device: torch.device) -> Found:
+    def to(self, device: torch.device) -> StepResult:
         leads = {name: lead.to(device) for name, lead in self.leads.items()}
-        return Found(None if self.result is None else self.result.to(device), leads)
+        return StepResult(None if self.result is None else self.result.to(device), leads)
 
 
 @dataclass(frozen=True, eq=False)
-class Both:
+class ModelPair:
     """Two models, read block by block.
 
     Attributes:
@@ -83,7 +83,7 @@ class Both:
         anchor, donor: as they are stored.
         options: which groups to use.
         folded: streams whose norms are folded as blocks are read.
-        kept: whether what fits in memory is kept, as the models are read more than once.
+        cached: whether what fits in memory is kept, as the models are read more than once.
         device: where blocks are brought; None: they stay where they are read.
         home: where what is found is brought.
     """
@@ -93,14 +93,14 @@ class Both:
     donor: TensorSource
     options: AlignConfig
     folded: tuple[str, ...] = ()
-    kept: bool = False
+    cached: bool = False
     device: str | None = None
     home: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = self.options.settled(self.architecture)
-        given = (self.architecture, self.anchor, self.donor, options, self.folded, self.kept)
-        return Both, (*given, self.device, self.home)
+        arguments = (self.architecture, self.anchor, self.donor, options, self.folded, self.cached)
+        return ModelPair, (*arguments, self.device, self.home)
 
     @cached_property
     def _reading(self) -> Lock:
@@ -115,7 +115,7 @@ class Both:
             source = OnDevice(source, torch.device(self.device))
         if self.folded:
             source = Folded(self.architecture, source, self.folded)
-        return Kept(source) if self.kept else source
+        return CachedSource(source) if self.cached else source
 
     @cached_property
     def _ready(self) -> dict[str, dict[str, Tensor]]:
@@ -148,8 +148,8 @@ class Both:
 
     def leads(self, block: Block, match: BlockMatch) -> dict[str, HeadTransform]:
         """The elements of the spans that move whose first layer a block is."""
-        here = self.spans & {space.name for space in block.spaces.values()}
-        return {name: found for name in here if isinstance(found := match.transforms[name], HeadTransform)}
+        led_spans = self.spans & {space.name for space in block.spaces.values()}
+        return {name: element for name in led_spans if isinstance(element := match.transforms[name], HeadTransform)}
 
     @property
     def at_once(self) -> int:
@@ -160,14 +160,14 @@ class Both:
     def size(self) -> int:
         return (BYTES_FOLDED if self.folded else BYTES_A_WEIGHT) * self._weights[0]
 
-    def on(self, device: str, home: str) -> Both:
+    def on(self, device: str, home: str) -> ModelPair:
         return replace(self, device=device, home=home)
 
-    def piece(self, step: Led, item: int) -> Found:
+    def piece(self, step: StepWithLeads, item: int) -> StepResult:
         """A step on the block of a number."""
         block = self.architecture.blocks[item]
         if self.is_plain(block):
-            return self._brought(Found(step.step.plain(self, block, self._slices(block)), {}))
+            return self._brought(StepResult(step.step.plain(self, block, self._slices(block)), {}))
         first, second = self._sources
         with self._reading:
             anchor = self._ready.pop(block.name, None) or read_block(block, first)
@@ -178,32 +178,34 @@ class Both:
         leads: dict[str, HeadTransform] = {}
 
         def match(first: Tensors, second: Tensors, options: AlignConfig, streams: Transforms) -> BlockMatch:
-            here = self.spans & {space.name for space in block.spaces.values()}
-            found = match_block(block, first, second, options, streams, {**dict.fromkeys(here), **step.leads})
-            leads.update(self.leads(block, found))
-            return found
+            led_spans = self.spans & {space.name for space in block.spaces.values()}
+            block_match = match_block(
+                block, first, second, options, streams, {**dict.fromkeys(led_spans), **step.leads}
+            )
+            leads.update(self.leads(block, block_match))
+            return block_match
 
         anchor, donor = dict(settled(block, anchor, matched)), dict(settled(block, donor, matched))
-        return self._brought(Found(step.step(self, block, anchor, donor, match), leads))
+        return self._brought(StepResult(step.step(self, block, anchor, donor, match), leads))
 
-    def _brought(self, found: Found) -> Found:
-        return found if self.home is None else found.to(torch.device(self.home))
+    def _brought(self, result: StepResult) -> StepResult:
+        return result if self.home is None else result.to(torch.device(self.home))
 
     def _slices(self, block: Block) -> Iterator[tuple[Tensors, Tensors]]:
         """The tensors of a plain block."""
         with self._reading:
             stored = [self._stored(block, source) for source in (self.anchor, self.donor)]
-        long = {info.key: found for info in block.tensors if (found := _long(info, stored))}
+        long = {info.key: sliced for info in block.tensors if (sliced := _long(info, stored))}
         short = [info for info in block.tensors if info.key not in long]
         names = [(name, info) for info in block.tensors for name in (*info.names, *info.tied)]
         for infos, rows in [(short, None), *(([i], rows) for i in block.tensors for rows in long.get(i.key, ()))]:
             part = replace(block, tensors=tuple(infos))
             sources: list[TensorSource] = [*stored]
             if rows is not None:
-                sources = [slices.narrowed(names, own, rows) for own in stored]
+                sources = [slices.narrowed(names, source, rows) for source in stored]
             if self.folded:
-                sources = [Folded(self.architecture, own, self.folded) for own in sources]
-            anchor, donor = (read_block(part, own) for own in sources)
+                sources = [Folded(self.architecture, source, self.folded) for source in sources]
+            anchor, donor = (read_block(part, source) for source in sources)
             check_finite(part, anchor, "anchor")
             check_finite(part, donor, "donor")
             yield anchor, donor
@@ -215,30 +217,30 @@ class Both:
 
 def _long(info: TensorInfo, stored: Sequence[Mapping[str, Tensor]]) -> list[slice]:
     """The slices of a tensor's vocabulary where it is looked at in several."""
-    known = [tensor for own in stored if (tensor := read_tensor(info, own)) is not None]
+    known = [tensor for tensors in stored if (tensor := read_tensor(info, tensors)) is not None]
     if len(known) != 2 or known[0].shape != known[1].shape:
         return []
-    found = slices.rows(info, known[0])
-    return found if len(found) > 1 else []
+    row_slices = slices.rows(info, known[0])
+    return row_slices if len(row_slices) > 1 else []
 
 
 @dataclass(frozen=True)
-class Seen:
+class BlockMeasurement:
     """What the tensors of a block say of the streams."""
 
-    tensors: tuple[Measured, ...]
+    tensors: tuple[TensorMeasurement, ...]
 
-    def to(self, device: torch.device) -> Seen:
-        return Seen(tuple(tensor.to(device) for tensor in self.tensors))
+    def to(self, device: torch.device) -> BlockMeasurement:
+        return BlockMeasurement(tuple(tensor.to(device) for tensor in self.tensors))
 
     @classmethod
-    def of(cls, block: Block, parts: Slices, transforms: Transforms, precise: bool) -> Seen:
-        found: dict[str, Measured] = {}
+    def of(cls, block: Block, parts: Slices, transforms: Transforms, precise: bool) -> BlockMeasurement:
+        tensors: dict[str, TensorMeasurement] = {}
         for anchor, donor in parts:
             for info, a, b in compared(block, anchor, donor):
-                own = measured(info, a, b, transforms, precise)
-                found[info.key] = found[info.key].plus(own) if info.key in found else own
-        return cls(tuple(tensor.centred() for tensor in found.values()))
+                measurement = measured(info, a, b, transforms, precise)
+                tensors[info.key] = tensors[info.key].plus(measurement) if info.key in tensors else measurement
+        return cls(tuple(tensor.centred() for tensor in tensors.values()))
 
 
 @dataclass(frozen=True)
@@ -254,18 +256,18 @@ class Ends:
     precise: bool = False
 
     def __call__(
-        self, both: Both, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
-    ) -> Statistics:
-        own = Statistics(both.architecture, equal=True)
-        own.add(block, anchor, donor, self.transforms)
-        return own
+        self, both: ModelPair, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
+    ) -> StreamStatistics:
+        statistics = StreamStatistics(both.architecture, equal=True)
+        statistics.add(block, anchor, donor, self.transforms)
+        return statistics
 
-    def plain(self, both: Both, block: Block, parts: Slices) -> Seen:
-        return Seen.of(block, parts, self.transforms, self.precise)
+    def plain(self, both: ModelPair, block: Block, parts: Slices) -> BlockMeasurement:
+        return BlockMeasurement.of(block, parts, self.transforms, self.precise)
 
 
 @dataclass(frozen=True)
-class Pass:
+class MatchingPass:
     """Match all local spaces under the stream transforms; collect the streams' statistics and the objective.
 
     Attributes:
@@ -279,24 +281,26 @@ class Pass:
     precise: bool = False
 
     def __call__(
-        self, both: Both, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
-    ) -> Statistics:
-        maps, own = dict(self.transforms), Statistics(both.architecture)
+        self, both: ModelPair, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
+    ) -> StreamStatistics:
+        maps, statistics = dict(self.transforms), StreamStatistics(both.architecture)
         if wanted_spaces(block, options := both.options.at(both.architecture, block)):
-            told = [self._weigh(block, tensors) for tensors in (anchor, donor)]
+            exact = [self._weigh(block, tensors) for tensors in (anchor, donor)]
             maps |= match(anchor, donor, options, self.transforms).transforms
-            anchor.update(told[0])
-            donor.update(told[1])
-        own.add(block, anchor, donor, maps, self.precise)
+            anchor.update(exact[0])
+            donor.update(exact[1])
+        statistics.add(block, anchor, donor, maps, self.precise)
         scaled = {info.name for info in block.tensors if maps.keys() != self.transforms.keys() and not info.offset}
-        own.weights = {n: w * self.weights.get(n, 1.0) if n in scaled else w for n, w in own.weights.items()}
-        return own
+        statistics.weights = {
+            n: w * self.weights.get(n, 1.0) if n in scaled else w for n, w in statistics.weights.items()
+        }
+        return statistics
 
-    def plain(self, both: Both, block: Block, parts: Slices) -> Statistics:
-        own = Statistics(both.architecture)
-        for tensor in Seen.of(block, parts, self.transforms, self.precise).tensors:
-            own.count(tensor, self.transforms)
-        return own
+    def plain(self, both: ModelPair, block: Block, parts: Slices) -> StreamStatistics:
+        statistics = StreamStatistics(both.architecture)
+        for tensor in BlockMeasurement.of(block, parts, self.transforms, self.precise).tensors:
+            statistics.count(tensor, self.transforms)
+        return statistics
 
     def _weigh(self, block: Block, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A model's tensors times the root of their weights, in their places, so that squared distances count by them.
@@ -304,14 +308,14 @@ class Pass:
         What a tensor says of the streams stays the same: its share in the objective knows no scale. Returned are those
         for which that does not hold, as they were.
         """
-        kept = {}
+        unweighted = {}
         for info in block.tensors:
             if info.name in self.weights and info.key in tensors:
                 x = tensors[info.key]
-                kept.update({info.key: x} if info.offset else {})
+                unweighted.update({info.key: x} if info.offset else {})
                 wide = x.to(torch.promote_types(x.dtype, torch.float32))
                 tensors[info.key] = wide * self.weights[info.name] ** 0.5
-        return kept
+        return unweighted
 
 
 @dataclass(frozen=True)
@@ -321,7 +325,7 @@ class Final:
     streams: Transforms
 
     def __call__(
-        self, both: Both, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
+        self, both: ModelPair, block: Block, anchor: dict[str, Tensor], donor: dict[str, Tensor], match: Match
     ) -> FinalMatch | None:
         options = both.options.at(both.architecture, block)
         if not self.streams:
@@ -330,16 +334,18 @@ class Final:
         for info in block.tensors:  # turned once, not for every look at it
             if info.key in donor:
                 donor[info.key] = transform_tensor(donor[info.key], info, self.streams)
-        own = match(anchor, donor, options, {})
-        return FinalMatch(own, apart, squared_distances(block, None, anchor, donor, own.transforms)[0], norm)
+        block_match = match(anchor, donor, options, {})
+        return FinalMatch(
+            block_match, apart, squared_distances(block, None, anchor, donor, block_match.transforms)[0], norm
+        )
 
-    def plain(self, both: Both, block: Block, parts: Slices) -> FinalMatch | None:
+    def plain(self, both: ModelPair, block: Block, parts: Slices) -> FinalMatch | None:
         if not self.streams:
             return None
         apart = after = norm = 0.0
         for anchor, donor in parts:
-            before, own = squared_distances(block, None, anchor, donor, {})
-            apart, norm = apart + before, norm + own
+            before, block_norm = squared_distances(block, None, anchor, donor, {})
+            apart, norm = apart + before, norm + block_norm
             after += squared_distances(block, None, anchor, donor, self.streams)[0]
         return FinalMatch(BlockMatch({}, []), apart, after, norm)
 

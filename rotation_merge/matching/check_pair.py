@@ -32,7 +32,7 @@ Layers = Mapping[str, Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedPair:
     """A pair that may be matched.
 
     Attributes:
@@ -54,13 +54,13 @@ class Checked:
 
     def notes(self) -> list[str]:
         """What the reader of a report should know beside the warnings."""
-        found = list(dict.fromkeys(note for member in (self.anchor, self.donor) for note in member.notes))
-        found += rows_note(self.anchor.name, self.donor.name, self.rows)
+        notes = list(dict.fromkeys(note for member in (self.anchor, self.donor) for note in member.notes))
+        notes += rows_note(self.anchor.name, self.donor.name, self.rows)
         if self.unaligned:
             names = ", ".join(self.unaligned[:6]) + (", ..." if len(self.unaligned) > 6 else "")
             unknown = f"{len(self.unaligned)} tensors ({names})"
-            found.append(f"Not aligned, because the architecture does not list them: {unknown}.")
-        return found
+            notes.append(f"Not aligned, because the architecture does not list them: {unknown}.")
+        return notes
 
 
 def check_pair(
@@ -71,7 +71,7 @@ def check_pair(
     untie: bool = False,
     layers: Layers | None = None,
     excluded: Callable[[str], bool] = lambda _: False,
-) -> Checked:
+) -> CheckedPair:
     """Whether the donor can be moved to the anchor under these options, its function unchanged.
 
     Args:
@@ -95,17 +95,17 @@ def check_pair(
     if streams or layers is None:
         _check_depth(anchor, donor)
     blocks = meeting(anchor.architecture, donor.architecture, None if streams else layers)
-    for mine, theirs in blocks:
-        _check_block(mine, theirs, anchor, donor)
+    for anchor_block, donor_block in blocks:
+        _check_block(anchor_block, donor_block, anchor, donor)
     folded = anchor.architecture.folds(streams)
     for member in (anchor, donor):
         _check_tied(member, folded, untie)
         if options.shift_head:
             _check_head(member, untie)
     moving = _Moving(anchor, donor, options, streams, Fold(anchor.architecture, folded), excluded)
-    for mine, theirs in blocks:
-        moving.check(mine, theirs)
-    return Checked(
+    for anchor_block, donor_block in blocks:
+        moving.check(anchor_block, donor_block)
+    return CheckedPair(
         anchor,
         donor,
         options.with_residual(_words(streams, anchor)) if options.residual != "none" else options,
@@ -117,30 +117,30 @@ def check_pair(
     )
 
 
-def _streams(anchor: Member, donor: Member, asked: str, untie: bool) -> dict[str, str]:
+def _streams(anchor: Member, donor: Member, residual: str, untie: bool) -> dict[str, str]:
     """The residual group of each stream that is to move; both models admit it.
 
     `largest` stops short of rotations where a head is tied to an embedding, which folding cannot serve.
     """
-    found = residual_groups(anchor.architecture, asked, anchor.name)
-    theirs = residual_groups(donor.architecture, asked, donor.name)
-    wanted = by_stream(asked) or dict.fromkeys(found, asked)
-    for name, group in found.items():
-        if wanted.get(name) == "largest":
+    groups = residual_groups(anchor.architecture, residual, anchor.name)
+    donor_groups = residual_groups(donor.architecture, residual, donor.name)
+    choices = by_stream(residual) or dict.fromkeys(groups, residual)
+    for name, group in groups.items():
+        if choices.get(name) == "largest":
             admitted = anchor.architecture.stream_groups[name]
             admitted = tuple(g for g in admitted if g in donor.architecture.stream_groups[name])
             tied = not untie and any(member.tied and member.tied[1] == name for member in (anchor, donor))
-            found[name] = [g for g in admitted if not (tied and g == "rotation")][-1]
-        elif theirs.get(name) != group:
-            raise RecipeError(f"'residual: {asked}': there is no stream '{name}'", where=donor.name)
-    return {name: group for name, group in found.items() if group != "none"}
+            groups[name] = [g for g in admitted if not (tied and g == "rotation")][-1]
+        elif donor_groups.get(name) != group:
+            raise RecipeError(f"'residual: {residual}': there is no stream '{name}'", where=donor.name)
+    return {name: group for name, group in groups.items() if group != "none"}
 
 
 def residual_of(transforms: Mapping[str, SpaceTransform], folded: Collection[str]) -> str:
     """What an alignment does to the streams, as the option `residual` says it."""
     streams = [name for name, transform in transforms.items() if transform.space_kind == StreamTransform.space_kind]
-    asked = {name: "rotation" if name in folded else "permutation" for name in streams}
-    return ",".join(f"{name}={group}" for name, group in asked.items()) or "none"
+    choices = {name: "rotation" if name in folded else "permutation" for name in streams}
+    return ",".join(f"{name}={group}" for name, group in choices.items()) or "none"
 
 
 def _words(streams: Mapping[str, str], member: Member) -> str:
@@ -153,10 +153,10 @@ def _words(streams: Mapping[str, str], member: Member) -> str:
 
 def _check_depth(anchor: Member, donor: Member) -> None:
     for module in anchor.architecture.layers_key:
-        ours, theirs = (len(m.architecture.layers(module)) for m in (anchor, donor))
-        if ours != theirs:
+        ours, donor_layers = (len(m.architecture.layers(module)) for m in (anchor, donor))
+        if ours != donor_layers:
             raise CheckpointError(
-                f"has {theirs} layers, {anchor.name} has {ours}",
+                f"has {donor_layers} layers, {anchor.name} has {ours}",
                 where=donor.name,
                 remedy="choose layers with 'slices' in a recipe, without 'residual'; or carry a fine-tune with "
                 "'rotation-merge carry --layers-map' ('finetuned_from' with 'layers_map')",
@@ -165,18 +165,20 @@ def _check_depth(anchor: Member, donor: Member) -> None:
 
 def meeting(anchor: Architecture, donor: Architecture, layers: Layers | None) -> list[tuple[Block, Block]]:
     """The blocks that are matched with each other."""
-    theirs = {(b.module, b.place, b.index, b.name if b.index is None else ""): b for b in donor.blocks}
-    found = []
+    donor_blocks = {(b.module, b.place, b.index, b.name if b.index is None else ""): b for b in donor.blocks}
+    pairs = []
     for block in anchor.blocks:
         if block.index is None or layers is None:
             places = [block.index]
         else:
-            places = [other for own, other in layers.get(block.module, ()) if own == block.index]
+            places = [
+                donor_index for anchor_index, donor_index in layers.get(block.module, ()) if anchor_index == block.index
+            ]
         for place in places:
-            same = theirs.get((block.module, block.place, place, block.name if block.index is None else ""))
+            same = donor_blocks.get((block.module, block.place, place, block.name if block.index is None else ""))
             if same is not None:
-                found.append((block, same))
-    return found
+                pairs.append((block, same))
+    return pairs
 
 
 _WORDS = {
@@ -196,21 +198,23 @@ _WORDS = {
 
 def _facts(space: Space) -> dict[str, Any]:
     """What decides a space's group, by the words for it."""
-    kept = {f.name: getattr(space, f.name) for f in fields(space) if f.name not in ("name", "sizes")}
-    return {_WORDS.get(name, name): value for name, value in {**space.sizes, **kept}.items()}
+    properties = {f.name: getattr(space, f.name) for f in fields(space) if f.name not in ("name", "sizes")}
+    return {_WORDS.get(name, name): value for name, value in {**space.sizes, **properties}.items()}
 
 
-def _check_block(mine: Block, theirs: Block, anchor: Member, donor: Member) -> None:
+def _check_block(anchor_block: Block, donor_block: Block, anchor: Member, donor: Member) -> None:
     """Sizes, rotary dimensions, norms and degrees agree: they decide the groups."""
-    for local, space in theirs.spaces.items():
-        own = mine.spaces.get(local)
-        if own is None:
+    for local, space in donor_block.spaces.items():
+        anchor_space = anchor_block.spaces.get(local)
+        if anchor_space is None:
             continue
-        _refuse_differing(space.name, _facts(own), _facts(space), anchor, donor)
-    for norm in theirs.norms:
-        other = next((n for n in mine.norms if n.gain == norm.gain), None)
-        if other is not None:
-            _refuse_differing(f"{theirs.name}, norm {norm.gain}", _norm_facts(other), _norm_facts(norm), anchor, donor)
+        _refuse_differing(space.name, _facts(anchor_space), _facts(space), anchor, donor)
+    for norm in donor_block.norms:
+        anchor_norm = next((n for n in anchor_block.norms if n.gain == norm.gain), None)
+        if anchor_norm is not None:
+            _refuse_differing(
+                f"{donor_block.name}, norm {norm.gain}", _norm_facts(anchor_norm), _norm_facts(norm), anchor, donor
+            )
 
 
 def _norm_facts(norm: Norm) -> dict[str, Any]:
@@ -219,29 +223,29 @@ def _norm_facts(norm: Norm) -> dict[str, Any]:
 
 def _check_sizes(anchor: Member, donor: Member) -> None:
     """Streams, and the first local space of each name, have the same sizes, whatever layers meet."""
-    ours, theirs = _first_spaces(anchor.architecture), _first_spaces(donor.architecture)
-    for name in theirs:
+    ours, donor_spaces = _first_spaces(anchor.architecture), _first_spaces(donor.architecture)
+    for name in donor_spaces:
         if name in ours:
-            mine, its = ({_WORDS.get(n, n): v for n, v in s[name].sizes.items()} for s in (ours, theirs))
-            _refuse_differing(theirs[name].name, mine, its, anchor, donor)
+            anchor_sizes, its = ({_WORDS.get(n, n): v for n, v in s[name].sizes.items()} for s in (ours, donor_spaces))
+            _refuse_differing(donor_spaces[name].name, anchor_sizes, its, anchor, donor)
 
 
 def _first_spaces(architecture: Architecture) -> dict[str, Space]:
-    found = dict(architecture.streams)
+    spaces = dict(architecture.streams)
     for block in architecture.blocks:
         for local, space in block.spaces.items():
-            found.setdefault(f"{block.module}.{local}", space)
-    return found
+            spaces.setdefault(f"{block.module}.{local}", space)
+    return spaces
 
 
 def _refuse_differing(
-    what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], anchor: Member, donor: Member
+    name_of_part: str, ours: Mapping[str, Any], donor_facts: Mapping[str, Any], anchor: Member, donor: Member
 ) -> None:
-    differing = [name for name in theirs if theirs[name] != ours.get(name)]
+    differing = [name for name in donor_facts if donor_facts[name] != ours.get(name)]
     if differing:
-        words = ", ".join(f"{name} {theirs[name]}, against {ours.get(name)}" for name in differing)
+        words = ", ".join(f"{name} {donor_facts[name]}, against {ours.get(name)}" for name in differing)
         raise CheckpointError(
-            f"'{what}' has {words} in {anchor.name}",
+            f"'{name_of_part}' has {words} in {anchor.name}",
             where=donor.name,
             remedy=UNLIKE,
         )
@@ -261,12 +265,12 @@ def _check_tied(member: Member, folded: Sequence[str], untie: bool) -> None:
 def _check_head(member: Member, untie: bool) -> None:
     """A head whose rows are to be shifted is there, and no embedding is moved with it."""
     if member.tied is not None and not untie:
-        what, remedy = f"needs a head of its own, '{member.tied[0]}' is tied to the embedding", "set 'untie: true'"
+        problem, remedy = f"needs a head of its own, '{member.tied[0]}' is tied to the embedding", "set 'untie: true'"
     elif any(info.common is not None and info.common.head for info in member.architecture.tensors()):
         return
     else:
-        what, remedy = "needs a head whose logits go through a softmax only; this model has none", "leave it out"
-    raise RecipeError(f"'shift_head: true' {what}", where=member.name, remedy=remedy)
+        problem, remedy = "needs a head whose logits go through a softmax only; this model has none", "leave it out"
+    raise RecipeError(f"'shift_head: true' {problem}", where=member.name, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -280,20 +284,22 @@ class _Moving:
     fold: Fold
     excluded: Callable[[str], bool]
 
-    def check(self, mine: Block, theirs: Block) -> None:
+    def check(self, anchor_block: Block, donor_block: Block) -> None:
         """What one of the two lacks may neither stay behind when its space moves, nor be needed by folding.
 
         Raises:
             CheckpointError: names the tensor.
         """
-        wanted = {space.name for space in wanted_spaces(mine, self.options.at(self.anchor.architecture, mine))}
-        local = [key for key, space in mine.spaces.items() if space.name in wanted]
-        for holder, block, other, lacking in (
-            (self.donor, theirs, mine, self.anchor),
-            (self.anchor, mine, theirs, self.donor),
+        matched = {
+            space.name for space in wanted_spaces(anchor_block, self.options.at(self.anchor.architecture, anchor_block))
+        }
+        local = [key for key, space in anchor_block.spaces.items() if space.name in matched]
+        for holder, block, counterpart, lacking in (
+            (self.donor, donor_block, anchor_block, self.anchor),
+            (self.anchor, anchor_block, donor_block, self.donor),
         ):
             names = {block.spaces[key].name for key in local if key in block.spaces} | set(self.streams)
-            known = {info.key for info in other.tensors}
+            known = {info.key for info in counterpart.tensors}
             for info in block.tensors:
                 if info.key in known or self.excluded(info.name) or self._spare(info, holder, lacking):
                     continue
@@ -351,10 +357,12 @@ def check_forward(anchor: Member, donor: Member) -> None:
     """
     if anchor.architecture.family not in shipped():
         return
-    found = [d for d in differences(anchor.config, donor.config) if d.kinds and d.field.forward]
-    if found:
-        words = "; ".join(f"{short(difference)} in {anchor.name} ({difference.field.why})" for difference in found[:3])
-        more = f", and {len(found) - 3} entries more" if len(found) > 3 else ""
+    differing = [d for d in differences(anchor.config, donor.config) if d.kinds and d.field.forward]
+    if differing:
+        words = "; ".join(
+            f"{short(difference)} in {anchor.name} ({difference.field.why})" for difference in differing[:3]
+        )
+        more = f", and {len(differing) - 3} entries more" if len(differing) > 3 else ""
         remedy = "merge models that agree in this; if they do, correct the config"
         raise CheckpointError(f"{words}{more}", where=donor.name, remedy=remedy)
 
@@ -365,7 +373,7 @@ def _config_warnings(anchor: Member, donor: Member) -> list[str]:
     Raises:
         CheckpointError: an entry differs that decides a symmetry.
     """
-    found = []
+    warnings = []
     for difference in differences(anchor.config, donor.config, anchor.architecture.family not in shipped()):
         if difference.field.verdict == "refused":
             raise CheckpointError(
@@ -373,5 +381,5 @@ def _config_warnings(anchor: Member, donor: Member) -> list[str]:
                 where=donor.name,
                 remedy="only models that agree in it can be aligned",
             )
-        found.append(f"{donor.name}: {short(difference)} in {anchor.name}; {difference.field.why}.")
-    return found
+        warnings.append(f"{donor.name}: {short(difference)} in {anchor.name}; {difference.field.why}.")
+    return warnings

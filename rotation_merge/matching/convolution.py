@@ -27,7 +27,7 @@ _TIE = 1e-12  # share of the squared distance that a change has to take off
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RoleRows:
     """One role's rows in both models, (n, m) float64 (of float32 tensors float32), their squared norms (n,)."""
 
     anchor: Tensor
@@ -35,49 +35,49 @@ class _Rows:
 
     @property
     def norms(self) -> tuple[Tensor, Tensor]:
-        own, other = (x.double().square().sum(1) for x in (self.anchor, self.donor))
-        return own, other
+        anchor_norms, donor_norms = (x.double().square().sum(1) for x in (self.anchor, self.donor))
+        return anchor_norms, donor_norms
 
     def inner(self) -> Tensor:
         """<A_i, B_i>, (n,)."""
         return (self.anchor.double() * self.donor.double()).sum(1)
 
-    def reordered(self, index: Tensor) -> _Rows:
-        return _Rows(self.anchor, self.donor[index.to(self.donor.device)])
+    def reordered(self, index: Tensor) -> _RoleRows:
+        return _RoleRows(self.anchor, self.donor[index.to(self.donor.device)])
 
 
-def match_convolution(space: Space, found: list[Side], options: AlignConfig) -> tuple[ConvolutionTransform, float]:
+def match_convolution(space: Space, sides: list[Side], options: AlignConfig) -> tuple[ConvolutionTransform, float]:
     """The order and the factors, and the certified gap: of the order; with factors relative to the anchor's squared
     norm."""
     group = convolution(space, options)
-    rows = _by_role(found)
-    if all(torch.equal(one.anchor, one.donor) for one in rows.values()):
+    rows = _by_role(sides)
+    if all(torch.equal(role_rows.anchor, role_rows.donor) for role_rows in rows.values()):
         return group.identity(), 0.0
-    order, ones = torch.arange(group.size), torch.ones(COUNT, group.size, dtype=torch.float64)
-    best, least = (order, ones), _left(rows, ones)
+    order, unit_factors = torch.arange(group.size), torch.ones(COUNT, group.size, dtype=torch.float64)
+    best, least = (order, unit_factors), _left(rows, unit_factors)
     orders, gap, bound = [order], 0.0, 0.0
-    norm = float(sum(one.norms[0].sum() for one in rows.values()))
+    norm = float(sum(role_rows.norms[0].sum() for role_rows in rows.values()))
     if group.permute:
         solved = assign(_similarity(rows, group.rescale))
         orders, gap = [order, solved.permutation], solved.gap
         bound = norm - 2 * (solved.value + gap * abs(solved.value))
     for order in orders:
-        moved = {role: one.reordered(order) for role, one in rows.items()}
-        factors = _factors(moved) if group.rescale else ones
-        left = _left(moved, factors)
-        if left < least * (1 - _TIE):
-            best, least = (order, factors), left
+        moved = {role: role_rows.reordered(order) for role, role_rows in rows.items()}
+        factors = _factors(moved) if group.rescale else unit_factors
+        distance = _left(moved, factors)
+        if distance < least * (1 - _TIE):
+            best, least = (order, factors), distance
     if group.permute and group.rescale:
         gap = (least - max(bound, 0.0)) / norm if norm else 0.0
     return group.element(*best), max(gap, 0.0)
 
 
-def _by_role(found: list[Side]) -> dict[str, _Rows]:
+def _by_role(role_sides: list[Side]) -> dict[str, _RoleRows]:
     result = {}
     for role in FACTORS:
-        sides = [side for side in found if side.role == role]
+        sides = [side for side in role_sides if side.role == role]
         if sides:
-            result[role] = _Rows(*(torch.cat([_wide(x) for x in xs], 1) for xs in _both(sides)))
+            result[role] = _RoleRows(*(torch.cat([_wide(x) for x in xs], 1) for xs in _both(sides)))
     return result
 
 
@@ -89,32 +89,34 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _similarity(rows: dict[str, _Rows], rescale: bool) -> Tensor:
+def _similarity(rows: dict[str, _RoleRows], rescale: bool) -> Tensor:
     """Half of what pairing i with j takes off the squared norms; with factors of each role's own, at most, (n, n)."""
     total: Tensor | None = None
-    for one in rows.values():
-        products = one.anchor @ one.donor.to(one.anchor.dtype).T
+    for role_rows in rows.values():
+        products = role_rows.anchor @ role_rows.donor.to(role_rows.anchor.dtype).T
         if rescale:
-            products = products.square_() / (2 * one.norms[1].to(products)).clamp_min(torch.finfo(products.dtype).tiny)
+            products = products.square_() / (2 * role_rows.norms[1].to(products)).clamp_min(
+                torch.finfo(products.dtype).tiny
+            )
         total = products if total is None else total.add_(products)
     assert total is not None
     return total
 
 
-def _left(rows: dict[str, _Rows], factors: Tensor) -> float:
+def _left(rows: dict[str, _RoleRows], factors: Tensor) -> float:
     """Squared distance under factors (4, n)."""
     total = 0.0
-    for role, one in rows.items():
-        scale = multiplier(factors.to(one.donor.device), role)[:, None]
-        total += float((one.anchor.double() - scale * one.donor.double()).square().sum())
+    for role, role_rows in rows.items():
+        scale = multiplier(factors.to(role_rows.donor.device), role)[:, None]
+        total += float((role_rows.anchor.double() - scale * role_rows.donor.double()).square().sum())
     return total
 
 
-def _factors(rows: dict[str, _Rows]) -> Tensor:
+def _factors(rows: dict[str, _RoleRows]) -> Tensor:
     """The factors of channels that stand in one order, (4, n): from those that bring each map to the anchor's length,
     each in turn by its quartic, until all stand still."""
-    inner = {role: one.inner().cpu() for role, one in rows.items()}
-    norms = {role: tuple(x.cpu() for x in one.norms) for role, one in rows.items()}
+    inner = {role: role_rows.inner().cpu() for role, role_rows in rows.items()}
+    norms = {role: tuple(x.cpu() for x in role_rows.norms) for role, role_rows in rows.items()}
     factors = torch.ones(COUNT, len(next(iter(inner.values()))), dtype=torch.float64)
     for place, role in ((0, "first"), (1, "second"), (3, "third"), (2, "filter")):
         if role in inner:
@@ -123,7 +125,9 @@ def _factors(rows: dict[str, _Rows]) -> Tensor:
     for _ in range(_ROUNDS):
         before = factors.clone()
         for place in range(COUNT):
-            factors[place] = _one_factor(place, factors, inner, {role: own for role, (_, own) in norms.items()})
+            factors[place] = _one_factor(
+                place, factors, inner, {role: donor_norms for role, (_, donor_norms) in norms.items()}
+            )
         if bool(((factors / before - 1).abs() <= _SETTLED).all()):
             break
     return factors
@@ -138,13 +142,13 @@ def _ratio(inner: Tensor, anchor: Tensor, donor: Tensor) -> Tensor:
 
 def _one_factor(place: int, factors: Tensor, inner: dict[str, Tensor], norms: dict[str, Tensor]) -> Tensor:
     """The best of one factor, the others held: roles it multiplies against those it divides."""
-    others = factors.clone()
-    others[place] = 1.0
+    remaining = factors.clone()
+    remaining[place] = 1.0
     sums = [torch.zeros_like(factors[0]) for _ in range(4)]
     for role, products in inner.items():
         above, below = FACTORS[role]
         if place in (*above, *below):
-            scale, side = multiplier(others, role), int(place in below)
+            scale, side = multiplier(remaining, role), int(place in below)
             sums[side] += scale**2 * norms[role]
             sums[2 + side] += scale * products
     return best_scale(sums[0], sums[1], sums[2], sums[3], signed=True)

@@ -17,7 +17,7 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.registry import tied_head
 from rotation_merge.errors import CheckpointError
 from rotation_merge.matching.alignment import Transforms
-from rotation_merge.matching.mixing import Mixed, Mixing, Parents
+from rotation_merge.matching.mixing import Mixed, Mixing, ParentTensors
 from rotation_merge.model.fold import Fold
 from rotation_merge.model.member import Member
 from rotation_merge.model.source import TensorSource, unstack
@@ -35,16 +35,16 @@ def lookalike(model: nn.Module) -> nn.Module:
 def checkpointed(model: nn.Module) -> nn.Module:
     """A copy under gradient checkpointing, which transformers only does while training: the layers that can are said to
     be training, and nothing in the copy drops anything, so that it computes what the model computes."""
-    found = lookalike(model).eval()
-    cast(Any, found).gradient_checkpointing_enable()
-    for module in found.modules():
+    copy = lookalike(model).eval()
+    cast(Any, copy).gradient_checkpointing_enable()
+    for module in copy.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    return found
+    return copy
 
 
 def untie_heads(model: nn.Module, architecture: Architecture) -> None:
@@ -95,7 +95,7 @@ class Path:
 
     model: nn.Module
     architecture: Architecture
-    parents: Parents
+    parents: ParentTensors
     names: frozenset[str]
 
     @classmethod
@@ -107,17 +107,17 @@ class Path:
         donors: Sequence[TensorSource],
         folded: Sequence[str],
         device: torch.device,
-        held: bool | None = None,
+        in_memory: bool | None = None,
     ) -> Path:
         """All models between these, folding what `folded` asks for.
 
         Args:
-            held: whether mixed models are made as a whole; by default those of `LARGEST_HELD` bytes at most.
+            in_memory: whether mixed models are made as a whole; by default those of `LARGEST_HELD` bytes at most.
         """
         parameters = dict(model.named_parameters())
-        if held is None:
-            held = sum(4 * parameter.numel() for parameter in parameters.values()) <= LARGEST_HELD
-        parents = Parents([anchor, *donors], Fold(architecture, folded), device, held)
+        if in_memory is None:
+            in_memory = sum(4 * parameter.numel() for parameter in parameters.values()) <= LARGEST_HELD
+        parents = ParentTensors([anchor, *donors], Fold(architecture, folded), device, in_memory)
         return cls(model, architecture, parents, frozenset(parameters))
 
     def weights(self, transforms: Sequence[Mapping[str, SpaceTransform]], coefficients: Tensor) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ class Path:
                 stored = self.parents.sources[0]
                 if info.name not in self.names or info.name not in stored:
                     continue
-                if self.parents.held:
+                if self.parents.in_memory:
                     result.update(unstack(info, mixing.mixed(block, info)))
                     continue
                 for piece, name in enumerate(info.names):
@@ -164,11 +164,13 @@ def same_names(anchor: nn.Module, donor: nn.Module) -> None:
         raise CheckpointError(f"tensor '{odd[0]}' is only in one of the two models", remedy="fit models of one class")
 
 
-def renamed(transforms: Mapping[str, SpaceTransform], own: Architecture, wanted: Architecture) -> Transforms:
+def renamed(
+    transforms: Mapping[str, SpaceTransform], architecture_of_transforms: Architecture, target: Architecture
+) -> Transforms:
     """Transforms under the space names of another spelling of the same model (a checkpoint's instead of a module's)."""
-    names = {name: name for name in own.streams}
-    ours = {(b.module, b.place, b.index): b for b in own.blocks}
-    for block in wanted.blocks:
+    names = {name: name for name in architecture_of_transforms.streams}
+    ours = {(b.module, b.place, b.index): b for b in architecture_of_transforms.blocks}
+    for block in target.blocks:
         same = ours.get((block.module, block.place, block.index))
         if same is not None:
             names.update({s.name: block.spaces[k].name for k, s in same.spaces.items() if k in block.spaces})

@@ -54,15 +54,15 @@ def match_experts(
     space: Space,
     anchor: Tensors,
     donor: Tensors,
-    others: dict[str, SpaceTransform],
+    transforms: dict[str, SpaceTransform],
     options: AlignConfig,
 ) -> ExpertsMatch:
     """Order of a layer's experts and of their neurons."""
-    router, stacks = _collect(block, space, anchor, donor, others)
+    router, stacks = _collect(block, space, anchor, donor, transforms)
     layer = _Layer(space, options, router, stacks)
     order, notes = layer.order() if options.ffn != "none" else (torch.arange(layer.count), [])
     chosen = [layer.match(i, j) for i, j in enumerate(order.tolist())]
-    own = [layer.neurons(i, i) for i in range(layer.count)]
+    diagonal = [layer.neurons(i, i) for i in range(layer.count)]
     stacked = Monomial(
         Permutation(torch.cat([m.element.permutation.index for m in chosen])),
         Scaling(torch.cat([m.element.scaling.factor for m in chosen])),
@@ -73,14 +73,14 @@ def match_experts(
         ExpertTransform(order, stacked, space.degree or 1),
         max(gaps) if gaps else None,
         notes,
-        before=sum(n.before for n in own) + float(layer.routing.diagonal().sum()),
+        before=sum(n.before for n in diagonal) + float(layer.routing.diagonal().sum()),
         after=sum(m.after for m in chosen) + float(routed.sum()),
-        anchor=sum(n.anchor_norm for n in own) + float(sum(a.double().square().sum().cpu() for a, _ in router)),
+        anchor=sum(n.anchor_norm for n in diagonal) + float(sum(a.double().square().sum().cpu() for a, _ in router)),
     )
 
 
 def _collect(
-    block: Block, space: Space, anchor: Tensors, donor: Tensors, others: dict[str, SpaceTransform]
+    block: Block, space: Space, anchor: Tensors, donor: Tensors, transforms: dict[str, SpaceTransform]
 ) -> tuple[Pairs, dict[str, Pairs]]:
     """Router rows (E, m), and by role the neurons of all experts (E, n, m), of anchor and donor.
 
@@ -88,7 +88,7 @@ def _collect(
     """
     router: Pairs = []
     stacks: dict[str, Pairs] = {"in": [], "gate": [], "out": []}
-    for info, part, dim, a, b in views(block, space, anchor, donor, others):
+    for info, part, dim, a, b in views(block, space, anchor, donor, transforms):
         if part.role != "index":
             # (E, n, m) without a copy: all but experts and neurons is one dimension, or none
             moved = (x.movedim(dim, 1).reshape(space.sizes["count"], part.size, -1) for x in (a, b))
@@ -131,23 +131,23 @@ class _Layer:
     def order(self) -> tuple[Tensor, list[str]]:
         """The order of the experts, int64 (E,), and notes for the report."""
         rows = candidate = torch.arange(self.count)
-        left, exact = self.routing.clone(), torch.zeros(self.count, self.count, dtype=torch.bool)
+        costs, exact = self.routing.clone(), torch.zeros(self.count, self.count, dtype=torch.bool)
         width = sum(a.shape[-1] for pairs in self.stacks.values() for a, _ in pairs)
         budget = max(2 * self.count, int(MOST_WORK / (self.size**2 * width)))
         bounded = False
         while True:
             for i in rows[~exact[rows, candidate]].tolist():
                 j = int(candidate[i])
-                left[i, j] = self.routing[i, j] + self.match(i, j).after
+                costs[i, j] = self.routing[i, j] + self.match(i, j).after
                 exact[i, j] = True
             if not bounded:
-                left, bounded = self._bounded(left, exact), True
-            candidate = self._assigned(-left)
+                costs, bounded = self._bounded(costs, exact), True
+            candidate = self._assigned(-costs)
             if bool(exact[rows, candidate].all()):
                 return candidate, []
             if int(exact.sum()) > budget:
-                worst = 2 * float(left.sum()) + 1
-                known = self._assigned(-torch.where(exact, left, torch.full_like(left, worst)))
+                worst = 2 * float(costs.sum()) + 1
+                known = self._assigned(-torch.where(exact, costs, torch.full_like(costs, worst)))
                 return known, [_NOTE.format(int(exact.sum()))]
 
     def _assigned(self, values: Tensor) -> Tensor:
@@ -161,16 +161,16 @@ class _Layer:
         outer = assign_small(inner.gather(3, orders[..., None])[..., 0].sum(-1))
         return (outer[:, None] * size + orders[torch.arange(groups), outer]).flatten()
 
-    def _bounded(self, left: Tensor, exact: Tensor) -> Tensor:
+    def _bounded(self, costs: Tensor, exact: Tensor) -> Tensor:
         """Lower bounds for the pairs not matched, sharpened until the donor's own order is proven or time is up."""
-        price = left.diagonal() / 2
+        price = costs.diagonal() / 2
         work = 0.0
         for share, width in _SHARES:
-            is_open = ~exact & (left < price[:, None] + price[None])
+            is_open = ~exact & (costs < price[:, None] + price[None])
             work += float(is_open.sum()) * self.size**2 / share * width
             if not bool(is_open.any()) or work > MOST_WORK:
                 break
             for i, j in is_open.nonzero().tolist():
                 bound = self.routing[i, j] + least_distance(self.neurons(i, j), share, width)
-                left[i, j] = max(float(left[i, j]), float(bound))
-        return left
+                costs[i, j] = max(float(costs[i, j]), float(bound))
+        return costs

@@ -35,9 +35,9 @@ class NeuronMatch:
     anchor: float
 
 
-def match_ffn(space: Space, found: list[Side], options: AlignConfig) -> NeuronMatch:
+def match_ffn(space: Space, sides: list[Side], options: AlignConfig) -> NeuronMatch:
     """Order and rescaling of one FFN's neurons."""
-    by_role = {role: [(s.anchor, s.donor) for s in found if s.role == role] for role in ("in", "gate", "out")}
+    by_role = {role: [(s.anchor, s.donor) for s in sides if s.role == role] for role in ("in", "gate", "out")}
     return match_neurons(neurons_of(space, by_role, options), options.ffn != "none")
 
 
@@ -50,16 +50,16 @@ def neurons_of(space: Space, by_role: dict[str, Pairs], options: AlignConfig) ->
 
 def match_neurons(neurons: Neurons, permute: bool) -> NeuronMatch:
     """The joint optimum of the permutation and every neuron's scale; never farther than the donor's own order."""
-    own = torch.arange(neurons.size)
+    own_order = torch.arange(neurons.size)
     if neurons.before == 0 or not permute:
-        return _finished(neurons, neurons, own, 0.0 if permute else None)
+        return _finished(neurons, neurons, own_order, 0.0 if permute else None)
     proven = nearest_order(neurons)
     if proven is not None:
         return _finished(neurons, proven[1], proven[0], 0.0)
     index, gap = _assigned(neurons)
-    moved = neurons if torch.equal(index, own) else neurons.reordered(index)
+    moved = neurons if torch.equal(index, own_order) else neurons.reordered(index)
     if float(moved.distances.sum()) >= float(neurons.distances.sum()):
-        moved, index = neurons, own
+        moved, index = neurons, own_order
     return _finished(neurons, moved, index, gap)
 
 

@@ -34,7 +34,7 @@ from rotation_merge.matching.fit_records import LOOKS, FitConfig, FitReport
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.objective import (
-    Teachers,
+    ParentOutputs,
     attention_mask,
     choose,
     distillation,
@@ -58,7 +58,7 @@ CONCENTRATION = 8.0
 LEAST_GAIN = 1e-6
 """A held-out loss lower by less than this (nats) is no better."""
 
-Seen = Callable[[str, nn.Module, nn.Module, Sequence[Batch]], Match]
+ActivationMatcher = Callable[[str, nn.Module, nn.Module, Sequence[Batch]], Match]
 """Makes what matches anchor and donor on samples: on activations, or both."""
 
 WIDE = (torch.float32, torch.float64)
@@ -88,7 +88,7 @@ def fit(
     match: AlignConfig | None = None,
     options: FitConfig | None = None,
     watch: Watch | None = None,
-    seen: Seen | None = None,
+    matcher: ActivationMatcher | None = None,
 ) -> FitResult:
     """Learn the transforms that make the models between an anchor and its donors behave well.
 
@@ -100,7 +100,7 @@ def fit(
         match: groups to use and to start from; by default every local group and the largest residual one.
         options: how to learn.
         watch: told about every step.
-        seen: makes what matches on samples, where `options.match_on` says so.
+        matcher: makes what matches on samples, where `options.match_on` says so.
 
     Returns:
         Alignments that are never worse on the held-out batches than where the fit started.
@@ -117,7 +117,7 @@ def fit(
     devices = {p.device for parent in parents for p in parent.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):  # the caller's random numbers stay the caller's
         torch.manual_seed(options.seed)
-        return _Fit(parents, list(batches), match or WIDEST, options, watch or (lambda *_: None), seen).run()
+        return _Fit(parents, list(batches), match or WIDEST, options, watch or (lambda *_: None), matcher).run()
 
 
 class _Fit:
@@ -130,12 +130,12 @@ class _Fit:
         match: AlignConfig,
         options: FitConfig,
         watch: Watch,
-        seen: Seen | None,
+        matcher: ActivationMatcher | None,
     ) -> None:
-        if seen is None and options.match_on != WEIGHTS:
-            what = f"a start matched on {options.match_on} needs what matches so"
-            raise RecipeError(what, remedy="start on weights, or use 'rotation-merge fit'")
-        self.options, self.match, self.watch, self.seen = options, match, watch, seen
+        if matcher is None and options.match_on != WEIGHTS:
+            problem = f"a start matched on {options.match_on} needs what matches so"
+            raise RecipeError(problem, remedy="start on weights, or use 'rotation-merge fit'")
+        self.options, self.match, self.watch, self.matcher = options, match, watch, matcher
         self.device = next(parents[0].parameters()).device
         self.given = parents
         self.parents = [parent.eval() for parent in parents]
@@ -158,13 +158,13 @@ class _Fit:
             model = checkpointed(model)
         self.path = Path.between(model, self.architecture, states[0], states[1:], self.folded, self.device)
         self.states = states
-        held = max(1, round(len(batches) * options.held_out))
+        held_out = max(1, round(len(batches) * options.held_out))
         shuffled = torch.randperm(len(batches), generator=torch.Generator().manual_seed(options.seed)).tolist()
         self.batches = [{k: v.to(self.device) for k, v in b.items()} for b in batches]
-        self.held_out, self.training = shuffled[:held], shuffled[held:]
+        self.held_out, self.training = shuffled[:held_out], shuffled[held_out:]
         self.objective = choose(options.objective, self.batches[0])
         self.together = Together()
-        self.teachers = Teachers([self._speaker(number) for number in range(len(self.parents))], self.device)
+        self.teachers = ParentOutputs([self._speaker(number) for number in range(len(self.parents))], self.device)
         self.generator = torch.Generator().manual_seed(options.seed + 1)
 
     # --- losses ------------------------------------------------------------------------------------------------
@@ -274,34 +274,34 @@ class _Fit:
 
     def starts(self) -> dict[str, list[Transforms]]:
         """Where the fit may begin: all donors as they are, or as weight matching moves them."""
-        found: dict[str, list[Transforms]] = {}
+        starts: dict[str, list[Transforms]] = {}
         if self.options.start != "matched":
-            some = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
-            found["identity"] = [identities(some) for _ in self.states[1:]]
+            gauge = random_gauge(self.architecture, self.match, torch.Generator().manual_seed(0))
+            starts["identity"] = [identities(gauge) for _ in self.states[1:]]
         if self.options.start != "identity":
             anchor, *moved = (Brought(state, self.device) for state in self.states)
-            found["matched"] = [
+            starts["matched"] = [
                 self._matcher(donor)(self.architecture, anchor, state, self.match, None).transforms
                 for donor, state in zip(self.parents[1:], moved, strict=True)
             ]
-        return found
+        return starts
 
     def _matcher(self, donor: nn.Module) -> Match:
         """What matches a donor: on weights, or on the samples that are learned from as well."""
-        if self.seen is None or self.options.match_on == WEIGHTS:
+        if self.matcher is None or self.options.match_on == WEIGHTS:
             return match_model
         samples = [self.batches[i] for i in self.training]
-        return self.seen(self.options.match_on, self._whole(self.parents[0]), self._whole(donor), samples)
+        return self.matcher(self.options.match_on, self._whole(self.parents[0]), self._whole(donor), samples)
 
     def _whole(self, model: nn.Module) -> nn.Module:
         """A model in float32 at least where the samples are, to be run: a copy, if it is not."""
         if all(p.dtype in WIDE and p.device == self.device for p in model.parameters()):
             return model
-        found = copy.deepcopy(model).to(self.device)
-        for parameter in found.parameters():
+        copy_of_model = copy.deepcopy(model).to(self.device)
+        for parameter in copy_of_model.parameters():
             if parameter.dtype not in WIDE:
                 parameter.data = parameter.data.float()
-        return found
+        return copy_of_model
 
     def run(self) -> FitResult:
         began = time.perf_counter()

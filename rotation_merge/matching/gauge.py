@@ -25,15 +25,15 @@ def random_gauge(
         if options.matches_layer(block.index):
             for space in block.spaces.values():
                 alone = space.span is None or space.span in spans
-                own = admitted(space if alone else held(space), options).random(generator)
+                transform = admitted(space if alone else held(space), options).random(generator)
                 lead = result.get(space.span or "")
-                if space.span in spans and isinstance(lead, HeadTransform) and isinstance(own, HeadTransform):
-                    own = led(lead, own)
-                result[space.name] = own
-    wanted = by_stream(options.residual) or dict.fromkeys(architecture.streams, options.residual)
-    for name, asked in wanted.items():
+                if space.span in spans and isinstance(lead, HeadTransform) and isinstance(transform, HeadTransform):
+                    transform = led(lead, transform)
+                result[space.name] = transform
+    groups = by_stream(options.residual) or dict.fromkeys(architecture.streams, options.residual)
+    for name, choice in groups.items():
         admits = architecture.stream_groups[name]
-        group = admits[-1] if asked == "largest" else asked
+        group = admits[-1] if choice == "largest" else choice
         if group != "none" and group in admits:
             result[name] = architecture.stream_group(name, group).random(generator)
     return result

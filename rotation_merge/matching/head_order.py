@@ -49,11 +49,11 @@ def head_order(pairings: list[Pairing], inside: bool = False) -> tuple[Order, li
 
     def know(candidate: Tensor) -> float:
         """The exact total of a candidate."""
-        wanted = rows[~exact[rows, candidate]]
-        if len(wanted):
-            found = search.evaluate(wanted, candidate[wanted])
-            values[wanted, candidate[wanted]], queries[wanted, candidate[wanted]] = found
-            exact[wanted, candidate[wanted]] = True
+        unknown = rows[~exact[rows, candidate]]
+        if len(unknown):
+            exact_values = search.evaluate(unknown, candidate[unknown])
+            values[unknown, candidate[unknown]], queries[unknown, candidate[unknown]] = exact_values
+            exact[unknown, candidate[unknown]] = True
         return float(values[rows, candidate].sum())
 
     candidate = assign(values).permutation
@@ -224,20 +224,22 @@ class _Search:
         values = self._order_bounds(i, j) if self.ceilings is None else self._ceilings(i, j)
         exact = torch.zeros_like(values, dtype=torch.bool)
         for count in itertools.chain((1, 1, 2, 4, 8), itertools.repeat(_AT_ONCE)):
-            left = (~exact.gather(1, values.argmax(1)[:, None])[:, 0]).nonzero()[:, 0]
-            if not len(left):
+            open_rows = (~exact.gather(1, values.argmax(1)[:, None])[:, 0]).nonzero()[:, 0]
+            if not len(open_rows):
                 break
             if self.ceilings is None and bool(exact.any()):
-                values[left] = torch.where(exact[left], values[left], self._ceilings(i[left], j[left]))
-            wanted = torch.where(exact, -torch.inf, values)[left].topk(min(count, values.shape[1]), 1).indices
-            pairs, which = left.repeat_interleave(wanted.shape[1]), wanted.flatten()
+                values[open_rows] = torch.where(
+                    exact[open_rows], values[open_rows], self._ceilings(i[open_rows], j[open_rows])
+                )
+            best_inside = torch.where(exact, -torch.inf, values)[open_rows].topk(min(count, values.shape[1]), 1).indices
+            pairs, which = open_rows.repeat_interleave(best_inside.shape[1]), best_inside.flatten()
             fresh = ~exact[pairs, which]
             pairs, which = pairs[fresh], which[fresh]
             values[pairs, which] = self.gain(Order(i[pairs], j[pairs], self.orders[which]))
             exact[pairs, which] = True
         rows = torch.arange(len(i))
-        own = exact[:, 0] & (values[:, 0] >= values.amax(1) - _TIE * values.amax(1).abs())
-        best = torch.where(own, 0, values.argmax(1))
+        exact_own = exact[:, 0] & (values[:, 0] >= values.amax(1) - _TIE * values.amax(1).abs())
+        best = torch.where(exact_own, 0, values.argmax(1))
         return values[rows, best], self.orders[best]
 
 
@@ -253,9 +255,9 @@ def _alternated(search: _Search, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         search.tables[k][1][i, j] if k in search.tables else pairing.dual.head_products(i, j)
         for k, pairing in enumerate(search.pairings)
     ]
-    own = torch.arange(search.per_group).repeat(len(i), 1)
-    best, highest = own, search.gain(Order(i, j, own))
-    for start in (own, _independent(search.pairings, products)):
+    own_order = torch.arange(search.per_group).repeat(len(i), 1)
+    best, highest = own_order, search.gain(Order(i, j, own_order))
+    for start in (own_order, _independent(search.pairings, products)):
         queries, gain = start, search.gain(Order(i, j, start))
         for _ in range(_ALTERNATIONS):
             after = _improved(search, products, Order(i, j, queries))

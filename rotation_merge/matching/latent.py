@@ -11,14 +11,14 @@ from rotation_merge.symmetry.admitted import latent
 from rotation_merge.symmetry.latent import LatentTransform
 
 
-def match_latent(space: Space, found: list[Side], options: AlignConfig) -> LatentTransform:
+def match_latent(space: Space, sides: list[Side], options: AlignConfig) -> LatentTransform:
     """The best element: an assignment of coordinates with their signs, or Procrustes where gains are folded."""
     group = latent(space, options)
-    if all(torch.equal(side.anchor, side.donor) for side in found):
+    if all(torch.equal(side.anchor, side.donor) for side in sides):
         return group.identity()
     products = torch.zeros(group.size, group.size, dtype=torch.float64)
     gains = torch.zeros_like(products)
-    for side in found:
+    for side in sides:
         product = side.anchor.double() @ side.donor.to(side.anchor.device).double().T
         (gains if side.role == "gain" else products).add_(product.cpu())
     return group.solve(products, gains)

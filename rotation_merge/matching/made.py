@@ -14,7 +14,7 @@ Read = Callable[[torch.dtype], Tensor]
 """Gives a matrix in a type, good until the next is read."""
 
 
-class Made(torch.autograd.Function):
+class RecomputedTensor(torch.autograd.Function):
     """A tensor that is made, and made again for its gradient; nothing in between is kept."""
 
     @staticmethod
@@ -25,10 +25,10 @@ class Made(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         with torch.enable_grad():
-            made = ctx.make()
-        if not made.requires_grad:
+            recomputed = ctx.make()
+        if not recomputed.requires_grad:
             return None, *(None for _ in ctx.leaves)
-        return None, *torch.autograd.grad(made, ctx.leaves, gradients[0], allow_unused=True)
+        return None, *torch.autograd.grad(recomputed, ctx.leaves, gradients[0], allow_unused=True)
 
 
 class Products(torch.autograd.Function):
@@ -49,10 +49,10 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        found: list[Tensor | None] = [None, None]
-        for wanted, read, share in zip(ctx.needs_input_grad[2:], ctx.readers, ctx.shares, strict=True):
-            found.append(_add_product(None, gradients[0], read(gradients[0].dtype), share) if wanted else None)
-        return tuple(found)
+        gradients_in: list[Tensor | None] = [None, None]
+        for needed, read, share in zip(ctx.needs_input_grad[2:], ctx.readers, ctx.shares, strict=True):
+            gradients_in.append(_add_product(None, gradients[0], read(gradients[0].dtype), share) if needed else None)
+        return tuple(gradients_in)
 
 
 def _add_product(total: Tensor | None, x: Tensor, matrix: Tensor, share: float) -> Tensor:
@@ -61,6 +61,6 @@ def _add_product(total: Tensor | None, x: Tensor, matrix: Tensor, share: float) 
         far = _add_product(None, x.to(matrix.device), matrix, share).to(x.device)
         return far if total is None else total.add_(far)
     if total is None:
-        made = x.new_empty(x.shape[0], matrix.shape[1])
-        return torch.addmm(made, x, matrix, beta=0, alpha=share, out=made)
+        product = x.new_empty(x.shape[0], matrix.shape[1])
+        return torch.addmm(product, x, matrix, beta=0, alpha=share, out=product)
     return total.addmm_(x, matrix, alpha=share)

@@ -8,7 +8,7 @@ from typing import Protocol
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.files.ledger import NOWHERE, Ledger
 from rotation_merge.matching.alignment import Alignment
-from rotation_merge.matching.both import Both, Transforms
+from rotation_merge.matching.both import ModelPair, Transforms
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.passes import match_streams
 from rotation_merge.matching.stream import residual_groups
@@ -63,11 +63,11 @@ def match_model(
     """
     streams = residual_groups(architecture, options.residual)
     folded = architecture.folds(streams)
-    both = Both(architecture, anchor, donor, options, folded if fold else (), kept=bool(streams))
+    both = ModelPair(architecture, anchor, donor, options, folded if fold else (), cached=bool(streams))
     walk = Walk(both, progress or (lambda *_: None), streams, over, ledger)
-    found: Transforms = {}
+    transforms: Transforms = {}
     summary: dict[str, object] = {}
     if streams:
-        found, summary = match_streams(walk, starts)
-    records = walk.final(found)
-    return Alignment(found, folded, records, summary)
+        transforms, summary = match_streams(walk, starts)
+    records = walk.final(transforms)
+    return Alignment(transforms, folded, records, summary)

@@ -32,7 +32,7 @@ from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.options import ACTIVATIONS, BOTH, AlignConfig
 from rotation_merge.matching.recorded import recorded
-from rotation_merge.matching.stream import Statistics, residual_groups
+from rotation_merge.matching.stream import StreamStatistics, residual_groups
 from rotation_merge.model.checkpoint import Models, parse_reference
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.source import Progress, TensorSource, read_tensor
@@ -55,7 +55,7 @@ _LEAST = 1e-6  # of the largest variance: below, no direction is enlarged any fu
 _GIVES = ("write", "in", "gate", "q", "k", "v")
 _KINDS = ("stream", "attention", "ffn")
 
-Seen = tuple[Activations, Activations]
+ActivationPair = tuple[Activations, Activations]
 """Of anchor and donor, on the same samples."""
 
 
@@ -65,14 +65,14 @@ def match_seen(
     donor: TensorSource,
     options: AlignConfig,
     progress: Progress | None,
-    seen: Seen,
+    activations: ActivationPair,
     how: str,
     ledger: Ledger = NOWHERE,
 ) -> Alignment:
     """As `match_model`, on activations; records are over the weights.
 
     Args:
-        seen: what both models' maps read and gave.
+        activations: what both models' maps read and gave.
         how: `activations` or `both`.
         ledger: where what is found is kept, and looked for.
 
@@ -82,23 +82,34 @@ def match_seen(
     streams = residual_groups(architecture, options.residual)
     folded = architecture.folds(streams)
     plain = [folded_source(architecture, source, folded) for source in (anchor, donor)]
-    told = _Told(*seen, *plain)
-    blocks = [told.block(block, bool(options.at(architecture, block).rescale)) for block in architecture.blocks]
-    rows = max((len(x) for x, _ in told.tensors.values()), default=0)
+    activation_tensors = _Told(*activations, *plain)
+    blocks = [
+        activation_tensors.block(block, bool(options.at(architecture, block).rescale)) for block in architecture.blocks
+    ]
+    rows = max((len(x) for x, _ in activation_tensors.tensors.values()), default=0)
     if not rows:
         raise DataError("the samples pass through no map that can be matched", remedy="match on weights")
-    first, second = (_Beside(source, told.tensors, which) for which, source in enumerate(plain))
-    start = {ACTIVATIONS: _start(architecture, streams, [(b, made) for b, _, made in blocks], first, second)}
-    alone = replace(architecture, blocks=tuple(replace(b, tensors=(*kept, *made)) for b, kept, made in blocks))
+    first, second = (_Beside(source, activation_tensors.tensors, which) for which, source in enumerate(plain))
+    start = {
+        ACTIVATIONS: _start(
+            architecture, streams, [(b, activation_infos) for b, _, activation_infos in blocks], first, second
+        )
+    }
+    alone = replace(
+        architecture,
+        blocks=tuple(
+            replace(b, tensors=(*weight_infos, *activation_infos)) for b, weight_infos, activation_infos in blocks
+        ),
+    )
     match = partial(match_model, fold=False, ledger=ledger.under(ACTIVATIONS))
-    found = match(alone, first, second, options, progress, start if streams else None)
+    alignment = match(alone, first, second, options, progress, start if streams else None)
     if how == BOTH:
-        start = {ACTIVATIONS: {name: found.transforms[name] for name in streams}}
+        start = {ACTIVATIONS: {name: alignment.transforms[name] for name in streams}}
         whole = replace(architecture, blocks=tuple(replace(b, tensors=(*b.tensors, *m)) for b, _, m in blocks))
         match = partial(match_model, fold=False, ledger=ledger.under(BOTH))
-        found = match(whole, first, second, options, progress, start if streams else None)
-    found = replace(found, folded=folded, notes=_notes(architecture, streams, rows, how))
-    return recorded(architecture, anchor, donor, found)
+        alignment = match(whole, first, second, options, progress, start if streams else None)
+    alignment = replace(alignment, folded=folded, notes=_notes(architecture, streams, rows, how))
+    return recorded(architecture, anchor, donor, alignment)
 
 
 @dataclass(frozen=True)
@@ -134,10 +145,10 @@ class OnSamples:
         Raises:
             DataError: samples mean other things to the two, or cannot be had.
         """
-        found = match_seen(architecture, anchor, donor, options, progress, self.seen(), self.how, ledger)
-        return replace(found, samples=(self.data, self.count))
+        alignment = match_seen(architecture, anchor, donor, options, progress, self.seen(), self.how, ledger)
+        return replace(alignment, samples=(self.data, self.count))
 
-    def seen(self) -> Seen:
+    def seen(self) -> ActivationPair:
         """What both models' maps read and give."""
         self._check_words()
         model = load(self.anchor)
@@ -154,15 +165,15 @@ class OnSamples:
 
     def _read(self, name: str, model: Any, number: int) -> list[Batch]:
         count = self.count if self.data != SELF else (self.count + 1 - number) // 2
-        found = read_batches(self.data, local_path(name), model, count, AT_ONCE, seed=self.seed + number)
-        return unpadded(found.batches, self.data)
+        data = read_batches(self.data, local_path(name), model, count, AT_ONCE, seed=self.seed + number)
+        return unpadded(data.batches, self.data)
 
     def _check_words(self) -> None:
         models = Models(MergeOptions())
         a, d = (models[parse_reference(name)] for name in (self.anchor, self.donor))
         if shared_rows([a, d]) is not None or moved_tokens(a, d)[0]:
-            what = f"its vocabulary is not that of {self.anchor}: samples mean different things to the two"
-            raise DataError(what, where=self.donor, remedy="match on weights (leave out 'match_on')")
+            problem = f"its vocabulary is not that of {self.anchor}: samples mean different things to the two"
+            raise DataError(problem, where=self.donor, remedy="match on weights (leave out 'match_on')")
 
 
 def seen_of(model: Any, batches: list[Batch]) -> Activations:
@@ -183,7 +194,7 @@ def seen_on(source: str) -> Callable[[str, Any, Any, Sequence[Mapping[str, Tenso
 
     def made(how: str, anchor: Any, donor: Any, batches: Sequence[Mapping[str, Tensor]]) -> Match:
         plain = unpadded([{name: x for name, x in batch.items() if name != "labels"} for batch in batches], source)
-        return partial(match_seen, seen=(seen_of(anchor, plain), seen_of(donor, plain)), how=how)
+        return partial(match_seen, activations=(seen_of(anchor, plain), seen_of(donor, plain)), how=how)
 
     return made
 
@@ -197,13 +208,15 @@ def _start(
 ) -> dict[str, SpaceTransform]:
     """The best element of every stream for what is read and written there, every activation with the same say."""
     still: dict[str, SpaceTransform] = {s: architecture.stream_group(s, g).identity() for s, g in streams.items()}
-    told = []
-    for block, made in blocks:
-        own = [info for info in made if any(part.space.kind == "stream" for part in info.axes[1].parts)]
-        told.append(Statistics(architecture, equal=True))
-        a, b = ({info.key: source[info.name] for info in own} for source in (anchor, donor))
-        told[-1].add(replace(block, tensors=tuple(own)), a, b, still)
-    total = Statistics.of(architecture, told)
+    gathered = []
+    for block, activation_infos in blocks:
+        stream_infos = [
+            info for info in activation_infos if any(part.space.kind == "stream" for part in info.axes[1].parts)
+        ]
+        gathered.append(StreamStatistics(architecture, equal=True))
+        a, b = ({info.key: source[info.name] for info in stream_infos} for source in (anchor, donor))
+        gathered[-1].add(replace(block, tensors=tuple(stream_infos)), a, b, still)
+    total = StreamStatistics.of(architecture, gathered)
     return {name: total.solve(name, group) or still[name] for name, group in streams.items()}
 
 
@@ -212,8 +225,8 @@ def _notes(architecture: Architecture, moved: Iterable[str], rows: int, how: str
     notes = [f"matched on {by}: {rows} rows of inputs and outputs on samples."]
     widest = max((architecture.streams[name].sizes["size"] for name in moved), default=0)
     if rows < widest:
-        rest = "the rest is arbitrary" if how == ACTIVATIONS else "weights decide the rest"
-        notes.append(f"{rows} rows do not span the {widest} coordinates of a stream: {rest}. Give more samples.")
+        consequence = "the rest is arbitrary" if how == ACTIVATIONS else "weights decide the rest"
+        notes.append(f"{rows} rows do not span the {widest} coordinates of a stream: {consequence}. Give more samples.")
     return tuple(notes)
 
 
@@ -222,14 +235,14 @@ class _Beside:
     """A model's tensors with one side of what was seen."""
 
     source: TensorSource
-    made: dict[str, tuple[Tensor, Tensor]]
+    activation_pairs: dict[str, tuple[Tensor, Tensor]]
     which: int
 
     def __contains__(self, name: object) -> bool:
-        return name in self.made or name in self.source
+        return name in self.activation_pairs or name in self.source
 
     def __getitem__(self, name: str, /) -> Tensor:
-        return self.made[name][self.which] if name in self.made else self.source[name]
+        return self.activation_pairs[name][self.which] if name in self.activation_pairs else self.source[name]
 
 
 class _Told:
@@ -240,7 +253,7 @@ class _Told:
     """
 
     def __init__(self, first: Activations, second: Activations, anchor: TensorSource, donor: TensorSource) -> None:
-        self.seen, self.anchor = (first, second), anchor
+        self.activations, self.anchor = (first, second), anchor
         self.tensors: dict[str, tuple[Tensor, Tensor]] = {}
 
     def block(self, block: Block, scales: bool) -> tuple[Block, list[TensorInfo], list[TensorInfo]]:
@@ -249,49 +262,49 @@ class _Told:
         Args:
             scales: whether scales are to be found, of which the output sides' weights know.
         """
-        made: list[TensorInfo] = []
-        told: set[str] = set()
+        infos: list[TensorInfo] = []
+        stems: set[str] = set()
         known: set[str] = set()
         read: set[str] = set()
         for info in block.tensors:
-            one = linear_map(block, info)
-            if one is None or one.stacked:
+            linear = linear_map(block, info)
+            if linear is None or linear.stacked:
                 continue
-            for found in self._of(one, read):
-                made.append(found)
-                local = {part.space.name for part in found.axes[1].parts if part.space.kind != "stream"}
+            for activation_info in self._of(linear, read):
+                infos.append(activation_info)
+                local = {part.space.name for part in activation_info.axes[1].parts if part.space.kind != "stream"}
                 known |= local
-                told |= {stem_of(info.key)} if local else set()
-        return block, [i for i in block.tensors if self._counts(i, told, known, scales)], made
+                stems |= {stem_of(info.key)} if local else set()
+        return block, [i for i in block.tensors if self._counts(i, stems, known, scales)], infos
 
     @staticmethod
-    def _counts(info: TensorInfo, told: set[str], known: set[str], scales: bool) -> bool:
+    def _counts(info: TensorInfo, stems: set[str], known: set[str], scales: bool) -> bool:
         """Whether a tensor knows of a local space what activations do not."""
         spaces = {space.name for space in info.spaces() if space.kind != "stream"}
-        return bool(spaces - known) or (bool(spaces) and scales and stem_of(info.key) not in told)
+        return bool(spaces - known) or (bool(spaces) and scales and stem_of(info.key) not in stems)
 
-    def _of(self, one: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
+    def _of(self, linear: LinearMap, read: set[str]) -> Iterator[TensorInfo]:
         """What one map gives; and what it reads of a stream, unless another map of its block reads the same."""
-        (x, y), (u, v) = (seen.around(one) for seen in self.seen)
-        normed = all(seen.is_plain(one) for seen in self.seen)
-        source = self.seen[0].read_with(one)
-        if _agree(x, u) and normed and source not in read and _all(one.inputs, ("read",)):
+        (x, y), (u, v) = (activations.around(linear) for activations in self.activations)
+        normed = all(activations.is_plain(linear) for activations in self.activations)
+        source = self.activations[0].read_with(linear)
+        if _agree(x, u) and normed and source not in read and _all(linear.inputs, ("read",)):
             read.add(source)
-            yield self._told(one, "reads", one.inputs, x, u)
-        if _agree(y, v) and _all(one.outputs, _GIVES):
-            yield self._told(one, "gives", one.outputs, y, v)
+            yield self._told(linear, "reads", linear.inputs, x, u)
+        if _agree(y, v) and _all(linear.outputs, _GIVES):
+            yield self._told(linear, "gives", linear.outputs, y, v)
 
-    def _told(self, one: LinearMap, what: str, axis: Axis, x: Tensor | None, u: Tensor | None) -> TensorInfo:
+    def _told(self, linear: LinearMap, side: str, axis: Axis, x: Tensor | None, u: Tensor | None) -> TensorInfo:
         assert x is not None
         assert u is not None
         whiten = any(part.space.kind == "stream" for part in axis.parts)
         pair = [centred(rows, whiten) for rows in (x, u)]
-        weight = read_tensor(one.info, self.anchor)  # which sets how much a space hears of it beside weights
-        own = 1.0 if weight is None else float(weight.double().norm())
-        factor = own / max(float(pair[0].norm()), 1e-30)
-        name = f"{one.info.name}:{what}"
+        weight = read_tensor(linear.info, self.anchor)  # which sets how much a space hears of it beside weights
+        weight_norm = 1.0 if weight is None else float(weight.double().norm())
+        factor = weight_norm / max(float(pair[0].norm()), 1e-30)
+        name = f"{linear.info.name}:{side}"
         self.tensors[name] = ((factor * pair[0]).float(), (factor * pair[1]).float())
-        return TensorInfo(f"{one.info.key}:{what}", (name,), (Axis(), axis))
+        return TensorInfo(f"{linear.info.key}:{side}", (name,), (Axis(), axis))
 
 
 def _all(axis: Axis, roles: tuple[str, ...]) -> bool:

@@ -19,9 +19,9 @@ from rotation_merge.matching.block import SpaceMatch, described, named, squared_
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.options import AlignConfig
 from rotation_merge.model.apply import transform_tensor
-from rotation_merge.model.biases import Aligned, Settled
+from rotation_merge.model.biases import Aligned, BiasFreeSource
 from rotation_merge.model.fold import folded_source
-from rotation_merge.model.source import Kept, Progress, TensorSource, read_block
+from rotation_merge.model.source import CachedSource, Progress, TensorSource, read_block
 from rotation_merge.model.sources import Mean
 from rotation_merge.symmetry import TranslationTransform
 from rotation_merge.workers.pieces import HERE, Over
@@ -52,38 +52,44 @@ def match_to_mean(
     Returns:
         An alignment for every model but the base.
     """
-    found = {}
+    alignments = {}
     for name, source in sources.items():
         if name != base:
             with named(base, name):
-                own = ledger.under(f"to the base/{name}")
-                found[name] = match_model(architecture, sources[base], source, options, progress, over=over, ledger=own)
-    folded = next((a.folded for a in found.values()), ())
+                base_ledger = ledger.under(f"to the base/{name}")
+                alignments[name] = match_model(
+                    architecture, sources[base], source, options, progress, over=over, ledger=base_ledger
+                )
+    folded = next((a.folded for a in alignments.values()), ())
     matched = {s.name for b in architecture.blocks for s in wanted_spaces(b, options.at(architecture, b))}
-    seen: dict[str, TensorSource] = {
-        name: Kept(Settled(architecture, folded_source(architecture, source, folded), matched))
+    renamed_sources: dict[str, TensorSource] = {
+        name: CachedSource(BiasFreeSource(architecture, folded_source(architecture, source, folded), matched))
         for name, source in sources.items()
     }
-    frames: dict[str, Transforms] = {base: {}, **{name: a.transforms for name, a in found.items()}}
-    spread = [_spread(architecture, seen, frames)]
+    frames: dict[str, Transforms] = {base: {}, **{name: a.transforms for name, a in alignments.items()}}
+    spread = [_spread(architecture, renamed_sources, frames)]
     for turn in range(MOST_ROUNDS if len(sources) > 2 else 0):
         proposed = dict(frames)
         for name in sources:
-            others: list[TensorSource] = [
-                Aligned(architecture, seen[other], proposed[other]) for other in sources if other != name
+            mean_of: list[TensorSource] = [
+                Aligned(architecture, renamed_sources[name_of_other], proposed[name_of_other])
+                for name_of_other in sources
+                if name_of_other != name
             ]
             match = partial(match_model, over=over, ledger=ledger.under(f"round {turn}/{name}"))
-            proposed[name] = _towards(architecture, Mean(others), seen[name], options, proposed[name], progress, match)
-        now = _spread(architecture, seen, proposed)
+            proposed[name] = _towards(
+                architecture, Mean(mean_of), renamed_sources[name], options, proposed[name], progress, match
+            )
+        now = _spread(architecture, renamed_sources, proposed)
         if now < spread[-1]:
             frames = proposed
         spread.append(min(now, spread[-1]))
         if now > spread[-2] * (1 - LEAST_GAIN):
             break
     result = {}
-    for name, alone in found.items():
+    for name, alone in alignments.items():
         transforms = _relative(architecture, frames[base], frames[name])
-        records = _records(architecture, alone, transforms, seen[base], seen[name])
+        records = _records(architecture, alone, transforms, renamed_sources[base], renamed_sources[name])
         summary = {**alone.summary, "rounds": len(spread) - 1, "spread": spread}
         result[name] = Alignment(transforms, folded, records, summary)
     return result
@@ -104,12 +110,12 @@ def _towards(
     return match(architecture, target, source, options, progress, starts=starts, fold=False).transforms
 
 
-def _relative(architecture: Architecture, base: Transforms, other: Transforms) -> Transforms:
+def _relative(architecture: Architecture, base: Transforms, frame: Transforms) -> Transforms:
     """The map into the base's coordinates: the inverse of the base's frame after the other's."""
     cpu = torch.device("cpu")  # a frame that has not moved is not where one that was solved for is
     back = {name: transform.to(cpu).inverse() for name, transform in base.items()}
     relative = {
-        name: back[name].compose(transform.to(cpu)) if name in back else transform for name, transform in other.items()
+        name: back[name].compose(transform.to(cpu)) if name in back else transform for name, transform in frame.items()
     }
     for info in architecture.tensors() if back else ():
         name = info.common.name if info.common is not None else ""
@@ -128,19 +134,19 @@ def _records(
     for block, matches in alone.records:
         anchor, donor = read_block(block, base), read_block(block, source)
         spaces = {space.name: space for space in block.spaces.values()}
-        here = []
+        block_records = []
         for match in matches:
             if match.space in spaces:
-                others = {name: t for name, t in transforms.items() if name != match.space}
+                other_transforms = {name: t for name, t in transforms.items() if name != match.space}
                 before, after = (
                     squared_distances(block, spaces[match.space], anchor, donor, maps)[0]
-                    for maps in (others, transforms)
+                    for maps in (other_transforms, transforms)
                 )
             else:
                 blocks = ((b, read_block(b, base), read_block(b, source)) for b in architecture.blocks)
                 before, after = match.before, sum(squared_distances(b, None, x, y, transforms)[0] for b, x, y in blocks)
-            here.append(replace(described(match, transforms[match.space]), before=before, after=after))
-        result.append((block, here))
+            block_records.append(replace(described(match, transforms[match.space]), before=before, after=after))
+        result.append((block, block_records))
     return result
 
 

@@ -35,12 +35,12 @@ class Product:
     sums: tuple[Tensor, Tensor] | None
     columns: int
 
-    def plus(self, other: Product) -> Product:
+    def plus(self, addend: Product) -> Product:
         return replace(
             self,
-            product=self.product + other.product,
-            sums=_added(self.sums, other.sums),
-            columns=self.columns + other.columns,
+            product=self.product + addend.product,
+            sums=_added(self.sums, addend.sums),
+            columns=self.columns + addend.columns,
         )
 
     def centred(self) -> Product:
@@ -55,13 +55,13 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TensorMeasurement:
     """What a tensor says, or a slice of its vocabulary.
 
     Attributes:
         name: of the tensor.
         entries: how many it has.
-        norm, other: squared norms of the anchor's and of the donor's.
+        norm, donor_norm: squared norms of the anchor's and of the donor's.
         apart: their squared distance where no axis lives in a stream that moves; else 0.
         products: of the axes in streams that move.
         sums: of a head that gives logits, what its entries sum to over the vocabulary, in both models.
@@ -71,25 +71,25 @@ class Measured:
     name: str
     entries: int
     norm: float
-    other: float
+    donor_norm: float
     apart: float
     products: tuple[Product, ...]
     sums: tuple[Tensor, Tensor] | None = None
     rows: int = 0
 
-    def plus(self, other: Measured) -> Measured:
+    def plus(self, addend: TensorMeasurement) -> TensorMeasurement:
         return replace(
             self,
-            entries=self.entries + other.entries,
-            norm=self.norm + other.norm,
-            other=self.other + other.other,
-            apart=self.apart + other.apart,
-            products=tuple(a.plus(b) for a, b in zip(self.products, other.products, strict=True)),
-            sums=_added(self.sums, other.sums),
-            rows=self.rows + other.rows,
+            entries=self.entries + addend.entries,
+            norm=self.norm + addend.norm,
+            donor_norm=self.donor_norm + addend.donor_norm,
+            apart=self.apart + addend.apart,
+            products=tuple(a.plus(b) for a, b in zip(self.products, addend.products, strict=True)),
+            sums=_added(self.sums, addend.sums),
+            rows=self.rows + addend.rows,
         )
 
-    def centred(self) -> Measured:
+    def centred(self) -> TensorMeasurement:
         """Of the rows less their mean."""
         if self.sums is None:
             return self
@@ -97,19 +97,19 @@ class Measured:
         return replace(
             self,
             norm=max(self.norm - shared[0], 0.0),
-            other=max(self.other - shared[1], 0.0) if self.products else self.other,
+            donor_norm=max(self.donor_norm - shared[1], 0.0) if self.products else self.donor_norm,
             products=tuple(product.centred() for product in self.products),
             sums=None,
         )
 
-    def to(self, device: torch.device) -> Measured:
+    def to(self, device: torch.device) -> TensorMeasurement:
         sums = None if self.sums is None else (self.sums[0].to(device), self.sums[1].to(device))
         return replace(self, products=tuple(product.to(device) for product in self.products), sums=sums)
 
 
 def measured(
     info: TensorInfo, a: Tensor, b: Tensor, transforms: Mapping[str, SpaceTransform], precise: bool
-) -> Measured:
+) -> TensorMeasurement:
     """Measure a tensor, or a slice of its vocabulary.
 
     Args:
@@ -117,26 +117,26 @@ def measured(
         transforms: of local spaces, and of the streams that move; an axis in one of these is held still.
         precise: sum products in float64.
     """
-    logits, products, other = _logits_axis(info), list[Product](), 0.0
+    logits, products, donor_norm = _logits_axis(info), list[Product](), 0.0
     sums = None if logits is None else (_along(a, logits), _along(b, logits))
     for dim, axis in enumerate(info.axes):
         if not axis.parts or any(not _moves(part.space, transforms) for part in axis.parts):
             continue
         moved = transform_tensor(b, _without(info, dim), transforms)
-        other = _square(moved)
+        donor_norm = _square(moved)
         sums = sums if logits is None else (_along(a, logits), _along(moved, logits))
         for part, start, x, y in axis_views(a, moved, dim, axis):
-            x, y = (one.movedim(start, 0).flatten(1) if one.ndim > 1 else one[:, None] for one in (x, y))
+            x, y = (tensor.movedim(start, 0).flatten(1) if tensor.ndim > 1 else tensor[:, None] for tensor in (x, y))
             shared = None if logits is None else (_sums(x), _sums(y).to(x.device))
             product = cross_product(x, y, precise)
             products.append(Product(part.space.name, part.role, dim, product, shared, x.shape[1]))
     apart = 0.0 if products else _square(a - transform_tensor(b, info, transforms))
     rows = 0 if logits is None else a.shape[logits]
-    return Measured(info.name, a.numel(), _square(a), other, apart, tuple(products), sums, rows)
+    return TensorMeasurement(info.name, a.numel(), _square(a), donor_norm, apart, tuple(products), sums, rows)
 
 
-def _added(mine: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-    return None if mine is None or other is None else (mine[0] + other[0], mine[1] + other[1])
+def _added(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    return None if first is None or second is None else (first[0] + second[0], first[1] + second[1])
 
 
 def _without(info: TensorInfo, dim: int) -> TensorInfo:

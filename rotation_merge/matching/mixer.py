@@ -20,19 +20,19 @@ from rotation_merge.symmetry.mixer import MixerTransform
 from rotation_merge.symmetry.permutation import Permutation
 
 
-def match_mixer(space: Space, found: list[Side], options: AlignConfig) -> MixerTransform:
+def match_mixer(space: Space, sides: list[Side], options: AlignConfig) -> MixerTransform:
     """The best order of groups, of the heads inside them, and of all channels."""
     group = mixer(space, options)
-    if all(torch.equal(side.anchor, side.donor) for side in found):
+    if all(torch.equal(side.anchor, side.donor) for side in sides):
         return group.identity()
     groups, per_group = group.groups, group.per_group
-    leaves = _Level(found, "head", "own", groups * per_group, group.own, group.channels)
-    tops = _Level(found, "group", "shared", groups, group.shared, group.channels)
+    leaves = _Level(sides, "head", "own", groups * per_group, group.own, group.channels)
+    tops = _Level(sides, "group", "shared", groups, group.shared, group.channels)
     if not group.order:
         rows, all_heads = torch.arange(groups), torch.arange(groups * per_group)
-        shared, own = tops.orders(rows, rows), leaves.orders(all_heads, all_heads)
+        shared, channel_orders = tops.orders(rows, rows), leaves.orders(all_heads, all_heads)
         still = group.identity()
-        return MixerTransform(still.groups, still.heads, Permutation(shared), Permutation(own))
+        return MixerTransform(still.groups, still.heads, Permutation(shared), Permutation(channel_orders))
     values, heads = tops.gains(), torch.zeros(groups, groups, per_group, dtype=torch.long)
     inner = leaves.gains().unflatten(1, (groups, per_group)).unflatten(0, (groups, per_group))
     for i in range(groups):
@@ -43,15 +43,17 @@ def match_mixer(space: Space, found: list[Side], options: AlignConfig) -> MixerT
     rows = torch.arange(groups)
     chosen = heads[rows, order]
     donor = (order[:, None] * per_group + chosen).flatten()
-    shared, own = tops.orders(rows, order), leaves.orders(torch.arange(groups * per_group), donor)
-    return MixerTransform(order, chosen, Permutation(shared), Permutation(own))
+    shared, channel_orders = tops.orders(rows, order), leaves.orders(torch.arange(groups * per_group), donor)
+    return MixerTransform(order, chosen, Permutation(shared), Permutation(channel_orders))
 
 
 class _Level:
     """Groups, or heads, with what each of them holds: numbers, and channels that may change places."""
 
-    def __init__(self, found: Iterable[Side], number: str, channel: str, count: int, size: int, permute: bool) -> None:
-        sides = list(found)
+    def __init__(
+        self, all_sides: Iterable[Side], number: str, channel: str, count: int, size: int, permute: bool
+    ) -> None:
+        sides = list(all_sides)
         self.count, self.size, self.permute = count, size, permute
         self.numbers = [_matrices(s, (count, -1)) for s in sides if s.role == number]
         self.channels = [_matrices(s, (count, size, -1)) for s in sides if s.role == channel]

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 from rotation_merge.architecture.model import Axis, Block, TensorInfo
-from rotation_merge.matching.made import Made, Products, Read
+from rotation_merge.matching.made import Products, Read, RecomputedTensor
 from rotation_merge.model.apply import transform_axis, transform_tensor
 from rotation_merge.model.biases import inputs, with_biases
 from rotation_merge.model.fold import Fold
@@ -31,19 +31,19 @@ ELEMENTWISE = 100
 
 
 @dataclass
-class Parents:
+class ParentTensors:
     """The tensors of all models, the anchor's first, folded, in float32 at least.
 
     Attributes:
         sources: each on a device of its own.
         device: where what is between them is computed; parents' products are computed where they lie.
-        held: keep what has been read and folded.
+        in_memory: keep what has been read and folded.
     """
 
     sources: Sequence[TensorSource]
     fold: Fold
     device: torch.device
-    held: bool
+    in_memory: bool
     _known: dict[tuple[int, str, str], Tensor | None] = field(default_factory=dict)
     _places: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -52,10 +52,10 @@ class Parents:
         name = (number, block.name, key)
         if name in self._known:
             return self._known[name]
-        found = self._read(number, block, key)
-        if self.held:
-            self._known[name] = found
-        return found
+        tensor = self._read(number, block, key)
+        if self.in_memory:
+            self._known[name] = tensor
+        return tensor
 
     def _read(self, number: int, block: Block, key: str) -> Tensor | None:
         info, stored = block.tensor(key), self.stored(number, block, key)
@@ -96,7 +96,7 @@ class Mixing:
     """
 
     def __init__(
-        self, parents: Parents, transforms: Sequence[Mapping[str, SpaceTransform]], coefficients: Tensor
+        self, parents: ParentTensors, transforms: Sequence[Mapping[str, SpaceTransform]], coefficients: Tensor
     ) -> None:
         self.parents, self.transforms, self.coefficients = parents, [{}, *transforms], coefficients
         self._shares = coefficients.tolist()
@@ -133,9 +133,9 @@ class Mixing:
         def given(key: str) -> Tensor | None:
             return self.parents.tensor(0, block, key)
 
-        found = with_biases(block, info, own, given, maps) if number else own(info.key)
-        assert found is not None
-        return found
+        moved_tensor = with_biases(block, info, own, given, maps) if number else own(info.key)
+        assert moved_tensor is not None
+        return moved_tensor
 
     def made(self, block: Block, info: TensorInfo) -> Tensor:
         """The same, as long as its block runs; gradients mix it again."""
@@ -143,7 +143,7 @@ class Mixing:
             self._block, self._made = block, {}
         key = info.key, torch.is_grad_enabled()
         if key not in self._made:
-            self._made[key] = Made.apply(lambda: self._plainly(block, info), *self._learned(block, info))
+            self._made[key] = RecomputedTensor.apply(lambda: self._plainly(block, info), *self._learned(block, info))
         return self._made[key]
 
     def _plainly(self, block: Block, info: TensorInfo) -> Tensor:
@@ -154,14 +154,16 @@ class Mixing:
         """What a tensor of a block may have gradients to."""
         key = block.name, info.key
         if key not in self._leaves:
-            infos = [one for one in map(block.tensor, inputs(block, info)) if one is not None] or [info]
-            roles = [role for one in infos for role in one.roles()]
-            own = [
+            infos = [known_info for known_info in map(block.tensor, inputs(block, info)) if known_info is not None] or [
+                info
+            ]
+            roles = [role for known_info in infos for role in known_info.roles()]
+            learned = [
                 maps[name]
                 for maps in self.transforms
                 for name in dict.fromkeys(name for name, role in roles if name in maps and maps[name].moves(role))
             ]
-            self._leaves[key] = [x for x in _tensors([self.coefficients, own]) if x.requires_grad]
+            self._leaves[key] = [x for x in _tensors([self.coefficients, learned]) if x.requires_grad]
         return self._leaves[key]
 
     @contextmanager
@@ -169,16 +171,16 @@ class Mixing:
         """While a forward runs: of mixed weights that it needs again on the way back only the names are kept."""
 
         def pack(tensor: Tensor) -> Any:
-            where = tensor.untyped_storage().data_ptr()
-            for (key, _), made in self._made.items():
-                if where and made.untyped_storage().data_ptr() == where:
+            address = tensor.untyped_storage().data_ptr()
+            for (key, _), mixed in self._made.items():
+                if address and mixed.untyped_storage().data_ptr() == address:
                     return self._block, key, tensor.size(), tensor.stride(), tensor.storage_offset()
             return tensor
 
-        def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
-            block, key, *place = kept
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            block, key, *place = packed
             with torch.no_grad():
                 return self.made(block, block.tensor(key)).as_strided(*place)
 
@@ -191,10 +193,10 @@ class Mixing:
 
     # --- maps on activations -----------------------------------------------------------------------------------
 
-    def linear(self, own: Mixed, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    def linear(self, mixed: Mixed, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """What the model's map (out, in) makes of x (..., in); None where mixing the map takes less."""
-        block, info = own.block, own.info
-        if not self._acts(info) or not self._less(info, x.shape[:-1].numel(), *own.shape):
+        block, info = mixed.block, mixed.info
+        if not self._acts(info) or not self._less(info, x.shape[:-1].numel(), *mixed.shape):
             return None
         total: Tensor | None = None
         for numbers in self._together(info.axes[0]):
@@ -215,33 +217,37 @@ class Mixing:
 
     def _products(self, numbers: Sequence[int], block: Block, info: TensorInfo, x: Tensor) -> Tensor:
         """What the maps of some parents, times their coefficients, make of x, (n, out), in their own coordinates."""
-        readers, seen = [], []
+        readers, inputs_moved = [], []
         for number in numbers:
             gains = self.parents.gains(number, block, info)
             readers.append(self._reader(number, block, info, gains is None))
-            seen.append(self._seen(number, info.axes[1], x, gains or {}))
+            inputs_moved.append(self._seen(number, info.axes[1], x, gains or {}))
         if not self.coefficients.requires_grad:
-            return Products.apply(readers, [self._shares[number] for number in numbers], *seen)
-        own = [self.coefficients[number] * one for number, one in zip(numbers, seen, strict=True)]
-        return Products.apply(readers, [1.0] * len(own), *own)
+            return Products.apply(readers, [self._shares[number] for number in numbers], *inputs_moved)
+        scaled = [
+            self.coefficients[number] * moved_input for number, moved_input in zip(numbers, inputs_moved, strict=True)
+        ]
+        return Products.apply(readers, [1.0] * len(scaled), *scaled)
 
-    def rows(self, own: Mixed, index: Tensor) -> Tensor | None:
+    def rows(self, table: Mixed, index: Tensor) -> Tensor | None:
         """Rows of the model's table; None where its rows change places."""
-        block, info = own.block, own.info
+        block, info = table.block, table.info
         if not self._acts(info) or info.common is not None or any(self._moving(n, info.axes[0]) for n in self.speaking):
             return None
         total: Tensor | None = None
         for number in self.speaking:
-            found = self._entries(number, block, info, index.flatten())
-            part = self.coefficients[number] * self._along(number, info.axes[1], found)
+            entries = self._entries(number, block, info, index.flatten())
+            part = self.coefficients[number] * self._along(number, info.axes[1], entries)
             total = part if total is None else total + part
         assert total is not None
         return total.unflatten(0, index.shape) if index.ndim != 1 else total
 
     def _reader(self, number: int, block: Block, info: TensorInfo, folded: bool) -> Read:
         def read(dtype: torch.dtype) -> Tensor:
-            found = self.parents.tensor(number, block, info.key) if folded else None
-            return self.parents.unfolded(number, block, info, dtype) if found is None else found.to(dtype)
+            folded_tensor = self.parents.tensor(number, block, info.key) if folded else None
+            return (
+                self.parents.unfolded(number, block, info, dtype) if folded_tensor is None else folded_tensor.to(dtype)
+            )
 
         return read
 
@@ -251,8 +257,8 @@ class Mixing:
         if stored is None or self.parents.fold.touches(block, info):
             stored = self.parents.tensor(number, block, info.key)
         assert stored is not None
-        found = functional.embedding(index.to(stored.device), stored)
-        return found.to(self.parents.device, torch.promote_types(found.dtype, torch.float32))
+        entries = functional.embedding(index.to(stored.device), stored)
+        return entries.to(self.parents.device, torch.promote_types(entries.dtype, torch.float32))
 
     def _moving(self, number: int, axis: Axis) -> dict[str, SpaceTransform]:
         names = {part.space.name for part in axis.parts} & self.transforms[number].keys()
@@ -304,7 +310,9 @@ class Mixing:
     def _width(self, number: int, axis: Axis) -> int:
         """Coordinates that a donor's maps of an axis mix with one another."""
         moving = self._moving(number, axis)
-        mixed = {name for name, one in moving.items() if not all(e.monomial for e in one.elements().values())}
+        mixed = {
+            name for name, transform in moving.items() if not all(e.monomial for e in transform.elements().values())
+        }
         return sum(part.factors[-1] for part in axis.parts if part.space.name in mixed)
 
 
@@ -315,15 +323,15 @@ def _acts_on_vectors(transform: SpaceTransform) -> bool:
     return transform.space_kind != "experts" and not soft
 
 
-def _tensors(held: Any) -> Iterator[Tensor]:
+def _tensors(elements: Any) -> Iterator[Tensor]:
     """All tensors inside of elements."""
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, list | tuple):
-        for one in held:
-            yield from _tensors(one)
-    elif is_dataclass(held):
-        yield from _tensors([getattr(held, own.name) for own in fields(held)])
+    if isinstance(elements, Tensor):
+        yield elements
+    elif isinstance(elements, list | tuple):
+        for element in elements:
+            yield from _tensors(element)
+    elif is_dataclass(elements):
+        yield from _tensors([getattr(elements, field.name) for field in fields(elements)])
 
 
 class Mixed(Tensor):
@@ -340,28 +348,28 @@ class Mixed(Tensor):
     @staticmethod
     def standing_for(mixing: Mixing, block: Block, info: TensorInfo, piece: int, stored: Tensor) -> Mixed:
         dtype = torch.promote_types(stored.dtype, torch.float32)
-        made = Tensor._make_wrapper_subclass(Mixed, stored.shape, dtype=dtype, device=mixing.parents.device)
-        made.mixing, made.block, made.info, made.piece = mixing, block, info, piece
-        return made
+        mixed = Tensor._make_wrapper_subclass(Mixed, stored.shape, dtype=dtype, device=mixing.parents.device)
+        mixed.mixing, mixed.block, mixed.info, mixed.piece = mixing, block, info, piece
+        return mixed
 
     def made(self) -> Tensor:
-        found = self.mixing.made(self.block, self.info)
-        return found[self.piece] if self.info.stacked else found
+        tensor = self.mixing.made(self.block, self.info)
+        return tensor[self.piece] if self.info.stacked else tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FACTS:
             return super().__torch_function__(func, types, args, kwargs)
-        found = None
+        result = None
         if func is functional.linear and isinstance(args[1], Mixed) and not isinstance(args[0], Mixed):
-            x, own, bias = (*args, kwargs.get("bias"))[:3]
+            x, mixed, bias = (*args, kwargs.get("bias"))[:3]
             bias = bias.made() if isinstance(bias, Mixed) else bias
-            found = own.mixing.linear(own, x, bias)
+            result = mixed.mixing.linear(mixed, x, bias)
         if func is functional.embedding and isinstance(args[1], Mixed) and kwargs.get("max_norm") is None:
-            found = args[1].mixing.rows(args[1], args[0])
-        if found is not None:
-            return found
+            result = args[1].mixing.rows(args[1], args[0])
+        if result is not None:
+            return result
         args, kwargs = _pytree.tree_map_only(Mixed, Mixed.made, (args, kwargs))
         return func(*args, **kwargs)
 

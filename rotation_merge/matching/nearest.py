@@ -44,13 +44,13 @@ def nearest_order(neurons: Neurons) -> tuple[Tensor, Neurons] | None:
     halves = neurons.distances.to(anchor.device) / 2
     probe = torch.arange(0, n, max(1, n // _PROBED), device=anchor.device)
     for width in _WIDTHS:
-        left, right = _folded(anchor, width), _folded(donor, width)
-        count = len(_open_pairs(left, right, halves, probe)[0])
-        if count <= _MOST_OPEN * len(probe) or left.shape[1] == anchor.shape[1]:
+        anchor_sketch, right = _folded(anchor, width), _folded(donor, width)
+        count = len(_open_pairs(anchor_sketch, right, halves, probe)[0])
+        if count <= _MOST_OPEN * len(probe) or anchor_sketch.shape[1] == anchor.shape[1]:
             break
     if count > _MOST_OPEN * len(probe):
         return None
-    i, j = _open_pairs(left, right, halves, torch.arange(n, device=anchor.device))
+    i, j = _open_pairs(anchor_sketch, right, halves, torch.arange(n, device=anchor.device))
     if len(i) > 2 * _MOST_OPEN * n:
         return None
     i, j = _still_open(anchor, donor, halves, i, j)
@@ -86,17 +86,17 @@ def _candidate(anchor: Tensor, donor: Tensor) -> Tensor | None:
     """The donor's own order where it looks right, else nearest neighbours if they are a permutation."""
     n = len(anchor)
     probe = torch.arange(0, n, max(1, n // _PROBED), device=anchor.device)
-    own = torch.arange(n, device=anchor.device)
+    own_order = torch.arange(n, device=anchor.device)
     if float((_nearest(anchor, donor, probe) == probe).double().mean()) >= 0.9:
-        return own
-    taken = torch.zeros(n, dtype=torch.bool, device=anchor.device)
-    found = []
-    for rows in own.split(max(_PROBED, n // _PARTS)):
-        found.append(_nearest(anchor, donor, rows))
-        taken[found[-1]] = True
-        if int(taken.sum()) < int(rows[-1]) + 1:
+        return own_order
+    used = torch.zeros(n, dtype=torch.bool, device=anchor.device)
+    nearest = []
+    for rows in own_order.split(max(_PROBED, n // _PARTS)):
+        nearest.append(_nearest(anchor, donor, rows))
+        used[nearest[-1]] = True
+        if int(used.sum()) < int(rows[-1]) + 1:
             return None
-    return torch.cat(found)
+    return torch.cat(nearest)
 
 
 def _nearest(anchor: Tensor, donor: Tensor, rows: Tensor) -> Tensor:
@@ -105,18 +105,18 @@ def _nearest(anchor: Tensor, donor: Tensor, rows: Tensor) -> Tensor:
     return torch.cat([(anchor[part] @ donor.T - squares).argmax(1) for part in rows.split(step)])
 
 
-def _open_pairs(left: Tensor, right: Tensor, halves: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _open_pairs(anchor_sketch: Tensor, right: Tensor, halves: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Pairs (i, j), i in rows and j != i, whose projected distance may lie below the sum of their prices."""
-    own, other = left.square().sum(1), right.square().sum(1)
-    offset = ((1 - _ROUNDING) * own - halves.float() * (1 + _ROUNDING))[rows] / 2
-    price = ((1 - _ROUNDING) * other - halves.float() * (1 + _ROUNDING)) / 2
+    anchor_squares, donor_squares = anchor_sketch.square().sum(1), right.square().sum(1)
+    offset = ((1 - _ROUNDING) * anchor_squares - halves.float() * (1 + _ROUNDING))[rows] / 2
+    price = ((1 - _ROUNDING) * donor_squares - halves.float() * (1 + _ROUNDING)) / 2
     right = torch.cat([right, -price[:, None]], 1).T
-    left = torch.cat([left, torch.ones_like(left[:, :1])], 1)
+    anchor_sketch = torch.cat([anchor_sketch, torch.ones_like(anchor_sketch[:, :1])], 1)
     step = max(1, 2 * _CACHED // right.shape[1])
     first, second = [], []
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
-        excess = left[part] @ right
+        excess = anchor_sketch[part] @ right
         excess[torch.arange(len(part), device=part.device), part] = -torch.inf
         suspects = (excess.amax(1) > offset[start : start + step]).nonzero()[:, 0]
         i, j = (excess[suspects] > offset[start : start + step][suspects, None]).nonzero(as_tuple=True)
@@ -127,11 +127,11 @@ def _open_pairs(left: Tensor, right: Tensor, halves: Tensor, rows: Tensor) -> tu
 
 def _still_open(anchor: Tensor, donor: Tensor, halves: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     """Those of the given pairs that the whole sketch leaves open too."""
-    kept = []
+    open_pairs = []
     for first, second in zip(i.split(_BLOCK // anchor.shape[1]), j.split(_BLOCK // anchor.shape[1]), strict=True):
         distance = (anchor[first] - donor[second]).square_().sum(1)
-        kept.append(distance * (1 - _ROUNDING) < (halves[first] + halves[second]) * (1 + _ROUNDING))
-    which = torch.cat(kept)
+        open_pairs.append(distance * (1 - _ROUNDING) < (halves[first] + halves[second]) * (1 + _ROUNDING))
+    which = torch.cat(open_pairs)
     return i[which], j[which]
 
 
@@ -166,9 +166,9 @@ def _project(matrix: Tensor, seed: int) -> Tensor:
     size = times * (width if by_rows else n)
     result = torch.empty(n, width, dtype=torch.float32, device=matrix.device)
     for part in torch.arange(n if by_rows else width).split(max(1, _CACHED // size)):
-        where = slice(int(part[0]), int(part[-1]) + 1)
+        rows = slice(int(part[0]), int(part[-1]) + 1)
         if by_rows:
-            result[where] = (summands[where].float() * signs).sum(1)
+            result[rows] = (summands[rows].float() * signs).sum(1)
         else:
-            result[:, where] = (summands[:, :, where].float() * signs[:, where]).sum(1)
+            result[:, rows] = (summands[:, :, rows].float() * signs[:, rows]).sum(1)
     return result * times**-0.5

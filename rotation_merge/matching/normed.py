@@ -54,23 +54,23 @@ def best_order(group: HeadGroup, pairings: list[Pairing]) -> tuple[Order | None,
         return None, []
     if group.order == "fixed":
         return None, ["the order of the heads is fixed by the architecture"]
-    found = spectral_order if group.order == "spectral" else head_order
-    order, notes = found(pairings, group.inside)
+    order_heads = spectral_order if group.order == "spectral" else head_order
+    order, notes = order_heads(pairings, group.inside)
     unmoved = torch.equal(order.donor, donor) and torch.equal(order.queries, queries)
     return (None if unmoved else order), notes
 
 
 def match_ordered(
-    space: Space, found: list[Side], group: HeadGroup, match: Callable[[list[Side]], AttentionMatch]
+    space: Space, sides: list[Side], group: HeadGroup, match: Callable[[list[Side]], AttentionMatch]
 ) -> AttentionMatch:
     """The best of a group that orders coordinates of several heads together.
 
     Args:
         match: the best of its elements that leave coordinates at their places.
     """
-    pairings = [*pairings_of(space, found, group), *shared_gains(space, found, group)]
+    pairings = [*pairings_of(space, sides, group), *shared_gains(space, sides, group)]
     ordered = [p for p in pairings if isinstance(p.group, OrderedSigns | OrderedExchange)]
-    turns = _Turns(found, group, match, ordered)
+    turns = _Turns(sides, group, match, ordered)
     best = turns.climbed(group.identity())
     if best.after <= _GAINED * best.before or group.order in ("none", "fixed"):
         return best
@@ -79,8 +79,8 @@ def match_ordered(
     heads = still if order is None else replace(still, groups=order.donor, queries=order.queries)
     if torch.equal(heads.groups, best.transform.groups) and torch.equal(heads.queries, best.transform.queries):
         return best  # to which the same order of heads has led
-    other = turns.climbed(turns.reordered(heads))
-    return replace(other, before=best.before) if other.after < best.after * (1 - _GAINED) else best
+    reordered = turns.climbed(turns.reordered(heads))
+    return replace(reordered, before=best.before) if reordered.after < best.after * (1 - _GAINED) else best
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ class _Turns:
     """Orders of heads for that of coordinates, and the other way round.
 
     Attributes:
-        found: the sides of the space, as they are.
+        sides: the sides of the space, as they are.
         ordered: what of them takes part in the order of coordinates.
     """
 
-    found: list[Side]
+    sides: list[Side]
     group: HeadGroup
     match: Callable[[list[Side]], AttentionMatch]
     ordered: list[Pairing]
@@ -104,15 +104,15 @@ class _Turns:
             following = self.reordered(best.transform)
             if _same(following, order):
                 break
-            found, order = self._matched(following), following
-            if found.after >= best.after * (1 - _GAINED):
+            following_match, order = self._matched(following), following
+            if following_match.after >= best.after * (1 - _GAINED):
                 break
-            best = replace(found, before=best.before)
+            best = replace(following_match, before=best.before)
         return best
 
     def _matched(self, order: HeadTransform) -> AttentionMatch:
         """The best match under an order of coordinates."""
-        moved = [replace(side, donor=order.act(side.donor, side.role, 0)) for side in self.found]
+        moved = [replace(side, donor=order.act(side.donor, side.role, 0)) for side in self.sides]
         match = self.match(moved)
         transform, orders = self.group.lifted(match.transform), orders_of(order.qk)
         assert orders is not None
@@ -126,8 +126,8 @@ class _Turns:
 
     def reordered(self, heads: HeadTransform) -> HeadTransform:
         """The best order of coordinates for the pairs of heads that a transform makes; nothing else moves."""
-        own = self.group.own_order
-        pairs = Order(own[0], heads.groups, heads.queries)
+        order = self.group.own_order
+        pairs = Order(order[0], heads.groups, heads.queries)
         alone = Order(*(torch.zeros(1, dtype=torch.long),) * 2, torch.zeros(1, 1, dtype=torch.long))
         value: Tensor | float = 0.0
         for pairing in self.ordered:
@@ -137,10 +137,10 @@ class _Turns:
                 grams = pairing.grams(pairs)
                 gained = 2 * pairing.group.values(grams.primal + grams.dual)
             value = value + (gained.sum(0, keepdim=True) if self.group.shared else gained).cpu()
-        found = torch.stack([assign_small(m) for m in torch.as_tensor(value)])
-        return self._with(self.group.identity(), found.expand(len(heads.groups), -1)[heads.groups.argsort()])
+        orders = torch.stack([assign_small(m) for m in torch.as_tensor(value)])
+        return self._with(self.group.identity(), orders.expand(len(heads.groups), -1)[heads.groups.argsort()])
 
 
-def _same(one: HeadTransform, other: HeadTransform) -> bool:
-    first, second = orders_of(one.qk), orders_of(other.qk)
+def _same(first_transform: HeadTransform, second_transform: HeadTransform) -> bool:
+    first, second = orders_of(first_transform.qk), orders_of(second_transform.qk)
     return first is not None and second is not None and torch.equal(first, second)

@@ -56,7 +56,7 @@ KEPT = 1 << 30
 """Bytes of the parents' outputs that are kept."""
 
 
-class Teachers:
+class ParentOutputs:
     """The parents' outputs on every batch, of logits their probabilities; kept where there is room (`KEPT`), else
     computed again when asked."""
 
@@ -69,12 +69,12 @@ class Teachers:
     def __call__(self, index: int, batch: Batch) -> list[Tensor]:
         if index in self._kept:
             return self._kept[index]
-        found = self.answer(unlabelled(batch))
-        size = sum(tensor.numel() * 4 for tensor in found)
+        outputs = self.answer(unlabelled(batch))
+        size = sum(tensor.numel() * 4 for tensor in outputs)
         if self._size + size <= KEPT:
             self._size += size
-            self._kept[index] = found
-        return found
+            self._kept[index] = outputs
+        return outputs
 
     @torch.no_grad()
     def answer(self, batch: Batch) -> list[Tensor]:
@@ -85,8 +85,8 @@ class Teachers:
 
 
 def _told(outputs: Any) -> Tensor:
-    found = main_output(outputs).float()
-    return functional.softmax(found, dim=-1) if is_distribution(outputs) else found
+    output = main_output(outputs).float()
+    return functional.softmax(output, dim=-1) if is_distribution(outputs) else output
 
 
 def mix(first: Batch, second: Batch, generator: torch.Generator) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def mix(first: Batch, second: Batch, generator: torch.Generator) -> dict[str, Te
 
 
 def distillation(outputs: Any, taught: Sequence[Tensor], coefficients: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Distance from the parents' mean output (see `Teachers`), weighted as the parents are in the model.
+    """Distance from the parents' mean output (see `ParentOutputs`), weighted as the parents are in the model.
 
     For logits: KL(mean of the parents' distributions || model), in nats, mean over predictions that `mask` (of shape
     logits.shape[:-1]) allows. For hidden states: mean squared difference over that of the parents' mean from zero.
@@ -112,8 +112,8 @@ def distillation(outputs: Any, taught: Sequence[Tensor], coefficients: Tensor, m
         target = sum(c * t for c, t in zip(coefficients, taught, strict=True))
         return (student - target).square().mean() / torch.as_tensor(target).square().mean().clamp_min(1e-12)
     target = coefficients[0] * taught[0]
-    for share, told in zip(coefficients[1:], taught[1:], strict=True):
-        target = target.addcmul_(share, told)
+    for share, parent_output in zip(coefficients[1:], taught[1:], strict=True):
+        target = target.addcmul_(share, parent_output)
     divergence = functional.kl_div(functional.log_softmax(student, dim=-1), target, reduction="none").sum(-1)
     if mask is not None and mask.shape == divergence.shape:
         return (divergence * mask).sum() / mask.sum().clamp_min(1)
@@ -142,8 +142,8 @@ def weighed(
     """
     rows = torch.tensor(float(next(iter(batch.values())).shape[0]))
     if isinstance(getattr(outputs, "logits_per_image", None), Tensor):
-        what = f"{type(model).__name__} compares every example of a batch with all others"
-        raise RecipeError(what, remedy="fit it in one process, without torchrun")
+        problem = f"{type(model).__name__} compares every example of a batch with all others"
+        raise RecipeError(problem, remedy="fit it in one process, without torchrun")
     if taught is None:
         labels = batch["labels"]
         counted = labels[:, 1:] if labels.ndim > 1 and predicts_next(model) else labels

@@ -26,7 +26,7 @@ from rotation_merge.matching.alignment import (
     load_alignment,
     save_alignment,
 )
-from rotation_merge.matching.check_pair import Checked, check_pair, residual_of
+from rotation_merge.matching.check_pair import CheckedPair, check_pair, residual_of
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.matching.recorded import recorded
 from rotation_merge.matching.run import Run
@@ -60,7 +60,7 @@ class WithTied:
     def _stored(self, name: str) -> str:
         if name in self.source:
             return name
-        return next((other for other in self.tied.get(name, ()) if other in self.source), name)
+        return next((tied_name for tied_name in self.tied.get(name, ()) if tied_name in self.source), name)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Pair:
     anchor: Model
     donor: Model
     architecture: Architecture
-    checked: Checked
+    checked: CheckedPair
     device: str = "cpu"
     marks: tuple[Fingerprint, Fingerprint] = field(default_factory=lambda: (Fingerprint(), Fingerprint()))
     opening: Opening | None = None
@@ -200,7 +200,7 @@ class Pair:
         return run.report(self.anchor.reference, "none", recipe, marks, models, "finetune", base or names[1])
 
 
-def check_together(models: Models, anchor: ModelReference, others: Iterable[ModelReference]) -> None:
+def check_together(models: Models, anchor: ModelReference, donors: Iterable[ModelReference]) -> None:
     """All models exist, are whole, and are of the anchor's architecture and sizes.
 
     What their heads mean is left to a check that knows which heads are merged.
@@ -208,18 +208,18 @@ def check_together(models: Models, anchor: ModelReference, others: Iterable[Mode
     Raises:
         CheckpointError, ArchitectureError: name the model and what differs.
     """
-    references = [anchor, *(reference for reference in others if reference != anchor)]
+    references = [anchor, *(reference for reference in donors if reference != anchor)]
     for reference in references:
         models[reference].check_files()
     for reference in references:
         models[reference].config  # noqa: B018  (loads and checks)
     for reference in references[1:]:
-        first, other = models[anchor], models[reference]
+        first, model = models[anchor], models[reference]
         if reference in models.unlike:
-            models[reference] = other.standing_in(first)
+            models[reference] = model.standing_in(first)
             continue
-        if find(other.config) and (half := language_half(first, other)):
-            models[reference] = other.within(first, half)
+        if find(model.config) and (half := language_half(first, model)):
+            models[reference] = model.within(first, half)
         check_pair(models[anchor].member, models[reference].member, NOTHING, layers={}, excluded=lambda _: True)
 
 
@@ -265,12 +265,17 @@ def open_pair(
     checked = replace(checked, warnings=(*checked.warnings, *other_order(a, d))) if words else checked
     d.rows = checked.rows
     for info in architecture.tensors():
-        ours, theirs = a.shapes.get(info.name), d.shapes.get(info.name)
-        if ours is None or theirs is None or excluded(info.name) or (not words and info.vocabulary_axis is not None):
+        ours, donor_shape = a.shapes.get(info.name), d.shapes.get(info.name)
+        if (
+            ours is None
+            or donor_shape is None
+            or excluded(info.name)
+            or (not words and info.vocabulary_axis is not None)
+        ):
             continue
-        if ours != theirs:
+        if ours != donor_shape:
             raise CheckpointError(
-                f"tensor '{info.name}' is {list(theirs)}, in {anchor} it is {list(ours)}",
+                f"tensor '{info.name}' is {list(donor_shape)}, in {anchor} it is {list(ours)}",
                 where=donor,
                 remedy="other vocabularies or heads meet in a merge ('tokenizer', 'heads_of: each' or 'exclude' in its "
                 "recipe); 'evaluate' and 'barrier --heads-of each' measure task by task",
@@ -287,7 +292,7 @@ def check_models(
     words: bool = True,
     unsupported: str = "error",
     any_base: bool = False,
-) -> Checked | None:
+) -> CheckedPair | None:
     """Both are there, whole, and fit together; their vocabularies may differ.
 
     Args:
@@ -327,8 +332,8 @@ def read_file(pair: Pair, path: str, untie: bool = False) -> AlignmentFile:
     file = load_alignment(local_file(path), pair.architecture)
     anchor, donor = pair.fingerprints()
     check_fingerprints(file, path, anchor, donor, (str(pair.anchor.reference), str(pair.donor.reference)))
-    asked = NOTHING.with_residual(residual_of(file.alignment.transforms, file.alignment.folded))
-    check_pair(pair.checked.anchor, pair.checked.donor, asked, untie=untie)
+    options = NOTHING.with_residual(residual_of(file.alignment.transforms, file.alignment.folded))
+    check_pair(pair.checked.anchor, pair.checked.donor, options, untie=untie)
     return file
 
 
@@ -346,11 +351,11 @@ def write_alignment(
         facts: what else is to be kept at its head.
     """
     name = str(pair.donor.reference)
-    found = alignment if alignment.records else recorded(pair.architecture, *pair.sources, alignment)
+    with_records = alignment if alignment.records else recorded(pair.architecture, *pair.sources, alignment)
     run = Run()
-    run.aligned(name, found)
-    made = head(pair.anchor.reference, pair.donor.reference, asdict(options))
-    made |= {"figures": figures(run.rows(), run.whole.get(name)), **(facts or {})}
+    run.aligned(name, with_records)
+    metadata = head(pair.anchor.reference, pair.donor.reference, asdict(options))
+    metadata |= {"figures": figures(run.rows(), run.whole.get(name)), **(facts or {})}
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     whole = replace(alignment, basis=pair.basis(alignment.folded))
     save_alignment(path, whole, made, torch.float16 if half else torch.float64)  # what is replaced, commands have asked

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rotation_merge.config import Option, option
 from rotation_merge.errors import RecipeError, nearest, short
-from rotation_merge.symmetry.admitted import Wanted
+from rotation_merge.symmetry.admitted import GroupOptions
 
 if TYPE_CHECKING:
     from rotation_merge.architecture.model import Architecture, Block
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    field.name: field.metadata["option"].choices for field in fields(Wanted) if "option" in field.metadata
+    field.name: field.metadata["option"].choices for field in fields(GroupOptions) if "option" in field.metadata
 }
 """Values each option may take, the default first."""
 
@@ -32,13 +32,13 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 def by_stream(text: object) -> dict[str, str] | None:
     """Residual groups by stream, as `decoder=rotation,encoder=permutation` says; None where the text does not."""
     pairs = [piece.partition("=") for piece in text.split(",")] if isinstance(text, str) and "=" in text else []
-    found = {stream.strip(): group.strip() for stream, _, group in pairs}
-    return found if found and all(found) and set(found.values()) <= set(CHOICES["residual"]) else None
+    by_stream = {stream.strip(): group.strip() for stream, _, group in pairs}
+    return by_stream if by_stream and all(by_stream) and set(by_stream.values()) <= set(CHOICES["residual"]) else None
 
 
 @dataclass(frozen=True)
-class AlignConfig(Wanted):
-    """Which groups matching may use (`Wanted`), and where."""
+class AlignConfig(GroupOptions):
+    """Which groups matching may use (`GroupOptions`), and where."""
 
     layers: str = option("all", "all, or ranges such as 0-5,11: match only these layers")
 
@@ -82,8 +82,8 @@ class AlignConfig(Wanted):
             return None
         result = []
         for piece in text.split(","):
-            found = _RANGE.fullmatch(piece.strip())
-            first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+            match = _RANGE.fullmatch(piece.strip())
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
             if last < first:
                 raise RecipeError(
                     f"parameter 'layers' is {short(repr(self.layers))}",
@@ -145,8 +145,8 @@ class VaryingOptions(AlignConfig):
     def at(self, architecture: Architecture, block: Block) -> AlignConfig:
         last = len(architecture.layers(block.module)) - 1
         place = 0.0 if block.index is None else block.index / last if last else 1.0
-        found: AlignConfig = self._of(block.name, place)  # type: ignore[attr-defined]
-        return found
+        options: AlignConfig = self._of(block.name, place)  # type: ignore[attr-defined]
+        return options
 
     def settled(self, architecture: Architecture) -> AlignConfig:
         blocks = {block.name: self.at(architecture, block) for block in architecture.blocks}
@@ -157,7 +157,7 @@ class VaryingOptions(AlignConfig):
 class ByBlock:
     """Options by a block's module path."""
 
-    found: Mapping[str, AlignConfig]
+    by_block: Mapping[str, AlignConfig]
 
     def __call__(self, name: str, place: float) -> AlignConfig:
-        return self.found[name]
+        return self.by_block[name]

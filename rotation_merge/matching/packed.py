@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rotation_merge.files.ledger import Entry, Ledger
+from rotation_merge.files.ledger import Ledger, LedgerEntry
 from rotation_merge.matching.block import BlockMatch, SpaceMatch
 from rotation_merge.symmetry import TRANSFORMS, SpaceTransform
 
@@ -34,13 +34,13 @@ def unpacked(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[st
     return {space: TRANSFORMS[kind].from_tensors(spaces[space]) for space, kind in kinds.items()}
 
 
-def entry_of(match: BlockMatch, **facts: Any) -> Entry:
+def entry_of(match: BlockMatch, **facts: Any) -> LedgerEntry:
     """What matching a block found."""
     tensors, kinds = packed(match.transforms)
-    return Entry({"kinds": kinds, "records": [asdict(record) for record in match.records], **facts}, tensors)
+    return LedgerEntry({"kinds": kinds, "records": [asdict(record) for record in match.records], **facts}, tensors)
 
 
-def match_of(entry: Entry) -> BlockMatch:
+def match_of(entry: LedgerEntry) -> BlockMatch:
     """The same again."""
     records = [SpaceMatch(**record) for record in entry.facts["records"]]
     return BlockMatch(unpacked(entry.tensors, entry.facts["kinds"]), records)
@@ -51,6 +51,6 @@ def match_once(ledger: Ledger, name: str, match: Callable[[], BlockMatch]) -> Bl
     entry = ledger.get(name)
     if entry is not None:
         return match_of(entry)
-    found = match()
-    ledger.keep(name, lambda: entry_of(found))
-    return found
+    matched = match()
+    ledger.keep(name, lambda: entry_of(matched))
+    return matched

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.architecture.model import Space
-from rotation_merge.matching.products import Half, Order
+from rotation_merge.matching.products import HeadProjections, Order
 from rotation_merge.matching.sides import Side
 from rotation_merge.symmetry import DirectSum, GroupElement
 from rotation_merge.symmetry.group import Group
@@ -38,13 +38,13 @@ class Pairing:
 
     side: str
     group: Group
-    primal: Half
-    dual: Half
-    follow: Half | None = None
+    primal: HeadProjections
+    dual: HeadProjections
+    follow: HeadProjections | None = None
     _solved: dict[tuple[bytes, ...], Solved] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
-    def halves(self) -> tuple[Half, ...]:
+    def halves(self) -> tuple[HeadProjections, ...]:
         return (self.primal, self.dual) if self.follow is None else (self.primal, self.dual, self.follow)
 
     @property
@@ -65,9 +65,9 @@ class Pairing:
         grams = Grams(self.primal.products(order), self.dual.products(order), *norms, rank_tolerance=rounding)
         if self.follow is None:
             return grams
-        own = self.follow.donor_norms.sum(1)
-        own = own if order is None else own[order.donor.to(own.device)]
-        return replace(grams, follow=self.follow.products(order), donor_follow=own)
+        group_norms = self.follow.donor_norms.sum(1)
+        group_norms = group_norms if order is None else group_norms[order.donor.to(group_norms.device)]
+        return replace(grams, follow=self.follow.products(order), donor_follow=group_norms)
 
     def solved(self, order: Order | None = None) -> Solved:
         """The statistics under an order, with the best maps and their gains; what was asked for last is at hand."""
@@ -83,10 +83,10 @@ class Pairing:
 
     def own_products(self, order: Order | None) -> tuple[Tensor, Tensor]:
         """The donor's own products B B^T of either side, in an order of its groups."""
-        found = (half.own_products(1) for half in (self.primal, self.dual))
+        products = (half.own_products(1) for half in (self.primal, self.dual))
         if order is None:
-            return next(found), next(found)
-        primal, dual = (x[order.donor.to(x.device)] for x in found)
+            return next(products), next(products)
+        primal, dual = (x[order.donor.to(x.device)] for x in products)
         return primal, dual
 
     def norms(self, order: Order | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -112,13 +112,13 @@ class Pairing:
         if not bool(equal.any()):
             return grams
         primal, dual = (
-            torch.where(equal.reshape(-1, *[1] * (given.ndim - 1)), self._own(norms), given)
-            for given, norms in ((grams.primal, grams.anchor_primal), (grams.dual, grams.anchor_dual))
+            torch.where(equal.reshape(-1, *[1] * (product.ndim - 1)), self._own(norms), product)
+            for product, norms in ((grams.primal, grams.anchor_primal), (grams.dual, grams.anchor_dual))
         )
         anchor = grams.anchor_primal, grams.anchor_dual
         donor_primal, donor_dual = (
-            torch.where(equal[:, None], own, given)
-            for own, given in zip(anchor, (grams.donor_primal, grams.donor_dual), strict=True)
+            torch.where(equal[:, None], norm_products, product)
+            for norm_products, product in zip(anchor, (grams.donor_primal, grams.donor_dual), strict=True)
         )
         return replace(grams, primal=primal, dual=dual, donor_primal=donor_primal, donor_dual=donor_dual)
 
@@ -131,30 +131,30 @@ class Pairing:
         return torch.complex(norms[..., first] + norms[..., second], torch.zeros_like(norms[..., first]))
 
 
-def pairings_of(space: Space, found: list[Side], group: HeadGroup) -> list[Pairing]:
+def pairings_of(space: Space, sides: list[Side], group: HeadGroup) -> list[Pairing]:
     """Everything of an attention space that moves with its heads, by side: qk, vo, rest."""
     sizes = space.sizes
-    result = _parts("qk", group.qk, space, found, ("k", "q"), sizes["head_dim"])
-    values = _parts("vo", group.vo, space, found, ("v", "o"), sizes["value_dim"])
-    rest = [(("kv_head", "head"), 1)]
-    if any(side.role in ("q_gain", "k_gain") for side in found):
-        result += _parts("gains", group.gains or Fixed(), space, found, ("k_gain", "q_gain"), sizes["head_dim"])
+    result = _parts("qk", group.qk, space, sides, ("k", "q"), sizes["head_dim"])
+    values = _parts("vo", group.vo, space, sides, ("v", "o"), sizes["value_dim"])
+    remainder = [(("kv_head", "head"), 1)]
+    if any(side.role in ("q_gain", "k_gain") for side in sides):
+        result += _parts("gains", group.gains or Fixed(), space, sides, ("k_gain", "q_gain"), sizes["head_dim"])
     if isinstance(group.vo, GatedOrder):
-        values = [replace(values[0], follow=_half(space, found, "gate", sizes["value_dim"]))]
+        values = [replace(values[0], follow=_half(space, sides, "gate", sizes["value_dim"]))]
     else:
-        rest.append((("", "gate"), sizes["value_dim"]))
+        remainder.append((("", "gate"), sizes["value_dim"]))
     result += values
-    for roles, size in rest:
-        if any(side.role in roles for side in found):
-            result += _parts("rest", Fixed(), space, found, roles, size)
+    for roles, size in remainder:
+        if any(side.role in roles for side in sides):
+            result += _parts("rest", Fixed(), space, sides, roles, size)
     return result
 
 
-def shared_gains(space: Space, found: list[Side], group: HeadGroup) -> list[Pairing]:
+def shared_gains(space: Space, sides: list[Side], group: HeadGroup) -> list[Pairing]:
     """The gains of norms that all heads of a layer share, if it has such, as one group of one head."""
-    if not any(side.role in SHARED_GAINS for side in found):
+    if not any(side.role in SHARED_GAINS for side in sides):
         return []
-    return _parts("gains", group.gains or Fixed(), space, found, ("k_norm", "q_norm"), space.sizes["head_dim"])
+    return _parts("gains", group.gains or Fixed(), space, sides, ("k_norm", "q_norm"), space.sizes["head_dim"])
 
 
 def assembled(pairings: list[Pairing], elements: list[GroupElement], side: str) -> GroupElement | None:
@@ -166,23 +166,23 @@ def assembled(pairings: list[Pairing], elements: list[GroupElement], side: str) 
 
 
 def _parts(
-    name: str, group: Group, space: Space, found: list[Side], roles: tuple[str, str], size: int
+    name: str, group: Group, space: Space, sides: list[Side], roles: tuple[str, str], size: int
 ) -> list[Pairing]:
-    primal, dual = (_half(space, found, role, size) for role in roles)
+    primal, dual = (_half(space, sides, role, size) for role in roles)
     return [
-        Pairing(name, part, *(half.narrowed(where, part.statistic) for half in (primal, dual)))
-        for part, where in group.parts(size)
+        Pairing(name, part, *(half.narrowed(dims, part.statistic) for half in (primal, dual)))
+        for part, dims in group.parts(size)
     ]
 
 
-def _half(space: Space, found: list[Side], role: str, size: int) -> Half:
+def _half(space: Space, sides: list[Side], role: str, size: int) -> HeadProjections:
     groups, per_group = space.sizes["groups"], space.sizes["per_group"]
     shape = (1, 1, size) if role in SHARED_GAINS else (groups, per_group if role in QUERY_ROLES else 1, size)
-    pairs = [(_shaped(s.anchor, shape), _shaped(s.donor, shape)) for s in found if s.role == role]
-    return Half(pairs, shape, "full", space.interleaved, found[0].anchor.device)
+    pairs = [(_shaped(s.anchor, shape), _shaped(s.donor, shape)) for s in sides if s.role == role]
+    return HeadProjections(pairs, shape, "full", space.interleaved, sides[0].anchor.device)
 
 
 def _shaped(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """A side's matrix (*factors, m) as (G, r, d, m), without a copy where its layout allows."""
-    rest = x.shape[-1]
-    return x if x.shape == (*shape, rest) else x.reshape(*shape, rest)
+    columns = x.shape[-1]
+    return x if x.shape == (*shape, columns) else x.reshape(*shape, columns)

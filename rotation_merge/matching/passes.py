@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rotation_merge.files.ledger import Entry
-from rotation_merge.matching.both import Ends, Pass, Seen, Transforms
+from rotation_merge.files.ledger import LedgerEntry
+from rotation_merge.matching.both import BlockMeasurement, Ends, MatchingPass, Transforms
 from rotation_merge.matching.packed import packed, unpacked
-from rotation_merge.matching.stream import FLOOR, Statistics
+from rotation_merge.matching.stream import FLOOR, StreamStatistics
 from rotation_merge.matching.walk import Walk
 from rotation_merge.symmetry import HeadTransform
 
@@ -59,10 +59,13 @@ def match_streams(walk: Walk, starts: Mapping[str, Transforms] | None) -> tuple[
         return _alternate(gathering, _Run.unpacked(gathering, entry))
     objectives = dict[str, float]()
     if starts is None:
-        told = gathering.compared("identity", still)
-        objectives["identity"] = told.objective
-        if told.objective < RELATED and told.promise(still, _solved(walk, told, still)) < LEAST_PROMISE:
-            summary = {"start": "identity", "passes": 0, "objective": [told.objective], "shared": True}
+        statistics = gathering.compared("identity", still)
+        objectives["identity"] = statistics.objective
+        if (
+            statistics.objective < RELATED
+            and statistics.promise(still, _solved(walk, statistics, still)) < LEAST_PROMISE
+        ):
+            summary = {"start": "identity", "passes": 0, "objective": [statistics.objective], "shared": True}
             return _settled(walk, still, summary)
         starts = {"identity": still, "embeddings and heads": _solved(walk, gathering.from_ends(still), still)}
     for name, start in starts.items():
@@ -77,11 +80,11 @@ def match_streams(walk: Walk, starts: Mapping[str, Transforms] | None) -> tuple[
 def _settled(walk: Walk, transforms: Transforms, summary: dict[str, object]) -> tuple[Transforms, dict[str, object]]:
     """The result, kept."""
     tensors, kinds = packed(transforms)
-    walk.ledger.keep(KEPT, lambda: Entry({"kinds": kinds, "summary": summary}, tensors))
+    walk.ledger.keep(KEPT, lambda: LedgerEntry({"kinds": kinds, "summary": summary}, tensors))
     return dict(transforms), summary
 
 
-def _solved(walk: Walk, statistics: Statistics, current: Transforms) -> Transforms:
+def _solved(walk: Walk, statistics: StreamStatistics, current: Transforms) -> Transforms:
     """Every stream's best transform; the current one of a stream about which nothing is known."""
     return {name: statistics.solve(name, walk.streams[name]) or current[name] for name in current}
 
@@ -104,44 +107,53 @@ class _Run:
     best: Transforms
     start: str
     objectives: dict[str, float]
-    parts: dict[int, Statistics] = field(default_factory=dict)
-    plain: Statistics | None = None
+    parts: dict[int, StreamStatistics] = field(default_factory=dict)
+    plain: StreamStatistics | None = None
     history: list[float] = field(default_factory=list)
     number: int = 0
     moved: bool = False
     leads: dict[str, HeadTransform] = field(default_factory=dict)
 
     @property
-    def total(self) -> Statistics:
-        return Statistics.of(self.walk.architecture, [*([self.plain] if self.plain else []), *self.parts.values()])
+    def total(self) -> StreamStatistics:
+        return StreamStatistics.of(
+            self.walk.architecture, [*([self.plain] if self.plain else []), *self.parts.values()]
+        )
 
     @property
     def weights(self) -> dict[str, float]:
         """Of tensors, by name."""
         return {name: weight for part in self.parts.values() for name, weight in part.weights.items()}
 
-    def packed(self, precise: bool) -> Entry:
+    def packed(self, precise: bool) -> LedgerEntry:
         """All of it but what is said of plain blocks, which every part asks for anew."""
         facts: dict[str, Any] = {name: getattr(self, name) for name in _FACTS}
         tensors: dict[str, Tensor] = {}
         for name in _MAPS:
-            own, facts[name] = packed(getattr(self, name))
-            tensors |= {f"{name}/{key}": x for key, x in own.items()}
-        told = {number: part.packed() for number, part in self.parts.items()}
-        tensors |= {f"{number}/{key}": x for number, (own, _) in told.items() for key, x in own.items()}
-        parts = {number: fact for number, (_, fact) in told.items()}
-        return Entry({**facts, "parts": parts, "precise": precise}, tensors)
+            map_tensors, facts[name] = packed(getattr(self, name))
+            tensors |= {f"{name}/{key}": x for key, x in map_tensors.items()}
+        packed_parts = {number: part.packed() for number, part in self.parts.items()}
+        tensors |= {
+            f"{number}/{key}": x
+            for number, (part_tensors, _) in packed_parts.items()
+            for key, x in part_tensors.items()
+        }
+        parts = {number: fact for number, (_, fact) in packed_parts.items()}
+        return LedgerEntry({**facts, "parts": parts, "precise": precise}, tensors)
 
     @classmethod
-    def unpacked(cls, gathering: _Gathering, entry: Entry) -> _Run:
+    def unpacked(cls, gathering: _Gathering, entry: LedgerEntry) -> _Run:
         """The same again; whether sums are precise is said to who gathers them."""
-        facts, own = entry.facts, dict[str, dict[str, Tensor]]()
+        facts, by_name = entry.facts, dict[str, dict[str, Tensor]]()
         for key, tensor in entry.tensors.items():
-            name, _, rest = key.partition("/")
-            own.setdefault(name, {})[rest] = tensor
+            name, _, key_in_map = key.partition("/")
+            by_name.setdefault(name, {})[key_in_map] = tensor
         architecture = gathering.walk.architecture
-        maps: dict[str, Any] = {name: unpacked(own.get(name, {}), facts[name]) for name in _MAPS}
-        parts = {int(n): Statistics.unpacked(architecture, own.get(n, {}), told) for n, told in facts["parts"].items()}
+        maps: dict[str, Any] = {name: unpacked(by_name.get(name, {}), facts[name]) for name in _MAPS}
+        parts = {
+            int(n): StreamStatistics.unpacked(architecture, by_name.get(n, {}), part_facts)
+            for n, part_facts in facts["parts"].items()
+        }
         gathering.precise = facts["precise"]
         return cls(gathering.walk, parts=parts, **maps, **{name: facts[name] for name in _FACTS})
 
@@ -152,49 +164,55 @@ class _Gathering:
 
     Attributes:
         still: streams that stay.
-        seen: what plain blocks say, which is asked for once; `precise`: summed in float64.
+        plain_measurements: what plain blocks say, which is asked for once; `precise`: summed in float64.
     """
 
     walk: Walk
     still: Transforms
-    seen: tuple[Seen, ...] | None = None
+    plain_measurements: tuple[BlockMeasurement, ...] | None = None
     precise: bool = False
 
-    def plain(self, transforms: Transforms, equal: bool = False) -> Statistics:
+    def plain(self, transforms: Transforms, equal: bool = False) -> StreamStatistics:
         """What plain blocks say under maps of the streams."""
-        if self.seen is None:
+        if self.plain_measurements is None:
             step = Ends(self.still, self.precise)
-            found = self.walk.each("embeddings and heads", step, self.walk.plain)
-            self.seen = tuple(seen for _, seen in found)
-        own = Statistics(self.walk.architecture, equal=equal, blocks=len(self.seen))
-        for seen in self.seen:
-            for tensor in seen.tensors:
-                own.count(tensor, transforms)
-        return own
+            measurements = self.walk.each("embeddings and heads", step, self.walk.plain)
+            self.plain_measurements = tuple(measurement for _, measurement in measurements)
+        statistics = StreamStatistics(self.walk.architecture, equal=equal, blocks=len(self.plain_measurements))
+        for measurement in self.plain_measurements:
+            for tensor in measurement.tensors:
+                statistics.count(tensor, transforms)
+        return statistics
 
     def sharpen(self) -> None:
         """From now on sum in float64: the models nearly agree."""
         if not self.precise:
-            self.precise, self.seen = True, None
+            self.precise, self.plain_measurements = True, None
 
-    def from_ends(self, transforms: Transforms) -> Statistics:
+    def from_ends(self, transforms: Transforms) -> StreamStatistics:
         """What embeddings and heads alone say, all tensors alike."""
         blocks = self.walk.architecture.blocks
-        others = [n for part in self.walk.parts for n in part if blocks[n].index is None]
-        found = [own for _, own in self.walk.each("embeddings and heads", Ends(transforms), others)] if others else []
-        return Statistics.of(self.walk.architecture, [self.plain(transforms, equal=True), *found])
+        end_blocks = [n for part in self.walk.parts for n in part if blocks[n].index is None]
+        gathered = (
+            [statistics for _, statistics in self.walk.each("embeddings and heads", Ends(transforms), end_blocks)]
+            if end_blocks
+            else []
+        )
+        return StreamStatistics.of(self.walk.architecture, [self.plain(transforms, equal=True), *gathered])
 
-    def compared(self, name: str, start: Transforms) -> Statistics:
+    def compared(self, name: str, start: Transforms) -> StreamStatistics:
         """What is said under a start, by a sample of layers or by all."""
-        found = self.walk.each(f"residual, from {name}", Pass(start, {}), self.walk.sample)
-        return Statistics.of(self.walk.architecture, [self.plain(start), *(own for _, own in found)])
+        gathered = self.walk.each(f"residual, from {name}", MatchingPass(start, {}), self.walk.sample)
+        return StreamStatistics.of(
+            self.walk.architecture, [self.plain(start), *(statistics for _, statistics in gathered)]
+        )
 
-    def part(self, run: _Run, number: int, step: Pass, what: str, leads: dict[str, HeadTransform]) -> None:
+    def part(self, run: _Run, number: int, step: MatchingPass, label: str, leads: dict[str, HeadTransform]) -> None:
         """Ask one part, and the plain blocks, anew."""
         sizes = [len(part) for part in self.walk.parts]
         around = sum(sizes[:number]), sum(sizes[number + 1 :])
-        found = self.walk.each(what, step, self.walk.parts[number], leads, *around)
-        run.parts[number] = Statistics.of(self.walk.architecture, (own for _, own in found))
+        gathered = self.walk.each(label, step, self.walk.parts[number], leads, *around)
+        run.parts[number] = StreamStatistics.of(self.walk.architecture, (statistics for _, statistics in gathered))
         run.plain = self.plain(step.transforms)
 
 
@@ -213,7 +231,7 @@ def _alternate(gathering: _Gathering, run: _Run) -> tuple[Transforms, dict[str, 
             if number > run.number:
                 run.number = number
                 _keep(gathering, run)
-            step = Pass(run.transforms, run.weights, gathering.precise)
+            step = MatchingPass(run.transforms, run.weights, gathering.precise)
             gathering.part(run, number, step, f"residual, pass {len(history) + 1}", run.leads)
             better = _better(walk, run.total, run.transforms)
             run.moved |= better is not run.transforms
@@ -237,7 +255,7 @@ def _keep(gathering: _Gathering, run: _Run) -> None:
     run.walk.ledger.keep(KEPT, lambda: run.packed(gathering.precise), large=True)
 
 
-def _better(walk: Walk, total: Statistics, transforms: Transforms) -> Transforms:
+def _better(walk: Walk, total: StreamStatistics, transforms: Transforms) -> Transforms:
     """The streams' best transforms; the same where nothing is to be gained."""
     solved = _solved(walk, total, transforms)
     return solved if total.promise(transforms, solved) > _EXACT else transforms
@@ -246,8 +264,8 @@ def _better(walk: Walk, total: Statistics, transforms: Transforms) -> Transforms
 def _expected(history: list[float]) -> float:
     """The fraction by which the next pass is expected to lower the objective above `FLOOR`: gains fall off as they
     did between the last two passes, or not at all as far as is known."""
-    left = [max(value - FLOOR, 0.0) for value in history[-3:]]
-    gains = [1 - after / before for before, after in itertools.pairwise(left)]
+    excess = [max(value - FLOOR, 0.0) for value in history[-3:]]
+    gains = [1 - after / before for before, after in itertools.pairwise(excess)]
     if not gains:
         return 1.0
     return gains[-1] * min(1.0, gains[-1] / gains[0]) if gains[0] else 0.0

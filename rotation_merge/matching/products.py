@@ -24,7 +24,7 @@ _CACHED = 1 << 17
 """The same for sums that look at each entry once or twice, so that they stay in the processor's cache."""
 
 
-class Half:
+class HeadProjections:
     """One side of an in-head space: the same rows of one or more tensors, by KV group and head.
 
     Attributes:
@@ -45,12 +45,12 @@ class Half:
         self.pairs, self.shape, self.statistic, self.interleaved = list(pairs), shape, statistic, interleaved
         self.device = self.pairs[0][0].device if self.pairs else device
 
-    def narrowed(self, where: slice, statistic: str) -> Half:
+    def narrowed(self, dims: slice, statistic: str) -> HeadProjections:
         """Some of the coordinates."""
         groups, per_group, _ = self.shape
-        pairs = [(a[:, :, where], b[:, :, where]) for a, b in self.pairs]
-        shape = (groups, per_group, where.stop - where.start)
-        return Half(pairs, shape, statistic, self.interleaved, self.device)
+        pairs = [(a[:, :, dims], b[:, :, dims]) for a, b in self.pairs]
+        shape = (groups, per_group, dims.stop - dims.start)
+        return HeadProjections(pairs, shape, statistic, self.interleaved, self.device)
 
     @property
     def exact(self) -> bool:
@@ -110,7 +110,7 @@ class Half:
     def own_products(self, which: int) -> Tensor:
         """Products of one model's coordinates with each other, 0 the anchor's, 1 the donor's; shape (G, *S)."""
         pairs = [(pair[which], pair[which]) for pair in self.pairs]
-        return Half(pairs, self.shape, self.statistic, self.interleaved, self.device).products()
+        return HeadProjections(pairs, self.shape, self.statistic, self.interleaved, self.device).products()
 
     def _statistic_shape(self) -> tuple[int, ...]:
         d = self.shape[2]
@@ -124,9 +124,9 @@ class Half:
         if self.statistic == "coordinates":
             return (x * y).sum(-1).sum(1, dtype=torch.float64)
         first, second = pair_dims(x.shape[2], self.interleaved)
-        own = (x * y).sum(-1).sum(1, dtype=torch.float64)
+        squares = (x * y).sum(-1).sum(1, dtype=torch.float64)
         turned = (x[:, :, second] * y[:, :, first]).sum(-1) - (x[:, :, first] * y[:, :, second]).sum(-1)
-        return torch.complex(own[:, first] + own[:, second], turned.sum(1, dtype=torch.float64))
+        return torch.complex(squares[:, first] + squares[:, second], turned.sum(1, dtype=torch.float64))
 
     def all_products(self) -> Tensor:
         """Statistics of all pairs of heads, shape (G, r, G, r, *S); for `full` only where that is small."""

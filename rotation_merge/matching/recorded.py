@@ -22,14 +22,14 @@ def recorded(architecture: Architecture, anchor: TensorSource, donor: TensorSour
     sums = {name: [0.0, 0.0, 0.0] for name in architecture.streams if name in transforms}
     for block in architecture.blocks:
         a, b = (settled(block, read_block(block, source), transforms) for source in (anchor, donor))
-        here = []
+        block_records = []
         for space in block.spaces.values():
             if space.name in transforms:
-                others = {name: t for name, t in transforms.items() if name != space.name}
-                before = squared_distances(block, space, a, b, others)[0]
+                other_transforms = {name: t for name, t in transforms.items() if name != space.name}
+                before = squared_distances(block, space, a, b, other_transforms)[0]
                 after, norm = squared_distances(block, space, a, b, transforms)
-                here.append(_record(space.name, space.kind, transforms[space.name], before, after, norm))
-        records.append((block, here))
+                block_records.append(_record(space.name, space.kind, transforms[space.name], before, after, norm))
+        records.append((block, block_records))
         for total in sums.values():
             moved, norm = squared_distances(block, None, a, b, transforms)
             for i, value in enumerate((squared_distances(block, None, a, b, {})[0], moved, norm)):

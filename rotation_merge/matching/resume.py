@@ -77,18 +77,18 @@ class State:
         if stored is None:
             return 0, start
         try:
-            held = torch.load(io.BytesIO(stored), weights_only=True)
-            if held["mark"] != self.mark:
+            state = torch.load(io.BytesIO(stored), weights_only=True)
+            if state["mark"] != self.mark:
                 raise AlignmentError(
                     "holds the state of another fit (other models, data or options)",
                     where=str(self.path),
                     remedy="delete it to start anew, or finish that fit as it was begun",
                 )
-            self.learned.load_state_dict(held["learned"])
-            self.optimiser.load_state_dict(held["optimiser"])
-            self.schedule.load_state_dict(held["schedule"])
-            self.generator.set_state(held["generator"])
-            for name, value in json.loads(held["report"]).items():
+            self.learned.load_state_dict(state["learned"])
+            self.optimiser.load_state_dict(state["optimiser"])
+            self.schedule.load_state_dict(state["schedule"])
+            self.generator.set_state(state["generator"])
+            for name, value in json.loads(state["report"]).items():
                 setattr(report, name, [tuple(row) for row in value] if name == "history" else value)
         except AlignmentError:
             raise
@@ -98,7 +98,7 @@ class State:
                 where=str(self.path),
                 remedy="delete it to start anew",
             ) from error
-        return held["step"], held["best"]
+        return state["step"], state["best"]
 
     def _stored(self) -> bytes | None:
         return self.path.read_bytes() if self.path is not None and self.path.exists() else None
@@ -126,8 +126,8 @@ class State:
                 torch.save(state, temporary)
         except (OSError, RuntimeError) as error:  # the second is what torch says of a full disk
             why = "no space left on device" if no_space(error) else short(error)
-            what = f"the state of the run cannot be written ({why})"
-            raise RotationMergeError(what, where=str(self.path), remedy="free some space and run again") from error
+            problem = f"the state of the run cannot be written ({why})"
+            raise RotationMergeError(problem, where=str(self.path), remedy="free some space and run again") from error
 
     def remove(self) -> None:
         """The fit is done."""

@@ -32,7 +32,7 @@ class GivenFile:
 
     file: str
     matched: str
-    made: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
 
 @dataclass(eq=False)
@@ -41,8 +41,8 @@ class Run:
 
     Attributes:
         watched: whether somebody will read the report; if not, models' fingerprints are not taken.
-        given: by donor, the alignment files that are applied instead of matching.
-        kept: by donor, the transforms that were used, where the recipe wants them kept (else None).
+        alignment_files: by donor, the alignment files that are applied instead of matching.
+        kept_transforms: by donor, the transforms that were used, where the recipe wants them kept (else None).
         heads: by donor, tensors of its own head that were solved.
         data: samples that were used, each with `of` (what for), `source` and `samples`.
         shown: tensors that the merge itself has loaded, by model and name; `marks` may know others, too.
@@ -52,7 +52,7 @@ class Run:
     records: list[tuple[str, str, int | None, SpaceMatch]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     whole: dict[str, dict[str, object]] = field(default_factory=dict)
-    given: dict[str, GivenFile] = field(default_factory=dict)
+    alignment_files: dict[str, GivenFile] = field(default_factory=dict)
     transforms: dict[str, Transforms] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
     carried: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Run:
     shown: set[tuple[str, str]] = field(default_factory=set, repr=False)
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     watched: bool = True
-    kept: dict[str, dict[str, SpaceTransform]] | None = None
+    kept_transforms: dict[str, dict[str, SpaceTransform]] | None = None
     ledger: Ledger = NOWHERE
     began: float = field(default_factory=time.perf_counter)
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -90,14 +90,14 @@ class Run:
 
     def keep(self, donor: str, transforms: Mapping[str, SpaceTransform]) -> None:
         """Transforms by which a donor is moved."""
-        if self.kept is not None:
+        if self.kept_transforms is not None:
             with self._lock:
-                self.kept.setdefault(donor, {}).update(transforms)
+                self.kept_transforms.setdefault(donor, {}).update(transforms)
 
-    def moved_by(self, donor: str, given: GivenFile) -> None:
+    def moved_by(self, donor: str, file: GivenFile) -> None:
         """A donor is moved by the transforms of an alignment file, whose head has the figures of the match."""
         with self._lock:
-            self.given[donor] = given
+            self.alignment_files[donor] = file
 
     def used(self, of: str, source: str, samples: int, file: str | None = None) -> None:
         """Samples that something was computed from; the same ones once.
@@ -135,7 +135,7 @@ class Run:
             how_far(f"The task vector of `{donor}`", *norms, "of its base")
             for donor, norms in sorted(self.carried.items())
         ]
-        return [*words, *(line for told in self.later for line in told())]
+        return [*words, *(line for lines in self.later for line in lines())]
 
     def told_later(self, words: Callable[[], list[str]]) -> None:
         """What the user should read in the report, and is known once all tensors are there."""
@@ -160,7 +160,7 @@ class Run:
         own_method: bool = False,
     ) -> MergeReport:
         """The report on what has been done so far; arguments as the fields of `MergeReport`."""
-        of_files = {name: whole_in(given.made) for name, given in self.given.items()}
+        of_files = {name: whole_in(file.metadata) for name, file in self.alignment_files.items()}
         return MergeReport(
             str(anchor),
             delegate,
@@ -171,7 +171,7 @@ class Run:
             time.perf_counter() - self.began,
             versions(),
             dict(fingerprints or {}),
-            {name: given.file for name, given in self.given.items()},
+            {name: file.file for name, file in self.alignment_files.items()},
             dict(models or {}),
             relation,
             base,
@@ -195,8 +195,8 @@ class Run:
             )
             for donor, block, layer, match in sorted(self.records, key=lambda r: (r[0], r[2] is None, r[2] or 0, r[1]))
         ]
-        for donor, given in sorted(self.given.items()):
-            rows += [replace(row, donor=donor) for row in rows_in(given.made, given.file)]
+        for donor, file in sorted(self.alignment_files.items()):
+            rows += [replace(row, donor=donor) for row in rows_in(file.metadata, file.file)]
         return rows
 
     def end(self) -> None:
@@ -205,10 +205,10 @@ class Run:
             ending()
 
 
-def how_far(what: str, change: float, origin: float, of: str) -> str:
+def how_far(subject: str, change: float, origin: float, of: str) -> str:
     """How large a change is to what it changes, given their squared norms, and advice where that is too much."""
     share = change / origin if origin else 0.0
-    words = f"{what} is {share:.2g} of the squared norm {of}"
+    words = f"{subject} is {share:.2g} of the squared norm {of}"
     if share > FAR:
         words += (
             f". That is far (above {FAR}): little of it transfers, and the rest does harm. Try a scale or "

@@ -34,7 +34,7 @@ def sides(
     space: Space,
     anchor: Tensors,
     donor: Tensors,
-    others: Mapping[str, SpaceTransform],
+    transforms: Mapping[str, SpaceTransform],
     without: Collection[str] = (),
 ) -> list[Side]:
     """Every axis that lives in `space`, the donor's other axes moved by the transforms found so far.
@@ -43,12 +43,12 @@ def sides(
         block: whose tensors are looked at.
         space: the space to be matched next.
         anchor, donor: the block's tensors by key.
-        others: transforms of other spaces (this one's, if there, is left out).
+        transforms: transforms of other spaces (this one's, if there, is left out).
         without: spaces whose tensors are not looked at, because nothing is known of them yet.
     """
     return [
         Side(part.role, *(_to_front(x, dim, len(part.factors)) for x in pieces))
-        for _, part, dim, *pieces in views(block, space, anchor, donor, others, without)
+        for _, part, dim, *pieces in views(block, space, anchor, donor, transforms, without)
     ]
 
 
@@ -57,22 +57,22 @@ def views(
     space: Space,
     anchor: Tensors,
     donor: Tensors,
-    others: Mapping[str, SpaceTransform],
+    transforms: Mapping[str, SpaceTransform],
     without: Collection[str] = (),
 ) -> Iterator[tuple[TensorInfo, Part, int, Tensor, Tensor]]:
     """As `sides`, with axes where they stand: tensor, part, the part's first dimension, and both models' views."""
-    rest = {name: transform for name, transform in others.items() if name != space.name}
+    other_transforms = {name: transform for name, transform in transforms.items() if name != space.name}
     for info in block.tensors:
         if info.key not in anchor or info.key not in donor or space not in info.spaces():
             continue
-        if any(other.name in without for other in info.spaces()):
+        if any(touched.name in without for touched in info.spaces()):
             continue
-        moved, own = transform_tensor(donor[info.key], info, rest), anchor[info.key]
+        moved, anchor_tensor = transform_tensor(donor[info.key], info, other_transforms), anchor[info.key]
         if info.offset:
-            moved, own = moved + info.offset, own + info.offset
+            moved, anchor_tensor = moved + info.offset, anchor_tensor + info.offset
         for dim, axis in enumerate(info.axes):
             if any(part.space == space for part in axis.parts):
-                for part, start, a, b in axis_views(own, moved, dim, axis):
+                for part, start, a, b in axis_views(anchor_tensor, moved, dim, axis):
                     if part.space == space:
                         yield info, part, start, a, b
 

@@ -31,12 +31,14 @@ def spanned(architecture: Architecture) -> Iterator[tuple[Block, Space]]:
 
 def whole_spans(architecture: Architecture, options: AlignConfig) -> frozenset[str]:
     """The spans whose layers these options ask to match, all in the same way."""
-    asked: dict[str, list[object]] = {}
+    choices: dict[str, list[object]] = {}
     for block, space in spanned(architecture):
-        own = options.at(architecture, block)
-        wanted = own.matches_layer(block.index) and asks(space, own)
-        asked.setdefault(str(space.span), []).append((own.attention, own.heads, own.rescale) if wanted else None)
-    return frozenset(name for name, ways in asked.items() if None not in ways and len(set(ways)) == 1)
+        block_options = options.at(architecture, block)
+        is_matched = block_options.matches_layer(block.index) and asks(space, block_options)
+        choices.setdefault(str(space.span), []).append(
+            (block_options.attention, block_options.heads, block_options.rescale) if is_matched else None
+        )
+    return frozenset(name for name, ways in choices.items() if None not in ways and len(set(ways)) == 1)
 
 
 def held(space: Space) -> Space:
@@ -44,9 +46,9 @@ def held(space: Space) -> Space:
     return replace(space, norm="shared", values="fixed", free_groups=False)
 
 
-def led(lead: HeadTransform, own: HeadTransform) -> HeadTransform:
+def led(lead: HeadTransform, layer_element: HeadTransform) -> HeadTransform:
     """The element of a span's first layer with a layer's own order of query heads."""
-    return replace(lead, queries=own.queries)
+    return replace(lead, queries=layer_element.queries)
 
 
 def ordered(lead: HeadTransform) -> HeadTransform:
@@ -58,18 +60,22 @@ def torn(architecture: Architecture, transforms: Mapping[str, SpaceTransform]) -
     """A space that does not move as the first one of its span does; None where all do."""
     for _, space in spanned(architecture):
         name, first = space.name, str(space.span)
-        lead, own = (transforms.get(key) for key in (first, name))
-        if name != first and not _agree(lead, own):
+        lead, layer_element = (transforms.get(key) for key in (first, name))
+        if name != first and not _agree(lead, layer_element):
             return name
     return None
 
 
-def _agree(lead: SpaceTransform | None, own: SpaceTransform | None) -> bool:
+def _agree(lead: SpaceTransform | None, layer_element: SpaceTransform | None) -> bool:
     """Whether two elements differ in the order of query heads alone, one that is not there being the identity."""
-    one, other = (ordered(x) if isinstance(x, HeadTransform) else None for x in (lead, own))
-    known = one or other
+    first_element, second_element = (
+        ordered(x) if isinstance(x, HeadTransform) else None for x in (lead, layer_element)
+    )
+    known = first_element or second_element
     if known is None:
         return True
     still = known.still()
-    mine, theirs = ((x or still).tensors() for x in (one, other))
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    first_tensors, second_tensors = ((x or still).tensors() for x in (first_element, second_element))
+    return first_tensors.keys() == second_tensors.keys() and all(
+        torch.equal(first_tensors[key], second_tensors[key]) for key in first_tensors
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotation_merge.linalg.assignment import assign_small
 from rotation_merge.matching.pairing import Pairing
-from rotation_merge.matching.products import Half, Order
+from rotation_merge.matching.products import HeadProjections, Order
 
 
 def spectral_order(pairings: list[Pairing], inside: bool = False) -> tuple[Order, list[str]]:
@@ -35,21 +35,23 @@ def spectral_order(pairings: list[Pairing], inside: bool = False) -> tuple[Order
     return Order(rows, donor, queries[rows, donor]), ["heads paired by their singular values, after TransFusion"]
 
 
-def _distances(half: Half) -> Tensor:
+def _distances(half: HeadProjections) -> Tensor:
     """Euclidean distances between the singular values of the anchor's and the donor's heads, (G, r, G, r)."""
     groups, per_group, d = half.shape
     anchor, donor = (_spectra(half, which).reshape(groups * per_group, d) for which in (0, 1))
     return torch.cdist(anchor, donor).reshape(groups, per_group, groups, per_group)
 
 
-def _spectra(half: Half, which: int) -> Tensor:
+def _spectra(half: HeadProjections, which: int) -> Tensor:
     """Singular values of each head's matrix (bias included as a column), (G, r, d), float64."""
-    own = Half([(p[which], p[which]) for p in half.pairs], half.shape, "full", half.interleaved, half.device)
-    squares = torch.stack([_gram(own, head) for head in range(half.shape[1])], dim=1)
+    single = HeadProjections(
+        [(p[which], p[which]) for p in half.pairs], half.shape, "full", half.interleaved, half.device
+    )
+    squares = torch.stack([_gram(single, head) for head in range(half.shape[1])], dim=1)
     return torch.linalg.eigvalsh(squares).clamp_min(0).sqrt()
 
 
-def _gram(half: Half, head: int) -> Tensor:
+def _gram(half: HeadProjections, head: int) -> Tensor:
     pairs = [(a[:, head : head + 1], b[:, head : head + 1]) for a, b in half.pairs]
     groups, _, d = half.shape
-    return Half(pairs, (groups, 1, d), "full", half.interleaved, half.device).products()
+    return HeadProjections(pairs, (groups, 1, d), "full", half.interleaved, half.device).products()

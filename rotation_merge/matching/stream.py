@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.errors import AlignmentError, RecipeError, nearest
-from rotation_merge.matching.measured import Measured, Product, measured
+from rotation_merge.matching.measured import Product, TensorMeasurement, measured
 from rotation_merge.matching.options import by_stream
 from rotation_merge.matching.sides import Tensors
 from rotation_merge.symmetry import SpaceTransform, StreamTransform
@@ -38,7 +38,7 @@ _IN_TENSORS = ("architecture", "products", "gains")
 
 
 @dataclass
-class Statistics:
+class StreamStatistics:
     """What is gathered of both models.
 
     Attributes:
@@ -74,41 +74,45 @@ class Statistics:
         return math.exp(logs / self._entries) if self._entries else 0.0
 
     @classmethod
-    def of(cls, architecture: Architecture, blocks: Iterable[Statistics]) -> Statistics:
+    def of(cls, architecture: Architecture, blocks: Iterable[StreamStatistics]) -> StreamStatistics:
         """The sum of what was gathered block by block, each under maps of its own."""
         total = cls(architecture)
-        for other in blocks:
-            for mine, theirs in ((total.products, other.products), (total.gains, other.gains)):
-                for stream, product in theirs.items():
-                    mine[stream] = mine[stream].add_(product) if stream in mine else product.clone()
-            total.weights.update(other.weights)
-            total.blocks += other.blocks
-            total._apart += other._apart
-            total._logs += other._logs
-            total._overlap += other._overlap
-            total._entries += other._entries
+        for block in blocks:
+            for totals, addends in ((total.products, block.products), (total.gains, block.gains)):
+                for stream, product in addends.items():
+                    totals[stream] = totals[stream].add_(product) if stream in totals else product.clone()
+            total.weights.update(block.weights)
+            total.blocks += block.blocks
+            total._apart += block._apart
+            total._logs += block._logs
+            total._overlap += block._overlap
+            total._entries += block._entries
         return total
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As tensors and facts for JSON."""
-        given = (("products", self.products), ("gains", self.gains))
-        tensors = {f"{part}|{stream}": x for part, own in given for stream, x in own.items()}
+        parts = (("products", self.products), ("gains", self.gains))
+        tensors = {
+            f"{part}|{stream}": x for part, tensors_by_stream in parts for stream, x in tensors_by_stream.items()
+        }
         return tensors, {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _IN_TENSORS}
 
     @classmethod
     def unpacked(
         cls, architecture: Architecture, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
-    ) -> Statistics:
+    ) -> StreamStatistics:
         """The same again."""
-        own: dict[str, dict[str, Tensor]] = {"products": {}, "gains": {}}
+        by_part: dict[str, dict[str, Tensor]] = {"products": {}, "gains": {}}
         for key, tensor in tensors.items():
             part, _, stream = key.partition("|")
-            own[part][stream] = tensor
-        return cls(architecture, products=own["products"], gains=own["gains"], **facts)
+            by_part[part][stream] = tensor
+        return cls(architecture, products=by_part["products"], gains=by_part["gains"], **facts)
 
-    def to(self, device: torch.device) -> Statistics:
+    def to(self, device: torch.device) -> StreamStatistics:
         """The same, its products on a device."""
-        products, gains = ({name: x.to(device) for name, x in own.items()} for own in (self.products, self.gains))
+        products, gains = (
+            {name: x.to(device) for name, x in by_stream.items()} for by_stream in (self.products, self.gains)
+        )
         return dataclasses.replace(self, products=products, gains=gains)
 
     def add(
@@ -128,7 +132,7 @@ class Statistics:
         for info, a, b in compared(block, anchor, donor):
             self.count(measured(info, a, b, transforms, precise).centred(), transforms)
 
-    def count(self, tensor: Measured, transforms: Mapping[str, SpaceTransform]) -> None:
+    def count(self, tensor: TensorMeasurement, transforms: Mapping[str, SpaceTransform]) -> None:
         """Add one tensor, under the streams' transforms.
 
         Raises:
@@ -139,8 +143,8 @@ class Statistics:
         if tensor.norm == 0 or (tensor.products and still):
             return
         last = tensor.products[-1].dim if tensor.products else 0
-        told = tensor.norm + tensor.other - 2 * sum(found for p, found in overlaps if p.dim == last)
-        distance = told if tensor.products else tensor.apart
+        distance_told = tensor.norm + tensor.donor_norm - 2 * sum(overlap for p, overlap in overlaps if p.dim == last)
+        distance = distance_told if tensor.products else tensor.apart
         if not math.isfinite(distance):
             raise AlignmentError(
                 f"tensor '{tensor.name}' of the anchor or the donor holds NaN or infinity",
@@ -156,25 +160,25 @@ class Statistics:
             self._overlap += weight * overlap
             self._gather(product, weight)
 
-    def _weight(self, tensor: Measured, lifted: float) -> float:
+    def _weight(self, tensor: TensorMeasurement, lifted: float) -> float:
         """What a tensor counts for in the products."""
-        return (tensor.norm * tensor.other or math.inf) ** -0.5 if self.equal else tensor.entries / lifted
+        return (tensor.norm * tensor.donor_norm or math.inf) ** -0.5 if self.equal else tensor.entries / lifted
 
-    def _gather(self, found: Product, weight: float) -> None:
-        chosen = self.gains if found.role == "gain" else self.products
-        if found.stream in chosen:
-            chosen[found.stream].add_(found.product, alpha=weight)
+    def _gather(self, product: Product, weight: float) -> None:
+        chosen = self.gains if product.role == "gain" else self.products
+        if product.stream in chosen:
+            chosen[product.stream].add_(product.product, alpha=weight)
         else:
-            chosen[found.stream] = found.product * weight
+            chosen[product.stream] = product.product * weight
 
     def solve(self, stream: str, group: str) -> StreamTransform | None:
         """The best element of a group for what has accumulated; None where nothing has."""
-        found = self.architecture.stream_group(stream, group)
-        nothing = torch.zeros(found.size, found.size, dtype=torch.float64)
+        stream_group = self.architecture.stream_group(stream, group)
+        nothing = torch.zeros(stream_group.size, stream_group.size, dtype=torch.float64)
         if stream not in self.products and stream not in self.gains:
             return None
         products, gains = (x.get(stream, nothing) for x in (self.products, self.gains))
-        return found.solve(products, gains)
+        return stream_group.solve(products, gains)
 
     def promise(self, current: Mapping[str, SpaceTransform], solved: Mapping[str, SpaceTransform]) -> float:
         """Share of the weighted squared distance that other stream elements would take off, the rest held still."""
@@ -183,8 +187,8 @@ class Statistics:
 
     def _overlapping(self, transforms: Mapping[str, SpaceTransform]) -> float:
         """The sum of <R, w A B^T>."""
-        given = ((self.products, "read"), (self.gains, "gain"))
-        return sum(_element(transforms, s).overlap(x, role) for found, role in given for s, x in found.items())
+        parts = ((self.products, "read"), (self.gains, "gain"))
+        return sum(_element(transforms, s).overlap(x, role) for products, role in parts for s, x in products.items())
 
 
 def compared(block: Block, anchor: Tensors, donor: Tensors) -> Iterator[tuple[TensorInfo, Tensor, Tensor]]:
@@ -196,31 +200,31 @@ def compared(block: Block, anchor: Tensors, donor: Tensors) -> Iterator[tuple[Te
 
 
 def _element(transforms: Mapping[str, SpaceTransform], stream: str) -> StreamTransform:
-    found = transforms[stream]
-    assert isinstance(found, StreamTransform)
-    return found
+    transform = transforms[stream]
+    assert isinstance(transform, StreamTransform)
+    return transform
 
 
-def residual_groups(architecture: Architecture, asked: str, model: str = "the model") -> dict[str, str]:
+def residual_groups(architecture: Architecture, residual: str, model: str = "the model") -> dict[str, str]:
     """The group of each residual stream that is to move.
 
     Args:
-        asked: a group for all streams, `largest` (each stream's own), or groups by stream (`options.by_stream`).
+        residual: a group for all streams, `largest` (each stream's own), or groups by stream (`options.by_stream`).
 
     Raises:
         RecipeError: a stream is not there, or does not admit its group; says why, and the largest that it admits.
     """
-    if asked == "none":
+    if residual == "none":
         return {}
     if not architecture.streams:
         raise RecipeError(
-            f"'residual: {asked}': the {architecture.family} architecture has no stream to move", where=model
+            f"'residual: {residual}': the {architecture.family} architecture has no stream to move", where=model
         )
-    wanted = by_stream(asked) or dict.fromkeys(architecture.streams, asked)
-    for name, group in wanted.items():
+    choices = by_stream(residual) or dict.fromkeys(architecture.streams, residual)
+    for name, group in choices.items():
         if name not in architecture.streams:
             raise RecipeError(
-                f"'residual: {asked}': there is no stream '{name}'",
+                f"'residual: {residual}': there is no stream '{name}'",
                 where=model,
                 remedy=nearest(name, architecture.streams),
             )
@@ -232,15 +236,15 @@ def residual_groups(architecture: Architecture, asked: str, model: str = "the mo
                 f"'residual: {group}' is not a symmetry of the {architecture.family} architecture "
                 f"(stream '{name}'{why})",
                 where=model,
-                remedy=_smaller(architecture, wanted),
+                remedy=_smaller(architecture, choices),
             )
-    groups = {name: architecture.stream_groups[name][-1] if g == "largest" else g for name, g in wanted.items()}
+    groups = {name: architecture.stream_groups[name][-1] if g == "largest" else g for name, g in choices.items()}
     return {name: group for name, group in groups.items() if group != "none"}
 
 
-def _smaller(architecture: Architecture, wanted: Mapping[str, str]) -> str:
+def _smaller(architecture: Architecture, choices: Mapping[str, str]) -> str:
     """The largest groups that can be had."""
-    largest = {name: architecture.stream_groups[name][-1] for name in wanted if name in architecture.streams}
+    largest = {name: architecture.stream_groups[name][-1] for name in choices if name in architecture.streams}
     if len(set(largest.values())) == 1:
         return f"the largest it admits is 'residual: {next(iter(largest.values()))}'"
     return f"the largest it admits is 'residual: {','.join(f'{name}={group}' for name, group in largest.items())}'"

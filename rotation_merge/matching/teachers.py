@@ -32,20 +32,20 @@ def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, w
     Raises:
         RotationMergeError: it answers with NaN, or there is no space.
     """
-    held: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
         for name, tensor in batch.items():
-            held[f"{number}.batch.{name}"] = tensor.clone(memory_format=torch.contiguous_format)
-        found = answer(model(**unlabelled(batch)))
-        check_answers(model, found.values(), where)
-        for name, tensor in found.items():
-            held[f"{number}.answer.{name}"] = tensor.contiguous()
+            tensors[f"{number}.batch.{name}"] = tensor.clone(memory_format=torch.contiguous_format)
+        answers = answer(model(**unlabelled(batch)))
+        check_answers(model, answers.values(), where)
+        for name, tensor in answers.items():
+            tensors[f"{number}.answer.{name}"] = tensor.contiguous()
     try:
         with replacing(path) as temporary:
-            save_file(held, temporary, metadata={"mark": mark, "batches": str(len(batches))})
+            save_file(tensors, temporary, metadata={"mark": mark, "batches": str(len(batches))})
     except (OSError, SafetensorError) as error:
-        what, remedy = f"answers cannot be written ({short(error)})", "free some space, or give fewer samples"
-        raise RotationMergeError(what, where=str(path.parent), remedy=remedy) from error
+        problem, remedy = f"answers cannot be written ({short(error)})", "free some space, or give fewer samples"
+        raise RotationMergeError(problem, where=str(path.parent), remedy=remedy) from error
 
 
 def answer(outputs: Any) -> dict[str, Tensor]:
@@ -60,9 +60,9 @@ def answer(outputs: Any) -> dict[str, Tensor]:
         return {"hidden": main}
     logs = main.log_softmax(-1)
     top = logs.topk(min(MOST, logs.shape[-1]), dim=-1)
-    rest = (1.0 - top.values.exp().sum(-1)).clamp_min(0.0)
-    rest = rest.log() if logs.shape[-1] > MOST else rest * 0
-    return {"index": top.indices.int(), "log": top.values, "rest": rest, "size": torch.tensor(logs.shape[-1])}
+    remainder = (1.0 - top.values.exp().sum(-1)).clamp_min(0.0)
+    remainder = remainder.log() if logs.shape[-1] > MOST else remainder * 0
+    return {"index": top.indices.int(), "log": top.values, "rest": remainder, "size": torch.tensor(logs.shape[-1])}
 
 
 class Answered:
@@ -77,35 +77,35 @@ class Answered:
 
     def read(self, number: int, device: torch.device) -> tuple[Batch, dict[str, Tensor]]:
         """One batch and its answers."""
-        found: dict[str, dict[str, Tensor]] = {"batch": {}, "answer": {}}
+        parts: dict[str, dict[str, Tensor]] = {"batch": {}, "answer": {}}
         with safe_open(self.path, "pt") as file:
             for name in self.names:
                 place, kind, leaf = name.split(".", 2)
                 if int(place) == number:
-                    found[kind][leaf] = file.get_tensor(name).to(device)
-        return found["batch"], found["answer"]
+                    parts[kind][leaf] = file.get_tensor(name).to(device)
+        return parts["batch"], parts["answer"]
 
 
-def divergence(outputs: Any, wanted: Mapping[str, Tensor]) -> Tensor:
+def divergence(outputs: Any, answers: Mapping[str, Tensor]) -> Tensor:
     """KL(teacher || student) in nats, mean over predictions, with all that was not kept as one class.
 
     Of hidden states: mean squared difference over the teacher's mean square.
     """
     main = main_output(outputs).float()
-    if "hidden" in wanted:
-        _same(main.shape, wanted["hidden"].shape)
-        return (main - wanted["hidden"]).square().mean() / wanted["hidden"].square().mean().clamp_min(1e-12)
-    _same(main.shape, (*wanted["index"].shape[:-1], int(wanted["size"])))
-    logs = main.log_softmax(-1).gather(-1, wanted["index"].long())
-    chances = wanted["log"].exp()
-    loss = (chances * (wanted["log"] - logs)).sum(-1)
-    if wanted["index"].shape[-1] < main.shape[-1]:
-        rest = (1.0 - logs.exp().sum(-1)).clamp_min(1e-9)
-        loss = loss + wanted["rest"].exp() * (wanted["rest"].clamp_min(-60.0) - rest.log())
+    if "hidden" in answers:
+        _same(main.shape, answers["hidden"].shape)
+        return (main - answers["hidden"]).square().mean() / answers["hidden"].square().mean().clamp_min(1e-12)
+    _same(main.shape, (*answers["index"].shape[:-1], int(answers["size"])))
+    logs = main.log_softmax(-1).gather(-1, answers["index"].long())
+    chances = answers["log"].exp()
+    loss = (chances * (answers["log"] - logs)).sum(-1)
+    if answers["index"].shape[-1] < main.shape[-1]:
+        remainder = (1.0 - logs.exp().sum(-1)).clamp_min(1e-9)
+        loss = loss + answers["rest"].exp() * (answers["rest"].clamp_min(-60.0) - remainder.log())
     return loss.mean()
 
 
-def _same(mine: Sequence[int], its: Sequence[int]) -> None:
-    if tuple(mine) != tuple(its):
-        what = f"answers have shape {list(its)}, the model's own {list(mine)}"
-        raise CheckpointError(what, remedy="give teachers of the model's own kind")
+def _same(shape: Sequence[int], its: Sequence[int]) -> None:
+    if tuple(shape) != tuple(its):
+        problem = f"answers have shape {list(its)}, the model's own {list(shape)}"
+        raise CheckpointError(problem, remedy="give teachers of the model's own kind")

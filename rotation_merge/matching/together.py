@@ -42,10 +42,10 @@ class Together:
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over all processes, without gradients."""
-        found = value.detach().clone()
+        total = value.detach().clone()
         if self.count > 1:
-            distributed.all_reduce(found)
-        return found
+            distributed.all_reduce(total)
+        return total
 
     def gradients(self, parameters: Iterable[Tensor]) -> None:
         """Every parameter's gradient becomes the sum over all processes."""
@@ -60,9 +60,9 @@ class Together:
         """What the first process finds; the others wait for it."""
         if self.count == 1:
             return decide()
-        found = [decide() if self.rank == 0 else None]
-        distributed.broadcast_object_list(found)
-        return found[0]  # type: ignore[return-value]
+        decision = [decide() if self.rank == 0 else None]
+        distributed.broadcast_object_list(decision)
+        return decision[0]  # type: ignore[return-value]
 
 
 @contextmanager

@@ -17,13 +17,13 @@ def match_translation(
     space: Space,
     anchor: Tensors,
     donor: Tensors,
-    others: Mapping[str, SpaceTransform],
+    transforms: Mapping[str, SpaceTransform],
     options: AlignConfig,
 ) -> TranslationTransform:
     """The nearest one, whatever order the rows are in: an order does not change their mean."""
     group = translation(space, options)
-    rest = {name: transform for name, transform in others.items() if name != space.name}
+    other_transforms = {name: transform for name, transform in transforms.items() if name != space.name}
     for info in block.tensors:
         if info.common == space and info.key in anchor and info.key in donor:
-            return group.solve(anchor[info.key], transform_tensor(donor[info.key], info, rest))
+            return group.solve(anchor[info.key], transform_tensor(donor[info.key], info, other_transforms))
     return group.identity()

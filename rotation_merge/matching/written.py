@@ -105,5 +105,5 @@ def card(pair: Pair, report: MergeReport, name: str) -> str:
 
 
 def _class(pair: Pair) -> str | None:
-    found = pair.donor.config.get("architectures")
-    return str(found[0]) if found else None
+    classes = pair.donor.config.get("architectures")
+    return str(classes[0]) if classes else None

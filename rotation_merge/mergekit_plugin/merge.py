@@ -182,7 +182,7 @@ def prove_files(session: Session, place: str) -> None:
     from rotation_merge.run.proof import prove
 
     recipe, done = session.recipe, session.run
-    for given in done.given.values():
+    for given in done.alignment_files.values():
         donor, file = given.matched, given.file
         pair = open_pair(
             str(recipe.base),

@@ -1,4 +1,4 @@
-"""A model with a LoRA adapter, read as one model: its tensors are the base model's as the adapter makes them."""
+"""A model with a LoRA adapter, read as one model with the adapter merged tensor by tensor."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ WRITES = {"write", "q", "k", "v", "in", "gate"}
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A change of all of a stored tensor: the adapter's name for it, and whether it is stored as (in, out)."""
+class WholeChange:
+    """A change of a whole stored tensor: the adapter's name for it, and whether it is stored as (in, out)."""
 
     name: str
     transposed: bool
 
     def apply(self, adapter: Adapter, tensor: Tensor) -> Tensor:
-        """The tensor as the adapter makes it, in float32 at least."""
+        """The tensor with the adapter merged in, in float32 at least."""
         return adapter.apply(self.name, tensor, self.transposed)
 
 
-Places = Mapping[str, list[Whole | Piece]]
+Places = Mapping[str, list[WholeChange | Piece]]
 """What an adapter changes of a checkpoint, by the checkpoint's names of tensors."""
 
 
@@ -65,7 +65,7 @@ class AdaptedLoader:
         tensor: Tensor | None = self.base.get_tensor(key, device, None, raise_on_missing)
         return None if tensor is None else self._changed(tensor, self.places.get(key, ()))
 
-    def _changed(self, tensor: Tensor, places: Iterable[Whole | Piece]) -> Tensor:
+    def _changed(self, tensor: Tensor, places: Iterable[WholeChange | Piece]) -> Tensor:
         if any(isinstance(place, Piece) for place in places):
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
         for place in places:
@@ -84,7 +84,7 @@ def find_places(
     tied: str | None,
     model: str,
 ) -> Places:
-    """What an adapter changes of a checkpoint.
+    """The stored tensors that an adapter changes, and how.
 
     Args:
         shapes: of all tensors that the checkpoint stores.
@@ -97,7 +97,7 @@ def find_places(
     known = architecture.named()
     elsewhere: dict[str, str] | None = None
     names: dict[str, Spot] | None = None
-    found: dict[str, list[Whole | Piece]] = {}
+    places: dict[str, list[WholeChange | Piece]] = {}
     for name in adapter.changes:
         place = name
         if name not in shapes:
@@ -114,18 +114,18 @@ def find_places(
                     where=model,
                     remedy="was it trained on another model?",
                 )
-            found.setdefault(key, []).extend(parts)
+            places.setdefault(key, []).extend(parts)
         if not pieces:
             _check(adapter, name, place, shapes, info, tied, model)
-            found.setdefault(place, []).insert(0, Whole(name, _transposed(adapter, name, shapes[place], info)))
-    return found
+            places.setdefault(place, []).insert(0, WholeChange(name, _transposed(adapter, name, shapes[place], info)))
+    return places
 
 
 def _check(
     adapter: Adapter, name: str, place: str, shapes: Shapes, info: TensorInfo | None, tied: str | None, model: str
 ) -> None:
-    def refused(what: str, remedy: str) -> CheckpointError:
-        return CheckpointError(f"the adapter {what}", where=model, remedy=remedy)
+    def refused(problem: str, remedy: str) -> CheckpointError:
+        return CheckpointError(f"the adapter {problem}", where=model, remedy=remedy)
 
     if place not in shapes:
         raise refused(f"changes '{name}', which the model does not store", "was it trained on another model?")
@@ -136,8 +136,10 @@ def _check(
             "store the head as a tensor of its own, with 'tie_word_embeddings': false",
         )
     fits = [shape, shape[::-1]] if len(shape) == 2 else [(shape[0], math.prod(shape[1:]))]
-    given = [adapter.shapes[key] for key in (change.value, change.shift) if key is not None]
-    odd = [other for other in given if other != shape] + ([added] if added is not None and added not in fits else [])
+    factor_shapes = [adapter.shapes[key] for key in (change.value, change.shift) if key is not None]
+    odd = [size for size in factor_shapes if size != shape] + (
+        [added] if added is not None and added not in fits else []
+    )
     if odd:
         raise refused(
             f"has {list(odd[0])} for '{name}', the model has {list(shape)}", "was it trained on another model?"

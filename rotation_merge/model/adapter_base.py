@@ -1,4 +1,4 @@
-"""Whether an adapter was trained on the model that it is put on."""
+"""Checks that an adapter was trained on the model it is applied to."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SAME = 0.9999
 OWN_BASE = "put it on its own base; if this is a copy of it, correct 'base_model_name_or_path' in adapter_config.json"
 
 
-def check_own_base(model: Model, others: Iterable[Model] = (), remedy: str = OWN_BASE) -> None:
+def check_own_base(model: Model, further_bases: Iterable[Model] = (), remedy: str = OWN_BASE) -> None:
     """Refuse a model with an adapter that was trained on another base, unless mergekit runs with --allow-crimes.
 
     Args:
-        others: bases that it may have been trained on as well.
+        further_bases: bases that it may have been trained on as well.
 
     Raises:
         CheckpointError: names its base and the model that it stands on.
@@ -33,7 +33,7 @@ def check_own_base(model: Model, others: Iterable[Model] = (), remedy: str = OWN
     if model.adapter is None or model.options.allow_crimes:
         return
     plain = Model(model.reference.model_copy(update={"lora": None}), model.options, model.unsupported)
-    check_base(model.adapter, [*others, plain], str(model.reference), remedy)
+    check_base(model.adapter, [*further_bases, plain], str(model.reference), remedy)
 
 
 def check_base(adapter: Adapter, bases: Iterable[Model], where: str, remedy: str) -> None:
@@ -49,16 +49,16 @@ def check_base(adapter: Adapter, bases: Iterable[Model], where: str, remedy: str
     beside = os.path.join(adapter.path, REPORT_FILE)
     marks = read_json(beside).get("fingerprints") if os.path.isfile(beside) else None
     mark = marks.get(name) if isinstance(marks, dict) else None
-    others = " or ".join(str(base.reference) for base in bases)
+    base_names = " or ".join(str(base.reference) for base in bases)
     if mark is not None and mark not in (base.fingerprint for base in bases):
-        what = f"was carried to {name}, whose weights were not those of {others}"
-        raise CheckpointError(what, where=where, remedy=remedy)
+        problem = f"was carried to {name}, whose weights were not those of {base_names}"
+        raise CheckpointError(problem, where=where, remedy=remedy)
     if mark is None and not any(_is_called(base, str(name)) for base in bases):
-        raise CheckpointError(f"is an adapter of {name}, not of {others}", where=where, remedy=remedy)
+        raise CheckpointError(f"is an adapter of {name}, not of {base_names}", where=where, remedy=remedy)
 
 
 def _is_called(base: Model, name: str) -> bool:
-    """Whether a base is what goes by a name: that very folder, the same weights, or a folder called so."""
+    """Whether a base is the model of this name: the same folder, the same weights, or a folder of the same name."""
     path = str(base.reference.model.path)
     if os.path.realpath(name) == os.path.realpath(path) or name == path:
         return True

@@ -125,9 +125,9 @@ def _read_file(path: str) -> AdapterFactors:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError("cannot be read", where=path, remedy="download it again") from error
-    other = next((name for name in tensors if _OTHER_KINDS.search(name)), None)
-    if other is not None:
-        raise CheckpointError(f"'{other}' is no factor of a plain LoRA", where=path, remedy=IN_BASE)
+    unsupported = next((name for name in tensors if _OTHER_KINDS.search(name)), None)
+    if unsupported is not None:
+        raise CheckpointError(f"'{unsupported}' is no factor of a plain LoRA", where=path, remedy=IN_BASE)
     form = next((form for form, (down, _) in FILE_FORMS.items() if any(n.endswith(f".{down}") for n in tensors)), None)
     if form is None:
         raise CheckpointError("holds no factors of a LoRA", where=path, remedy="name an adapter, not a model")

@@ -1,4 +1,4 @@
-"""LoRA adapters as they lie on disk: what an adapter does to each weight of the model it was trained on.
+"""LoRA adapters on disk: how an adapter changes each weight of its base.
 
 A weight W becomes W + s B A with s = alpha / r (Hu and others, 2021), s = alpha / sqrt(r) (rsLoRA: Kalajdzievski,
 2023), or m (W + s B A) / |W + s B A| row by row (DoRA: Liu and others, 2024, equation 5). Names and shapes are those of
@@ -61,10 +61,10 @@ def is_adapter(path: str) -> bool:
     Raises:
         CheckpointError: it holds both.
     """
-    found = os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
-    if found and holds_model(path):
+    has_config = os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
+    if has_config and holds_model(path):
         check_local(path)
-    return found
+    return has_config
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Adapter:
         return self.tensor(change.a), self.tensor(change.b), change.scale
 
     def apply(self, name: str, weight: Tensor, transposed: bool = False) -> Tensor:
-        """A parameter as the adapter makes it, in float32 at least.
+        """A parameter with the adapter merged in, in float32 at least.
 
         Args:
             weight: of the base model, (out, in) or a convolution's (out, in, ...).
@@ -152,7 +152,7 @@ class Adapter:
         return result
 
     def shape(self, name: str) -> tuple[int, int] | None:
-        """(out, in) of what is added to a parameter, None where nothing or a vector is."""
+        """Shape (out, in) of the change of a parameter; None without a low-rank change."""
         change = self.changes[name]
         if change.a is None or change.b is None:
             return None
@@ -161,10 +161,10 @@ class Adapter:
 
     @cached_property
     def _file(self) -> str:
-        found = next((file for name in WEIGHTS if os.path.isfile(file := os.path.join(self.path, name))), None)
-        if found is None:
+        weights_file = next((file for name in WEIGHTS if os.path.isfile(file := os.path.join(self.path, name))), None)
+        if weights_file is None:
             raise CheckpointError("the adapter has no weights", where=self.path, remedy=f"{WEIGHTS[0]} is needed")
-        return found
+        return weights_file
 
     @cached_property
     def _loader(self) -> LazyTensorLoader:
@@ -182,7 +182,7 @@ class Adapter:
         return tensor
 
     def factor(self, key: str) -> Tensor:
-        """A factor that holds those of all experts, who ask for it one after the other; not to be changed."""
+        """A factor that holds all experts' factors, cached; not to be modified."""
         if key not in self._kept:
             if len(self._kept) == KEPT:
                 del self._kept[next(iter(self._kept))]
@@ -200,13 +200,13 @@ class Adapter:
         if isinstance(begun, str) and begun.lower().startswith(SHIFTS_BASE):
             raise self.refusal(f"it starts from '{begun}', which changes the base weights")
 
-    def refusal(self, what: str) -> CheckpointError:
+    def refusal(self, problem: str) -> CheckpointError:
         return CheckpointError(
-            what, where=self.path, remedy="merge it into its base model with peft, and name the result"
+            problem, where=self.path, remedy="merge it into its base model with peft, and name the result"
         )
 
     def _read_names(self) -> dict[str, Change]:
-        found: dict[str, Change] = {}
+        changes: dict[str, Change] = {}
         for key in sorted(self.shapes):
             stem = key.removeprefix("base_model.model.")
             match = _FACTOR.fullmatch(stem)
@@ -214,16 +214,16 @@ class Adapter:
                 if "lora_" in stem or ".token_adapter." in stem:
                     raise self.refusal(f"tensor '{key}' is not part of W + s B A")
                 name = re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", stem)
-                found[name] = replace(found.get(name, Change()), value=key)
+                changes[name] = replace(changes.get(name, Change()), value=key)
             elif match["leaf"] == "bias":
                 name = f"{match['module']}.bias"
-                found[name] = replace(found.get(name, Change()), shift=key)
+                changes[name] = replace(changes.get(name, Change()), shift=key)
             else:
                 name = f"{match['module']}.weight"
                 part: dict[str, Any] = {_PARTS[match["part"]]: key}
-                change = replace(found.get(name, Change()), **part)
-                found[name] = replace(change, embedding=change.embedding or "embedding" in match["part"])
-        return found
+                change = replace(changes.get(name, Change()), **part)
+                changes[name] = replace(change, embedding=change.embedding or "embedding" in match["part"])
+        return changes
 
     def _scaled(self, name: str, change: Change) -> Change:
         """With s, which may be different for each module."""
@@ -267,5 +267,5 @@ class Adapter:
             if change.magnitude is not None and (change.embedding or len(a) > 2):
                 raise self.refusal(f"'{name}': DoRA of an embedding or a convolution")
 
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(what, where=self.path, remedy="the adapter is damaged; download it again")
+    def _damaged(self, problem: str) -> CheckpointError:
+        return CheckpointError(problem, where=self.path, remedy="the adapter is damaged; download it again")

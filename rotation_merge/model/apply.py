@@ -46,12 +46,12 @@ def transform_tensor(
 def transform_axis(
     x: Tensor, dim: int, axis: Axis, transforms: Mapping[str, SpaceTransform], dual: bool = False
 ) -> Tensor:
-    """One labelled axis of x, which stands at `dim`, in the new coordinates; with `dual`, what is paired with it."""
+    """Transforms the labelled axis of x that begins at `dim`; with `dual`, as its dual side."""
     pieces = split_axis(x, dim, axis)
-    for where, piece in enumerate(axis.pieces):
+    for number, piece in enumerate(axis.pieces):
         for part, start in placed(piece, dim):
             if part.space.name in transforms:
-                pieces[where] = transforms[part.space.name].act(pieces[where], part.role, start, dual)
+                pieces[number] = transforms[part.space.name].act(pieces[number], part.role, start, dual)
     return join_axis(pieces, dim, axis)
 
 
@@ -66,11 +66,13 @@ def split_axis(x: Tensor, dim: int, axis: Axis) -> list[Tensor]:
     """Views of x, one for each piece of the axis, dimension `dim` replaced by the piece's factors."""
     factors = [factors_of(piece) for piece in axis.pieces]
     shared = factors[0][: axis.depth]
-    rest = [math.prod(own[axis.depth :]) for own in factors]
-    views = x.unflatten(dim, (*shared, sum(rest))).split(rest, dim=dim + axis.depth)
+    lengths = [math.prod(piece_factors[axis.depth :]) for piece_factors in factors]
+    views = x.unflatten(dim, (*shared, sum(lengths))).split(lengths, dim=dim + axis.depth)
     return [
-        view.unflatten(dim + axis.depth, own[axis.depth :]) if own[axis.depth :] else view.squeeze(dim + axis.depth)
-        for view, own in zip(views, factors, strict=True)
+        view.unflatten(dim + axis.depth, piece_factors[axis.depth :])
+        if piece_factors[axis.depth :]
+        else view.squeeze(dim + axis.depth)
+        for view, piece_factors in zip(views, factors, strict=True)
     ]
 
 
@@ -78,8 +80,8 @@ def join_axis(pieces: list[Tensor], dim: int, axis: Axis) -> Tensor:
     """The reverse of `split_axis`."""
     at = dim + axis.depth
     flat = []
-    for piece, own in zip(pieces, map(factors_of, axis.pieces), strict=True):
-        inner = len(own) - axis.depth
+    for piece, piece_factors in zip(pieces, map(factors_of, axis.pieces), strict=True):
+        inner = len(piece_factors) - axis.depth
         flat.append(piece.flatten(at, at + inner - 1) if inner else piece.unsqueeze(at))
     joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=at)
     return joined.flatten(dim, at) if axis.depth else joined

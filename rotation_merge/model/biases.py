@@ -1,4 +1,4 @@
-"""Biases that softmax cannot see: an aligned donor has the anchor's, what it computes unchanged.
+"""Biases that do not change a softmax: an aligned donor takes the anchor's, its function unchanged.
 
 Softmax does not see what all keys of a query share, which without rotary positions is what a key's bias gives: it may
 be any other. As its shares sum to one, a value's bias b is the same as W_o b in the output map's bias c: ``(b, c)``
@@ -26,8 +26,8 @@ ROLES = {"q", "k", "v", "o"}
 
 
 @dataclass(frozen=True)
-class Unseen:
-    """What softmax cannot see in the biases of one attention space.
+class HiddenBiases:
+    """Biases of one attention space that do not change the softmax.
 
     Attributes:
         keys, values: the tensors that hold such a bias; None where it is seen, or there is none.
@@ -41,31 +41,31 @@ class Unseen:
     bias: TensorInfo | None = None
 
     def of(self, info: TensorInfo) -> list[str]:
-        """The roles whose unseen bias a tensor holds."""
-        own = {"k": self.keys, "v": self.values}
-        return [role for role, holder in own.items() if holder is not None and holder.key == info.key]
+        """The roles whose hidden bias a tensor holds."""
+        role_holders = {"k": self.keys, "v": self.values}
+        return [role for role, holder in role_holders.items() if holder is not None and holder.key == info.key]
 
 
-def unseen(block: Block) -> tuple[Unseen, ...]:
-    """Of every attention space of a block that has such biases."""
+def unseen(block: Block) -> tuple[HiddenBiases, ...]:
+    """The hidden biases of each attention space of a block that has any."""
     if unseen.__name__ not in block.known:
         spaces = [s for s in block.spaces.values() if s.kind == "attention" and not s.visible_bias]
-        found = [_of_space(block, space) for space in spaces]
-        block.known[unseen.__name__] = tuple(u for u in found if u.keys is not None or u.values is not None)
-    known: tuple[Unseen, ...] = block.known[unseen.__name__]
+        biases = [_of_space(block, space) for space in spaces]
+        block.known[unseen.__name__] = tuple(u for u in biases if u.keys is not None or u.values is not None)
+    known: tuple[HiddenBiases, ...] = block.known[unseen.__name__]
     return known
 
 
-def _of_space(block: Block, space: Space) -> Unseen:
+def _of_space(block: Block, space: Space) -> HiddenBiases:
     infos = [info for info in block.tensors if space in info.spaces()]
     maps = {role: [i for i in infos if len(i.axes) > 1 and role in _roles(i, space)] for role in ROLES}
-    if any(_roles(info, space) - ROLES for info in infos) or any(len(found) != 1 for found in maps.values()):
-        return Unseen(space)
+    if any(_roles(info, space) - ROLES for info in infos) or any(len(readers) != 1 for readers in maps.values()):
+        return HiddenBiases(space)
     keys = None if space.rotary or space.norm is not None else _bias(infos, space, "k")
     output = maps["o"][0]
     bias = block.tensor(output.key.removesuffix("weight") + "bias")
     values = _bias(infos, space, "v") if space.values == "free" and bias is not None else None
-    return Unseen(space, keys, values, output, bias) if values is not None else Unseen(space, keys)
+    return HiddenBiases(space, keys, values, output, bias) if values is not None else HiddenBiases(space, keys)
 
 
 def _roles(info: TensorInfo, space: Space) -> set[str]:
@@ -73,37 +73,38 @@ def _roles(info: TensorInfo, space: Space) -> set[str]:
 
 
 def _bias(infos: list[TensorInfo], space: Space, role: str) -> TensorInfo | None:
-    """The one bias that a role has; None where there is none, or one that is spread over several tensors."""
-    found = [i for i in infos if len(i.axes) == 1 and _place(i.axes[0], space, role) is not None]
-    return found[0] if len(found) == 1 else None
+    """The bias of a role; None if there is none, or if several tensors hold it."""
+    holders = [i for i in infos if len(i.axes) == 1 and _place(i.axes[0], space, role) is not None]
+    return holders[0] if len(holders) == 1 else None
 
 
 def _place(axis: Axis, space: Space, role: str) -> int | None:
-    """Which piece of an axis a role of a space is, nothing else in it."""
+    """The index of the piece of an axis that holds one role of a space and nothing else."""
     return next((n for n, piece in enumerate(axis.pieces) if piece == (Part(space, role),)), None)
 
 
 def inputs(block: Block, info: TensorInfo) -> list[str]:
-    """Keys of the donor's tensors that `info` is made of where it is given the anchor's biases, itself included; none
-    where it has nothing to do with them."""
-    found: dict[str, None] = {}
-    for one in unseen(block) if len(info.axes) == 1 else ():
-        if one.of(info):
-            found[info.key] = None
-        if one.bias is not None and one.bias.key == info.key and one.values is not None and one.output is not None:
-            found.update(dict.fromkeys((info.key, one.output.key, one.values.key)))
-    return list(found)
+    """Keys of the donor's tensors needed to give `info` the anchor's biases, itself included; empty if it has none."""
+    keys: dict[str, None] = {}
+    for bias in unseen(block) if len(info.axes) == 1 else ():
+        if bias.of(info):
+            keys[info.key] = None
+        if bias.bias is not None and bias.bias.key == info.key and bias.values is not None and bias.output is not None:
+            keys.update(dict.fromkeys((info.key, bias.output.key, bias.values.key)))
+    return list(keys)
 
 
 def holders(block: Block, keys: Collection[str]) -> list[str]:
-    """Those of some keys of a block whose tensors hold unseen biases: what is needed of the anchor."""
-    return [key for key in keys for one in unseen(block) if (info := block.tensor(key)) is not None and one.of(info)]
+    """The keys whose tensors hold hidden biases, which are needed of the anchor."""
+    return [
+        key for key in keys for hidden in unseen(block) if (info := block.tensor(key)) is not None and hidden.of(info)
+    ]
 
 
 def with_biases(
     block: Block, info: TensorInfo, moved: Get, anchor: Get, spaces: Collection[str] | Mapping[str, SpaceTransform]
 ) -> Tensor | None:
-    """One tensor of an aligned donor, which is given the anchor's unseen biases.
+    """One tensor of an aligned donor, with the anchor's hidden biases.
 
     Args:
         moved: gives the donor's tensors of the block in the anchor's coordinates, by key.
@@ -115,71 +116,73 @@ def with_biases(
     """
     if len(info.axes) != 1:
         return moved(info.key)
-    return _with(info, moved, anchor, [one for one in unseen(block) if one.space.name in spaces])
+    return _with(info, moved, anchor, [hidden for hidden in unseen(block) if hidden.space.name in spaces])
 
 
-def _with(info: TensorInfo, moved: Get, anchor: Get, known: list[Unseen]) -> Tensor | None:
-    """See `with_biases`, for the unseen biases that are known to be matched."""
+def _with(info: TensorInfo, moved: Get, anchor: Get, known: list[HiddenBiases]) -> Tensor | None:
+    """See `with_biases`, for these hidden biases."""
     tensor = moved(info.key)
-    for one in known if tensor is not None else ():
+    for hidden in known if tensor is not None else ():
         assert tensor is not None
-        for role in one.of(info):
-            tensor = _with_piece(_work(tensor), info, one.space, role, _required(anchor(info.key), info))
-        if one.bias is not None and one.bias.key == info.key:
-            shift = shifted(one, moved, anchor)
+        for role in hidden.of(info):
+            tensor = _with_piece(_work(tensor), info, hidden.space, role, _required(anchor(info.key), info))
+        if hidden.bias is not None and hidden.bias.key == info.key:
+            shift = shifted(hidden, moved, anchor)
             if shift is not None and bool(shift.any()):
-                tensor = _work(tensor) - _through(one, shift, moved)
+                tensor = _work(tensor) - _through(hidden, shift, moved)
     return tensor
 
 
-def shifted(one: Unseen, moved: Get, anchor: Get) -> Tensor | None:
-    """By how much what the output map reads grows: the anchor's bias of values less the donor's, shape (groups,
-    value_dim); None where one of the two has none."""
-    if one.values is None:
+def shifted(hidden: HiddenBiases, moved: Get, anchor: Get) -> Tensor | None:
+    """The shift of the output map's inputs: the anchor's value bias less the donor's, shape (groups, value_dim); None
+    if one has none."""
+    if hidden.values is None:
         return None
-    own, given = moved(one.values.key), anchor(one.values.key)
-    if own is None or given is None:
+    donor_bias, anchor_bias = moved(hidden.values.key), anchor(hidden.values.key)
+    if donor_bias is None or anchor_bias is None:
         return None
-    place = _place(one.values.axes[0], one.space, "v")
+    place = _place(hidden.values.axes[0], hidden.space, "v")
     assert place is not None
-    a, b = (split_axis(_work(x), 0, one.values.axes[0])[place] for x in (given, own))
+    a, b = (split_axis(_work(x), 0, hidden.values.axes[0])[place] for x in (anchor_bias, donor_bias))
     return a.to(b) - b
 
 
 def settled(block: Block, tensors: Mapping[str, Tensor], spaces: Collection[str]) -> dict[str, Tensor]:
-    """A block in the form that maps are fitted to: no unseen bias, that of values in the output map's."""
-    known = [one for one in unseen(block) if one.space.name in spaces]
-    found = dict(tensors)
+    """A block without hidden biases: that of the values is moved into the output map's bias."""
+    known = [hidden for hidden in unseen(block) if hidden.space.name in spaces]
+    result = dict(tensors)
 
     def nothing(key: str) -> Tensor | None:
         return torch.zeros_like(tensors[key]) if key in tensors else None
 
-    for info in {i.key: i for one in known for i in (one.bias, one.keys, one.values) if i is not None}.values():
+    for info in {
+        i.key: i for hidden in known for i in (hidden.bias, hidden.keys, hidden.values) if i is not None
+    }.values():
         tensor = _with(info, tensors.get, nothing, known)
         if tensor is not None:
-            found[info.key] = tensor
-    return found
+            result[info.key] = tensor
+    return result
 
 
-def read_by(block: Block, info: TensorInfo) -> Unseen | None:
-    """The unseen bias of values that a map reads; None of any other tensor."""
+def read_by(block: Block, info: TensorInfo) -> HiddenBiases | None:
+    """The hidden value bias that an output map reads; None for any other tensor."""
     return next(
         (o for o in unseen(block) if o.values is not None and o.output is not None and o.output.key == info.key), None
     )
 
 
-def along(one: Unseen, info: TensorInfo, dim: int, shift: Tensor) -> Tensor:
+def along(hidden: HiddenBiases, info: TensorInfo, dim: int, shift: Tensor) -> Tensor:
     """A constant of the values, shape (groups, value_dim), along the axis of the output map that reads them, (in,)."""
     axis = info.axes[dim]
     pieces = split_axis(shift.new_zeros(axis.size or 0), 0, axis)
-    place = _place(axis, one.space, "o")
+    place = _place(axis, hidden.space, "o")
     assert place is not None
-    pieces[place] = shift[:, None].expand(one.space.factors("o"))
+    pieces[place] = shift[:, None].expand(hidden.space.factors("o"))
     return join_axis(pieces, 0, axis)
 
 
 class _Placed:
-    """A source made of another one, tensor by tensor, each of which may need others of its block."""
+    """A source computed from another one tensor by tensor, each of which may need others of its block."""
 
     def __init__(self, architecture: Architecture, source: TensorSource) -> None:
         self.source = source
@@ -189,13 +192,13 @@ class _Placed:
         return name in self.source
 
     def __getitem__(self, name: str, /) -> Tensor:
-        found = None
+        tensor = None
         if name in self.places:
             block, info, piece = self.places[name]
-            found = self.tensor(block, info)
-        if found is None:
+            tensor = self.tensor(block, info)
+        if tensor is None:
             return self.source[name]
-        return found[piece] if info.stacked else found
+        return tensor[piece] if info.stacked else tensor
 
     def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
         """A tensor of the architecture (stacked, if stored in pieces), None where the source lacks it."""
@@ -221,19 +224,21 @@ class Aligned(_Placed):
 
     def tensor(self, block: Block, info: TensorInfo) -> Tensor | None:
         def moved(key: str) -> Tensor | None:
-            own = block.tensor(key)
-            stored = None if own is None else read_tensor(own, self.source)
-            return None if own is None or stored is None else transform_tensor(stored, own, self.transforms)
+            donor_info = block.tensor(key)
+            stored = None if donor_info is None else read_tensor(donor_info, self.source)
+            return (
+                None if donor_info is None or stored is None else transform_tensor(stored, donor_info, self.transforms)
+            )
 
         def given(key: str) -> Tensor | None:
-            own = block.tensor(key)
-            return None if own is None or self.anchor is None else read_tensor(own, self.anchor)
+            anchor_info = block.tensor(key)
+            return None if anchor_info is None or self.anchor is None else read_tensor(anchor_info, self.anchor)
 
         return moved(info.key) if self.anchor is None else with_biases(block, info, moved, given, self.transforms)
 
 
-class Settled(_Placed):
-    """A source in the form that maps are fitted to (see `settled`).
+class BiasFreeSource(_Placed):
+    """A source without hidden biases (see `settled`).
 
     Args:
         spaces: names of those that are matched.
@@ -247,29 +252,31 @@ class Settled(_Placed):
         if len(info.axes) != 1:
             return read_tensor(info, self.source)
         keys = [info.key, *inputs(block, info)]
-        found = {key: read_tensor(own, self.source) for key in keys if (own := block.tensor(key)) is not None}
-        tensors = {key: tensor for key, tensor in found.items() if tensor is not None}
+        stored = {
+            key: read_tensor(block_info, self.source) for key in keys if (block_info := block.tensor(key)) is not None
+        }
+        tensors = {key: tensor for key, tensor in stored.items() if tensor is not None}
         return settled(block, tensors, self.spaces).get(info.key)
 
 
-def _with_piece(tensor: Tensor, info: TensorInfo, space: Space, role: str, other: Tensor) -> Tensor:
+def _with_piece(tensor: Tensor, info: TensorInfo, space: Space, role: str, replacement: Tensor) -> Tensor:
     """A bias with one role's part taken from another."""
     axis = info.axes[0]
     place = _place(axis, space, role)
     assert place is not None
     pieces = split_axis(tensor, 0, axis)
-    pieces[place] = split_axis(other.to(tensor), 0, axis)[place]
+    pieces[place] = split_axis(replacement.to(tensor), 0, axis)[place]
     return join_axis(pieces, 0, axis)
 
 
-def _through(one: Unseen, shift: Tensor, moved: Get) -> Tensor:
-    """What the output map makes of a constant that all heads of a group read, shape (out,)."""
-    assert one.output is not None
-    weight = _work(_required(moved(one.output.key), one.output))
-    dim = next(d for d, axis in enumerate(one.output.axes) if _place(axis, one.space, "o") is not None)
-    axis = one.output.axes[dim]
-    piece = split_axis(weight, dim, axis)[_place(axis, one.space, "o") or 0]
-    heads = shift.to(weight)[:, None].expand(one.space.factors("o"))
+def _through(hidden: HiddenBiases, shift: Tensor, moved: Get) -> Tensor:
+    """The output map applied to a constant that all heads of a group read, shape (out,)."""
+    assert hidden.output is not None
+    weight = _work(_required(moved(hidden.output.key), hidden.output))
+    dim = next(d for d, axis in enumerate(hidden.output.axes) if _place(axis, hidden.space, "o") is not None)
+    axis = hidden.output.axes[dim]
+    piece = split_axis(weight, dim, axis)[_place(axis, hidden.space, "o") or 0]
+    heads = shift.to(weight)[:, None].expand(hidden.space.factors("o"))
     return torch.tensordot(piece, heads, dims=([dim, dim + 1, dim + 2], [0, 1, 2]))
 
 

@@ -39,12 +39,12 @@ _FIGURES = ("data", "examples", "pipeline", "figures", "fingerprint")
 
 def front_matter(text: str) -> tuple[dict[str, Any], str]:
     """The metadata of a card, and the rest of it."""
-    found = re.match(r"\A---\r?\n(.*?)\r?\n?---[ \t]*(?:\r?\n|\Z)", text, re.DOTALL)
+    header = re.match(r"\A---\r?\n(.*?)\r?\n?---[ \t]*(?:\r?\n|\Z)", text, re.DOTALL)
     try:
-        metadata = yaml.safe_load(found[1]) if found else None
+        metadata = yaml.safe_load(header[1]) if header else None
     except (yaml.YAMLError, RecursionError):
         metadata = None
-    return (metadata, text[found.end() :]) if found and isinstance(metadata, dict) else ({}, text)
+    return (metadata, text[header.end() :]) if header and isinstance(metadata, dict) else ({}, text)
 
 
 def with_metadata(metadata: Mapping[str, Any], body: str) -> str:
@@ -57,56 +57,56 @@ def with_metadata(metadata: Mapping[str, Any], body: str) -> str:
 
 def metadata(
     report: MergeReport,
-    kept: Mapping[str, Any] | None = None,
+    existing: Mapping[str, Any] | None = None,
     measured: Sequence[Mapping[str, Any]] = (),
     name: str = "",
 ) -> dict[str, Any]:
     """A card's metadata: parents, relation, licence, tags, datasets, and figures that were measured.
 
     Args:
-        kept: what the card says already; what is not ours stays.
+        existing: what the card says already; what is not ours stays.
         measured: what `evaluate` wrote.
         name: of the model, among its figures.
     """
-    found = dict(kept or {})
+    card = dict(existing or {})
     if parents := _hub_ids(report):
-        found["base_model"] = parents if report.relation == "merge" else parents[0]
-    elif not found.get("base_model"):
-        found.pop("base_model", None)
-    found["base_model_relation"] = report.relation
-    found["library_name"] = "peft" if report.relation == "adapter" else "transformers"
-    found |= _licence(report, found)
-    own = [tag for tag in found.get("tags") or [] if isinstance(tag, str)]
-    found["tags"] = list(dict.fromkeys([*TAGS[report.relation], *own]))
-    sets = [*(found.get("datasets") or []), *map(_dataset, (str(used["source"]) for used in report.data))]
+        card["base_model"] = parents if report.relation == "merge" else parents[0]
+    elif not card.get("base_model"):
+        card.pop("base_model", None)
+    card["base_model_relation"] = report.relation
+    card["library_name"] = "peft" if report.relation == "adapter" else "transformers"
+    card |= _licence(report, card)
+    user_tags = [tag for tag in card.get("tags") or [] if isinstance(tag, str)]
+    card["tags"] = list(dict.fromkeys([*TAGS[report.relation], *user_tags]))
+    sets = [*(card.get("datasets") or []), *map(_dataset, (str(used["source"]) for used in report.data))]
     if known := list(dict.fromkeys(filter(None, sets))):
-        found["datasets"] = known
+        card["datasets"] = known
     if measured:
-        found["model-index"] = [{"name": name, "results": [_result(one) for one in measured]}]
-    return found
+        card["model-index"] = [{"name": name, "results": [_result(measurement) for measurement in measured]}]
+    return card
 
 
 def _parents(report: MergeReport) -> dict[str, dict[str, Any]]:
-    """Where each parent came from, adapters after their bases."""
+    """The origin of each parent, adapters after their bases."""
     names = [report.base] if report.base is not None else list(report.models)
-    found = {}
+    origins = {}
     for name in names:
         facts = report.models.get(name, {})
         adapter = facts.get("adapter")
-        found[name if adapter is None else name.partition("+")[0]] = facts
+        origins[name if adapter is None else name.partition("+")[0]] = facts
         if adapter is not None:
-            found[str(adapter.get("name"))] = adapter
-    return found
+            origins[str(adapter.get("name"))] = adapter
+    return origins
 
 
 def _hub_ids(report: MergeReport) -> list[str]:
     return list(dict.fromkeys(facts["hub"] for facts in _parents(report).values() if facts.get("hub")))
 
 
-def _licence(report: MergeReport, kept: Mapping[str, Any]) -> dict[str, str]:
+def _licence(report: MergeReport, existing: Mapping[str, Any]) -> dict[str, str]:
     """The parents' licence where they share one; `other` where they differ, or one states none. A card's own stays."""
     stated = _stated(report)
-    if kept.get("license") not in (None, "other") or not any(stated):
+    if existing.get("license") not in (None, "other") or not any(stated):
         return {}
     if len(set(stated)) == 1:
         return {"license": str(stated[0])}
@@ -120,16 +120,16 @@ def _stated(report: MergeReport) -> list[str | None]:
 
 
 def _dataset(source: str) -> str | None:
-    """A dataset of the hub, out of what names one of its files."""
-    found = re.match(r"datasets/([\w.-]+/[\w.-]+)/", source)
-    return found[1] if found else None
+    """The hub's dataset that a file name belongs to."""
+    match = re.match(r"datasets/([\w.-]+/[\w.-]+)/", source)
+    return match[1] if match else None
 
 
-def _result(one: Mapping[str, Any]) -> dict[str, Any]:
-    source = str(one["data"])
-    figures = {name: value for name, value in one["figures"].items() if isinstance(value, int | float)}
+def _result(measurement: Mapping[str, Any]) -> dict[str, Any]:
+    source = str(measurement["data"])
+    figures = {name: value for name, value in measurement["figures"].items() if isinstance(value, int | float)}
     return {
-        "task": {"type": one["pipeline"]},
+        "task": {"type": measurement["pipeline"]},
         "dataset": {"type": _dataset(source) or os.path.basename(source), "name": os.path.basename(source)},
         "metrics": [{"type": figure, "value": value} for figure, value in figures.items()],
     }
@@ -181,7 +181,7 @@ def _done(report: MergeReport) -> list[str]:
 
 
 def origins(report: MergeReport) -> list[str]:
-    """Which weights these were, and under which licences, as lines of Markdown."""
+    """Origins, fingerprints and licences of the models, as Markdown lines."""
     parts = {**{name: report.models.get(name, {}) for name in report.fingerprints}, **report.models}
     rows = []
     for name, facts in parts.items():
@@ -235,18 +235,18 @@ def running(report: MergeReport, name: str, model_class: str | None, first: Sequ
 
 def _again(report: MergeReport, name: str, first: Sequence[str]) -> list[str]:
     """How to make a merge again, with the plugin and without."""
-    made = ", ".join(
+    makers = ", ".join(
         f"{n} {plain(v)}" for n, v in report.versions.items() if n in ("rotation-merge", "mergekit", "torch")
     )
-    here = os.path.basename(name)
-    commands = [shlex.join(["mergekit-yaml", f"{here}/mergekit_config.yml", "again"])]
+    folder = os.path.basename(name)
+    commands = [shlex.join(["mergekit-yaml", f"{folder}/mergekit_config.yml", "again"])]
     if name.count("/") == 1:
-        commands = [f"rotation-merge pull {name} {here}", f"mergekit-yaml {here}/recipe.yml again"]
-    again = shlex.join(["rotation-merge", "verify", here, "again"])
+        commands = [f"rotation-merge pull {name} {folder}", f"mergekit-yaml {folder}/recipe.yml again"]
+    again = shlex.join(["rotation-merge", "verify", folder, "again"])
     if first:
-        commands = [f"rotation-merge pull {name} {here}", f"cd {here}", *first, "mergekit-yaml recipe.yml ../again"]
+        commands = [f"rotation-merge pull {name} {folder}", f"cd {folder}", *first, "mergekit-yaml recipe.yml ../again"]
         again = "rotation-merge verify . ../again"
-    lines = ["", "### How to make it again", "", f"With {made}:", "", "```bash", *commands, "```", ""]
+    lines = ["", "### How to make it again", "", f"With {makers}:", "", "```bash", *commands, "```", ""]
     same = "On the same machine with the same versions"
     if first:
         lines += [
@@ -262,7 +262,7 @@ def _again(report: MergeReport, name: str, first: Sequence[str]) -> list[str]:
 
 
 def _without_plugin(report: MergeReport) -> str:
-    """What somebody without the plugin can do."""
+    """Instructions for readers without the plugin."""
     delegate = code(report.delegate)
     if report.own_method:
         return f"It runs without the plugin. To make it again you need the plugin: {delegate} is a method of it."
@@ -287,8 +287,8 @@ def measured_in(folder: str) -> list[dict[str, Any]]:
         return []
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        return [{**one, **{name: one[name] for name in _FIGURES}} for one in found]
+            measurements = json.load(file)
+        return [{**measurement, **{name: measurement[name] for name in _FIGURES}} for measurement in measurements]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         remedy = "measure again with 'rotation-merge evaluate --keep'"
         raise RotationMergeError(f"is damaged ({short(error)})", where=path, remedy=remedy) from error
@@ -298,10 +298,10 @@ def class_of(folder: str) -> str | None:
     """The class of transformers that a checkpoint's config names."""
     try:
         with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-            found = json.load(file).get("architectures")
+            classes = json.load(file).get("architectures")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return str(found[0]) if isinstance(found, list) and found else None
+    return str(classes[0]) if isinstance(classes, list) and classes else None
 
 
 def add_section(path: str, report: MergeReport) -> None:
@@ -333,21 +333,21 @@ def renewed(
             now, or they had the same.
         first: see `section`.
     """
-    kept, body = front_matter(text)
-    own = section(report, name, model_class, first)
-    before, found, after = body.partition(BEGIN)
-    if found:
-        body = f"{before}{own}{after.partition(END)[2].removeprefix(chr(10))}"
+    existing, body = front_matter(text)
+    our_section = section(report, name, model_class, first)
+    before, begin_mark, after = body.partition(BEGIN)
+    if begin_mark:
+        body = f"{before}{our_section}{after.partition(END)[2].removeprefix(chr(10))}"
     else:
         before, marker, after = body.partition("### Configuration")
-        body = f"{before}{own}\n{marker}{after}" if marker else f"{before.rstrip()}\n\n{own}"
+        body = f"{before}{our_section}\n{marker}{after}" if marker else f"{before.rstrip()}\n\n{our_section}"
     if report.relation == "merge":
         body = _without_paths(report)(body) if written is None else _with_new_names(body, written, report)
-    return with_metadata(metadata(report, kept, measured, name), body)
+    return with_metadata(metadata(report, existing, measured, name), body)
 
 
 def _without_paths(report: MergeReport) -> Callable[[str], str]:
-    """What replaces the paths of this machine that a report knows: models, samples, files."""
+    """A function that replaces this machine's paths that the report knows: models, samples, files."""
     names = [*_model_names(report), *_files(report)]
     hub = {name: facts["hub"] for name, facts in _parents(report).items() if facts.get("hub")}
     written = [form(name) for name in names for form in (str, plain, encoded)]
@@ -355,7 +355,7 @@ def _without_paths(report: MergeReport) -> Callable[[str], str]:
 
 
 def _model_names(report: MergeReport) -> list[str]:
-    """Every model that a report names, each adapter by itself; some more than once."""
+    """Every model that a report names, adapters separately; may hold duplicates."""
     adapters = [str(facts["adapter"]["name"]) for facts in report.models.values() if facts.get("adapter")]
     searched = [] if report.search is None else [parent.name for parent in report.search.parents]
     names = [report.anchor, *report.models, *report.fingerprints, *searched, *adapters]
@@ -373,7 +373,7 @@ def _files(report: MergeReport) -> Iterator[str]:
 
 
 def _with_new_names(body: str, written: MergeReport, report: MergeReport) -> str:
-    """What mergekit wrote into a card, its models by other names: in the base, the list and the recipe."""
+    """A card written by mergekit with models renamed: in the base, the list and the recipe."""
     old, new = _without_paths(written), _without_paths(report)
     names = {old(a): new(b) for a, b in zip(_model_names(written), _model_names(report), strict=True)}
     names = {plain(before): plain(after) for before, after in names.items()}
@@ -381,9 +381,9 @@ def _with_new_names(body: str, written: MergeReport, report: MergeReport) -> str
     def replaced(match: re.Match[str]) -> str:
         return match[1] + " + ".join(names.get(part, part) for part in match[2].split(" + ")) + match[3]
 
-    head, marker, rest = body.partition("### Models Merged")
-    models, following, rest = rest.partition("\n### ")
+    head, marker, remainder = body.partition("### Models Merged")
+    models, following, remainder = remainder.partition("\n### ")
     head = re.sub(r"( merge method using )(.+)( as a base\.)", replaced, head)
     models = re.sub(r"(?m)^(\* )(.+)()$", replaced, models)
     recipe = f"```yaml\n{old(written.recipe)}\n```"
-    return f"{head}{marker}{models}{following}{rest}".replace(recipe, f"```yaml\n{new(report.recipe)}\n```")
+    return f"{head}{marker}{models}{following}{remainder}".replace(recipe, f"```yaml\n{new(report.recipe)}\n```")

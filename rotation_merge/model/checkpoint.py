@@ -24,7 +24,7 @@ from rotation_merge.model.adapters import ADAPTER_FILES, Adapter
 from rotation_merge.model.fingerprint import Fingerprint, Watched, fingerprint
 from rotation_merge.model.gguf.loader import GgufLoader, quantised
 from rotation_merge.model.gguf.place import downloaded, gguf_files, in_cache, is_folder, is_gguf
-from rotation_merge.model.halves import NOTE, Half, HalfLoader
+from rotation_merge.model.halves import NOTE, HalfLoader, LanguageHalf
 from rotation_merge.model.headers import (
     Shapes,
     check_codes,
@@ -41,7 +41,7 @@ from rotation_merge.model.member import Member
 from rotation_merge.model.sentence import SentenceLoader, read_modules
 from rotation_merge.model.source import TensorSource, check_shapes
 from rotation_merge.model.sources import Relabelled
-from rotation_merge.model.stored import Stored, in_turn
+from rotation_merge.model.stored import CheckpointTensors, in_turn
 
 LOG = logging.getLogger(__name__)
 
@@ -110,11 +110,11 @@ class Model:
 
     @cached_property
     def modules(self) -> list[dict[str, Any]]:
-        """What stands behind the transformer in a folder of sentence-transformers."""
+        """The modules after the transformer in a sentence-transformers folder."""
         path = self.reference.model.path
         cache = self.options.transformers_cache
-        here = path if is_folder(path) else in_cache(path, self.reference.model.revision, cache)
-        return [] if here is None else read_modules(here)
+        folder = path if is_folder(path) else in_cache(path, self.reference.model.revision, cache)
+        return [] if folder is None else read_modules(folder)
 
     def check_files(self) -> None:
         """Refuse a missing directory or missing weight files, before mergekit opens anything.
@@ -159,9 +159,9 @@ class Model:
         try:
             if plain not in LoaderCache.loaders and (gguf := self._gguf()) is not None:
                 LoaderCache.loaders[plain] = GgufLoader(gguf)
-            if plain not in LoaderCache.loaders and (here := self._in_cache_alone()) is not None:
-                LoaderCache.loaders[plain] = here.lazy_loader(lazy_unpickle=self.options.lazy_unpickle)
-            found = in_turn(LoaderCache().get(plain))
+            if plain not in LoaderCache.loaders and (cached := self._in_cache_alone()) is not None:
+                LoaderCache.loaders[plain] = cached.lazy_loader(lazy_unpickle=self.options.lazy_unpickle)
+            loader = in_turn(LoaderCache().get(plain))
         except RotationMergeError:
             raise
         except Exception as error:  # readers and downloads raise errors of many classes
@@ -169,16 +169,16 @@ class Model:
                 f"weights cannot be read ({short(error)})", where=str(self.reference), remedy="download them again"
             ) from error
         if not is_folder(path):
-            check_local(str(found.index.base_path))
-        if isinstance(found, HalfLoader):  # of a merge before, in which the model was part of another
-            LoaderCache.loaders[plain] = found = found.own
+            check_local(str(loader.index.base_path))
+        if isinstance(loader, HalfLoader):  # of a merge before, in which the model was part of another
+            LoaderCache.loaders[plain] = loader = loader.text
         if self.modules:
-            if not isinstance(found, SentenceLoader):
-                found = SentenceLoader(found, str(found.index.base_path), self.modules)
-            LoaderCache.loaders[plain] = found
+            if not isinstance(loader, SentenceLoader):
+                loader = SentenceLoader(loader, str(loader.index.base_path), self.modules)
+            LoaderCache.loaders[plain] = loader
         if self.adapter is not None:
-            LoaderCache.loaders[self.reference] = found = AdaptedLoader(found, self.adapter, self._places)
-        return found
+            LoaderCache.loaders[self.reference] = loader = AdaptedLoader(loader, self.adapter, self._places)
+        return loader
 
     def _gguf(self) -> str | None:
         """The folder that was made of the GGUF in which the model lies; None where it lies in none."""
@@ -191,7 +191,7 @@ class Model:
         return folder if folder is not None and gguf_files(folder) else None
 
     def _in_cache_alone(self) -> ModelReference | None:
-        """A model of the hub as the folder in its cache, where the hub cannot be asked, as mergekit would do."""
+        """The cached folder of a hub model if the hub cannot be reached, as mergekit does."""
         model = self.reference.model
         if is_folder(model.path) or reachable():
             return None
@@ -216,17 +216,17 @@ class Model:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """What the tensors are stored in, which what an adapter changes is not rounded to when it is read."""
+        """Dtypes of the stored tensors; tensors changed by an adapter are not rounded to them."""
         return self._of_files(file_dtypes)
 
     def _of_files(self, read: Callable[[str], Mapping[str, T]]) -> dict[str, T]:
-        """What all files say of their tensors, under the names of the whole model."""
+        """What a function reads from each weight file, under the names of the whole model."""
         base = self.loader.base if isinstance(self.loader, AdaptedLoader) else self.loader
         prefixes = base.prefixes if isinstance(base, SentenceLoader) else {}
         result: dict[str, T] = {}
         for shard in sorted(set(self.loader.index.tensor_paths.values())):
-            found = read(os.path.join(self.loader.index.base_path, shard))
-            result.update({prefixes.get(shard, "") + name: value for name, value in found.items()})
+            described = read(os.path.join(self.loader.index.base_path, shard))
+            result.update({prefixes.get(shard, "") + name: value for name, value in described.items()})
         return result
 
     @property
@@ -252,19 +252,19 @@ class Model:
     @cached_property
     def _layout(self) -> Architecture:
         merge_anyway = self.unsupported == "merge"
-        where = str(self.reference)
+        name = str(self.reference)
         if not stores_codes(self.config):  # with which the architecture refuses it
-            check_codes(self._of_files(file_codes), self.names, where)
+            check_codes(self._of_files(file_codes), self.names, name)
         if merge_anyway and find(self.config) is None:
             return unaligned(self.names, self.config)
         try:
-            architecture = resolve(self.config, self.names, where, keep_unknown=merge_anyway, untie=self.untie)
+            architecture = resolve(self.config, self.names, name, keep_unknown=merge_anyway, untie=self.untie)
         except ArchitectureError as error:
-            if error.where == where:
+            if error.where == name:
                 raise
-            raise ArchitectureError(error.what, where=f"{where}, {error.where}", remedy=error.remedy) from error
-        check_shapes(architecture, self.shapes, where)
-        _log_architecture(architecture, where)
+            raise ArchitectureError(error.what, where=f"{name}, {error.where}", remedy=error.remedy) from error
+        check_shapes(architecture, self.shapes, name)
+        _log_architecture(architecture, name)
         return architecture
 
     @cached_property
@@ -295,23 +295,23 @@ class Model:
         """Name of that head."""
         return self.tied[0] if self.tied else None
 
-    def within(self, anchor: Model, half: Half) -> Model:
-        """A text-only model as one of the anchor's kind (see `halves`)."""
-        found = Model(self.reference, self.options, self.unsupported, self.untie)
-        found.note = f"`{self.reference}` {NOTE.format(anchor=f'`{anchor.reference}`')}."
+    def within(self, anchor: Model, half: LanguageHalf) -> Model:
+        """A text-only model as one of the anchor's class (see `halves`)."""
+        wrapped = Model(self.reference, self.options, self.unsupported, self.untie)
+        wrapped.note = f"`{self.reference}` {NOTE.format(anchor=f'`{anchor.reference}`')}."
         loader = LoaderCache.loaders[self.reference] = HalfLoader(self.loader, anchor.loader, half)
-        vars(found).update(loader=loader, config=half.config(anchor.config, self.config))  # instead of reading them
-        vars(found)["_of_files"] = lambda read: half.all_of(self._of_files(read), anchor._of_files(read))
-        return found
+        vars(wrapped).update(loader=loader, config=half.config(anchor.config, self.config))  # instead of reading them
+        vars(wrapped)["_of_files"] = lambda read: half.all_of(self._of_files(read), anchor._of_files(read))
+        return wrapped
 
     def standing_in(self, anchor: Model) -> Model:
-        """The anchor by this model's name, as what its change will make of it: the anchor's config and shapes."""
-        found = Model(self.reference, self.options, self.unsupported, self.untie)
-        vars(found).update(loader=anchor.loader, config=anchor.config, shapes=anchor.shapes, dtypes=anchor.dtypes)
-        return found
+        """The anchor's config, shapes and tensors under this model's name, to receive its task vector."""
+        stand_in = Model(self.reference, self.options, self.unsupported, self.untie)
+        vars(stand_in).update(loader=anchor.loader, config=anchor.config, shapes=anchor.shapes, dtypes=anchor.dtypes)
+        return stand_in
 
-    def check_shapes(self, other: Model, excluded: Callable[[str], bool], resized: bool) -> None:
-        """Tensors in the same place of another model have the same shape.
+    def check_shapes(self, anchor: Model, excluded: Callable[[str], bool], resized: bool) -> None:
+        """Refuse models whose corresponding tensors differ in shape.
 
         Args:
             excluded: says which tensors are not merged.
@@ -320,21 +320,27 @@ class Model:
         Raises:
             CheckpointError: names the first tensor that differs.
         """
-        mine = {(b.index, info.key): info for b in self.architecture.blocks for info in b.tensors}
-        for block in other.architecture.blocks:
+        infos = {(b.index, info.key): info for b in self.architecture.blocks for info in b.tensors}
+        for block in anchor.architecture.blocks:
             for info in block.tensors:
-                same = mine.get((block.index, info.key))
-                ours, theirs = (model.shapes.get(i.name) if i else None for model, i in ((self, same), (other, info)))
-                if ours is None or theirs is None or excluded(info.name):
+                same = infos.get((block.index, info.key))
+                own_shape, anchor_shape = (
+                    model.shapes.get(i.name) if i else None for model, i in ((self, same), (anchor, info))
+                )
+                if own_shape is None or anchor_shape is None or excluded(info.name):
                     continue
                 axis = info.vocabulary_axis
-                differing = [d for d in range(max(len(ours), len(theirs))) if ours[d : d + 1] != theirs[d : d + 1]]
+                differing = [
+                    d
+                    for d in range(max(len(own_shape), len(anchor_shape)))
+                    if own_shape[d : d + 1] != anchor_shape[d : d + 1]
+                ]
                 if differing == [axis] and resized:
                     continue
                 if differing:
                     raise CheckpointError(
-                        f"tensor '{info.name}' is {list(theirs)}, in {self.reference} {list(ours)}",
-                        where=str(other.reference),
+                        f"tensor '{info.name}' is {list(anchor_shape)}, in {self.reference} {list(own_shape)}",
+                        where=str(anchor.reference),
                         remedy="add 'tokenizer: {source: base}' so that the vocabularies are brought together"
                         if differing == [axis]
                         else "only equal shapes can be merged; name it under 'exclude' to copy it from base_model",
@@ -342,23 +348,23 @@ class Model:
 
     @property
     def rewritten(self) -> dict[str, Any]:
-        """The entries of its config that are others for its sizes, and its classes' order, being the anchor's."""
+        """Config entries that change when it takes the anchor's sizes and order of classes."""
         if not self.rows:
             return {**self.sizes}
-        own, (_, order) = labels(self.config), next(iter(self.rows.values()))
-        return {**self.sizes, **named_rows(tuple(own[i] for i in order))}
+        names, (_, order) = labels(self.config), next(iter(self.rows.values()))
+        return {**self.sizes, **named_rows(tuple(names[i] for i in order))}
 
     @property
-    def stored(self) -> Stored:
-        """Its tensors as they are stored, whatever order its classes are wanted in."""
-        return Stored(self)
+    def stored(self) -> CheckpointTensors:
+        """Its tensors as stored, before its classes are reordered."""
+        return CheckpointTensors(self)
 
     @cached_property
     def fingerprint(self) -> str:
         return fingerprint(self.architecture, self.stored, self.config)
 
     def watched(self, mark: Fingerprint) -> TensorSource:
-        """Its tensors, which leave their marks as they are stored."""
+        """Its tensors; reading them adds to the fingerprint."""
         return Relabelled(Watched(self.stored, mark), self.rows)
 
     def __contains__(self, name: object) -> bool:
@@ -387,12 +393,12 @@ def parse_reference(path: str) -> ModelReference:
 
 
 def whole_path(name: str) -> str:
-    """A model's name for a process that works in another folder: with whole paths of what lies here."""
-    found = parse_reference(name)
-    parts = {"model": found.model} if found.lora is None else {"model": found.model, "lora": found.lora}
-    here = {key: part for key, part in parts.items() if os.path.exists(part.path)}
-    whole = {key: part.model_copy(update={"path": os.path.abspath(part.path)}) for key, part in here.items()}
-    return str(found.model_copy(update=whole))
+    """A model's name with absolute local paths, for a process in another folder."""
+    reference = parse_reference(name)
+    parts = {"model": reference.model} if reference.lora is None else {"model": reference.model, "lora": reference.lora}
+    local_parts = {key: part for key, part in parts.items() if os.path.exists(part.path)}
+    whole = {key: part.model_copy(update={"path": os.path.abspath(part.path)}) for key, part in local_parts.items()}
+    return str(reference.model_copy(update=whole))
 
 
 def open_model(path: str, unsupported: str = "error") -> Model:

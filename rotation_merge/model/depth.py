@@ -1,4 +1,4 @@
-r"""Which layers of two aligned models are alike: by what they read and write, whatever the gauge inside a layer.
+r"""Finds similar layers of two aligned models, from what they read and write of the stream.
 
 What a layer's maps W read of (or write into) a stream is known by the Gram ``G = W^T W`` (``W W^T``) up to the gauge of
 heads and neurons. With the stream's map R, a layer of the one resembles a layer of the other by the cosine of
@@ -27,55 +27,62 @@ Marks = dict[tuple[str, str], Tensor]
 def probes(sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """Vectors that Grams are compared by, for streams of these sizes: (size, probes), float64."""
     draw = torch.Generator().manual_seed(0)
-    found = {}
+    vectors = {}
     for name, size in sizes.items():
         few = size > PROBES
-        found[name] = (
+        vectors[name] = (
             torch.randn(size, PROBES, generator=draw, dtype=torch.float64) if few else torch.eye(size).double()
         )
-    return found
+    return vectors
 
 
 def marks(
-    block: Block, source: TensorSource, given: Mapping[str, Tensor], maps: Mapping[str, SpaceTransform] | None = None
+    block: Block,
+    source: TensorSource,
+    probe_vectors: Mapping[str, Tensor],
+    maps: Mapping[str, SpaceTransform] | None = None,
 ) -> Marks:
-    """What the Grams of a layer's maps make of probes of a size that holds their streams.
+    """Products of the Grams of a layer's maps with probe vectors.
 
     Args:
         source: its tensors, folded where streams are turned.
-        given: the probes by stream.
+        probe_vectors: the probes by stream.
         maps: of the streams to where the probes are; None: they are there.
     """
-    found: Marks = {}
-    seen: dict[tuple[str, str], list[Tensor]] = {}
+    products: Marks = {}
+    stream_maps: dict[tuple[str, str], list[Tensor]] = {}
     for info in block.tensors:
         place = _on_stream(info)
         if place is None or (tensor := read_tensor(info, source)) is None:
             continue
         dim, stream, role = place
-        seen.setdefault((stream, role), []).append(tensor.movedim(dim, 0).flatten(1).double())
-    for (stream, role), maps_there in seen.items():
-        wide, transform = given[stream], (maps or {}).get(stream)
-        own = wide if transform is None else transform.inverse().act(wide, role, 0)
+        stream_maps.setdefault((stream, role), []).append(tensor.movedim(dim, 0).flatten(1).double())
+    for (stream, role), maps_there in stream_maps.items():
+        wide, transform = probe_vectors[stream], (maps or {}).get(stream)
+        local_probes = wide if transform is None else transform.inverse().act(wide, role, 0)
         size = len(maps_there[0])
-        own = own[:size]
-        made = sum((w @ (w.mT @ own) for w in maps_there), torch.zeros_like(own))
-        made = made - sum(float(w.square().sum()) for w in maps_there) / size * own
+        local_probes = local_probes[:size]
+        product = sum((w @ (w.mT @ local_probes) for w in maps_there), torch.zeros_like(local_probes))
+        product = product - sum(float(w.square().sum()) for w in maps_there) / size * local_probes
         padded = torch.zeros_like(wide)
-        padded[:size] = made
-        found[stream, role] = padded if transform is None else transform.act(padded, role, 0)
-    return found
+        padded[:size] = product
+        products[stream, role] = padded if transform is None else transform.act(padded, role, 0)
+    return products
 
 
 def _on_stream(info: TensorInfo) -> tuple[int, str, str] | None:
-    """The one dimension of a map that is a stream's, the stream, and whether it reads or writes it."""
-    found = [
+    """The dimension of a map that lives in a stream, the stream, and whether the map reads or writes it."""
+    stream_axes = [
         (dim, part.space.name, part.role)
         for dim, axis in enumerate(info.axes)
         for part in axis.parts
         if part.space.kind == "stream" and axis.size == part.size
     ]
-    return found[0] if len(info.axes) > 1 and len(found) == 1 and found[0][2] in ("read", "write") else None
+    return (
+        stream_axes[0]
+        if len(info.axes) > 1 and len(stream_axes) == 1 and stream_axes[0][2] in ("read", "write")
+        else None
+    )
 
 
 def likeness(new: Marks, old: Marks) -> float:

@@ -1,4 +1,4 @@
-"""Exchanging the model in a folder for another one: the old one stands again where that does not come to its end."""
+"""Replaces the model in a folder by another one, and restores the old one on failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS = "heads"
 
 @dataclass(frozen=True)
 class FolderExchange:
-    """What is moved from `staging` into `target`, and what is moved out of its way, by paths within the two.
+    """Files to move from `staging` into `target`, and files to move out of the way, by relative paths.
 
     The config goes first and comes last, so that at no moment a mixture of two models, or of a model and an adapter,
     loads. What is moved out waits beside `staging`, with a journal of all moves.
@@ -41,7 +41,7 @@ class FolderExchange:
 
     @classmethod
     def of(cls, staging: str, target: str) -> FolderExchange:
-        """Look at both folders; nothing is moved.
+        """Plan an exchange from both folders; nothing is moved.
 
         Raises:
             RotationMergeError: a folder stands where a file is to come.
@@ -54,11 +54,11 @@ class FolderExchange:
 
     @property
     def holder(self) -> str:
-        """Where the journal is, and what has been moved out."""
+        """The folder of the journal and of the files moved out."""
         return os.path.dirname(self.staging)
 
     def run(self) -> None:
-        """Move the old out and the new in; where anything goes wrong, all stands as it stood.
+        """Move the old files out and the new ones in; on failure, restore everything.
 
         Raises:
             OSError: a move is impossible.
@@ -77,7 +77,7 @@ class FolderExchange:
         self._end()
 
     def undo(self) -> None:
-        """Move back all that has been moved; may be called again where it was interrupted itself.
+        """Move everything back; may be called again if it was interrupted.
 
         Raises:
             RotationMergeError: something else stands there by now.
@@ -103,8 +103,8 @@ class FolderExchange:
     def _move(self, source: str, path: str, to: str) -> None:
         destination = os.path.join(to, path)
         if os.path.lexists(destination):
-            what = f"blocks '{path}', which has to come back from {source}"
-            raise RotationMergeError(what, where=destination, remedy="move it away and run again")
+            problem = f"blocks '{path}', which has to come back from {source}"
+            raise RotationMergeError(problem, where=destination, remedy="move it away and run again")
         os.makedirs(os.path.dirname(destination), exist_ok=True)
         os.rename(os.path.join(source, path), destination)
 
@@ -117,7 +117,7 @@ class FolderExchange:
 
 
 def interrupted(holder: str, target: str) -> FolderExchange | None:
-    """The exchange that a killed process has left half done; None: it has left none.
+    """The exchange that a killed process left half done; None if there is none.
 
     Raises:
         RotationMergeError: its journal is none that we write.
@@ -134,8 +134,8 @@ def interrupted(holder: str, target: str) -> FolderExchange | None:
         staging = os.path.join(holder, moves["staging"])
         return FolderExchange(staging, target, moves["incoming"], moves["outgoing"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"is not a journal of an exchange ({error})"
-        raise RotationMergeError(what, where=path, remedy="look at the files beside it, and move it away") from error
+        problem = f"is not a journal of an exchange ({error})"
+        raise RotationMergeError(problem, where=path, remedy="look at the files beside it, and move it away") from error
 
 
 def _is_inside(path: str) -> bool:
@@ -143,26 +143,26 @@ def _is_inside(path: str) -> bool:
 
 
 def _moves(staging: str, target: str, folder: str) -> Iterator[tuple[list[str], list[str]]]:
-    """What comes into a folder that both have, and what has to go from there; then the same of folders in it."""
+    """Files to move into a folder that both have, and files to move out; then the same for its subfolders."""
     names = sorted(os.listdir(os.path.join(staging, folder)))
     incoming, outgoing = list[str](), list[str]()
     for path in (os.path.join(folder, name) for name in names):
-        here, there = _is_folder(os.path.join(staging, path)), _is_folder(os.path.join(target, path))
-        if here and there:
+        new_is_folder, old_is_folder = _is_folder(os.path.join(staging, path)), _is_folder(os.path.join(target, path))
+        if new_is_folder and old_is_folder:
             yield from _moves(staging, target, path)
             continue
-        if there:
-            what = "is a folder, where a file is to be written"
-            raise RotationMergeError(what, where=os.path.join(target, path), remedy="move it away")
+        if old_is_folder:
+            problem = "is a folder, where a file is to be written"
+            raise RotationMergeError(problem, where=os.path.join(target, path), remedy="move it away")
         incoming.append(path)
         if os.path.lexists(os.path.join(target, path)):
             outgoing.append(path)
     if any(is_of_a_model(name) for name in names):
-        others = sorted(set(os.listdir(os.path.join(target, folder))) - set(names))
-        outgoing += [os.path.join(folder, name) for name in others if is_of_a_model(name)]
+        outgoing_names = sorted(set(os.listdir(os.path.join(target, folder))) - set(names))
+        outgoing += [os.path.join(folder, name) for name in outgoing_names if is_of_a_model(name)]
     if folder == HEADS:  # what an earlier merge wrote there is a model that nobody merged this time
-        others = sorted(set(os.listdir(os.path.join(target, folder))) - set(names))
-        places = (os.path.join(folder, name) for name in others)
+        outgoing_names = sorted(set(os.listdir(os.path.join(target, folder))) - set(names))
+        places = (os.path.join(folder, name) for name in outgoing_names)
         outgoing += [place for place in places if os.path.isfile(os.path.join(target, place, REPORT_FILE))]
     yield incoming, outgoing
 

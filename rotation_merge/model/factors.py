@@ -1,4 +1,4 @@
-"""Changes of low rank: the two factors of a weight's change, each with the axes that it has of the weight's."""
+"""Low-rank changes: the two factors of a weight's change, and their axes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def factor_infos(info: TensorInfo) -> tuple[TensorInfo, TensorInfo]:
 
 
 def input_dim(info: TensorInfo) -> int | None:
-    """The dimension of what a map (or its factor) reads."""
+    """The input dimension of a map or of its factor."""
     return next((dim for dim, axis in enumerate(info.axes) if _reads(axis)), None)
 
 
@@ -73,7 +73,7 @@ def output_axis(info: TensorInfo) -> tuple[int, Axis]:
 
 
 def dense(change: LowRank | Tensor, info: TensorInfo) -> Tensor:
-    """The change of the weight itself."""
+    """The dense change of a weight."""
     if isinstance(change, Tensor):
         return change
     a, b = change.a, change.b

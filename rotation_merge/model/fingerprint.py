@@ -1,4 +1,4 @@
-"""Fingerprints: which weights were these? Taken in passing, while a model's tensors are read for something else."""
+"""Fingerprints of models, taken while their tensors are read for something else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Fingerprint:
         return name in self._tensors
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Look at a tensor as it is stored; at each name once."""
+        """Add a stored tensor; each name counts once."""
         with self._lock:
             if name in self._tensors:
                 return
@@ -59,7 +59,7 @@ class Fingerprint:
         return dict(self._tensors)
 
     def complete(self, names: Iterable[str], source: TensorSource) -> None:
-        """Read those of the tensors that have not come by."""
+        """Read the tensors that have not been added yet."""
         for name in names:
             if name not in self._tensors and name in source:
                 self.add(name, source[name])
@@ -74,7 +74,7 @@ class Fingerprint:
 
 
 class Watched:
-    """A source whose tensors leave their mark as they are read."""
+    """A source that adds its tensors to a fingerprint as they are read."""
 
     def __init__(self, source: TensorSource, mark: Fingerprint) -> None:
         self.source, self.mark = source, mark

@@ -111,7 +111,7 @@ def _fold_norm(
 def unfold_change(
     block: Block, info: TensorInfo, change: Tensor, get: Get, streams: Iterable[str], weight: Tensor | None = None
 ) -> Tensor:
-    """The change of a tensor that makes a model as it is stored do what `change` makes the folded one do.
+    """The change of a stored tensor that has the same effect as `change` on the folded model.
 
     What a norm multiplies is divided by its gain, what a layer scale multiplies by the scale; from a bias is taken what
     the changed weight makes of the norm's shift. The reverse of `fold_tensor` for changes, except where that centres.
@@ -178,7 +178,7 @@ def _near_zero(block: Block, key: str, entry: int) -> AlignmentError:
 
 
 def _constant(weight: Tensor, info: TensorInfo, shift: Tensor, norm: Norm, ndim: int) -> Tensor:
-    """What a weight makes of a norm's shift: W b, of the bias's `ndim` dimensions."""
+    """W b, a weight applied to a norm's shift, of the bias's `ndim` dimensions."""
     added = times_gain(weight, info, shift, norm.stream).sum(_dim(info, norm.stream))
     return added.flatten(ndim).sum(-1) if added.ndim > ndim else added
 
@@ -208,7 +208,7 @@ LEAST_ERROR = 1e-4
 
 
 def _divided(block: Block, shift: Tensor, norm: Norm, get: Get, dtype: torch.dtype | None) -> Tensor:
-    """The shift before a gain of one, for readers without a bias.
+    """The shift divided by the gain, for readers without a bias.
 
     Beside normalised activations, whose root mean square is one, it is stored in its type: once a rotation has mixed
     the coordinates, the largest of its entries sets the rounding error of all.
@@ -271,10 +271,12 @@ def times_gain(tensor: Tensor, info: TensorInfo, gain: Tensor, stream: str, role
     dim = _dim(info, stream, role)
     axis = info.axes[dim]
     pieces = split_axis(tensor, dim, axis)
-    for where, piece in enumerate(axis.pieces):
+    for position, piece in enumerate(axis.pieces):
         for part, start in placed(piece, dim):
             if part.space.name == stream and part.role == role:
-                pieces[where] = pieces[where] * gain.to(tensor).reshape(-1, *[1] * (pieces[where].ndim - start - 1))
+                pieces[position] = pieces[position] * gain.to(tensor).reshape(
+                    -1, *[1] * (pieces[position].ndim - start - 1)
+                )
     return join_axis(pieces, dim, axis)
 
 
@@ -303,8 +305,8 @@ class Fold:
             return None
         read = [norm for norm in _norms(block, self.streams) if _reads(info.key, norm)]
         last = replace(info, axes=info.axes[-1:])
-        ones = torch.ones((), dtype=torch.float64).expand(info.axes[-1].size or 0)
-        return {norm.gain: times_gain(ones, last, _gain(norm, get), norm.stream) for norm in read}
+        ones_like_axis = torch.ones((), dtype=torch.float64).expand(info.axes[-1].size or 0)
+        return {norm.gain: times_gain(ones_like_axis, last, _gain(norm, get), norm.stream) for norm in read}
 
     def inputs(self, block: Block, info: TensorInfo) -> list[str]:
         """Keys of the tensors that a folded one is computed from, itself included."""
@@ -343,7 +345,7 @@ class Folded:
         return name in self.source or (name in self.places and self._tied(str(name)) is not None)
 
     def _tied(self, name: str) -> str | None:
-        return next((other for other in self.places[name][1].tied if other in self.source), None)
+        return next((tied_name for tied_name in self.places[name][1].tied if tied_name in self.source), None)
 
     def __getitem__(self, name: str, /) -> Tensor:
         if name not in self.places:
@@ -351,8 +353,8 @@ class Folded:
         block, info, piece = self.places[name]
 
         def get(key: str) -> Tensor | None:
-            found = block.tensor(key)
-            return read_tensor(found, self.source) if found is not None else None
+            info_here = block.tensor(key)
+            return read_tensor(info_here, self.source) if info_here is not None else None
 
         folded = self.fold.tensor(block, info, get)
         return folded[piece] if info.stacked else folded

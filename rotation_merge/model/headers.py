@@ -59,7 +59,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, without the path that an OSError repeats."""
+    """An error's message, without the path that an OSError repeats."""
     strerror = getattr(error, "strerror", None)
     return str(strerror).lower() if strerror else str(error) or type(error).__name__
 
@@ -72,7 +72,7 @@ _STEMS = ("model.safetensors", "pytorch_model.bin")
 
 
 def check_local(folder: str) -> None:
-    """What mergekit would open in a directory can be opened, and is what transformers would open.
+    """Check that a directory's weights can be opened, and that mergekit and transformers would open the same files.
 
     mergekit takes safetensors before pickles, and an index before a single file.
 
@@ -107,7 +107,7 @@ def holds_model(folder: str) -> bool:
 
 
 def _check_shards(folder: str, stem: str, shards: list[str]) -> None:
-    """All shards are there, no other file stands for them, and each tensor is in one of them."""
+    """Check that all shards exist, are unambiguous, and hold every tensor."""
     for shard in shards:
         if not os.path.isfile(os.path.join(folder, shard)):
             raise CheckpointError(f"shard {shard} is missing", where=folder, remedy="download it again")
@@ -122,7 +122,7 @@ def _check_shards(folder: str, stem: str, shards: list[str]) -> None:
 
 
 def _check_others(folder: str, opened: str) -> None:
-    """Nothing else in a directory has transformers open other weights than the file that mergekit opens."""
+    """Check that transformers would not open other weight files than mergekit."""
     if os.path.exists(os.path.join(folder, ADAPTER_CONFIG)):
         raise _ambiguous(folder, f"{opened} and {ADAPTER_CONFIG} are both there")
     if os.path.isfile(config := os.path.join(folder, "config.json")):
@@ -131,9 +131,9 @@ def _check_others(folder: str, opened: str) -> None:
             raise _ambiguous(folder, f"config.json names '{named}' (transformers_weights), and {opened} is there")
 
 
-def _ambiguous(folder: str, what: str) -> CheckpointError:
+def _ambiguous(folder: str, problem: str) -> CheckpointError:
     remedy = "move away what is not the model: transformers and mergekit would read different weights"
-    return CheckpointError(f"it is ambiguous which weights are the model's: {what}", where=folder, remedy=remedy)
+    return CheckpointError(f"it is ambiguous which weights are the model's: {problem}", where=folder, remedy=remedy)
 
 
 _COUNT = re.compile(r"(.*_)?(layers?|depth|experts)")
@@ -144,7 +144,7 @@ _PLAUSIBLE = 4096
 
 
 def check_config(folder: str) -> None:
-    """A checkpoint's config counts no more layers or experts than its files can hold, before anybody makes as many.
+    """Check that a config does not claim more layers or experts than its files can hold.
 
     Raises:
         CheckpointError: names the entry; or config.json is missing or damaged.
@@ -161,8 +161,8 @@ def check_config(folder: str) -> None:
         parts += [value for value in part.values() if isinstance(value, dict)]
         for name, value in part.items():
             if _COUNT.fullmatch(name) and isinstance(value, int | float) and value > max(tensors, _PLAUSIBLE):
-                what = f"'{name}' is {value:.15g} in config.json, and the weight files hold {tensors} tensors"
-                raise CheckpointError(what, where=folder, remedy="config.json is damaged, or that of another model")
+                problem = f"'{name}' is {value:.15g} in config.json, and the weight files hold {tensors} tensors"
+                raise CheckpointError(problem, where=folder, remedy="config.json is damaged, or that of another model")
 
 
 def single_file(folder: str) -> str | None:
@@ -216,7 +216,7 @@ def file_shapes(path: str) -> Shapes:
 
 @contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """What goes wrong in reading a weight file is said of it."""
+    """Turns errors of reading a weight file into one that names the file."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, struct.error) as error:
@@ -244,8 +244,7 @@ def safetensors_shapes(path: str) -> Shapes:
 
 
 def safetensors_entries(path: str) -> tuple[dict[str, Any], int]:
-    """The tensors' entries of a safetensors file, and where its data begin; read once as long as the file stays what it
-    is."""
+    """The tensors' entries of a safetensors file, and the offset of its data; cached until the file changes."""
     entries, _, start = _once(path)
     return entries, start
 
@@ -296,7 +295,7 @@ def file_dtypes(path: str) -> dict[str, torch.dtype]:
 
 
 def file_codes(path: str) -> dict[str, str]:
-    """The matrices of codes in one weight file; see `codes`.
+    """The quantised matrices in one weight file; see `codes`.
 
     Raises:
         CheckpointError: as `file_shapes` does.
@@ -311,7 +310,7 @@ def file_codes(path: str) -> dict[str, str]:
 
 
 def check_folder(folder: str) -> None:
-    """Refuse a checkpoint in a directory whose weights are codes, see `check_codes`."""
+    """Refuse a directory whose weights are quantised codes; see `check_codes`."""
     stems = [os.path.join(folder, stem) for stem in _STEMS]
     index = next((f"{stem}.index.json" for stem in stems if os.path.exists(f"{stem}.index.json")), None)
     file = single_file(folder)
@@ -319,43 +318,43 @@ def check_folder(folder: str) -> None:
         files = [os.path.join(folder, shard) for shard in _shards(index)]
     else:
         files = [] if file is None else [file]
-    shapes, found = dict[str, Any](), dict[str, str]()
+    shapes, code_types = dict[str, Any](), dict[str, str]()
     for path in filter(os.path.isfile, files):
-        found.update(file_codes(path))
-        shapes.update(file_shapes(path) if found else {})
-    check_codes(found, shapes, folder)
+        code_types.update(file_codes(path))
+        shapes.update(file_shapes(path) if code_types else {})
+    check_codes(code_types, shapes, folder)
 
 
 def codes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
-    """The matrices among some tensors whose type weights only have as codes of quantised numbers, and that type.
+    """Matrices stored in a dtype that only quantised codes have, and that dtype.
 
     Args:
         tensors: by name, the type as torch or safetensors call it, and the shape.
     """
-    found = {}
+    code_types = {}
     for name, (kind, shape) in tensors.items():
         word = kind.removeprefix("torch.").lower()
         code = next((code for start, code in _FLOATS.items() if word.startswith(start)), None)
         code = code or _INTEGERS.get(word) or (word if word in _INTEGERS.values() else None)
         if code is not None and len(shape) in _MATRICES:
-            found[name] = code
-    return found
+            code_types[name] = code
+    return code_types
 
 
-def check_codes(found: Mapping[str, str], names: Iterable[str], where: str) -> None:
-    """Refuse weights that are codes of quantised numbers although the config says nothing of it.
+def check_codes(code_types: Mapping[str, str], names: Iterable[str], where: str) -> None:
+    """Refuse quantised weights whose config does not declare a quantisation.
 
     Args:
-        found: see `codes`.
+        code_types: see `codes`.
         names: of all tensors of the checkpoint.
 
     Raises:
         CheckpointError: says what they are, and how to get numbers.
     """
-    if not found:
+    if not code_types:
         return
-    name, kind = next(iter(found.items()))
-    if kind.startswith("fp") and not any(other.rpartition(".")[2] in _SCALES for other in names):
+    name, kind = next(iter(code_types.items()))
+    if kind.startswith("fp") and not any(tensor_name.rpartition(".")[2] in _SCALES for tensor_name in names):
         numbers = (
             "write one: CLASS.from_pretrained(PATH, dtype='bfloat16').save_pretrained(OUT), CLASS being the model's"
         )
@@ -374,9 +373,9 @@ def _pickle_shapes(path: str) -> Shapes:
 
 
 def _pickle(path: str) -> dict[str, Tensor]:
-    """The tensors of a pickle, without their data; read once as long as the file stays what it is."""
-    found = os.stat(path)
-    return _unpickled(path, found.st_size, found.st_mtime_ns, found.st_ino)
+    """The tensors of a pickle, without their data; cached until the file changes."""
+    status = os.stat(path)
+    return _unpickled(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @lru_cache(maxsize=64)
@@ -390,7 +389,7 @@ def _unpickled(path: str, size: int, changed: int, number: int) -> dict[str, Ten
         raise ValueError(f"the pickle is damaged or holds other things than tensors ({detail})") from error
     if isinstance(state, dict):
         state = state.get("state_dict", state)
-    found = {n: v for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}
-    if not found:
+    tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)} if isinstance(state, dict) else {}
+    if not tensors:
         raise ValueError("the pickle holds no tensors by name")
-    return found
+    return tensors

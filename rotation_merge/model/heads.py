@@ -34,21 +34,24 @@ def head_names(architecture: Architecture) -> set[str]:
 
 
 def compared(
-    base: Model, others: Iterable[Model], own: Collection[str], excluded: Callable[[str], bool] = lambda _: False
+    base: Model,
+    models: Iterable[Model],
+    head_tensors: Collection[str],
+    excluded: Callable[[str], bool] = lambda _: False,
 ) -> Architecture:
-    """What models are matched on: all but heads that each keeps of its own, and excluded tensors of other sizes.
+    """The tensors that models are matched on: all except separate heads and excluded tensors of other sizes.
 
     Args:
-        own: names of heads' tensors.
+        head_tensors: names of heads' tensors.
     """
-    known, others = base.architecture.named(), list(others)
+    known, models = base.architecture.named(), list(models)
     odd = {
         name
         for name, shape in base.shapes.items()
         if name in known and known[name].vocabulary_axis is None and excluded(name)
-        if any(other.shapes.get(name, shape) != shape for other in others)
+        if any(model.shapes.get(name, shape) != shape for model in models)
     }
-    return base.architecture.without(odd | {name for name in own if name in known})
+    return base.architecture.without(odd | {name for name in head_tensors if name in known})
 
 
 def moved_head(
@@ -96,31 +99,31 @@ def write_heads(
         CheckpointError: a donor has tensors that the merge has not.
     """
     body = LazyTensorLoader(ShardedTensorIndex.from_disk(merged), lazy_unpickle=False)
-    own = head_names(anchor.architecture)
+    own_heads = head_names(anchor.architecture)
     names: list[str] = []
     for reference, (model, transforms) in donors.items():
         name = _free(os.path.basename(str(reference.model.path).rstrip("/")), names)
-        theirs = head_names(model.architecture)
-        kept = [key for key in body.index.tensor_paths if key not in own]
-        known = set(kept) | theirs | set(model.ignored)
+        donor_heads = head_names(model.architecture)
+        body_names = [key for key in body.index.tensor_paths if key not in own_heads]
+        known = set(body_names) | donor_heads | set(model.ignored)
         if lacking := next((key for key in model.names if key not in known), None):
             raise CheckpointError(
                 f"tensor '{lacking}' is not in the merged body", where=str(reference), remedy="leave out 'heads_of'"
             )
-        dtype = body.get_tensor(kept[0]).dtype
-        shared = (merged, kept) if body.index.is_safetensors else None
+        dtype = body.get_tensor(body_names[0]).dtype
+        shared = (merged, body_names) if body.index.is_safetensors else None
 
         def tensors(
             model: Model = model,
             transforms: Mapping[str, SpaceTransform] = transforms,
-            read: list[str] = [] if shared else kept,
+            read: list[str] = [] if shared else body_names,
             dtype: torch.dtype = dtype,
-            others: Mapping[str, Tensor] = solved.get(str(reference), {}),
+            solved_tensors: Mapping[str, Tensor] = solved.get(str(reference), {}),
         ) -> Iterator[tuple[str, Tensor]]:
             for key in read:
                 yield key, body.get_tensor(key)
             for key, tensor in moved_head(model, folded, transforms):
-                yield key, others.get(key, tensor).to(dtype).contiguous()
+                yield key, solved_tensors.get(key, tensor).to(dtype).contiguous()
 
         text = (
             f"---\nlibrary_name: transformers\n---\n# {name}\n\nThe merged body with the head of {code(reference)}.\n"
@@ -131,10 +134,10 @@ def write_heads(
     return names
 
 
-def _free(name: str, taken: Sequence[str]) -> str:
+def _free(name: str, used: Sequence[str]) -> str:
     """A name that is not taken yet."""
-    number, found = 1, name
-    while found in taken:
+    number, free = 1, name
+    while free in used:
         number += 1
-        found = f"{name}-{number}"
-    return found
+        free = f"{name}-{number}"
+    return free

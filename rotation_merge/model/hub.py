@@ -1,4 +1,4 @@
-"""Models of the hub: which names are theirs, which of them have been downloaded."""
+"""Models of the hub: recognising their names, finding the downloaded ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _silenced = False
 
 
 def reachable() -> bool:
-    """Whether the hub answers; where it does not, the libraries are told so, which would each try for half a minute."""
+    """Whether the hub answers; if not, the libraries are set offline, as each would try for half a minute."""
     global _silenced
     from huggingface_hub import constants
 
@@ -68,13 +68,13 @@ def no_answer() -> tuple[str, str]:
 
 
 def check_available(path: str, revision: str | None, cache: str | None = None) -> None:
-    """Refuse a model of the hub that is not in its cache while the hub cannot be asked, at once.
+    """Refuse a hub model that is not cached while the hub cannot be reached.
 
     Raises:
         CheckpointError: names it.
     """
-    held = in_cache(path, revision, cache) is not None
-    if not (held and _is_commit(revision)) and not reachable() and not held:
+    is_cached = in_cache(path, revision, cache) is not None
+    if not (is_cached and _is_commit(revision)) and not reachable() and not is_cached:
         why, remedy = no_answer()
         raise CheckpointError(f"is neither a folder nor in the hub's cache, and {why}", where=path, remedy=remedy)
 
@@ -95,7 +95,7 @@ def in_cache(path: str, revision: str | None, cache: str | None = None) -> str |
 
 
 def downloaded(path: str, revision: str | None, cache: str | None, patterns: list[str]) -> str:
-    """A directory as it is; of a repository of the hub its files, fetched where they are not there yet.
+    """A local directory, or the folder of a hub repository, downloaded if needed.
 
     Raises:
         CheckpointError: there is no such directory or repository.
@@ -126,35 +126,35 @@ class HubFile:
 
     @classmethod
     def of(cls, text: str) -> HubFile | None:
-        """None where the words name none, a file that is here, or one in a folder that is here."""
+        """Parse such a name; None if it is not one, or names a local file or folder."""
         part = r"[A-Za-z0-9_][\w.-]*"
-        found = re.fullmatch(rf"(datasets/)?({part}/{part})/((?:{part}/)*{part})(?:@([\w./-]+))?", text)
-        if found is None or os.path.exists(text) or (not found[4] and os.path.isdir(text.partition("/")[0])):
+        match = re.fullmatch(rf"(datasets/)?({part}/{part})/((?:{part}/)*{part})(?:@([\w./-]+))?", text)
+        if match is None or os.path.exists(text) or (not match[4] and os.path.isdir(text.partition("/")[0])):
             return None
-        return cls("dataset" if found[1] else "model", found[2], found[3], found[4])
+        return cls("dataset" if match[1] else "model", match[2], match[3], match[4])
 
     def cached(self, cache: str | None = None) -> str | None:
-        """Where it lies, if it has been downloaded."""
+        """Its path in the cache; None if it was not downloaded."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(
+        cached = try_to_load_from_cache(
             self.repo, self.name, cache_dir=cache, revision=self.revision, repo_type=self.kind
         )
-        return found if isinstance(found, str) else None
+        return cached if isinstance(cached, str) else None
 
 
 def local_file(path: str, cache: str | None = None) -> str:
-    """A file as it is; of a repository of the hub, the downloaded one, fetched where it is not there yet.
+    """The path of a local file, or of a file of the hub, downloaded if needed.
 
     Raises:
         CheckpointError: it is not here, and cannot be downloaded.
     """
-    wanted = HubFile.of(path)
-    if wanted is None:
+    file = HubFile.of(path)
+    if file is None:
         return path
-    held = wanted.cached(cache)
-    if held is not None and (_is_commit(wanted.revision) or not reachable()):
-        return held
+    cached = file.cached(cache)
+    if cached is not None and (_is_commit(file.revision) or not reachable()):
+        return cached
     if not reachable():
         why, remedy = no_answer()
         raise CheckpointError(f"is neither a file nor in the hub's cache, and {why}", where=path, remedy=remedy)
@@ -162,9 +162,9 @@ def local_file(path: str, cache: str | None = None) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return hf_hub_download(
-            wanted.repo, wanted.name, repo_type=wanted.kind, revision=wanted.revision, cache_dir=cache
-        )
+        return hf_hub_download(file.repo, file.name, repo_type=file.kind, revision=file.revision, cache_dir=cache)
     except (OSError, HFValidationError, HfHubHTTPError) as error:
-        what = f"is not a file here, and cannot be downloaded ({short(error)})"
-        raise CheckpointError(what, where=path, remedy="check the path; of the hub: org/repo/file@revision") from error
+        problem = f"is not a file here, and cannot be downloaded ({short(error)})"
+        raise CheckpointError(
+            problem, where=path, remedy="check the path; of the hub: org/repo/file@revision"
+        ) from error

@@ -1,4 +1,4 @@
-"""What a classifier's outputs stand for: heads are merged row by row, so that rows have to mean the same in both.
+"""Labels of classifiers: heads are merged row by row, so rows must mean the same in all models.
 
 Where a donor has the anchor's names in another order, the rows of its head are put into the anchor's: it then gives the
 same answers in another order, the one that the merge's config says.
@@ -24,10 +24,10 @@ Rows = Mapping[str, tuple[int, tuple[int, ...]]]
 
 def labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of a classifier's outputs, in the order of its head's rows; none where nobody chose them."""
-    given = config.get("id2label")
-    if not isinstance(given, Mapping) or not all(str(key).isdigit() for key in given):
+    id2label = config.get("id2label")
+    if not isinstance(id2label, Mapping) or not all(str(key).isdigit() for key in id2label):
         return ()  # transformers loads no such model
-    names = tuple(str(given[key]) for key in sorted(given, key=int))
+    names = tuple(str(id2label[key]) for key in sorted(id2label, key=int))
     return () if all(_NAMELESS.fullmatch(name) for name in names) else names
 
 
@@ -37,7 +37,7 @@ def named_rows(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def label_rows(anchor: Member, donor: Member, excluded: Callable[[str], bool] = lambda _: False) -> Rows:
-    """What puts the rows of a donor's head into the anchor's order, by the donor's names; nothing where they stand so.
+    """The permutation of a donor's head rows into the anchor's order, by tensor name; empty if they agree.
 
     Args:
         excluded: says of a tensor that it is copied from the anchor.
@@ -46,24 +46,24 @@ def label_rows(anchor: Member, donor: Member, excluded: Callable[[str], bool] = 
         CheckpointError: the outputs have other names, or the same ones in another order in a head that is not known;
             says both.
     """
-    ours, theirs = labels(anchor.config), labels(donor.config)
-    if not (ours and theirs) or ours == theirs or not all(map(_classifies, (anchor, donor))):
+    ours, donor_labels = labels(anchor.config), labels(donor.config)
+    if not (ours and donor_labels) or ours == donor_labels or not all(map(_classifies, (anchor, donor))):
         return {}
-    heads = _heads(donor, len(theirs))
+    heads = _heads(donor, len(donor_labels))
     if heads and all(map(excluded, heads)):
         return {}
     remedy = "name the head under 'exclude' of a recipe, or keep each model's own with 'heads_of: each'"
-    if sorted(ours) != sorted(theirs):
-        what = f"'id2label' has other names than {anchor.name}"
+    if sorted(ours) != sorted(donor_labels):
+        problem = f"'id2label' has other names than {anchor.name}"
     elif heads and len(set(ours)) == len(ours):
-        order = tuple(map(theirs.index, ours))
+        order = tuple(map(donor_labels.index, ours))
         return {name: (dim, order) for name, dim in heads.items() if not excluded(name)}
     else:
-        what = f"'id2label' has the names of {anchor.name} in another order"
+        problem = f"'id2label' has the names of {anchor.name} in another order"
         why = "its head is not known" if not heads else "some labels occur twice"
-        what = f"{what}, and {why}"
+        problem = f"{problem}, and {why}"
         remedy = f"reorder the rows of one model's head, with its 'id2label' and 'label2id'; or {remedy}"
-    raise CheckpointError(f"{what}: {_differing(ours, theirs)}", where=donor.name, remedy=remedy)
+    raise CheckpointError(f"{problem}: {_differing(ours, donor_labels)}", where=donor.name, remedy=remedy)
 
 
 def rows_note(anchor: str, donor: str, rows: Rows) -> list[str]:
@@ -97,10 +97,11 @@ def _classifies(member: Member) -> bool:
     return not classes or any("Classification" in str(name) for name in classes)
 
 
-def _differing(ours: tuple[str, ...], theirs: tuple[str, ...]) -> str:
+def _differing(ours: tuple[str, ...], donor_labels: tuple[str, ...]) -> str:
     """The first row that differs, with both values."""
     row = next(
-        (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))
+        (i for i, pair in enumerate(zip(ours, donor_labels, strict=False)) if pair[0] != pair[1]),
+        min(len(ours), len(donor_labels)),
     )
-    its, mine = (short(repr(names[row])) if row < len(names) else "nothing" for names in (theirs, ours))
-    return f"row {row} is {its}, against {mine}"
+    its, anchor_label = (short(repr(names[row])) if row < len(names) else "nothing" for names in (donor_labels, ours))
+    return f"row {row} is {its}, against {anchor_label}"

@@ -23,7 +23,7 @@ WRONG_BASE = "name the base that it was trained on by --from"
 
 
 @dataclass(frozen=True)
-class Entry:
+class AdapterEntry:
     """What an adapter does to one weight of its base.
 
     Attributes:
@@ -61,7 +61,7 @@ class Entry:
 class Parsed:
     """An adapter's low-rank changes, and by their names the tensors that it holds whole (modules_to_save, biases)."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[AdapterEntry] = field(default_factory=list)
     saved: dict[str, Spot] = field(default_factory=dict)
 
 
@@ -108,19 +108,19 @@ def parse(adapter: Adapter, base: Mapping[str, Any]) -> Parsed:
     return result
 
 
-def _carried(adapter: Adapter, entry: Entry) -> Entry:
+def _carried(adapter: Adapter, entry: AdapterEntry) -> AdapterEntry:
     """An entry whose factors meet the axes that its base's tensor has.
 
     Raises:
         CheckpointError: peft takes what a tensor reads for what it gives.
     """
     if entry.transposed != transposed(entry.spot.info):
-        what = f"swaps inputs and outputs of '{entry.spot.info.name}', as peft does with this base's experts"
-        raise CheckpointError(what, where=adapter.path, remedy=WHOLE)
+        problem = f"swaps inputs and outputs of '{entry.spot.info.name}', as peft does with this base's experts"
+        raise CheckpointError(problem, where=adapter.path, remedy=WHOLE)
     return entry
 
 
-def entry_of(adapter: Adapter, name: str, names: Mapping[str, Spot]) -> Entry | None:
+def entry_of(adapter: Adapter, name: str, names: Mapping[str, Spot]) -> AdapterEntry | None:
     """What an adapter does to one weight; None: its base has no such weight.
 
     Args:
@@ -136,32 +136,32 @@ def entry_of(adapter: Adapter, name: str, names: Mapping[str, Spot]) -> Entry | 
     spot = names[parameter]
     info = spot.info
     if info.stacked:
-        return Entry(module, change, bias, change.scale, spot, info.names.index(plain), transposed(info))
+        return AdapterEntry(module, change, bias, change.scale, spot, info.names.index(plain), transposed(info))
     if not stacks(info) and parameter == plain:
-        return Entry(module, change, bias, change.scale, spot, transposed=transposed(info))
+        return AdapterEntry(module, change, bias, change.scale, spot, transposed=transposed(info))
     count = (info.axes[0].size or 1) if stacks(info) else 1  # ranks of all experts stand in one factor
     scale = adapter.scale(parameter, adapter.shapes[str(change.b)][1] // count)
     expected = bool(stacks(info)) and transposed(info)
-    own = _own(info)[::-1] if expected else _own(info)
-    flipped = expected if _alike(own, sizes(adapter, change)) else not expected
-    return Entry(module, change, bias, scale, spot, transposed=flipped)
+    label = _own(info)[::-1] if expected else _own(info)
+    flipped = expected if _alike(label, sizes(adapter, change)) else not expected
+    return AdapterEntry(module, change, bias, scale, spot, transposed=flipped)
 
 
 def _parameter(adapter: Adapter, module: str, change: Change, names: Mapping[str, Spot]) -> str | None:
     """The tensor that peft's `target_parameters` name inside a module, told by its sizes."""
-    wanted = [str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or []]
-    places = [place for name in dict.fromkeys(wanted) if (place := f"{module}.{name}") in names]
+    targets = [str(target).rpartition(".")[2] for target in adapter.config.get("target_parameters") or []]
+    places = [place for name in dict.fromkeys(targets) if (place := f"{module}.{name}") in names]
     size = sizes(adapter, change)
     expected = {place: _own(i)[::-1] if transposed(i := names[place].info) else _own(i) for place in places}
     for turn in (1, -1):  # peft takes some for [out, in] that are [in, out]
-        found = [place for place in places if _alike(expected[place][::turn], size)]
-        if len(found) == 1:
-            return found[0]
+        matching = [place for place in places if _alike(expected[place][::turn], size)]
+        if len(matching) == 1:
+            return matching[0]
     return None
 
 
 def _alike(known: Sequence[int | None], sizes: Sequence[int]) -> bool:
-    """Whether sizes are those that are known."""
+    """Whether sizes agree where both are known."""
     return len(known) == len(sizes) and all(k in (None, s) for k, s in zip(known, sizes, strict=True))
 
 
@@ -171,7 +171,7 @@ def _own(info: TensorInfo) -> list[int | None]:
 
 
 def sizes(adapter: Adapter, change: Change) -> list[int]:
-    """How much a change's product gives, and reads."""
+    """Output and input sizes of a change."""
     return [adapter.shapes[str(change.b)][0], adapter.shapes[str(change.a)][1]]
 
 

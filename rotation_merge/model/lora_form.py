@@ -1,4 +1,4 @@
-"""An adapter in the form that its new base has: what it changes in one piece, and its base holds apart, taken apart."""
+"""Splits an adapter's fused maps where its new base stores them separately."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from rotation_merge.architecture.model import Architecture
 from rotation_merge.errors import CheckpointError
 from rotation_merge.model.factors import stacks
-from rotation_merge.model.lora import WHOLE, AdapterWeights, Entry, Parsed
-from rotation_merge.model.sources import Made, other_form
+from rotation_merge.model.lora import WHOLE, AdapterEntry, AdapterWeights, Parsed
+from rotation_merge.model.sources import ComposedTensor, other_form
 
 
 def taken_apart(written: AdapterWeights, parsed: Parsed, stored: Architecture, where: str) -> AdapterWeights:
@@ -27,19 +27,19 @@ def taken_apart(written: AdapterWeights, parsed: Parsed, stored: Architecture, w
     Raises:
         CheckpointError: it also holds whole modules.
     """
-    made = [_apart(entry, stored) for entry in parsed.entries]
-    if not any(made):
+    forms = [_apart(entry, stored) for entry in parsed.entries]
+    if not any(forms):
         return written
     if parsed.saved:
-        what = f"stores '{next(iter(parsed.saved))}' whole, and in one piece modules that the new base splits"
-        raise CheckpointError(what, where=where, remedy=WHOLE)
+        problem = f"stores '{next(iter(parsed.saved))}' whole, and in one piece modules that the new base splits"
+        raise CheckpointError(problem, where=where, remedy=WHOLE)
     tensors = dict(written.tensors)
     modules: list[str] = []
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for entry, apart in zip(parsed.entries, made, strict=True):
-        held = [key for key in (entry.a, entry.b, entry.bias_key, entry.change.magnitude) if key in tensors]
-        parts = {str(key): tensors.pop(str(key)) for key in held}
+    for entry, apart in zip(parsed.entries, forms, strict=True):
+        module_keys = [key for key in (entry.a, entry.b, entry.bias_key, entry.change.magnitude) if key in tensors]
+        parts = {str(key): tensors.pop(str(key)) for key in module_keys}
         rank = parts[entry.a].shape[0]
         for module, start, length in _places(entry, apart, stored):
             for key, tensor in parts.items():
@@ -52,25 +52,29 @@ def taken_apart(written: AdapterWeights, parsed: Parsed, stored: Architecture, w
     return AdapterWeights({**written.config, **targets}, tensors)
 
 
-def _apart(entry: Entry, stored: Architecture) -> Made | None:
-    """The tensors that the new base has instead of the one that is changed; None where it has that one."""
+def _apart(entry: AdapterEntry, stored: Architecture) -> ComposedTensor | None:
+    """The tensors that the new base stores instead of the changed one; None if it stores the same one."""
     info = entry.spot.info
     if stacks(info):
         return None
     for block in stored.blocks:
         if entry.spot.in_block(block) and block.tensor(info.key) is None:
-            found = other_form(block, replace(block, tensors=(*block.tensors, info))).get(info.key)
-            return found if found is not None and len(found.cuts) > 1 else None
+            form = other_form(block, replace(block, tensors=(*block.tensors, info))).get(info.key)
+            return form if form is not None and len(form.cuts) > 1 else None
     return None
 
 
-def _places(entry: Entry, made: Made | None, stored: Architecture) -> Iterator[tuple[str, int, int | None]]:
+def _places(
+    entry: AdapterEntry, form: ComposedTensor | None, stored: Architecture
+) -> Iterator[tuple[str, int, int | None]]:
     """The new base's modules that an entry is for, with the outputs of it that are theirs: first and number."""
     info, start = entry.spot.info, 0
-    for cut in made.cuts if made is not None else ():
+    for cut in form.cuts if form is not None else ():
         yield cut.info.name.removesuffix(".weight"), start, cut.length
         start += cut.length
-    if made is None:
+    if form is None:
         blocks = [block for block in stored.blocks if entry.spot.in_block(block) and not stacks(info)]
-        own = next((found.name for block in blocks if (found := block.tensor(info.key)) is not None), entry.module)
-        yield own.removesuffix(".weight"), 0, None
+        stored_name = next(
+            (same.name for block in blocks if (same := block.tensor(info.key)) is not None), entry.module
+        )
+        yield stored_name.removesuffix(".weight"), 0, None

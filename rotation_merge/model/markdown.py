@@ -24,7 +24,7 @@ def code(text: object) -> str:
 def encoded(text: object) -> str:
     """A text in HTML, whatever Markdown stands around it."""
     line = " ".join(printable(str(text)).split())
-    return re.sub(r"[^\w ./-]", lambda found: f"&#{ord(found[0])};", line)
+    return re.sub(r"[^\w ./-]", lambda match: f"&#{ord(match[0])};", line)
 
 
 def prose(text: str, names: Iterable[str]) -> str:

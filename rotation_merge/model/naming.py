@@ -1,4 +1,4 @@
-"""How texts for readers call models and files: by their names on the hub, else by the last parts of their paths."""
+"""Short names of models and files for readers: hub names, else the last parts of paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rotation_merge.errors import RotationMergeError
 
 
 def shortened(names: Sequence[str]) -> dict[str, str]:
-    """The last parts of models' names, as many as tell them apart."""
+    """The shortest trailing parts of paths that tell models apart."""
     for count in range(1, 9):
         short = {n: "+".join("/".join(p.rstrip("/").split("/")[-count:]) for p in n.split("+")) for n in names}
         if len(set(short.values())) == len(set(names)):

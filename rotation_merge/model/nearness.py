@@ -1,4 +1,4 @@
-"""How near two models of one architecture lie to each other, by a few of their matrices."""
+"""The similarity of two models of one architecture, from a few of their matrices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Nearness:
 
     @property
     def words(self) -> str:
-        """What was seen, for a sentence."""
+        """The cosines in words, as part of a sentence."""
         return f"cosines of {len(self.cosines)} of their matrices: {self.least:.2f} to {max(self.cosines.values()):.2f}"
 
 
@@ -53,12 +53,12 @@ def nearness(architecture: Architecture, first: TensorSource, second: TensorSour
     """
     cosines = {}
     for name in _spread(architecture, first, second):
-        ours, theirs = first[name], second[name]
-        if ours.ndim != 2 or ours.shape != theirs.shape:
+        first_matrix, second_matrix = first[name], second[name]
+        if first_matrix.ndim != 2 or first_matrix.shape != second_matrix.shape:
             continue
-        ours, theirs = ours.flatten().float(), theirs.flatten().float()
-        if bool(ours.any()) and bool(theirs.any()):
-            cosines[name] = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
+        first_matrix, second_matrix = first_matrix.flatten().float(), second_matrix.flatten().float()
+        if bool(first_matrix.any()) and bool(second_matrix.any()):
+            cosines[name] = float(torch.nn.functional.cosine_similarity(first_matrix, second_matrix, dim=0))
     return Nearness(cosines)
 
 

@@ -1,4 +1,4 @@
-"""Whatever holds a model, opened in one way: a folder, a name of the hub, a module, a state dict with its config."""
+"""Opens a model from a folder, a hub name, a module, or a state dict with its config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ its config (a transformers config, or the dictionary in config.json), or what `o
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model whose config and tensor names are known, and whose tensors are read when they are asked for.
+    """An opened model: its config and tensor names are known, its tensors are read lazily.
 
     Attributes:
         name: what messages and reports call it.
@@ -80,7 +80,7 @@ class OpenedModel:
         half = language_half(anchor, self.member)
         if half is None:
             return None
-        names = {name: own for name, own in half.names.items() if own in self.source}
+        names = {name: text_name for name, text_name in half.names.items() if text_name in self.source}
         config, shapes = half.config(anchor.config, self.config), half.all_of(self.shapes, {})
         source = Spelled(self.source, half.names)
         absent = {info.name for info in anchor.architecture.tensors() if info.names[0] not in names}
@@ -90,7 +90,7 @@ class OpenedModel:
         )
 
     def widened(self, anchor: Member) -> tuple[OpenedModel, str]:
-        """A smaller model in the anchor's sizes (`model/widen.py`), and a line on it; itself where they are its own.
+        """The model widened to the anchor's sizes (`model/widen.py`), and a note on it; itself if the sizes agree.
 
         Raises:
             CheckpointError: it is of another family or larger in some way, or has no room for zeros.
@@ -140,8 +140,8 @@ class OpenedModel:
         names = self.config.get("architectures") or ["none"]
         kind = getattr(transformers, str(names[0]), None)
         if kind is None:
-            what = f"transformers has no class '{names[0]}'"
-            raise CheckpointError(what, where=self.name, remedy="do what runs no model")
+            problem = f"transformers has no class '{names[0]}'"
+            raise CheckpointError(problem, where=self.name, remedy="do what runs no model")
         return kind.config_class.from_dict(dict(self.config))
 
     @cached_property
@@ -162,7 +162,7 @@ class OpenedModel:
 
 
 def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool = False) -> OpenedModel:
-    """Open whatever holds a model; no tensor of a checkpoint is read.
+    """Open a model; no tensor of a checkpoint is read.
 
     Args:
         model: see `ModelLike`.
@@ -188,15 +188,19 @@ def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool 
             check_own_base(checkpoint)
         return OpenedModel(path, checkpoint.config, checkpoint, names, shapes, untie, checkpoint=checkpoint)
     if isinstance(model, nn.Module):
-        own = getattr(model, "config", config)
-        return _in_memory(name or type(model).__name__, model.state_dict(), _values(own, name, model), untie, model)
+        config_of_model = getattr(model, "config", config)
+        return _in_memory(
+            name or type(model).__name__, model.state_dict(), _values(config_of_model, name, model), untie, model
+        )
     if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], Mapping):
         return _in_memory(name or "the state dict", model[0], _values(model[1], name), untie)
     if isinstance(model, Mapping) and config is not None:
         return _in_memory(name or "the state dict", model, _values(config, name), untie)
-    what = "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
+    problem = (
+        "is a state dict without its config" if isinstance(model, Mapping) else f"is of type {type(model).__name__}"
+    )
     raise CheckpointError(
-        f"{what}, which is no model",
+        f"{problem}, which is no model",
         where=name or None,
         remedy="give a folder, a name of the hub, a module, or a pair (state dict, config)",
     )
@@ -241,5 +245,5 @@ def _values(config: Any, name: str, module: nn.Module | None = None) -> dict[str
 
 
 def stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a tensor is stored in: of floats the dtype that is asked for, where one is."""
+    """The dtype to store a tensor in: the requested one for floating tensors, else its own."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

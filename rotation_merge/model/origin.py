@@ -22,13 +22,13 @@ HEADS = ("config.json", "adapter_config.json")
 def origins(models: Iterable[ModelReference], cache: str | None = None) -> dict[str, dict[str, Any]]:
     """By the name that a report calls each model: `hub` (org/name), `revision` (the commit that was read), `license`,
     and the same of its adapter. What is not known is None; nothing is fetched."""
-    found = {}
+    facts_by_name = {}
     for reference in models:
         facts = _of(reference.model, cache)
         if reference.lora is not None:
             facts["adapter"] = {"name": str(reference.lora), **_of(reference.lora, cache)}
-        found[str(reference)] = facts
-    return found
+        facts_by_name[str(reference)] = facts
+    return facts_by_name
 
 
 def _of(part: ModelPath, cache: str | None) -> dict[str, Any]:
@@ -60,10 +60,10 @@ def _cached(part: ModelPath, cache: str | None) -> str | None:
 
 
 def licence(folder: str | None) -> str | None:
-    """What the card beside a model says of its licence; None where it says nothing."""
+    """The licence in the card beside a model; None if it states none."""
     try:
         with open(os.path.join(folder or "", "README.md"), encoding="utf-8") as file:
-            found = front_matter(file.read())[0].get("license")
+            stated = front_matter(file.read())[0].get("license")
     except (OSError, UnicodeDecodeError):
         return None
-    return found if isinstance(found, str) and found.strip() else None
+    return stated if isinstance(stated, str) and stated.strip() else None

@@ -1,4 +1,4 @@
-"""Writing a model whole or not at all: mergekit writes into a staging directory, which then takes the place."""
+"""Atomic writing of a model: mergekit writes into a staging directory, which then replaces the output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSIDE = "rotation-merge"
 
 @contextmanager
 def staged(out_path: str) -> Iterator[str]:
-    """A directory to write into, later moved to `out_path`; removed when the block does not end well.
+    """A staging directory that is moved to `out_path` when the block ends without an error, and removed otherwise.
 
     Everything in it is on disk before it moves. It has a name of its own, and nobody else writes `out_path` meanwhile.
 
@@ -54,8 +54,7 @@ def staged(out_path: str) -> Iterator[str]:
 
 
 def mend(target: str) -> bool:
-    """Put right what killed processes have left in an output and beside it, which is locked; whether there was
-    an exchange to undo.
+    """Repair what killed processes left in and beside a locked output; whether an exchange was undone.
 
     Raises:
         RotationMergeError: what was moved out cannot be put back.
@@ -74,7 +73,7 @@ def mend(target: str) -> bool:
 
 
 def mend_interrupted(folder: str) -> bool:
-    """Put back what a killed process has moved out of a model's folder; whether there was any.
+    """Undo an interrupted exchange of a model's folder; whether there was one.
 
     Raises:
         RotationMergeError: it is being written, or cannot be put back.
@@ -88,7 +87,7 @@ def mend_interrupted(folder: str) -> bool:
 
 
 def _take_place(staging: str, target: str, before: dict[str, tuple[int, int]], out_path: str) -> None:
-    """Move what is whole to its place.
+    """Move the complete staging directory to its place.
 
     Raises:
         RotationMergeError: that is impossible; says where it is kept instead.
@@ -102,17 +101,17 @@ def _take_place(staging: str, target: str, before: dict[str, tuple[int, int]], o
             os.rename(staging, target)
         sync(target)
     except (OSError, RotationMergeError) as error:
-        kept = _keep(staging, target)
-        if kept is None:
+        staging_kept = _keep(staging, target)
+        if staging_kept is None:
             raise
-        what = error.what if isinstance(error, RotationMergeError) else f"cannot be written ({short(error)})"
+        problem = error.what if isinstance(error, RotationMergeError) else f"cannot be written ({short(error)})"
         where = error.where if isinstance(error, RotationMergeError) else out_path
-        remedy = f"the old files are unchanged, and the new ones are kept in {kept}"
-        raise RotationMergeError(what, where=where, remedy=remedy) from error
+        remedy = f"the old files are unchanged, and the new ones are kept in {staging_kept}"
+        raise RotationMergeError(problem, where=where, remedy=remedy) from error
 
 
 def _keep(staging: str, target: str) -> str | None:
-    """Another place for what cannot take its own; None where there is none, or some of it has gone."""
+    """Move a staging directory that cannot take its place elsewhere; None if that is impossible."""
     if os.path.lexists(os.path.join(os.path.dirname(staging), JOURNAL)):
         return None
     for beginning in (f"{target}.kept", os.path.join(target, f"{INSIDE}.kept")):
@@ -126,13 +125,13 @@ def _keep(staging: str, target: str) -> str | None:
 
 
 def free_name(path: str) -> str:
-    """A name that nothing has: this one, or this one with a number."""
+    """An unused path: this one, or this one with a number."""
     names = (path if number == 1 else f"{path}-{number}" for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def _model_in(folder: str) -> dict[str, tuple[int, int]]:
-    """The files of the model that lies in a folder, each with what changes when it is written."""
+    """The model files in a folder, each with its size and modification time."""
     if not os.path.isdir(folder):
         return {}
     facts = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(folder) if is_of_a_model(entry.name)}

@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: what stands behind the transformer, read as tensors of the model, and written.
+"""Sentence-transformers folders: the modules after the transformer, read as tensors of the model, and written.
 
 A dense module `2_Dense` is read as tensors `2_Dense.linear.weight` and `2_Dense.linear.bias` of the checkpoint, so that
 alignment, merge and carrying treat it as any other part of the model.
@@ -37,7 +37,7 @@ def is_sentence(folder: str) -> bool:
 
 
 def read_modules(folder: str) -> list[dict[str, Any]]:
-    """What stands behind the transformer of a folder, in order; empty where the folder is a plain model.
+    """The modules after the transformer, in order; empty for a plain model.
 
     Each module has its `type` and `path`; pooling its `modes`, a dense map its sizes `in` and `out` and its activation.
 
@@ -47,7 +47,7 @@ def read_modules(folder: str) -> list[dict[str, Any]]:
     if not is_sentence(folder):
         return []
     entries = _listed(os.path.join(folder, FILE))
-    found = []
+    modules = []
     for entry in entries:
         kind, path = str(entry.get("type", "")).rsplit(".", 1)[-1], str(entry.get("path", ""))
         if kind not in KINDS:
@@ -62,13 +62,13 @@ def read_modules(folder: str) -> list[dict[str, Any]]:
             )
         if kind == "Transformer":
             if path:
-                where = os.path.join(folder, path)
+                transformer = os.path.join(folder, path)
                 raise CheckpointError(
-                    "its transformer lies in a folder of its own", where=folder, remedy=f"name {where}"
+                    "its transformer lies in a folder of its own", where=folder, remedy=f"name {transformer}"
                 )
             continue
-        found.append({"type": kind, "path": path, **_settings(folder, kind, path)})
-    return found
+        modules.append({"type": kind, "path": path, **_settings(folder, kind, path)})
+    return modules
 
 
 def _listed(path: str) -> list[dict[str, Any]]:
@@ -92,33 +92,35 @@ def _settings(folder: str, kind: str, path: str) -> dict[str, Any]:
             sizes = {"in": int(config["in_features"]), "out": int(config["out_features"])}
             return {**sizes, "activation": act, "bias": bool(config.get("bias", True))}
         named = config.get("pooling_mode")
-        given = [named] if isinstance(named, str) else list(named or [])
+        modes = [named] if isinstance(named, str) else list(named or [])
         flags = {m: [config.get(f"pooling_mode_{m}{end}") for end in ("", "_token", "_tokens")] for m in MODES}
-        chosen = [mode for mode in MODES if any(flags[mode]) or mode.removesuffix("_tokens") in given]
+        chosen = [mode for mode in MODES if any(flags[mode]) or mode.removesuffix("_tokens") in modes]
     except (KeyError, TypeError, ValueError) as error:
-        where = os.path.join(folder, path, "config.json")
-        raise CheckpointError(f"lacks {error}", where=where, remedy="download it again") from error
-    kept = {} if config.get("include_prompt", True) else {"include_prompt": False}
-    return {"modes": chosen or ["mean"], **kept}
+        settings_path = os.path.join(folder, path, "config.json")
+        raise CheckpointError(f"lacks {error}", where=settings_path, remedy="download it again") from error
+    prompt = {} if config.get("include_prompt", True) else {"include_prompt": False}
+    return {"modes": chosen or ["mean"], **prompt}
 
 
 def reading(folder: str) -> tuple[str, int | None]:
-    """What sentence-transformers puts before every text if nothing else is asked for, and how many tokens it reads.
+    """The default prompt of a sentence-transformers folder, and its maximal number of tokens.
 
     Raises:
         CheckpointError: the settings are damaged, or name a prompt that is not there.
     """
-    where, lengths = (os.path.join(folder, name) for name in BESIDE[1:])
-    settings = read_json(where) if os.path.isfile(where) else {}
+    settings_path, lengths = (os.path.join(folder, name) for name in BESIDE[1:])
+    settings = read_json(settings_path) if os.path.isfile(settings_path) else {}
     prompts, name = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or (name is not None and name not in prompts):
-        what = f"its default_prompt_name is '{name}', which is not among its prompts"
-        raise CheckpointError(what, where=where, remedy="mend the file")
+        problem = f"its default_prompt_name is '{name}', which is not among its prompts"
+        raise CheckpointError(problem, where=settings_path, remedy="mend the file")
     most = read_json(lengths).get("max_seq_length") if os.path.isfile(lengths) else None
     prompt = str(prompts[name]) if name is not None else ""
     if prompt and any(module.get("include_prompt") is False for module in read_modules(folder)):
-        what = f"its pooling leaves out the prompt '{prompt}' that stands before every text, which is not supported"
-        raise CheckpointError(what, where=folder, remedy="take default_prompt_name out, and put prompts into the data")
+        problem = f"its pooling leaves out the prompt '{prompt}' that stands before every text, which is not supported"
+        raise CheckpointError(
+            problem, where=folder, remedy="take default_prompt_name out, and put prompts into the data"
+        )
     return prompt, most if isinstance(most, int) and most > 0 else None
 
 
@@ -129,16 +131,18 @@ class SentenceLoader:
         self.base = base
         self.prefixes = {_weights(folder, module["path"]): f"{module['path']}." for module in _dense(modules)}
         self.tensors = module_tensors(folder, modules)
-        own = {name: file for file, prefix in self.prefixes.items() for name in self.tensors if name.startswith(prefix)}
-        self.index = dataclasses.replace(base.index, tensor_paths={**base.index.tensor_paths, **own})
+        module_paths = {
+            name: file for file, prefix in self.prefixes.items() for name in self.tensors if name.startswith(prefix)
+        }
+        self.index = dataclasses.replace(base.index, tensor_paths={**base.index.tensor_paths, **module_paths})
 
     def get_tensor(
         self, key: str, device: str = "cpu", aliases: Collection[str] | None = None, raise_on_missing: bool = True
     ) -> Tensor | None:
         if key in self.tensors:
             return self.tensors[key].to(device)
-        found: Tensor | None = self.base.get_tensor(key, device, aliases, raise_on_missing)
-        return found
+        tensor: Tensor | None = self.base.get_tensor(key, device, aliases, raise_on_missing)
+        return tensor
 
     def flush(self) -> None:
         self.base.flush()
@@ -171,8 +175,8 @@ def _read(path: str) -> dict[str, Tensor]:
     try:
         if path.endswith(".safetensors"):
             return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError, KeyError) as error:
         raise CheckpointError(f"cannot be read: {reason(error)}", where=path, remedy="download it again") from error
     except Exception as error:  # pickle errors come in every class
@@ -185,7 +189,7 @@ def module_of(name: str, modules: list[dict[str, Any]]) -> str | None:
 
 
 def write_modules(source: str, out: str, tensors: Mapping[str, Tensor]) -> None:
-    """What makes a folder of sentence-transformers of a transformer: settings as in `source`, dense maps as given.
+    """Write the modules after a transformer: settings as in `source`, dense maps as given.
 
     Args:
         tensors: of the dense modules, as `SentenceLoader` names them; none: as in `source`.
@@ -199,9 +203,9 @@ def write_modules(source: str, out: str, tensors: Mapping[str, Tensor]) -> None:
     for path in dict.fromkeys(module["path"] for module in modules):
         target, origin = Path(out) / path, Path(source) / path
         target.mkdir(parents=True, exist_ok=True)
-        own = {n.removeprefix(f"{path}."): t.contiguous() for n, t in tensors.items() if n.startswith(f"{path}.")}
+        dense = {n.removeprefix(f"{path}."): t.contiguous() for n, t in tensors.items() if n.startswith(f"{path}.")}
         for file in sorted(origin.iterdir()) if origin.is_dir() else []:
-            if file.is_file() and not (own and file.name in WEIGHTS):
+            if file.is_file() and not (dense and file.name in WEIGHTS):
                 shutil.copyfile(file, target / file.name)
-        if own:
-            save_file(own, target / "model.safetensors", {"format": "pt"})
+        if dense:
+            save_file(dense, target / "model.safetensors", {"format": "pt"})

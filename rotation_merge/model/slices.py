@@ -1,4 +1,4 @@
-"""Slices of long vocabularies: an embedding or a head is as large as several layers, and all its rows move alike."""
+"""Slices of long vocabularies, since an embedding or a head may be as large as several layers."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ def views(block: Block, sources: Iterable[TensorSource]) -> Callable[[slice], li
     """Several models' tensors of a block, of its vocabularies no more than a slice."""
     infos = [(name, info) for info in block.tensors for name in (*info.names, *info.tied)]
     known = [held(block, source) for source in sources]
-    return lambda part: [narrowed(infos, own, part) for own in known]
+    return lambda part: [narrowed(infos, source, part) for source in known]
 
 
 def in_slices(
     info: TensorInfo, stored: Sequence[Tensor], dtype: torch.dtype, make: Callable[[slice | None], Tensor]
 ) -> Tensor:
-    """What `make` makes of a tensor, of a long vocabulary slice by slice, each rounded at once: no copy of it all is
-    widened.
+    """Applies `make` to a tensor, in slices of a long vocabulary, each rounded at once to save memory.
 
     Args:
         stored: the tensor as it is stored in all models that are looked at; nothing is sliced where these differ in
@@ -62,7 +61,7 @@ def in_slices(
         make: told which slice; None: all of it.
     """
     first = stored[0]
-    parts = rows(info, first) if all(own.shape == first.shape for own in stored) else []
+    parts = rows(info, first) if all(copy.shape == first.shape for copy in stored) else []
     if len(parts) <= 1:
         return make(None)
     result = torch.empty(first.shape, dtype=dtype, device=first.device)

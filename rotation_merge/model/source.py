@@ -1,4 +1,4 @@
-"""Whole models as sources of tensors: reading blocks, moving a state dict to new coordinates."""
+"""Sources of tensors: reading blocks, transforming a state dict."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ KEPT = 1 << 26
 """Bytes of a model that stay in memory where it is read again and again."""
 
 
-class Kept:
-    """A source whose tensors are kept once they have been read, as many as there is room for."""
+class CachedSource:
+    """A source that caches the tensors it has read, up to a limit in bytes."""
 
     def __init__(self, source: TensorSource, room: int = KEPT) -> None:
         self.source, self.room = source, room
@@ -41,9 +41,9 @@ class Kept:
         if name in self._kept:
             return self._kept[name]
         tensor = self.source[name]
-        held = tensor.untyped_storage().nbytes()  # of all experts, where it is one of them
-        if held <= self.room:
-            self.room -= held
+        size = tensor.untyped_storage().nbytes()  # of all experts, where it is one of them
+        if size <= self.room:
+            self.room -= size
             self._kept[name] = tensor
         return tensor
 
@@ -68,9 +68,9 @@ def check_shape(info: TensorInfo, shape: tuple[int, ...], model: str | None = No
     """Compare a (stacked) tensor's shape with its labelled axes; one without any claims nothing."""
     if not info.axes:
         return
-    wanted = tuple(axis.size for axis in info.axes)
-    if len(wanted) != len(shape) or any(w is not None and w != s for w, s in zip(wanted, shape, strict=False)):
-        words = " x ".join("any" if w is None else str(w) for w in wanted)
+    sizes = tuple(axis.size for axis in info.axes)
+    if len(sizes) != len(shape) or any(w is not None and w != s for w, s in zip(sizes, shape, strict=False)):
+        words = " x ".join("any" if w is None else str(w) for w in sizes)
         raise CheckpointError(
             f"tensor '{info.name}' has shape {list(shape)}, its config says {words}",
             where=model,
@@ -89,8 +89,8 @@ def check_shapes(architecture: Architecture, shapes: Mapping[str, tuple[int, ...
 
 def read_block(block: Block, source: TensorSource) -> dict[str, Tensor]:
     """The tensors of a block by key."""
-    found = ((info.key, read_tensor(info, source)) for info in block.tensors)
-    return {key: tensor for key, tensor in found if tensor is not None}
+    tensors = ((info.key, read_tensor(info, source)) for info in block.tensors)
+    return {key: tensor for key, tensor in tensors if tensor is not None}
 
 
 def unstack(info: TensorInfo, tensor: Tensor) -> dict[str, Tensor]:

@@ -73,29 +73,29 @@ class Extrapolated:
 
 
 class Either:
-    """A source some of whose tensors, told by their names, are another's."""
+    """A source that takes the tensors chosen by name from another source."""
 
-    def __init__(self, source: TensorSource, other: TensorSource, chosen: Callable[[str], bool]) -> None:
-        self.source, self.other, self.chosen = source, other, chosen
+    def __init__(self, source: TensorSource, alternative: TensorSource, chosen: Callable[[str], bool]) -> None:
+        self.source, self.alternative, self.chosen = source, alternative, chosen
 
     def __contains__(self, name: object) -> bool:
-        return name in (self.other if self.chosen(str(name)) else self.source)
+        return name in (self.alternative if self.chosen(str(name)) else self.source)
 
     def __getitem__(self, name: str, /) -> Tensor:
-        return (self.other if self.chosen(name) else self.source)[name]
+        return (self.alternative if self.chosen(name) else self.source)[name]
 
 
 class Replaced:
-    """A source some of whose tensors are others."""
+    """A source with some tensors replaced."""
 
-    def __init__(self, source: TensorSource, others: Mapping[str, Tensor]) -> None:
-        self.source, self.others = source, others
+    def __init__(self, source: TensorSource, replacements: Mapping[str, Tensor]) -> None:
+        self.source, self.replacements = source, replacements
 
     def __contains__(self, name: object) -> bool:
-        return name in self.others or name in self.source
+        return name in self.replacements or name in self.source
 
     def __getitem__(self, name: str, /) -> Tensor:
-        return self.others[name] if name in self.others else self.source[name]
+        return self.replacements[name] if name in self.replacements else self.source[name]
 
 
 class Spelled:
@@ -118,16 +118,18 @@ class Spelled:
 class Renamed(Spelled):
     """A source under the names of another model of the same family (a bare model under those of one with a head)."""
 
-    def __init__(self, source: TensorSource, own: Architecture, wanted: Architecture) -> None:
-        theirs = {
-            (block.module, block.place, block.index, info.key): info for block in own.blocks for info in block.tensors
+    def __init__(self, source: TensorSource, stored: Architecture, named: Architecture) -> None:
+        by_place = {
+            (block.module, block.place, block.index, info.key): info
+            for block in stored.blocks
+            for info in block.tensors
         }
         names: dict[str, str] = {}
-        for block in wanted.blocks:
+        for block in named.blocks:
             for info in block.tensors:
-                other = theirs.get((block.module, block.place, block.index, info.key))
-                if other is not None:
-                    names.update(zip(info.names, other.names, strict=True))
+                info_stored = by_place.get((block.module, block.place, block.index, info.key))
+                if info_stored is not None:
+                    names.update(zip(info.names, info_stored.names, strict=True))
         super().__init__(source, names)
 
 
@@ -139,18 +141,20 @@ class Respelled(Renamed):
         made: by name, what a tensor is made of that the source has in another form, and which entry of that it is.
     """
 
-    def __init__(self, source: TensorSource, own: Architecture, wanted: Architecture) -> None:
-        super().__init__(source, own, wanted)
-        place = {(block.module, block.place, block.index): block for block in own.blocks}
-        self.made: dict[str, tuple[Made, int | None]] = {}
-        self._latest: tuple[Made, Tensor] | None = None  # all entries of one are asked for one after the other
-        for block in wanted.blocks:
-            theirs = place.get((block.module, block.place, block.index))
-            for key, made in other_form(theirs, block).items() if theirs is not None else ():
+    def __init__(self, source: TensorSource, stored: Architecture, named: Architecture) -> None:
+        super().__init__(source, stored, named)
+        place = {(block.module, block.place, block.index): block for block in stored.blocks}
+        self.made: dict[str, tuple[ComposedTensor, int | None]] = {}
+        self._latest: tuple[ComposedTensor, Tensor] | None = (
+            None  # all entries of one are asked for one after the other
+        )
+        for block in named.blocks:
+            stored_block = place.get((block.module, block.place, block.index))
+            for key, composed in other_form(stored_block, block).items() if stored_block is not None else ():
                 info = block.tensor(key)
                 assert info is not None
                 entries = enumerate(info.names) if info.stacked else [(None, info.name)]
-                self.made.update((name, (made, entry)) for entry, name in entries)
+                self.made.update((name, (composed, entry)) for entry, name in entries)
 
     def __contains__(self, name: object) -> bool:
         if str(name) in self.made:
@@ -160,17 +164,17 @@ class Respelled(Renamed):
     def __getitem__(self, name: str, /) -> Tensor:
         if name not in self.made:
             return super().__getitem__(name)
-        made, entry = self.made[name]
+        composed, entry = self.made[name]
         if entry is None:
-            return self._put_together(made)
-        if self._latest is None or self._latest[0] is not made:
-            self._latest = made, self._put_together(made)
+            return self._put_together(composed)
+        if self._latest is None or self._latest[0] is not composed:
+            self._latest = composed, self._put_together(composed)
         return self._latest[1][entry]
 
-    def _put_together(self, made: Made) -> Tensor:
-        found = [(cut, read_tensor(cut.info, self.source)) for cut in made.cuts]
-        cuts = [tensor.narrow(cut.dim, cut.start, cut.length) for cut, tensor in found if tensor is not None]
-        return cuts[0] if len(cuts) == 1 else torch.cat(cuts, made.dim)
+    def _put_together(self, composed: ComposedTensor) -> Tensor:
+        tensors = [(cut, read_tensor(cut.info, self.source)) for cut in composed.cuts]
+        cuts = [tensor.narrow(cut.dim, cut.start, cut.length) for cut, tensor in tensors if tensor is not None]
+        return cuts[0] if len(cuts) == 1 else torch.cat(cuts, composed.dim)
 
 
 Lives = tuple[tuple[tuple[str, str], ...], ...]
@@ -188,23 +192,23 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Made:
+class ComposedTensor:
     """A tensor as cuts of others, one after the other along a dimension."""
 
     dim: int
     cuts: tuple[Cut, ...]
 
 
-def other_form(own: Block, wanted: Block) -> dict[str, Made]:
-    """What those tensors of a block are made of that another one has in another form, by their keys.
+def other_form(stored: Block, named: Block) -> dict[str, ComposedTensor]:
+    """How to compose the tensors of a block that another block stores in another form, by key.
 
     Args:
-        own: the block that has the other form.
-        wanted: the same block of a model of the same family.
+        stored: the block that has the other form.
+        named: the same block of a model of the same family.
     """
-    cuts = _cuts(own)
-    found = {info.key: _made(info, cuts) for info in wanted.tensors if own.tensor(info.key) is None}
-    return {key: made for key, made in found.items() if made is not None}
+    cuts = _cuts(stored)
+    composed = {info.key: _made(info, cuts) for info in named.tensors if stored.tensor(info.key) is None}
+    return {key: entry for key, entry in composed.items() if entry is not None}
 
 
 def _lives(info: TensorInfo) -> Lives:
@@ -225,22 +229,22 @@ def _pieces(info: TensorInfo) -> Iterator[tuple[Lives, Cut]]:
 
 def _cuts(block: Block) -> dict[Lives, Cut]:
     """A block's tensors and their pieces, those that are one of a kind."""
-    found: dict[Lives, list[Cut]] = {}
+    by_axes: dict[Lives, list[Cut]] = {}
     for info in block.tensors:
         if info.axes and info.axes[0].size is not None:
-            found.setdefault(_lives(info), []).append(Cut(info, 0, 0, info.axes[0].size))
+            by_axes.setdefault(_lives(info), []).append(Cut(info, 0, 0, info.axes[0].size))
         for living, cut in _pieces(info):
-            found.setdefault(living, []).append(cut)
-    return {living: cuts[0] for living, cuts in found.items() if any(living) and len(cuts) == 1}
+            by_axes.setdefault(living, []).append(cut)
+    return {living: cuts[0] for living, cuts in by_axes.items() if any(living) and len(cuts) == 1}
 
 
-def _made(info: TensorInfo, cuts: Mapping[Lives, Cut]) -> Made | None:
-    """What a tensor is made of; None: there is no such."""
+def _made(info: TensorInfo, cuts: Mapping[Lives, Cut]) -> ComposedTensor | None:
+    """The cuts that a tensor is composed of; None if they are not all there."""
     if (same := cuts.get(_lives(info))) is not None:
-        return Made(0, (same,))
+        return ComposedTensor(0, (same,))
     pieces = list(_pieces(info))
-    found = [cuts[living] for living, _ in pieces if living in cuts]
-    return Made(pieces[0][1].dim, tuple(found)) if pieces and len(found) == len(pieces) else None
+    matching = [cuts[living] for living, _ in pieces if living in cuts]
+    return ComposedTensor(pieces[0][1].dim, tuple(matching)) if pieces and len(matching) == len(pieces) else None
 
 
 class Rows:
@@ -253,7 +257,7 @@ class Rows:
             for name, info in architecture.named().items()
             if info.vocabulary_axis is not None and not info.stacked
         }
-        tied = {other: info.vocabulary_axis for info in architecture.tensors() for other in info.tied}
+        tied = {tied_name: info.vocabulary_axis for info in architecture.tensors() for tied_name in info.tied}
         self.axes.update({name: axis for name, axis in tied.items() if axis is not None})
 
     def __contains__(self, name: object) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors that share most of their tensors: what is shared goes from file to file as it stands."""
+"""Writes safetensors checkpoints that share most tensors with another one, whose bytes are copied."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Spliced:
 
     Attributes:
         source: the folder of the other one.
-        kept: which of its tensors.
+        names: which of its tensors.
         out: the folder to write to.
     """
 
     source: str
-    kept: Collection[str]
+    names: Collection[str]
     out: str
     _own: dict[str, Tensor] = field(default_factory=dict, init=False)
 
@@ -52,15 +52,15 @@ class Spliced:
             with open(os.path.join(self.out, INDEX), "w", encoding="utf-8") as file:
                 json.dump({"metadata": {"total_size": total}, "weight_map": places}, file, indent=2)
 
-    def _file(self, name: str, own: dict[str, Tensor]) -> tuple[list[str], int]:
+    def _file(self, name: str, tensors: dict[str, Tensor]) -> tuple[list[str], int]:
         """Write one file; gives the names of its tensors, and how many bytes they have."""
         path = os.path.join(self.source, name)
-        (entries, start), kept = safetensors_entries(path), set(self.kept)
-        data = save(own)
+        (entries, start), names = safetensors_entries(path), set(self.names)
+        data = save(tensors)
         begin = 8 + struct.unpack("<Q", data[:8])[0]
-        theirs = json.loads(data[8:begin])
-        pieces = [_Piece(key, entry, start) for key, entry in entries.items() if key in kept]
-        pieces += [_Piece(key, entry, begin, data) for key, entry in theirs.items()]
+        new_entries = json.loads(data[8:begin])
+        pieces = [_Piece(key, entry, start) for key, entry in entries.items() if key in names]
+        pieces += [_Piece(key, entry, begin, data) for key, entry in new_entries.items()]
         pieces.sort(key=lambda piece: (-piece.width, piece.data is not None, piece.begin))
         head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -104,6 +104,6 @@ class _Piece:
             out.write(self.data[self.begin : self.begin + self.size])
             return
         source.seek(self.begin)
-        left = self.size
-        while left:
-            left -= out.write(source.read(min(left, CHUNK)))
+        remaining = self.size
+        while remaining:
+            remaining -= out.write(source.read(min(remaining, CHUNK)))

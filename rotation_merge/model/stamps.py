@@ -1,4 +1,4 @@
-"""What decides a result, cheaply told: the files that models consist of by size and time, versions, options."""
+"""Keys of runs: sizes and times of the models' files, versions and options."""
 
 from __future__ import annotations
 
@@ -21,28 +21,32 @@ READ = (".safetensors", ".bin", ".index.json", "config.json")
 """Endings of the files that a model's weights are read by."""
 
 
-def mark_of(models: Iterable[Model], others: Iterable[str] = (), **options: Any) -> str:
-    """What a run is of, the same in another process, and other after any of it has changed.
+def mark_of(models: Iterable[Model], beside_models: Iterable[str] = (), **options: Any) -> str:
+    """A stable key of all inputs and options of a run, the same in every process.
 
     Args:
-        others: files and folders that are read beside the models; what is none is passed over.
+        beside_models: files and folders that are read beside the models; what is none is passed over.
     """
     folders = [folder for model in models for folder in _folders(model)]
-    found = [os.path.join(folder, name) for folder in folders for name in os.listdir(folder) if name.endswith(ENDINGS)]
-    beside = [path for path in others if os.path.exists(path)]
-    files = {os.path.realpath(path) for path in (*found, *beside)} - {os.path.realpath(folder) for folder in folders}
-    told = {path: [(facts := os.stat(path)).st_size, facts.st_mtime_ns] for path in files}
-    return json.dumps({"files": told, "versions": versions(), **options}, sort_keys=True, default=str, indent=1)
+    model_files = [
+        os.path.join(folder, name) for folder in folders for name in os.listdir(folder) if name.endswith(ENDINGS)
+    ]
+    extra_files = [path for path in beside_models if os.path.exists(path)]
+    files = {os.path.realpath(path) for path in (*model_files, *extra_files)} - {
+        os.path.realpath(folder) for folder in folders
+    }
+    files_facts = {path: [(facts := os.stat(path)).st_size, facts.st_mtime_ns] for path in files}
+    return json.dumps({"files": files_facts, "versions": versions(), **options}, sort_keys=True, default=str, indent=1)
 
 
 @contextmanager
 def unchanged(models: Iterable[ModelReference]) -> Iterator[None]:
-    """The files of models in folders stay what they are within the block: else what is made of them is of no model.
+    """Checks that local models do not change within the block.
 
     Raises:
         CheckpointError: names the first that did not.
     """
-    parts = [part.path for one in models for part in (one.model, one.lora) if part is not None]
+    parts = [part.path for reference in models for part in (reference.model, reference.lora) if part is not None]
     folders = [path for path in dict.fromkeys(parts) if os.path.isdir(path)]
     paths = [os.path.join(f, name) for f in folders for name in sorted(os.listdir(f)) if name.endswith(READ)]
     paths += [file for path in dict.fromkeys(parts) for file in weight_files(path)]
@@ -50,22 +54,22 @@ def unchanged(models: Iterable[ModelReference]) -> Iterator[None]:
     yield
     for path, stamp in zip(paths, before, strict=True):
         if _stamp(path) != stamp:
-            what = "was changed while it was read"
-            raise CheckpointError(what, where=path, remedy="run again once nothing writes to it any more")
+            problem = "was changed while it was read"
+            raise CheckpointError(problem, where=path, remedy="run again once nothing writes to it any more")
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _folders(model: Model) -> list[str]:
-    """Where a model's own files lie, not those of the anchor that it is read as a half of."""
+    """Folders of a model's own files, without those of an anchor that completes it."""
     path, loader = model.reference.model.path, None
     if not is_folder(path):
-        loader = model.loader.own if isinstance(model.loader, HalfLoader) else model.loader
-    own = path if loader is None else str(loader.index.base_path)
-    return [own, model.adapter.path] if model.adapter else [own]
+        loader = model.loader.text if isinstance(model.loader, HalfLoader) else model.loader
+    folder = path if loader is None else str(loader.index.base_path)
+    return [folder, model.adapter.path] if model.adapter else [folder]

@@ -26,7 +26,7 @@ class Opened(Protocol):
     def loader(self) -> Any: ...
 
 
-class Stored:
+class CheckpointTensors:
     """The tensors of a checkpoint as its files (and an adapter) have them, read when asked for by name."""
 
     def __init__(self, model: Opened) -> None:

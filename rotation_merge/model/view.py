@@ -1,4 +1,4 @@
-"""A model as it will be: its tensors by name, computed when they are asked for."""
+"""A transformed model: its tensors by name, computed on demand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ is stored in); None where the model has none."""
 
 
 class View(Mapping[str, Tensor]):
-    """A lazy mapping from names to tensors of a model; nothing is computed before it is asked for.
+    """A lazy mapping from names to tensors of a model, computed on demand.
 
     Every tensor is computed anew each time, in float32 at least, and rounded once to its storage dtype.
 
@@ -59,12 +59,12 @@ class View(Mapping[str, Tensor]):
             if any(name in self.opened.source for name in (info.names[0], *info.tied)):
                 known.update(dict.fromkeys(info.names))
         tied = {name for info in self.architecture.tensors() for name in info.tied}
-        others = (name for name in self.opened.names if name not in self._places and name not in tied)
-        return tuple(name for name in (*known, *others) if name not in self.left_out)
+        unplaced = (name for name in self.opened.names if name not in self._places and name not in tied)
+        return tuple(name for name in (*known, *unplaced) if name not in self.left_out)
 
     @property
     def architecture(self) -> Architecture:
-        """By which its tensors are named."""
+        """The architecture that names its tensors."""
         return self.opened.architecture
 
     @property
@@ -114,7 +114,7 @@ class View(Mapping[str, Tensor]):
                 yield name, self[name]
 
     def as_opened(self) -> OpenedModel:
-        """The view as a model that can be moved, averaged or written again."""
+        """The view as a model that can be transformed, averaged or written."""
         shapes = dict(self.opened.shapes)
         for info in self.architecture.tensors():
             tied = next((name for name in info.tied if name in shapes), None)
@@ -206,7 +206,7 @@ class View(Mapping[str, Tensor]):
 
 
 def as_stored(opened: OpenedModel) -> View:
-    """A model as it is."""
+    """The unchanged model as a view."""
 
     def read(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
         tensor = read_tensor(info, opened.source)

@@ -63,13 +63,13 @@ def shared_rows(models: Sequence[Model]) -> list[Tensor] | None:
 
 
 def matched_on(anchor: Model, donor: Model, count: int) -> str:
-    """What a reader should know of models whose vocabularies differ."""
+    """A note on models whose vocabularies differ."""
     names = f"`{donor.reference}` and `{anchor.reference}`"
     return f"{names} share {count} tokens: embeddings and heads were matched on these."
 
 
 def other_order(anchor: Model, donor: Model) -> list[str]:
-    """A line where tokens of two models that lie here stand at other ids; for models of one vocabulary size."""
+    """A note if tokens of two local models have different ids; for vocabularies of one size."""
     moved, whole = moved_tokens(anchor, donor)
     return [f"{donor.reference}: {_other_ids(anchor, moved, whole)}; a merge needs '{TOGETHER}'."] if moved else []
 
@@ -92,8 +92,8 @@ def check_token_ids(anchor: Model, donor: Model) -> None:
     """
     moved, whole = moved_tokens(anchor, donor)
     if moved:
-        what = f"{_other_ids(anchor, moved, whole)}: rows of different words would be averaged"
-        raise CheckpointError(what, where=str(donor.reference), remedy=f"add '{TOGETHER}' to the recipe")
+        problem = f"{_other_ids(anchor, moved, whole)}: rows of different words would be averaged"
+        raise CheckpointError(problem, where=str(donor.reference), remedy=f"add '{TOGETHER}' to the recipe")
 
 
 def check_tuned_ids(origin: Model, tuned: Model) -> None:
@@ -104,8 +104,8 @@ def check_tuned_ids(origin: Model, tuned: Model) -> None:
     """
     moved, whole = moved_tokens(origin, tuned, both=True)
     if moved:
-        what = f"{_other_ids(origin, moved, whole)}, so it is not a fine-tune of it"
-        raise CheckpointError(what, where=str(tuned.reference), remedy="name the model that it was tuned from")
+        problem = f"{_other_ids(origin, moved, whole)}, so it is not a fine-tune of it"
+        raise CheckpointError(problem, where=str(tuned.reference), remedy="name the model that it was tuned from")
 
 
 def _other_ids(anchor: Model, moved: int, whole: int) -> str:
@@ -124,9 +124,11 @@ def moved_tokens(anchor: Model, donor: Model, both: bool = False) -> tuple[int, 
         return 0, 0
     if len({_tokenizer(m.reference, m.options.trust_remote_code) for m in models}) == 1:
         return 0, 0
-    ours, theirs = (_tokens(m.reference, m.options.trust_remote_code) or {} for m in models)
-    at = {} if both else {number: token for token, number in theirs.items()}
-    moved = (theirs.get(token, number) != number or at.get(number, token) != token for token, number in ours.items())
+    ours, donor_tokens = (_tokens(m.reference, m.options.trust_remote_code) or {} for m in models)
+    at = {} if both else {number: token for token, number in donor_tokens.items()}
+    moved = (
+        donor_tokens.get(token, number) != number or at.get(number, token) != token for token, number in ours.items()
+    )
     return sum(moved), len(ours)
 
 
@@ -196,10 +198,10 @@ def _loaded(tokenizer: _Tokenizer) -> Mapping[str, int] | None:
 
     options = {"revision": tokenizer.revision, "trust_remote_code": tokenizer.trust_remote_code}
     try:
-        found = AutoTokenizer.from_pretrained(tokenizer.path, **options)
+        tokenizer_of_model = AutoTokenizer.from_pretrained(tokenizer.path, **options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None
-    return None if is_hollow(found) else MappingProxyType(dict(found.get_vocab()))
+    return None if is_hollow(tokenizer_of_model) else MappingProxyType(dict(tokenizer_of_model.get_vocab()))
 
 
 def is_hollow(tokenizer: Any) -> bool:

@@ -1,4 +1,4 @@
-r"""A model as one of larger sizes that computes the same: zeros around its weights.
+r"""Widens a model to larger sizes with the same function, by zeros around its weights.
 
 New neurons and heads are read by nobody: their rows and columns are zero. A stream of d coordinates becomes one of d'
 whose new coordinates are zero. A norm then takes its mean square over d' instead of d: all that writes the stream is
@@ -39,10 +39,10 @@ REMEDY = "only neurons, heads and residual streams can be widened"
 
 
 class Widening:
-    """What makes a model wider.
+    """How to widen a model.
 
     Args:
-        own: the model's architecture.
+        narrow: the model's architecture.
         wide: the same resolved for the larger sizes, under the same tensor names.
         tied: a head that shares the embedding's tensor, if any.
         where, anchor: what the model and the one whose sizes it takes are called.
@@ -51,44 +51,46 @@ class Widening:
         CheckpointError: a size is smaller than the model's, or cannot change without changing what it computes.
     """
 
-    def __init__(self, own: Architecture, wide: Architecture, tied: str | None, where: str, anchor: str) -> None:
-        self.own, self.wide = own, wide
+    def __init__(self, narrow: Architecture, wide: Architecture, tied: str | None, where: str, anchor: str) -> None:
+        self.narrow, self.wide = narrow, wide
         self.names = where, anchor
         self.tied = None if tied is None else stem_of(tied)
-        theirs = wide.spaces()
+        wide_spaces = wide.spaces()
         grown = {
-            name: (space, theirs[name]) for name, space in own.spaces().items() if space.sizes != theirs[name].sizes
+            name: (space, wide_spaces[name])
+            for name, space in narrow.spaces().items()
+            if space.sizes != wide_spaces[name].sizes
         }
         for space, larger in grown.values():
             self._check(space, larger)
-        streams = own.streams.keys() & grown.keys()
+        streams = narrow.streams.keys() & grown.keys()
         self.factors = {
-            name: math.sqrt(theirs[name].sizes["size"] / own.streams[name].sizes["size"]) for name in streams
+            name: math.sqrt(wide_spaces[name].sizes["size"] / narrow.streams[name].sizes["size"]) for name in streams
         }
-        self.centred = tuple(name for name in sorted(streams) if own.layer_normed(name))
-        scaled = {scale.stream for block in own.blocks for scale in block.scales}
+        self.centred = tuple(name for name in sorted(streams) if narrow.layer_normed(name))
+        scaled = {scale.stream for block in narrow.blocks for scale in block.scales}
         self.folded = tuple(name for name in self.centred if name in scaled)
         self.normed = {
-            name: {stem_of(k) for b in own.blocks for n in b.norms if n.stream == name for k in n.reads}
+            name: {stem_of(k) for b in narrow.blocks for n in b.norms if n.stream == name for k in n.reads}
             for name in streams
         }
         self.heads = {name: self._counted(*pair) for name, pair in grown.items() if pair[0].kind == "attention"}
         self.grown = grown
-        self.places = own.places()
+        self.places = narrow.places()
         self.larger = {b.name: {info.key: info for info in b.tensors} for b in wide.blocks}
 
     @property
     def grows(self) -> str:
-        """What has another size, in words; empty where nothing has."""
-        found: dict[str, None] = {}
-        for name, (own, wide) in self.grown.items():
-            if own.kind == "translation":
+        """The sizes that grow, in words; empty if none do."""
+        words_by_order: dict[str, None] = {}
+        for name, (narrow, wide) in self.grown.items():
+            if narrow.kind == "translation":
                 continue
-            what = name.rpartition(".")[2]
-            sizes = ((key, own.sizes[key], size) for key, size in wide.sizes.items() if own.sizes[key] != size)
-            words = (f"{what} {_WORDS.get(key, key)} {small} to {large}" for key, small, large in sizes)
-            found |= dict.fromkeys(words)
-        return ", ".join(found)
+            kind = name.rpartition(".")[2]
+            sizes = ((key, narrow.sizes[key], size) for key, size in wide.sizes.items() if narrow.sizes[key] != size)
+            words = (f"{kind} {_WORDS.get(key, key)} {small} to {large}" for key, small, large in sizes)
+            words_by_order |= dict.fromkeys(words)
+        return ", ".join(words_by_order)
 
     def tensor(self, block: Block, info: TensorInfo, get: Callable[[str], Tensor | None]) -> Tensor:
         """One tensor of the wider model, in float32 at least; the stored one itself where nothing changes.
@@ -113,10 +115,10 @@ class Widening:
         return result
 
     def cut(self, block: Block, info: TensorInfo, wide: Tensor) -> Tensor:
-        """The entries of a wider model's tensor that are not around this one's, still `factor` times as large."""
+        """The entries of a wider tensor that belong to this model, still multiplied by `factor`."""
         larger = self.larger[block.name][info.key]
-        for dim, (axis, other) in enumerate(zip(info.axes, larger.axes, strict=True)):
-            wide = cut_axis(wide, dim, axis, other)
+        for dim, (axis, wide_axis) in enumerate(zip(info.axes, larger.axes, strict=True)):
+            wide = cut_axis(wide, dim, axis, wide_axis)
         return wide
 
     def trimmed(self, name: str, wide: Tensor) -> Tensor:
@@ -127,26 +129,26 @@ class Widening:
         return padded_axis(self.cut(block, info, wide), 0, info.axes[0], self.larger[block.name][info.key].axes[0], 0.0)
 
     def factor(self, block: Block, info: TensorInfo, folded: Collection[str] = ()) -> float:
-        """What the weights are multiplied by, beside the zeros around them.
+        """The factor that a tensor's weights are multiplied by.
 
         Args:
             folded: streams whose gains are folded into what reads them.
         """
-        found = 1.0
+        factor = 1.0
         lives = (dict.fromkeys((part.space.name, part.role) for part in axis.parts) for axis in info.axes)
         for name, role in (pair for pairs in lives for pair in pairs):  # what reads a stream several times over, once
             width = self.factors.get(name)
             if width is not None and role == "write":
-                found *= 1.0 if self._rooted(info, self.own.streams[name]) else width
+                factor *= 1.0 if self._rooted(info, self.narrow.streams[name]) else width
             elif width is not None and role == "read":
-                found *= 1 / width if name in folded else self._read(block, info, name, width)
+                factor *= 1 / width if name in folded else self._read(block, info, name, width)
             elif width is not None and role == "gain":
-                found /= 1.0 if name in folded else self._gain(block, info, name, width)
+                factor /= 1.0 if name in folded else self._gain(block, info, name, width)
             elif width is not None and role == "shift" and name in folded:
-                found *= width  # which is divided by the gain
+                factor *= width  # which is divided by the gain
             elif name in self.heads:
-                found *= self.heads[name].get(role, 1.0)
-        return found
+                factor *= self.heads[name].get(role, 1.0)
+        return factor
 
     def _read(self, block: Block, info: TensorInfo, stream: str, width: float) -> float:
         """A reader of the stream itself sees it larger; one beside a tied head gets back what that does not need."""
@@ -155,7 +157,7 @@ class Widening:
             return 1 / width
         if not any(self._feeds_tied(norm) and stem in map(stem_of, norm.reads) for norm in block.norms):
             return 1.0
-        return 1.0 if self.own.streams[stream].rooted else width
+        return 1.0 if self.narrow.streams[stream].rooted else width
 
     def _gain(self, block: Block, info: TensorInfo, name: str, width: float) -> float:
         norm = next((n for n in block.norms if n.stream == name and n.gain == info.key), None)
@@ -163,7 +165,7 @@ class Widening:
             return 1.0
         if not self._feeds_tied(norm):
             return width
-        return width if self.own.streams[name].rooted else width**2
+        return width if self.narrow.streams[name].rooted else width**2
 
     @staticmethod
     def _rooted(info: TensorInfo, stream: Space) -> bool:
@@ -171,7 +173,7 @@ class Widening:
         return stream.rooted and info.vocabulary_axis is not None
 
     def _feeds_tied(self, norm: Norm) -> bool:
-        named = (spell(read, self.own.base, self.own.spelling) for read in norm.reads)
+        named = (spell(read, self.narrow.base, self.narrow.spelling) for read in norm.reads)
         return self.tied is not None and self.tied in map(stem_of, named)
 
     @staticmethod
@@ -179,42 +181,44 @@ class Widening:
         """New entries of a gain meet zeros, and are what the others are on average; all else is zero."""
         return float(tensor.mean()) if _is_gain(info) else 0.0
 
-    def _counted(self, own: Space, wide: Space) -> dict[str, float]:
+    def _counted(self, narrow: Space, wide: Space) -> dict[str, float]:
         """Factors of an attention's tensors by role."""
-        found = {}
-        if own.norm in ("rms_all", "rms_clipped"):
+        factors = {}
+        if narrow.norm in ("rms_all", "rms_clipped"):
             for role in ("q", "k"):
-                width = math.sqrt(math.prod(wide.factors(role)) / math.prod(own.factors(role)))
-                found.update({role: width, f"{role}_gain": 1 / width})
-        elif own.sizes["head_dim"] != wide.sizes["head_dim"]:
-            found["q"] = math.sqrt(wide.sizes["head_dim"] / own.sizes["head_dim"])
-        return found
+                width = math.sqrt(math.prod(wide.factors(role)) / math.prod(narrow.factors(role)))
+                factors.update({role: width, f"{role}_gain": 1 / width})
+        elif narrow.sizes["head_dim"] != wide.sizes["head_dim"]:
+            factors["q"] = math.sqrt(wide.sizes["head_dim"] / narrow.sizes["head_dim"])
+        return factors
 
-    def _check(self, own: Space, wide: Space) -> None:
-        def refuse(what: str) -> CheckpointError:
+    def _check(self, narrow: Space, wide: Space) -> None:
+        def refuse(problem: str) -> CheckpointError:
             return CheckpointError(
-                f"cannot take the sizes of {self.names[1]}: '{own.name}' {what}", where=self.names[0], remedy=REMEDY
+                f"cannot take the sizes of {self.names[1]}: '{narrow.name}' {problem}",
+                where=self.names[0],
+                remedy=REMEDY,
             )
 
-        smaller = [name for name, size in own.sizes.items() if size > wide.sizes.get(name, size)]
+        smaller = [name for name, size in narrow.sizes.items() if size > wide.sizes.get(name, size)]
         if smaller:
             name = smaller[0]
-            raise refuse(f"has {name} {own.sizes[name]}, more than {wide.sizes[name]}")
-        differing = {name for name, size in own.sizes.items() if size != wide.sizes.get(name)}
-        if own.kind == "attention":
-            if differing & {"head_dim", "value_dim"} and (own.rotary or own.norm is not None):
-                why = "rotary frequencies" if own.rotary else "the norm of queries and keys"
-                dims = own.sizes["head_dim"], wide.sizes["head_dim"]
+            raise refuse(f"has {name} {narrow.sizes[name]}, more than {wide.sizes[name]}")
+        differing = {name for name, size in narrow.sizes.items() if size != wide.sizes.get(name)}
+        if narrow.kind == "attention":
+            if differing & {"head_dim", "value_dim"} and (narrow.rotary or narrow.norm is not None):
+                why = "rotary frequencies" if narrow.rotary else "the norm of queries and keys"
+                dims = narrow.sizes["head_dim"], wide.sizes["head_dim"]
                 raise refuse(f"has heads of {dims[0]} dimensions, against {dims[1]}, on which {why} depend")
-            if differing & {"groups", "per_group"} and not (own.free_order and own.free_groups):
+            if differing & {"groups", "per_group"} and not (narrow.free_order and narrow.free_groups):
                 raise refuse("has heads whose roles depend on their number (ALiBi, shared biases)")
-        elif own.kind == "stream":
-            self._check_stream(own.name, refuse)
-        elif own.kind in ("ffn", "convolution"):
-            if any(self._normed(info, own) for info in self.own.tensors()):
+        elif narrow.kind == "stream":
+            self._check_stream(narrow.name, refuse)
+        elif narrow.kind in ("ffn", "convolution"):
+            if any(self._normed(info, narrow) for info in self.narrow.tensors()):
                 raise refuse("is normalised, and added zeros would change its norm")
-        elif own.kind != "translation":
-            raise refuse(f"is a space of kind {own.kind}")
+        elif narrow.kind != "translation":
+            raise refuse(f"is a space of kind {narrow.kind}")
 
     @staticmethod
     def _normed(info: TensorInfo, space: Space) -> bool:
@@ -222,18 +226,18 @@ class Widening:
         return len(info.axes) == 1 and not info.key.endswith(".bias") and space in info.spaces()
 
     def _check_stream(self, name: str, refuse: Callable[[str], CheckpointError]) -> None:
-        groups = self.own.stream_groups[name]
+        groups = self.narrow.stream_groups[name]
         if groups == ("none",):
             raise refuse("is an output of the model")
-        if self.own.layer_normed(name) and "rotation" not in groups:
+        if self.narrow.layer_normed(name) and "rotation" not in groups:
             raise refuse("has a LayerNorm, and added zeros would change its mean")
-        if self.own.layer_normed(name) and self.tied is not None:
+        if self.narrow.layer_normed(name) and self.tied is not None:
             raise refuse(
                 "is centred for its LayerNorms, which the tied head would see; '--untie' gives it one of its own"
             )
         if any(
             block.index is None and not norm.reads
-            for block in self.own.blocks
+            for block in self.narrow.blocks
             for norm in block.norms
             if norm.stream == name
         ):
@@ -255,8 +259,8 @@ class Widened:
         block, info, piece = self.widening.places[name]
 
         def get(key: str) -> Tensor | None:
-            found = block.tensor(key)
-            return None if found is None else read_tensor(found, self.source)
+            info_here = block.tensor(key)
+            return None if info_here is None else read_tensor(info_here, self.source)
 
         tensor = self.widening.tensor(block, info, get)
         return tensor[piece] if info.stacked else tensor
@@ -264,37 +268,37 @@ class Widened:
 
 def wide_shapes(shapes: Mapping[str, tuple[int, ...]], widening: Widening) -> dict[str, tuple[int, ...]]:
     """The shapes of a wider model's tensors, from those of its own."""
-    found = dict(shapes)
+    result = dict(shapes)
     for name in shapes.keys() & widening.places.keys():
         block, info, _ = widening.places[name]
         sizes = [axis.size for axis in widening.larger[block.name][info.key].axes[info.stacked :]]
-        found[name] = tuple(old if new is None else new for old, new in zip(shapes[name], sizes, strict=True))
-    return found
+        result[name] = tuple(old if new is None else new for old, new in zip(shapes[name], sizes, strict=True))
+    return result
 
 
 def _is_gain(info: TensorInfo) -> bool:
     return len(info.axes) == 1 and any(part.role == "gain" for part in info.axes[0].parts)
 
 
-def padded_axis(x: Tensor, dim: int, own: Axis, wide: Axis, fill: float) -> Tensor:
+def padded_axis(x: Tensor, dim: int, narrow: Axis, wide: Axis, fill: float) -> Tensor:
     """An axis with entries for all that the wider one has."""
-    if own.size == wide.size or not own.pieces:
+    if narrow.size == wide.size or not narrow.pieces:
         return x
-    pieces = split_axis(x, dim, own)
-    for where, (piece, larger) in enumerate(zip(own.pieces, wide.pieces, strict=True)):
+    pieces = split_axis(x, dim, narrow)
+    for number, (piece, larger) in enumerate(zip(narrow.pieces, wide.pieces, strict=True)):
         more = [new - old for old, new in zip(factors_of(piece), factors_of(larger), strict=True)]
-        behind = pieces[where].ndim - dim - len(more)
+        behind = pieces[number].ndim - dim - len(more)
         widths = [0, 0] * behind + [n for extra in reversed(more) for n in (0, extra)]
-        pieces[where] = pad(pieces[where], widths, value=fill)
+        pieces[number] = pad(pieces[number], widths, value=fill)
     return join_axis(pieces, dim, wide)
 
 
-def cut_axis(x: Tensor, dim: int, own: Axis, wide: Axis) -> Tensor:
+def cut_axis(x: Tensor, dim: int, narrow: Axis, wide: Axis) -> Tensor:
     """The reverse of `padded_axis`: of a wider axis the entries that the narrower one has."""
-    if own.size == wide.size or not own.pieces:
+    if narrow.size == wide.size or not narrow.pieces:
         return x
     pieces = split_axis(x, dim, wide)
-    for where, piece in enumerate(own.pieces):
+    for number, piece in enumerate(narrow.pieces):
         for at, size in enumerate(factors_of(piece), dim):
-            pieces[where] = pieces[where].narrow(at, 0, size)
-    return join_axis(pieces, dim, own)
+            pieces[number] = pieces[number].narrow(at, 0, size)
+    return join_axis(pieces, dim, narrow)

@@ -1,4 +1,4 @@
-"""A smaller model read as one of another's sizes, its function unchanged (see `model/widen.py`)."""
+"""Reads a smaller model in another's sizes, its function unchanged (see `model/widen.py`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rotation_merge.model.widen import Widened, Widening, wide_shapes
 NOTE = "`{model}` was widened to the sizes of `{anchor}` ({sizes}), with zeros around its weights and the same outputs."
 
 
-def widening(own: Member, anchor: Member, untie: bool) -> tuple[dict[str, Any], Widening] | None:
+def widening(model: Member, anchor: Member, untie: bool) -> tuple[dict[str, Any], Widening] | None:
     """The config of a model in the anchor's sizes, and what makes it so; None where the sizes are its own.
 
     Args:
@@ -28,46 +28,48 @@ def widening(own: Member, anchor: Member, untie: bool) -> tuple[dict[str, Any], 
     Raises:
         RotationMergeError: it is of another family or larger in some way, or has no room for zeros.
     """
-    spec = find(own.config)
-    if spec is None or own.architecture.family != anchor.architecture.family:
-        what = f"is of another architecture than {anchor.name}"
-        raise CheckpointError(what, where=own.name, remedy="widen models of one family")
+    spec = find(model.config)
+    if spec is None or model.architecture.family != anchor.architecture.family:
+        problem = f"is of another architecture than {anchor.name}"
+        raise CheckpointError(problem, where=model.name, remedy="widen models of one family")
     if any(module.config for module in spec.modules.values()):
         remedy = "only models of one part can be widened"
-        raise CheckpointError("has parts with configs of their own", where=own.name, remedy=remedy)
-    config = {**own.config, **of_sizes(spec, own.config, anchor.config)}
-    if config == own.config:
+        raise CheckpointError("has parts with configs of their own", where=model.name, remedy=remedy)
+    config = {**model.config, **of_sizes(spec, model.config, anchor.config)}
+    if config == model.config:
         return None
-    tied = None if untie or own.tied is None else own.tied[0]
-    wide = resolve(config, list(own.shapes), own.name, untie=untie)
-    return config, Widening(own.architecture, wide, tied, own.name, anchor.name)
+    tied = None if untie or model.tied is None else model.tied[0]
+    wide = resolve(config, list(model.shapes), model.name, untie=untie)
+    return config, Widening(model.architecture, wide, tied, model.name, anchor.name)
 
 
-def words(own: Member, anchor: Member, config: Mapping[str, Any]) -> str:
-    """What the reader of a report should know."""
-    sizes = (f"{key} {own.config.get(key)} to {config[key]}" for key in config if config[key] != own.config.get(key))
-    return NOTE.format(model=own.name, anchor=anchor.name, sizes=", ".join(sizes))
+def words(model: Member, anchor: Member, config: Mapping[str, Any]) -> str:
+    """A note for the report on the sizes that grew."""
+    sizes = (
+        f"{key} {model.config.get(key)} to {config[key]}" for key in config if config[key] != model.config.get(key)
+    )
+    return NOTE.format(model=model.name, anchor=anchor.name, sizes=", ".join(sizes))
 
 
 def widened(model: Model, anchor: Model) -> Model:
     """The model in the anchor's sizes; the model itself where they are its own. Raises as `widening` does."""
-    for one in (model, anchor):
-        one.check_files()
+    for member in (model, anchor):
+        member.check_files()
     if (grown := widening(model.member, anchor.member, model.untie)) is None:
         return model
     config, wide = grown
-    found = Model(model.reference, model.options, model.unsupported, model.untie)
-    found.sizes = {key: value for key, value in config.items() if value != model.config.get(key)}
-    found.note = words(model.member, anchor.member, config)
+    wide_model = Model(model.reference, model.options, model.unsupported, model.untie)
+    wide_model.sizes = {key: value for key, value in config.items() if value != model.config.get(key)}
+    wide_model.note = words(model.member, anchor.member, config)
     tied = _tied(model) if model.untie else {}
-    shapes = {**model.shapes, **{name: model.shapes[other] for name, other in tied.items()}}
-    vars(found).update(
+    shapes = {**model.shapes, **{name: model.shapes[tied_name] for name, tied_name in tied.items()}}
+    vars(wide_model).update(
         loader=WideLoader(model.loader, wide, tied),
         config=config,
         shapes=wide_shapes(shapes, wide),
         dtypes=model.dtypes,
     )
-    return found
+    return wide_model
 
 
 def _tied(model: Model) -> dict[str, str]:
@@ -83,11 +85,11 @@ class WideLoader:
         tied: by names of tensors that are to be had beside those that are stored, whose tensors they are.
     """
 
-    def __init__(self, own: Any, widening: Widening, tied: Mapping[str, str]) -> None:
-        paths = own.index.tensor_paths
-        self.own = own
-        self.index = replace(own.index, tensor_paths={**paths, **{name: paths[tied[name]] for name in tied}})
-        self.wide = Widened(_Named(own, tied), widening)
+    def __init__(self, loader: Any, widening: Widening, tied: Mapping[str, str]) -> None:
+        paths = loader.index.tensor_paths
+        self.loader = loader
+        self.index = replace(loader.index, tensor_paths={**paths, **{name: paths[tied[name]] for name in tied}})
+        self.wide = Widened(_Named(loader, tied), widening)
 
     def get_tensor(
         self, key: str, device: str = "cpu", aliases: Collection[str] | None = None, raise_on_missing: bool = True
@@ -99,7 +101,7 @@ class WideLoader:
         return self.wide[key].to(device)
 
     def flush(self) -> None:
-        self.own.flush()
+        self.loader.flush()
 
 
 class _Named:

@@ -69,14 +69,14 @@ def write_checkpoint(
     Raises:
         CheckpointError: it has not passed; it is kept as OUT.rejected.
     """
-    wanted, written = dtype_from_name(storage.dtype), set(body[1] if body else ())
+    dtype, written = dtype_from_name(storage.dtype), set(body[1] if body else ())
     apart: dict[str, Tensor] = {}
     with staged(out) as staging:
         os.makedirs(staging, exist_ok=True)
         writer = Spliced(*body, staging) if body else TensorWriter(staging, max_shard_size=storage.shard_size)
 
         def save(name: str, tensor: Tensor) -> None:
-            kept = stored(tensor, wanted or like.dtypes.get(name))
+            kept = stored(tensor, dtype or like.dtypes.get(name))
             if module_of(name, like.modules) is None:
                 writer.save_tensor(name, kept, clone=True)
             else:
@@ -99,8 +99,8 @@ def write_checkpoint(
         if not passed:
             rejected = free_name(f"{out.rstrip(os.sep)}.rejected")
             shutil.move(staging, rejected)
-            what = f"does not compute what {like.reference} computes ({words})"
-            raise CheckpointError(what, where=rejected, remedy="nothing else was written; please report it")
+            problem = f"does not compute what {like.reference} computes ({words})"
+            raise CheckpointError(problem, where=rejected, remedy="nothing else was written; please report it")
         text = text if isinstance(text, str) else text()
         with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
             file.write(f"{text}\n{words[:1].upper()}{words[1:]}.\n" if words else text)

@@ -48,9 +48,9 @@ class _Sums:
     cc: float = 0.0
     ac: float = 0.0
 
-    def add(self, other: _Sums) -> None:
+    def add(self, addend: _Sums) -> None:
         for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, getattr(self, name) + getattr(addend, name))
 
     def gap(self, block: str, layer: int | None, space: str, kind: str, identity: dict[str, float]) -> Gap:
         before, after = (self.bb, self.ab), (self.cc, self.ac)
@@ -116,23 +116,23 @@ def _sums(anchor: Tensor, donor: Tensor, aligned: Tensor | None) -> _Sums:
     return _Sums(*(float(torch.dot(x, y)) for x, y in ((a, a), (b, b), (a, b), (c, c), (a, c))))
 
 
-def parted(found: list[Gap]) -> str:
+def parted(gaps: list[Gap]) -> str:
     """In one sentence: are the two in the same coordinates, and where did they part?"""
-    whole = found[-1]
+    whole = gaps[-1]
     if whole.distance_before == 0:
         return "the two models are equal in every shared tensor"
-    layers = [gap for gap in found if gap.kind == "block" and gap.layer is not None]
+    layers = [gap for gap in gaps if gap.kind == "block" and gap.layer is not None]
     widest = max(layers, key=lambda gap: gap.angle_after) if layers else None
-    where = f"; they differ most in {widest.block} ({widest.angle_after:.3g} degrees)" if widest else ""
+    widest_words = f"; they differ most in {widest.block} ({widest.angle_after:.3g} degrees)" if widest else ""
     gain = 1 - whole.distance_after / whole.distance_before
     if whole.distance_after < 1e-3 * whole.distance_before:
-        return "the two models are one model in two coordinate systems: alignment brings them together" + where
+        return "the two models are one model in two coordinate systems: alignment brings them together" + widest_words
     if gain < 0.01:
         if whole.angle_before < 45:
-            return "the two models share their coordinates: alignment has next to nothing to do" + where
+            return "the two models share their coordinates: alignment has next to nothing to do" + widest_words
         return (
             "these spaces do not bring the two models nearer: they were trained independently, or differ elsewhere"
-            + where
+            + widest_words
         )
     angles = f"{whole.angle_before:.3g} to {whole.angle_after:.3g} degrees"
-    return f"alignment brings the two models {gain:.0%} nearer (angle {angles})" + where
+    return f"alignment brings the two models {gain:.0%} nearer (angle {angles})" + widest_words

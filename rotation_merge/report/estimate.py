@@ -22,7 +22,7 @@ from rotation_merge.model.slices import LONG
 from rotation_merge.model.source import KEPT
 from rotation_merge.run.maps import linear_map
 from rotation_merge.symmetry.admitted import admitted, heads
-from rotation_merge.symmetry.space import Work
+from rotation_merge.symmetry.space import MatchingCost
 from rotation_merge.workers.threads import BYTES_A_WEIGHT, KEPT_FREED, workers_for
 
 Shapes = dict[str, tuple[int, ...]]
@@ -168,16 +168,19 @@ def averaging(
     return Averaging(method.spec.name, operations / (flops_per_second() * DOUBLE), memory)
 
 
-def carried(found: Estimate, shapes: Shapes, itemsize: int) -> Estimate:
+def carried(estimate: Estimate, shapes: Shapes, itemsize: int) -> Estimate:
     """The same for a task vector that is carried over: a third model is read, and its block is in memory, too."""
     blocks: dict[str, int] = {}
     for name, shape in shapes.items():
         layer = re.match(r".*?\.\d+\.", name)
         blocks[layer[0] if layer else name] = blocks.get(layer[0] if layer else name, 0) + _count(shape)
-    more = itemsize * found.parameters / READ_BYTES
-    seconds, near = found.seconds + more, found.near_seconds + more
+    more = itemsize * estimate.parameters / READ_BYTES
+    seconds, near = estimate.seconds + more, estimate.near_seconds + more
     return replace(
-        found, seconds=seconds, near_seconds=near, memory=found.memory + itemsize * max(blocks.values(), default=0)
+        estimate,
+        seconds=seconds,
+        near_seconds=near,
+        memory=estimate.memory + itemsize * max(blocks.values(), default=0),
     )
 
 
@@ -200,16 +203,16 @@ def _moved(architecture: Architecture, options: AlignConfig) -> list[TensorInfo]
 
 
 def _lines(architecture: Architecture, options: AlignConfig) -> list[SpaceLine]:
-    found: dict[tuple[str, str, str, str], list[Block]] = {}
+    blocks_by_line: dict[tuple[str, str, str, str], list[Block]] = {}
     for block in architecture.blocks:
-        own = options.at(architecture, block)
-        wanted = wanted_spaces(block, own)
+        block_options = options.at(architecture, block)
+        matched_spaces = wanted_spaces(block, block_options)
         for space in block.spaces.values():
-            if space.head and space not in wanted:  # opt-in: nothing that is missing
+            if space.head and space not in matched_spaces:  # opt-in: nothing that is missing
                 continue
-            group = admitted(space, own).words if space in wanted else "not matched"
+            group = admitted(space, block_options).words if space in matched_spaces else "not matched"
             key = (space.name.rsplit(".", 1)[-1], space.kind, _sizes(space), group)
-            found.setdefault(key, []).append(block)
+            blocks_by_line.setdefault(key, []).append(block)
     lines = []
     groups = residual_groups(architecture, options.residual)
     for name, stream in architecture.streams.items():
@@ -218,7 +221,7 @@ def _lines(architecture: Architecture, options: AlignConfig) -> list[SpaceLine]:
         lines.append(
             SpaceLine(name, "stream", _sizes(stream), f"{group} (admits {', '.join(possible)})", 1, "whole model")
         )
-    for (name, kind, sizes, group), blocks in found.items():
+    for (name, kind, sizes, group), blocks in blocks_by_line.items():
         lines.append(SpaceLine(name, kind, sizes, group, len(blocks), _ranges(blocks)))
     return lines
 
@@ -281,14 +284,16 @@ def _unaligned(
         if space.values == "fixed":
             reasons.append(f"values of '{name}' keep their coordinates")
     if options.layer_ranges() is not None:
-        asked = sum(block.index is not None and options.matches_layer(block.index) for block in architecture.blocks)
-        reasons.append(f"layers other than {options.layers} ({asked} layers asked for)")
+        matched_layers = sum(
+            block.index is not None and options.matches_layer(block.index) for block in architecture.blocks
+        )
+        reasons.append(f"layers other than {options.layers} ({matched_layers} layers asked for)")
     known = {info.name for info in moved}
-    left = [info for info in architecture.tensors() if info.name in shapes and info.name not in known]
-    if left:
-        names = ", ".join(list(dict.fromkeys(info.key.replace("{base}", "") for info in left))[:6])
+    unlabelled = [info for info in architecture.tensors() if info.name in shapes and info.name not in known]
+    if unlabelled:
+        names = ", ".join(list(dict.fromkeys(info.key.replace("{base}", "") for info in unlabelled))[:6])
         reasons.append(
-            f"{len(left)} tensors have no axis in a matched space and are merged as they are, such as {names}"
+            f"{len(unlabelled)} tensors have no axis in a matched space and are merged as they are, such as {names}"
         )
     return reasons
 
@@ -346,11 +351,13 @@ def _work(
     return flops, assigned
 
 
-def _works(architecture: Architecture, block: Block, options: AlignConfig, near: bool = False) -> dict[str, Work]:
+def _works(
+    architecture: Architecture, block: Block, options: AlignConfig, near: bool = False
+) -> dict[str, MatchingCost]:
     """What each local space of a block costs that is matched, by name."""
-    own = options.at(architecture, block)
-    found = {space.name: admitted(space, own).work() for space in wanted_spaces(block, own)}
-    return {name: work.between_near_models if near else work for name, work in found.items()}
+    block_options = options.at(architecture, block)
+    costs = {space.name: admitted(space, block_options).work() for space in wanted_spaces(block, block_options)}
+    return {name: work.between_near_models if near else work for name, work in costs.items()}
 
 
 def _shape(info: TensorInfo, shapes: Shapes) -> tuple[int, ...]:
@@ -398,19 +405,19 @@ def _residual_memory(architecture: Architecture, sizes: dict[str, int], options:
         peak = max(peak, widened + 4 * max(spaces.values(), default=0) + 5 * table)
     workers = workers_for(BYTES_FOLDED * _largest_layer(architecture, sizes) // BYTES_A_WEIGHT)
     products = 8 * sum(stream.sizes["size"] ** 2 for stream in architecture.streams.values())
-    kept = 2 * min(KEPT, 4 * sum(sizes.values()))
-    held = workers * (peak + 2 * products) + (min(PARTS, layers) + 4) * products + kept
-    return held + min(held // 4, workers * KEPT_FREED)
+    cached = 2 * min(KEPT, 4 * sum(sizes.values()))
+    held_bytes = workers * (peak + 2 * products) + (min(PARTS, layers) + 4) * products + cached
+    return held_bytes + min(held_bytes // 4, workers * KEPT_FREED)
 
 
 def _writing_memory(architecture: Architecture, sizes: dict[str, int], itemsize: int, out_itemsize: int) -> int:
     """The output file so far, and for a tensor: both models', both moved, and what averaging makes of them."""
-    held, peak = 0, 0
+    shard_bytes, peak = 0, 0
     for info in architecture.tensors():
         for name in info.names:
             count = sizes.get(name, 0)
-            peak = max(peak, held + (2 * itemsize + 7 * out_itemsize) * count + 16 * min(count, LONG))
-            held = count * out_itemsize + (held if held + count * out_itemsize <= SHARD else 0)
+            peak = max(peak, shard_bytes + (2 * itemsize + 7 * out_itemsize) * count + 16 * min(count, LONG))
+            shard_bytes = count * out_itemsize + (shard_bytes if shard_bytes + count * out_itemsize <= SHARD else 0)
     return peak
 
 

@@ -44,20 +44,20 @@ def _tensors(path: str) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             meta, names = file.metadata() or {}, list(file.keys())
         kind = str(meta.get("format"))
-        made = json.loads(meta.get("made", "{}"))
+        metadata = json.loads(meta.get("made", "{}"))
         if kind.startswith(ALIGNMENT):
-            marks = {made.get("anchor", "anchor"): meta["anchor"], made.get("donor", "donor"): meta["donor"]}
+            marks = {metadata.get("anchor", "anchor"): meta["anchor"], metadata.get("donor", "donor"): meta["donor"]}
             spaces = Counter(json.loads(meta["kinds"]).values())
             holds = {"architecture": meta["family"], "folded": json.loads(meta["folded"]), "spaces": dict(spaces)}
-            rows = rows_in(made, path)
-            facts = {name: value for name, value in made.items() if name not in ("anchor", "donor", "figures")}
+            rows = rows_in(metadata, path)
+            facts = {name: value for name, value in metadata.items() if name not in ("anchor", "donor", "figures")}
             figures = dict(zip(("relative_before", "relative_after"), relative(rows), strict=True)) if rows else {}
             return {"is": "Alignment", "format": kind, "fingerprints": marks, "holds": holds, "made": facts,
                     "figures": figures, "verdict": gained(*relative(rows)) if rows else None}  # fmt: skip
         if kind.startswith(STATISTICS):
-            marks = {made.get("model", "model"): made["fingerprint"]}
+            marks = {metadata.get("model", "model"): metadata["fingerprint"]}
             kinds = Counter(name.rsplit(".", 1)[-1] for name in names)
-            facts = {name: value for name, value in made.items() if name not in ("model", "fingerprint")}
+            facts = {name: value for name, value in metadata.items() if name not in ("model", "fingerprint")}
             return {"is": "Statistics", "format": kind, "fingerprints": marks, "holds": dict(kinds), "made": facts}
     except FileNotFoundError as error:
         raise RotationMergeError("no such file", where=path, remedy="check the path") from error
@@ -71,7 +71,7 @@ def _tensors(path: str) -> dict[str, Any]:
 def _report(path: str) -> dict[str, Any]:
     report = read_report(path)
     holds = {donor: report.verdict(donor) for donor in report.donors()}
-    made = {"delegate": report.delegate, "seconds": f"{report.seconds:.1f}", **report.versions, "notes": report.notes}
+    origin = {"delegate": report.delegate, "seconds": f"{report.seconds:.1f}", **report.versions, "notes": report.notes}
     marks = report.fingerprints
     return {"is": f"Report of a merge into {report.anchor}", "format": "rotation_merge.json",
-            "fingerprints": marks, "holds": holds, "made": made}  # fmt: skip
+            "fingerprints": marks, "holds": holds, "made": origin}  # fmt: skip

@@ -86,5 +86,5 @@ def read_report(path: str) -> MergeReport:
         remedy = "name the directory of a model that rotation_merge wrote"
         raise RotationMergeError("is a file", where=os.path.dirname(path), remedy=remedy) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise RotationMergeError(f"is not a report ({what})", where=path, remedy="merge again") from error
+        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise RotationMergeError(f"is not a report ({problem})", where=path, remedy="merge again") from error

@@ -26,8 +26,8 @@ def check_plot(path: str) -> None:
 
     known = FigureCanvasAgg.get_supported_filetypes()
     if os.path.splitext(path)[1][1:].lower() not in known:
-        what = f"there are no plots of that ending, but of {', '.join(known)}"
-        raise RotationMergeError(what, where=path, remedy="end the name in .png, .svg or .pdf")
+        problem = f"there are no plots of that ending, but of {', '.join(known)}"
+        raise RotationMergeError(problem, where=path, remedy="end the name in .png, .svg or .pdf")
 
 
 def _pyplot() -> Any:

@@ -129,12 +129,12 @@ def by_layer(rows: Sequence[SpaceRow]) -> str:
 
 def identity(rows: Sequence[SpaceRow]) -> str:
     layers = sorted({row.layer for row in rows if row.layer is not None})
-    found: dict[str, dict[int, float]] = {}
+    largest: dict[str, dict[int, float]] = {}
     for row in rows:
         for part, value in row.from_identity.items():
             if row.layer is not None:
-                found.setdefault(part, {})[row.layer] = max(value, found.get(part, {}).get(row.layer, 0.0))
-    lines = [(PARTS.get(part, part), [values.get(layer) for layer in layers]) for part, values in found.items()]
+                largest.setdefault(part, {})[row.layer] = max(value, largest.get(part, {}).get(row.layer, 0.0))
+    lines = [(PARTS.get(part, part), [values.get(layer) for layer in layers]) for part, values in largest.items()]
     if not lines:
         return ""
     hint = "Distance of each map from the identity; for permutations, the share of entries that move."
@@ -215,27 +215,27 @@ def spaces(rows: Sequence[SpaceRow]) -> str:
     return f"<details><summary>All {len(rows)} spaces</summary>{table}</details>"
 
 
-def barrier(found: Barrier) -> str:
+def barrier(paths: Barrier) -> str:
     """Loss along the path, where it was measured."""
-    styles = [("s4", True), *((f"s{i % 4}", i >= 4) for i in range(len(found.curves)))]
-    drawn = list(zip(found.curves, styles, strict=False))
+    styles = [("s4", True), *((f"s{i % 4}", i >= 4) for i in range(len(paths.curves)))]
+    drawn = list(zip(paths.curves, styles, strict=False))
     losses = [svg.Line(f"{c.name} (barrier {c.barrier():.3g} nats)", c.t, c.loss, *style) for c, style in drawn]
     rates = [svg.Line(c.name, c.t, [100 * a for a in c.accuracy], *style) for c, style in drawn]
     x = "from the first (0) to the second (1)"
-    hint = f"{found.task}, {found.examples} examples of {found.data}"
+    hint = f"{paths.task}, {paths.examples} examples of {paths.data}"
     cards = card("Loss on the path (nats)", hint, svg.chart(losses, x, "loss", whole_x=False))
     cards += card("Accuracy on the path (%)", hint, svg.chart(rates, x, "accuracy", whole_x=False))
-    title = f"Barrier: {escape(found.anchor)} to {escape(found.donor)}"
-    said = "".join(f"<p>{escape(words)}.</p>" for words in found.words())
-    return f'<h2>{title}</h2><div class="grid-cards">{cards}</div>{said}'
+    title = f"Barrier: {escape(paths.anchor)} to {escape(paths.donor)}"
+    verdicts = "".join(f"<p>{escape(words)}.</p>" for words in paths.words())
+    return f'<h2>{title}</h2><div class="grid-cards">{cards}</div>{verdicts}'
 
 
 def footer(report: MergeReport) -> str:
     """The recipe, the time, the versions, the fingerprints."""
-    made = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     return (
         f"<h2>How it was made</h2><pre>{escape(report.recipe.strip()) or 'no recipe'}</pre>"
-        f'<p class="soft">{report.seconds:.1f} s in all. {escape(made)}.</p>{fingerprints(report)}'
+        f'<p class="soft">{report.seconds:.1f} s in all. {escape(versions)}.</p>{fingerprints(report)}'
     )
 
 

@@ -95,23 +95,25 @@ def legend(entries: Sequence[tuple[str, str, bool]]) -> str:
 def heatmap(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[str], x_label: str) -> str:
     """Rows of cells coloured from 0 (page colour) to the largest value; hover text gives the value."""
     top = max((value for _, values in rows for value in values if value is not None), default=0.0) or 1.0
-    left, cell = 92, 22
-    wide = (WIDTH - left - RIGHT) / max(len(columns), 1)
+    left_margin, cell = 92, 22
+    wide = (WIDTH - left_margin - RIGHT) / max(len(columns), 1)
     height = len(rows) * cell + 28
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="distance from the identity">']
     for i, (name, values) in enumerate(rows):
-        parts.append(f'<text class="tick" x="{left - 6}" y="{i * cell + 15}" text-anchor="end">{escape(name)}</text>')
+        parts.append(
+            f'<text class="tick" x="{left_margin - 6}" y="{i * cell + 15}" text-anchor="end">{escape(name)}</text>'
+        )
         for j, value in enumerate(values):
             if value is None:
                 continue
-            x = left + j * wide
+            x = left_margin + j * wide
             shape = f'x="{x:.2f}" y="{i * cell + 1}" width="{max(wide - 0.8, 0.6):.2f}" height="{cell - 2}"'
             hint = f"{name}, {x_label} {columns[j]}: {number(value)}"
             parts.append(f'<rect class="empty" {shape}/>')
             parts.append(f'<rect class="cell" {shape} opacity="{value / top:.3f}"><title>{escape(hint)}</title></rect>')
     every = max(1, -(-len(columns) // 10))
     for j in range(0, len(columns), every):
-        x = left + (j + 0.5) * wide
+        x = left_margin + (j + 0.5) * wide
         parts.append(
             f'<text class="tick" x="{x:.1f}" y="{len(rows) * cell + 13}" text-anchor="middle">{columns[j]}</text>'
         )

@@ -1,4 +1,4 @@
-"""What models answer to given inputs, from their files: held whole in memory, or one layer at a time."""
+"""Outputs of models on given inputs: held whole in memory, or run one layer at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGEST = 500_000_000
 """Weights of the largest model that is held whole; larger ones run layer by layer."""
 
 
-class Whole:
+class InMemoryModel:
     """A model in memory.
 
     Args:
@@ -39,7 +39,7 @@ class Whole:
 
     @cached_property
     def model(self) -> Any:
-        """Says what inputs it takes; here with all weights."""
+        """The model, with all weights; its signature tells its inputs."""
         return load(self.path, self.dtype, self.like)
 
     def on(self, inputs: Sequence[Batch]) -> list[Batch]:
@@ -48,7 +48,7 @@ class Whole:
 
     @torch.no_grad()
     def rounded(self, inputs: Sequence[Batch], unit: float, seed: int) -> list[Batch]:
-        """The same with each weight off by up to half a unit in its last place; the model is spent."""
+        """The same with each weight perturbed by up to half a unit in the last place; changes the model."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
             parameter.copy_(_noisy(parameter, unit, generator))
@@ -58,17 +58,17 @@ class Whole:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
-class Layered:
-    """A model whose weights are read while it runs, those of one layer at a time; as `Whole` for whoever asks it."""
+class LayerwiseModel:
+    """A model whose weights are read while it runs, those of one layer at a time; answers as `InMemoryModel` does."""
 
     def __init__(self, path: str, dtype: torch.dtype, like: str | None) -> None:
         self.path, self.dtype = path, dtype
         self.files = open_model(path)
         check_own_base(self.files)
         if like is not None:
-            other = open_model(like)
-            if sorted(labels(other.config)) == sorted(labels(self.files.config)):
-                self.files.rows = label_rows(other.member, self.files.member)
+            reference = open_model(like)
+            if sorted(labels(reference.config)) == sorted(labels(self.files.config)):
+                self.files.rows = label_rows(reference.member, self.files.member)
 
     @cached_property
     def kind(self) -> Any:
@@ -80,7 +80,7 @@ class Layered:
 
     @cached_property
     def model(self) -> Any:
-        """Says what inputs it takes; here without weights."""
+        """The model without weights; its signature tells its inputs."""
         return empty_model(self.config)
 
     def on(self, inputs: Sequence[Batch]) -> list[Batch]:
@@ -92,7 +92,7 @@ class Layered:
         return self._run(inputs, lambda _, tensor: tensor)
 
     def rounded(self, inputs: Sequence[Batch], unit: float, seed: int) -> list[Batch]:
-        """The same with each weight off by up to half a unit in its last place."""
+        """The same with each weight perturbed by up to half a unit in the last place."""
         generator = torch.Generator().manual_seed(seed)
 
         def fill(_: TensorInfo, tensor: Tensor) -> Tensor:
@@ -115,10 +115,10 @@ def _noisy(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:
     return tensor * (1 + unit * noise)
 
 
-def answering(path: str, dtype: torch.dtype = torch.float32, like: str | None = None) -> Whole | Layered:
-    """The model at a path, as its size admits.
+def answering(path: str, dtype: torch.dtype = torch.float32, like: str | None = None) -> InMemoryModel | LayerwiseModel:
+    """Opens the model at a path: in memory if it is small enough, else layer by layer.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    return (Whole if weights_of(path) <= LARGEST else Layered)(path, dtype, like)
+    return (InMemoryModel if weights_of(path) <= LARGEST else LayerwiseModel)(path, dtype, like)

@@ -30,14 +30,14 @@ BESIDE = {"pixel_values": ("image_sizes", "image_position_ids"), "pixel_values_v
 
 
 @dataclass(frozen=True)
-class Apart:
+class ExampleBatches:
     """Examples whose tensors do not all count examples, one batch each."""
 
     batches: list[Batch]
 
 
-def by_example(arrays: dict[str, Tensor], model: Any, source: str) -> dict[str, Tensor] | Apart:
-    """Arrays as they are where each counts examples, else what belongs to each example.
+def by_example(arrays: dict[str, Tensor], model: Any, source: str) -> dict[str, Tensor] | ExampleBatches:
+    """The arrays if dimension 0 of each counts examples, else the part of each example.
 
     Raises:
         DataError: an array is missing, or unknown, or its length does not fit.
@@ -49,18 +49,21 @@ def by_example(arrays: dict[str, Tensor], model: Any, source: str) -> dict[str, 
                 f"holds '{name}', which {type(model).__name__} does not take", where=source, remedy=nearest(name, takes)
             )
     pictures = [_pictures(arrays, model, takes, name, source) for name in SEEN] if "input_ids" in arrays else []
-    seen = {name: counts for some in pictures for name, counts in some.items()}
-    _check_lengths(arrays, seen, source)
-    if all(count == 1 for counts in seen.values() for count in counts):
+    picture_rows = {name: counts for counts_by_name in pictures for name, counts in counts_by_name.items()}
+    _check_lengths(arrays, picture_rows, source)
+    if all(count == 1 for counts in picture_rows.values() for count in counts):
         return arrays
-    parts = {name: array.split(seen[name]) if name in seen else array.split(1) for name, array in arrays.items()}
+    parts = {
+        name: array.split(picture_rows[name]) if name in picture_rows else array.split(1)
+        for name, array in arrays.items()
+    }
     order = sorted(parts, key=lambda name: name != "input_ids")
-    held = [{name: parts[name][i] for name in order} for i in range(len(arrays["input_ids"]))]
-    return Apart([{name: part for name, part in batch.items() if len(part)} for batch in held])
+    examples = [{name: parts[name][i] for name in order} for i in range(len(arrays["input_ids"]))]
+    return ExampleBatches([{name: part for name, part in batch.items() if len(part)} for batch in examples])
 
 
-def _check_lengths(arrays: Mapping[str, Tensor], seen: Mapping[str, list[int]], source: str) -> None:
-    lengths = {name: len(array) for name, array in arrays.items() if name not in seen}
+def _check_lengths(arrays: Mapping[str, Tensor], picture_rows: Mapping[str, list[int]], source: str) -> None:
+    lengths = {name: len(array) for name, array in arrays.items() if name not in picture_rows}
     if len(set(lengths.values())) != 1:
         words = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise DataError(
@@ -71,19 +74,19 @@ def _check_lengths(arrays: Mapping[str, Tensor], seen: Mapping[str, list[int]], 
 def _pictures(
     arrays: Mapping[str, Tensor], model: Any, takes: set[str], name: str, source: str
 ) -> dict[str, list[int]]:
-    """By array of what is seen (`name`, and what goes with it): how many of its rows each example has."""
+    """By array of images (`name` and its companions): how many rows each example has."""
     grid, keys = SEEN[name]
     token = next((getattr(model.config, key) for key in keys if getattr(model.config, key, None) is not None), None)
     if token is None:
         return {}
     places = (arrays["input_ids"] == token).flatten(1).sum(1).tolist()
-    needed = [name, *(other for other in (grid, "mm_token_type_ids") if other in takes)] if name in takes else []
-    present = [other for other in (name, grid) if other in arrays]
-    lacking = [other for other in needed if other not in arrays]
+    needed = [name, *(key for key in (grid, "mm_token_type_ids") if key in takes)] if name in takes else []
+    present = [key for key in (name, grid) if key in arrays]
+    lacking = [key for key in needed if key not in arrays]
     if lacking and (present or any(places)):
-        what = "words stand for pictures (token {token})" if not present else f"'{present[0]}' stands there"
+        problem = "words stand for pictures (token {token})" if not present else f"'{present[0]}' stands there"
         raise DataError(
-            f"'{lacking[0]}' is missing, although {what.format(token=token)}",
+            f"'{lacking[0]}' is missing, although {problem.format(token=token)}",
             where=source,
             remedy="save everything that the model's processor gives",
         )
@@ -99,57 +102,57 @@ def _pictures(
     counts = list(_dealt(tokens, places, name, source))
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     rows = [sum(patches[a:b]) for a, b in pairwise(starts)]
-    others = [other for other in (grid, *BESIDE[name]) if other in arrays]
-    return {name: rows, **dict.fromkeys(others, counts)}
+    beside = [key for key in (grid, *BESIDE[name]) if key in arrays]
+    return {name: rows, **dict.fromkeys(beside, counts)}
 
 
 def _sizes(
     arrays: Mapping[str, Tensor], config: Any, name: str, places: int, source: str
 ) -> tuple[list[int], list[int]]:
-    """Of each picture: rows of `name`, and words that stand for it."""
+    """For each picture its number of rows in `name`, and of placeholder tokens."""
     grid = SEEN[name][0]
     if grid in arrays:
         patches = [int(row.prod()) for row in arrays[grid]]
         merged = int(getattr(config.vision_config, "spatial_merge_size", 1)) ** 2
         return patches, [count // merged for count in patches]
-    ones = [1] * len(arrays[name])
+    single_rows = [1] * len(arrays[name])
     if "image_position_ids" in arrays:
         real = (arrays["image_position_ids"] >= 0).all(-1).sum(-1).tolist()
-        return ones, [count // int(config.vision_config.pooling_kernel_size) ** 2 for count in real]
+        return single_rows, [count // int(config.vision_config.pooling_kernel_size) ** 2 for count in real]
     if "image_sizes" in arrays and hasattr(config, "spatial_merge_size"):
         unit = int(config.vision_config.patch_size) * int(config.spatial_merge_size)
-        return ones, [int(side[0]) // unit * (int(side[1]) // unit) for side in arrays["image_sizes"]]
-    if not ones or places % len(ones):
+        return single_rows, [int(side[0]) // unit * (int(side[1]) // unit) for side in arrays["image_sizes"]]
+    if not single_rows or places % len(single_rows):
         raise DataError(
-            f"{places} words stand for the {len(ones)} pictures of '{name}'",
+            f"{places} words stand for the {len(single_rows)} pictures of '{name}'",
             where=source,
             remedy="give each picture as many image tokens as the model's processor does",
         )
-    return ones, [places // len(ones)] * len(ones)
+    return single_rows, [places // len(single_rows)] * len(single_rows)
 
 
 def _dealt(tokens: list[int], places: list[int], name: str, source: str) -> Iterator[int]:
-    """How many pictures each example has: as many as its words stand for."""
-    left = iter(tokens)
-    for number, wanted in enumerate(places, 1):
-        count, held = 0, 0
-        while held < wanted:
-            held, count = held + next(left, wanted + 1), count + 1
-        if held != wanted:
+    """How many pictures each example has, from its placeholder tokens."""
+    remaining = iter(tokens)
+    for number, word_count in enumerate(places, 1):
+        count, picture_words = 0, 0
+        while picture_words < word_count:
+            picture_words, count = picture_words + next(remaining, word_count + 1), count + 1
+        if picture_words != word_count:
             raise DataError(
-                f"example {number} has {wanted} words that stand for pictures, those of '{name}' take others",
+                f"example {number} has {word_count} words that stand for pictures, those of '{name}' take others",
                 where=source,
                 remedy="give each picture as many image tokens as the model's processor does",
             )
         yield count
-    if next(left, None) is not None:
+    if next(remaining, None) is not None:
         raise DataError(
             f"'{name}' holds more pictures than words stand for", where=source, remedy="leave out what no text names"
         )
 
 
 def one_by_one(batch: Mapping[str, Tensor]) -> list[Batch]:
-    """Each example of a batch by itself; the batch, where its tensors do not all count examples (see `Apart`)."""
+    """Each example of a batch by itself; the whole batch where tensors do not all count examples (`ExampleBatches`)."""
     lengths = {len(tensor) for tensor in batch.values()}
     if len(lengths) != 1:
         return [dict(batch)]

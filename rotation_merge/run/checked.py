@@ -1,4 +1,4 @@
-"""Whether data are what a model takes: each refusal is one line that names the data."""
+"""Checks that data fit a model; each error is one line that names the data."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from rotation_merge.run.functions import Batch
 
 
 def check_inputs(examples: Mapping[str, Tensor], model: Any, source: str) -> None:
-    """The model takes what the data hold."""
+    """Check that the data hold inputs that the model takes."""
     takes = set(inspect.signature(model.forward).parameters)
     odd = [name for name in examples if name not in takes and name != "labels"]
     if odd or not takes & set(examples):
-        wanted = [name for name in ("input_ids", "pixel_values", "input_features", "input_values") if name in takes]
+        main_inputs = [
+            name for name in ("input_ids", "pixel_values", "input_features", "input_values") if name in takes
+        ]
         raise DataError(
-            f"holds {', '.join(examples)}; {type(model).__name__} takes {', '.join(wanted) or 'something else'}",
+            f"holds {', '.join(examples)}; {type(model).__name__} takes {', '.join(main_inputs) or 'something else'}",
             where=source,
             remedy="give data of the model's own kind",
         )
 
 
 def check_shape(model: Any, batch: Batch, source: str) -> None:
-    """Images and recordings have the sizes that the model was made for, which it says itself."""
+    """Check that images and recordings have the model's sizes."""
     if "input_ids" in batch or getattr(model.config, "is_encoder_decoder", False):
         return
     device = next(model.parameters()).device
@@ -46,17 +48,17 @@ def check_shape(model: Any, batch: Batch, source: str) -> None:
 
 
 def check_numbers(batch: Batch, source: str) -> None:
-    """Numbers are numbers, and tokens whole ones."""
+    """Check that values are finite and tokens are integers."""
     for name, tensor in batch.items():
         if not all_finite([tensor]):
             raise DataError(f"'{name}' holds NaN or infinity", where=source, remedy="leave such examples out")
         if name == "input_ids" and (tensor.is_floating_point() or tensor.ndim < 2):
-            what = f"'{name}' is of {str(tensor.dtype).removeprefix('torch.')}, shape {list(tensor.shape)}"
-            raise DataError(what, where=source, remedy="give whole numbers, one row of tokens for each example")
+            problem = f"'{name}' is of {str(tensor.dtype).removeprefix('torch.')}, shape {list(tensor.shape)}"
+            raise DataError(problem, where=source, remedy="give whole numbers, one row of tokens for each example")
 
 
 def check_tokens(batch: Batch, model: Any, source: str) -> None:
-    """Tokens are rows of the model's tables of words and positions."""
+    """Check that tokens fit the model's vocabulary and positions."""
     if "input_ids" not in batch:
         return
     ids = batch["input_ids"]
@@ -82,7 +84,7 @@ def check_tokens(batch: Batch, model: Any, source: str) -> None:
 
 
 def check_decoder(batches: Sequence[Batch], model: Any, source: str) -> None:
-    """A decoder that makes nothing of what the encoder reads (T5's, Whisper's; BART's does) is told what to read."""
+    """Check that data have decoder inputs where the model cannot derive them (T5, Whisper; BART can)."""
     lacking = [batch for batch in batches if "decoder_input_ids" not in batch]
     if not lacking or not getattr(model.config, "is_encoder_decoder", False):
         return
@@ -108,7 +110,7 @@ def _runs(model: Any, batch: Batch) -> bool:
 
 
 def check_labels(batches: Sequence[Batch], model: Any, task: str, source: str) -> None:
-    """What a classifier is told is one of its classes, or a number for each of its outputs."""
+    """Check that labels are classes of the model, or a number for each output."""
     name = type(model).__name__
     if not name.endswith("Classification"):
         return

@@ -43,7 +43,7 @@ class Curve:
         return max(falls)
 
     def verdict(self) -> str | None:
-        """What a path without a barrier means; None where there is one, or the path is the line."""
+        """A sentence on a path without a barrier; None if there is a barrier."""
         gain, place = self.gain()
         if self.barrier() >= gain or gain < LEAST_GAIN:
             return None
@@ -79,27 +79,27 @@ class Barrier:
 
     @property
     def figure(self) -> str:
-        """What a curve's `accuracy` is."""
+        """The name of the figure that `accuracy` holds."""
         return FIGURES.get(self.task, "accuracy")
 
     def to_dict(self) -> dict[str, Any]:
         return {"measures": {c.name: self._measures(c) for c in self.curves}, **asdict(self)}
 
     def _measures(self, curve: Curve) -> dict[str, float]:
-        found = {"barrier": curve.barrier(), "below_line": curve.gain()[0], "middle_loss": curve.loss[curve.middle()]}
+        figures = {"barrier": curve.barrier(), "below_line": curve.gain()[0], "middle_loss": curve.loss[curve.middle()]}
         if turns := list(self.over_anchors.get(curve.name, {}).values()):
-            found |= {"mean_over_anchors": fmean(turns), "spread_over_anchors": pstdev(turns)}
-        return found
+            figures |= {"mean_over_anchors": fmean(turns), "spread_over_anchors": pstdev(turns)}
+        return figures
 
     def words(self) -> list[str]:
-        """What is to be said of the curves."""
-        found = [words for curve in self.curves if (words := curve.verdict())]
+        """Sentences on the curves."""
+        verdicts = [words for curve in self.curves if (words := curve.verdict())]
         for name, turns in self.over_anchors.items():
             least, most, mean = min(turns.values()), max(turns.values()), fmean(turns.values())
-            found.append(
+            verdicts.append(
                 f"over {len(turns)} anchors the barrier, {name}, is {least:.4f} to {most:.4f}, mean {mean:.4f}"
             )
-        return found
+        return verdicts
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Barrier:
@@ -121,7 +121,7 @@ def read_barriers(path: str) -> list[Barrier]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        return [Barrier.from_dict(one) for one in (found if isinstance(found, list) else [found])]
+            entries = json.load(file)
+        return [Barrier.from_dict(entry) for entry in (entries if isinstance(entries, list) else [entries])]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RotationMergeError(f"is not a barrier ({error})", where=path, remedy="measure it again") from error

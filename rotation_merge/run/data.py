@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.errors import DataError
-from rotation_merge.run.arrays import Apart, one_by_one, words_alone
+from rotation_merge.run.arrays import ExampleBatches, one_by_one, words_alone
 from rotation_merge.run.checked import (
     check_decoder,
     check_inputs,
@@ -80,7 +80,7 @@ def read_batches(
         examples: Any = write_samples(source, model, model_path, limit or SAMPLES, length, seed)
     else:
         examples = read_examples(source, model_path, model, length)
-    if isinstance(examples, Apart):
+    if isinstance(examples, ExampleBatches):
         batches = examples.batches[:limit]
         count = len(batches)
     else:
@@ -170,7 +170,7 @@ def parted(data: Data, count: int) -> tuple[Data, Data]:
 
 
 def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -> dict[str, Any]:
-    """Samples in words and numbers, for the head of a file that was made from them.
+    """A description of samples, for the metadata of a file made from them.
 
     Args:
         source: what they are called.
@@ -193,7 +193,7 @@ def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -
 
 
 def data_hash(batches: Sequence[Batch]) -> str:
-    """Of every tensor of every batch, 40 characters."""
+    """A hash of all tensors of all batches, 40 characters."""
     digest = hashlib.blake2b(digest_size=20)
     for batch in batches:
         for name in sorted(batch):
@@ -221,7 +221,7 @@ def _begun(batch: Batch, model: Any) -> Batch:
 
 
 def _task(model: Any, batch: Batch) -> str:
-    """What a loss can be measured of."""
+    """The task that the data's labels define."""
     name = type(model).__name__
     if "input_ids" in batch and predicts_next(model):
         return "next token"
@@ -266,7 +266,7 @@ def _labels(batch: Batch, config: Any) -> Tensor:
 
 
 def _masked(batch: Batch, model_path: str, generator: torch.Generator) -> Batch:
-    """15% of the tokens behind the mask token; only they are labelled."""
+    """Mask 15% of the tokens; only they are labelled."""
     token = tokenizer_of(model_path).mask_token_id
     if token is None:
         raise DataError("the tokenizer has no mask token", where=model_path, remedy="give records with 'labels'")
@@ -306,14 +306,14 @@ def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
         for row in range(len(batch["attention_mask"])):
             begin, end = _real(batch["attention_mask"][row], source)
             shape = batch["attention_mask"].shape[:2]
-            own = one_by_one(batch)[row]
+            example = one_by_one(batch)[row]
             cut = {
-                name: own[name][:, begin:end] if tensor.shape[:2] == shape else own[name]
+                name: example[name][:, begin:end] if tensor.shape[:2] == shape else example[name]
                 for name, tensor in batch.items()
                 if name != "attention_mask"
             }
             groups.setdefault(end - begin, []).append(cut)
-    return [made for rows in groups.values() for made in _joined(rows, size)]
+    return [batch for rows in groups.values() for batch in _joined(rows, size)]
 
 
 def together(batches: Sequence[Batch], tokens: int) -> list[Batch]:
@@ -357,8 +357,10 @@ def first_apart(batches: Sequence[Batch]) -> list[Batch]:
     count = min(map(len, first.values()), default=0) // 8
     if count == 0 or len({len(tensor) for tensor in first.values()}) > 1:
         return [*batches]
-    some, rest = ({name: x[part] for name, x in first.items()} for part in (slice(count), slice(count, None)))
-    return [some, rest, *batches[1:]]
+    first_part, second_part = (
+        {name: x[part] for name, x in first.items()} for part in (slice(count), slice(count, None))
+    )
+    return [first_part, second_part, *batches[1:]]
 
 
 def _padded_batch(texts: Sequence[Batch]) -> Batch:
@@ -370,9 +372,9 @@ def _padded_batch(texts: Sequence[Batch]) -> Batch:
 
 def _real(mask: Tensor, source: str) -> tuple[int, int]:
     """Where the tokens of an example begin and end."""
-    found = mask.nonzero()[:, 0]
-    begin, end = (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)
-    if end - begin != len(found) or not len(found):
+    positions = mask.nonzero()[:, 0]
+    begin, end = (int(positions[0]), int(positions[-1]) + 1) if len(positions) else (0, 0)
+    if end - begin != len(positions) or not len(positions):
         raise DataError(
             "an attention mask has holes, or is empty", where=source, remedy="pad examples at one end, not inside"
         )

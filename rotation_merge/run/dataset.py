@@ -31,11 +31,13 @@ def rows_of(path: Path) -> Any:
     except ImportError as error:
         raise ValueError("the package 'datasets' is not installed") from error
     try:
-        found = load_from_disk(str(path))
+        splits = load_from_disk(str(path))
     except Exception as error:  # of many classes
         raise ValueError(str(error)) from error
     return (
-        found if hasattr(found, "column_names") and isinstance(found.column_names, list) else next(iter(found.values()))
+        splits
+        if hasattr(splits, "column_names") and isinstance(splits.column_names, list)
+        else next(iter(splits.values()))
     )
 
 
@@ -61,15 +63,15 @@ def read_dataset(path: Path, preparer: Callable[[], Callable[[Any], Tensor]], ex
         return [{"text": row[text], **({"label": row[label]} if label else {})} for row in rows]
     if image is not None:
         prepare = preparer()
-        found = {"pixel_values": torch.stack([prepare(row[image]) for row in rows])}
+        examples = {"pixel_values": torch.stack([prepare(row[image]) for row in rows])}
     elif audio is not None:
-        found = _audio([row[audio] for row in rows], extractor())
+        examples = _audio([row[audio] for row in rows], extractor())
     else:
-        wanted = ", ".join((*TEXT, *IMAGE, *AUDIO))
-        raise ValueError(f"columns are {', '.join(rows.column_names)}; one of {wanted} is needed")
+        known_columns = ", ".join((*TEXT, *IMAGE, *AUDIO))
+        raise ValueError(f"columns are {', '.join(rows.column_names)}; one of {known_columns} is needed")
     if label is not None:
-        found["labels"] = torch.tensor([row[label] for row in rows])
-    return found
+        examples["labels"] = torch.tensor([row[label] for row in rows])
+    return examples
 
 
 def _audio(clips: list[Any], extractor: Any) -> dict[str, Tensor]:

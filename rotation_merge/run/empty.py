@@ -23,26 +23,26 @@ def empty_model(config: Any, untie: bool = False) -> Any:
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
-    own = copy.deepcopy(config)
-    hand_out_answers(own)
-    for part in (own, own.get_text_config()):
+    config_copy = copy.deepcopy(config)
+    hand_out_answers(config_copy)
+    for part in (config_copy, config_copy.get_text_config()):
         part.use_cache = False
         part._attn_implementation = part._experts_implementation = "eager"
         if untie:
             part.tie_word_embeddings = False
-    kind = model_class(own.architectures)
+    kind = model_class(config_copy.architectures)
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model = kind(own)
-        if modules := getattr(own, MODULES, None):
+        model = kind(config_copy)
+        if modules := getattr(config_copy, MODULES, None):
             model = with_empty_modules(model, modules)
     model.tie_weights()
     return model.eval()
 
 
-def whole_model(empty: Any, source: TensorSource, own: Architecture, dtype: torch.dtype) -> Any:
+def whole_model(empty: Any, source: TensorSource, architecture: Architecture, dtype: torch.dtype) -> Any:
     """A model with all of its weights, which transformers brings into its own form."""
     state = {}
-    for info in own.tensors():
+    for info in architecture.tensors():
         tensor = read_tensor(info, source)
         if tensor is not None and all(name in source for name in info.names):
             state.update(unstack(info, tensor.to(dtype)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rotation_merge.config import Config, option
 from rotation_merge.errors import DataError
-from rotation_merge.files.ledger import NOWHERE, Entry, Ledger
+from rotation_merge.files.ledger import NOWHERE, Ledger, LedgerEntry
 from rotation_merge.run.checked import check_labels
 from rotation_merge.run.curves import Curve
 from rotation_merge.run.data import UNLABELLED, Data
@@ -50,7 +50,7 @@ PATH = "path, "
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model reaches on data.
+    """Loss and figures of a model on data.
 
     Attributes:
         loss: mean, in nats for each token or example; of regressions the mean squared error, of similarities 1 -
@@ -72,8 +72,8 @@ def evaluate(model: Any, data: Data) -> tuple[float, float]:
     Raises:
         DataError: the data have no labels for this model.
     """
-    found = score(model, data)
-    return found.loss, found.main
+    scores = score(model, data)
+    return scores.loss, scores.main
 
 
 @torch.no_grad()
@@ -96,10 +96,10 @@ def score(model: Any, data: Data) -> Scores:
     total, guesses, truths = 0.0, [], []
     for batch in data.batches:
         logits, labels = _answers(model, batch, data.task)
-        kept = labels != -100
+        labelled = labels != -100
         total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
-        guesses.append(logits.argmax(-1)[kept])
-        truths.append(labels[kept])
+        guesses.append(logits.argmax(-1)[labelled])
+        truths.append(labels[labelled])
     predicted, labels = torch.cat(guesses), torch.cat(truths)
     if not len(labels):
         raise DataError("no example has a label", remedy="give more data")
@@ -110,7 +110,7 @@ def score(model: Any, data: Data) -> Scores:
 
 def _of_floats(model: Any, data: Data) -> Scores:
     """Numbers, one for each output, or any number of labels for each example."""
-    found, wanted = [], []
+    outputs, targets = [], []
     for batch in data.batches:
         logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits.float()
         labels = batch["labels"].float().reshape(len(batch["labels"]), -1)
@@ -119,19 +119,19 @@ def _of_floats(model: Any, data: Data) -> Scores:
                 f"labels have shape {list(labels.shape)}, the model's answers {list(logits.shape)}",
                 remedy="give one number for each output of the model",
             )
-        found.append(logits)
-        wanted.append(labels)
-    return of_floats(torch.cat(found), torch.cat(wanted), data.task)
+        outputs.append(logits)
+        targets.append(labels)
+    return of_floats(torch.cat(outputs), torch.cat(targets), data.task)
 
 
 def of_floats(logits: Tensor, labels: Tensor, task: str) -> Scores:
-    """What numbers are worth that should be others; (n, outputs) each."""
+    """Scores of predicted numbers against the data's numbers, (n, outputs) each."""
     if task == "labels":
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
         return Scores(float(loss), of_labels(logits > 0, labels > 0.5))
     if task in ("similarity", "embedding"):
-        found = of_numbers(logits[:, 0], labels[:, 0])
-        return Scores(1 - found["spearman"], {name: found[name] for name in reversed(NUMBERS)})
+        figures = of_numbers(logits[:, 0], labels[:, 0])
+        return Scores(1 - figures["spearman"], {name: figures[name] for name in reversed(NUMBERS)})
     loss = torch.nn.functional.mse_loss(logits, labels)
     columns = [of_numbers(x, y) for x, y in zip(logits.T, labels.T, strict=True)]
     return Scores(float(loss), {name: sum(c[name] for c in columns) / len(columns) for name in NUMBERS})
@@ -160,28 +160,28 @@ class StraightPath:
     Those between compute with a's config, as a merge does; the ends are a and b themselves.
 
     Attributes:
-        own: a model whose config and head all of them have, as a body merged for several heads does.
-        kept: its head's parameters.
+        head: a model whose config and head all of them have, as a body merged for several heads does.
+        head_tensors: its head's parameters.
     """
 
     a: Any
     b: Any
     data: Data
-    own: Any = None
-    kept: Collection[str] = ()
+    head: Any = None
+    head_tensors: Collection[str] = ()
 
     @cached_property
     def _between(self) -> Any:
-        return copy.deepcopy(self.a if self.own is None else self.own)
+        return copy.deepcopy(self.a if self.head is None else self.head)
 
     @torch.no_grad()
     def evaluate(self, t: float) -> tuple[float, float]:
         """Loss and accuracy at t."""
         first, second = dict(self.a.named_parameters()), dict(self.b.named_parameters())
         for key, parameter in self._between.named_parameters():
-            if key not in self.kept:
+            if key not in self.head_tensors:
                 parameter.copy_(torch.lerp(first[key], second[key], t))
-        return evaluate(self.b if t == 1 and self.own is None else self._between, self.data)
+        return evaluate(self.b if t == 1 and self.head is None else self._between, self.data)
 
 
 def path(
@@ -192,25 +192,25 @@ def path(
     name: str,
     tick: Callable[[str, int, int], None] = lambda *_: None,
     ledger: Ledger = NOWHERE,
-    own: Any = None,
-    kept: Collection[str] = (),
+    head: Any = None,
+    head_tensors: Collection[str] = (),
 ) -> Curve:
     """Loss and accuracy at equally spaced models from a to b.
 
     Args:
-        own, kept: see `StraightPath`.
+        head, head_tensors: see `StraightPath`.
         ledger: where what is found is kept, and looked for.
     """
     ts = [i / (points - 1) for i in range(points)]
     entry = ledger.get(PATH)
-    found: list[tuple[float, float]] = [] if entry is None else entry.facts["found"]
-    for done in range(len(found) + 1):
+    points_done: list[tuple[float, float]] = [] if entry is None else entry.facts["found"]
+    for done in range(len(points_done) + 1):
         tick(f"{PATH}{name}", done, points)
-    models = StraightPath(a, b, data, own, kept)
-    for t in ts[len(found) :]:
+    models = StraightPath(a, b, data, head, head_tensors)
+    for t in ts[len(points_done) :]:
         loss, accuracy = models.evaluate(t)
         LOG.info("%s, at %.2f: loss %.4f", name, t, loss)
-        found.append((loss, accuracy))
-        ledger.keep(PATH, partial(Entry, {"found": [*found]}))
-        tick(f"{PATH}{name}", len(found), points)
-    return Curve(name, ts, *(list(column) for column in zip(*found, strict=True)))
+        points_done.append((loss, accuracy))
+        ledger.keep(PATH, partial(LedgerEntry, {"found": [*points_done]}))
+        tick(f"{PATH}{name}", len(points_done), points)
+    return Curve(name, ts, *(list(column) for column in zip(*points_done, strict=True)))

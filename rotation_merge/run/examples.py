@@ -16,7 +16,7 @@ from rotation_merge.errors import DataError, nearest, short
 from rotation_merge.model.hub import local_file
 from rotation_merge.model.sentence import reading
 from rotation_merge.model.vocabulary import is_hollow
-from rotation_merge.run.arrays import Apart, by_example
+from rotation_merge.run.arrays import ExampleBatches, by_example
 from rotation_merge.run.dataset import is_dataset, read_dataset
 from rotation_merge.run.functions import Batch, local_path, read_config
 from rotation_merge.run.images import preparer, read_images
@@ -27,7 +27,9 @@ from rotation_merge.run.tables import ENDINGS, read_table
 ARRAYS = (".npz", ".safetensors")
 
 
-def read_examples(source: str, model_path: str, model: Any, length: int) -> dict[str, Tensor] | list[Batch] | Apart:
+def read_examples(
+    source: str, model_path: str, model: Any, length: int
+) -> dict[str, Tensor] | list[Batch] | ExampleBatches:
     """All examples of a source: one tensor for each input of the model, or one for each example.
 
     Raises:
@@ -80,10 +82,10 @@ def tokenizer_of(model_path: str) -> Any:
     Raises:
         DataError: there is none.
     """
-    found = _processor("AutoTokenizer", model_path)
-    if is_hollow(found):
+    tokenizer = _processor("AutoTokenizer", model_path)
+    if is_hollow(tokenizer):
         raise DataError("no tokenizer can be loaded (there is none)", where=model_path, remedy="add its files")
-    return found
+    return tokenizer
 
 
 def _processor(name: str, model_path: str) -> Any:
@@ -93,15 +95,15 @@ def _processor(name: str, model_path: str) -> Any:
     try:
         return getattr(transformers, name).from_pretrained(local_path(model_path), local_files_only=True)
     except Exception as error:
-        what, folder = "tokenizer" if name == "AutoTokenizer" else "feature extractor", local_path(model_path)
-        if what == "tokenizer" and not any(n.startswith(("tokenizer", "vocab")) for n in os.listdir(folder)):
+        kind, folder = "tokenizer" if name == "AutoTokenizer" else "feature extractor", local_path(model_path)
+        if kind == "tokenizer" and not any(n.startswith(("tokenizer", "vocab")) for n in os.listdir(folder)):
             config = read_config(folder)
             if "image_size" in config and "vocab_size" not in config:
                 remedy = "give a folder of images, or 'synthetic'"
                 raise DataError("takes images, no text", where=model_path, remedy=remedy) from error
             raise DataError("no tokenizer is there", where=model_path, remedy="add tokenizer.json") from error
         raise DataError(
-            f"no {what} can be loaded ({short(error)})", where=model_path, remedy="add its files"
+            f"no {kind} can be loaded ({short(error)})", where=model_path, remedy="add its files"
         ) from error
 
 
@@ -118,7 +120,7 @@ def _arrays(path: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
         try:
-            found = load_file(path)
+            arrays = load_file(path)
         except SafetensorError as error:
             raise ValueError(str(error)) from error
     else:
@@ -127,8 +129,8 @@ def _arrays(path: Path) -> dict[str, Tensor]:
         if not zipfile.is_zipfile(path):
             raise ValueError("is not an archive of arrays")
         with np.load(path, allow_pickle=False) as file:
-            found = {name: torch.as_tensor(file[name]) for name in file.files}
-    return {name: array.float() if array.is_floating_point() else array.long() for name, array in found.items()}
+            arrays = {name: torch.as_tensor(file[name]) for name in file.files}
+    return {name: array.float() if array.is_floating_point() else array.long() for name, array in arrays.items()}
 
 
 def _records(text: str, source: str, model_path: str, length: int, model: Any) -> list[Batch]:
@@ -151,45 +153,45 @@ def _encoded(records: Sequence[Any], source: str, model_path: str, length: int, 
     length = min(length, most or length)
     pairs = embeds and any(isinstance(record, dict) and record.get("text_pair") is not None for record in records)
     for number, record in enumerate(records, 1):
-        where = f"{source}, record {number}"
+        place = f"{source}, record {number}"
         if not isinstance(record, dict) or not ({"text", "input_ids"} & set(record)):
             remedy = 'write {"text": ..., "label": ...} or {"input_ids": [...], "labels": ...}'
-            raise DataError("has neither 'text' nor 'input_ids'", where=where, remedy=remedy)
+            raise DataError("has neither 'text' nor 'input_ids'", where=place, remedy=remedy)
         if "text" in record:
             tokenizer = tokenizer or tokenizer_of(model_path)
             both = [str(record[name]) for name in ("text", "text_pair") if record.get(name) is not None]
             if pairs and len(both) < 2:
-                raise DataError("holds one text, other records hold two", where=where, remedy="give pairs, or texts")
-            given = [[prompt + text] for text in both] if embeds else [both]
-            ids: Any = [tokenizer(*texts, truncation=True, max_length=length)["input_ids"] for texts in given]
+                raise DataError("holds one text, other records hold two", where=place, remedy="give pairs, or texts")
+            inputs = [[prompt + text] for text in both] if embeds else [both]
+            ids: Any = [tokenizer(*texts, truncation=True, max_length=length)["input_ids"] for texts in inputs]
             longest = max(map(len, ids))
             ids = [row + [-1] * (longest - len(row)) for row in ids] if pairs else ids[0]
         else:
             ids = record["input_ids"]
             pairs = pairs or (embeds and isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
-        example = {"input_ids": _tokens(ids, 1 + pairs, where)}
+        example = {"input_ids": _tokens(ids, 1 + pairs, place)}
         label = record.get("labels", record.get("label"))
         if label is not None:
-            found = _tensor(_number(label, model.config, where) if isinstance(label, str) else label)
-            if found is None:
-                raise DataError(f"its label is {short(label)}", where=where, remedy="give a number, a class, or a row")
-            example["labels"] = found.float() if found.is_floating_point() or embeds else found.long()
+            value = _tensor(_number(label, model.config, place) if isinstance(label, str) else label)
+            if value is None:
+                raise DataError(f"its label is {short(label)}", where=place, remedy="give a number, a class, or a row")
+            example["labels"] = value.float() if value.is_floating_point() or embeds else value.long()
         result.append(example)
     return result
 
 
-def _tokens(ids: Any, dims: int, where: str) -> Tensor:
+def _tokens(ids: Any, dims: int, place: str) -> Tensor:
     """A record's token ids, int64, one row (of two texts, two).
 
     Raises:
         DataError: it holds none, or something else.
     """
-    found = _tensor(ids)
-    if found is not None and not found.numel():
-        raise DataError("holds no tokens", where=where, remedy="leave it out")
-    if found is None or found.dtype != torch.long or found.ndim != dims:
-        raise DataError(f"its 'input_ids' are {short(ids)}", where=where, remedy="give a row of token ids: [3, 14, 15]")
-    return found
+    tokens = _tensor(ids)
+    if tokens is not None and not tokens.numel():
+        raise DataError("holds no tokens", where=place, remedy="leave it out")
+    if tokens is None or tokens.dtype != torch.long or tokens.ndim != dims:
+        raise DataError(f"its 'input_ids' are {short(ids)}", where=place, remedy="give a row of token ids: [3, 14, 15]")
+    return tokens
 
 
 def _tensor(values: Any) -> Tensor | None:
@@ -200,18 +202,18 @@ def _tensor(values: Any) -> Tensor | None:
         return None
 
 
-def _number(label: str, config: Any, where: str) -> int:
+def _number(label: str, config: Any, place: str) -> int:
     """The class that a word names."""
     known = {str(name).lower(): int(i) for name, i in (getattr(config, "label2id", None) or {}).items()}
     if label.lower() not in known:
-        raise DataError(f"the model has no class '{label}'", where=where, remedy=nearest(label.lower(), known))
+        raise DataError(f"the model has no class '{label}'", where=place, remedy=nearest(label.lower(), known))
     return known[label.lower()]
 
 
 def _dataset(path: Path, model_path: str, model: Any, length: int) -> Any:
-    found = read_dataset(
+    examples = read_dataset(
         path,
         lambda: preparer(local_path(model_path), model.config),
         lambda: _processor("AutoFeatureExtractor", model_path),
     )
-    return _encoded(found, str(path), model_path, length, model) if isinstance(found, list) else found
+    return _encoded(examples, str(path), model_path, length, model) if isinstance(examples, list) else examples

@@ -1,4 +1,4 @@
-"""Models as functions: loading them, inputs of the right kind, what comes out. transformers' own classes only."""
+"""Models as functions: loading, inputs, outputs. Only transformers' own classes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def local_path(path: str) -> str:
-    """A directory as it is; a hub model downloaded to the cache. Of `model+adapter`, that of the model.
+    """The folder of a model: a local directory, or the hub's cache. Of `model+adapter` the model's.
 
     Raises:
         CheckpointError: there is no such directory or model.
@@ -56,7 +56,7 @@ def local_path(path: str) -> str:
 
 
 def predicts_next(model: nn.Module) -> bool:
-    """Whether a model's labels are the tokens that come next, so that the first of a row is nobody's."""
+    """Whether a model's labels are the next tokens."""
     name = type(model).__name__
     sees = "ForConditionalGeneration" in name and not getattr(model.config, "is_encoder_decoder", False)
     return sees or name.endswith(("ForCausalLM", "LMHeadModel"))
@@ -103,10 +103,10 @@ def load(
         if "ignore_mismatched_sizes" in str(error):
             open_model(path).architecture  # noqa: B018  (names the tensor)
         raise CheckpointError(f"cannot be loaded ({short(error)})", where=path, remedy="download it again") from error
-    for what in ("missing_keys", "mismatched_keys"):
-        if wrong := sorted(map(str, info.get(what) or [])):
+    for failure in ("missing_keys", "mismatched_keys"):
+        if wrong := sorted(map(str, info.get(failure) or [])):
             raise CheckpointError(
-                f"{what.replace('_keys', '')} weights, the first is {wrong[0]}",
+                f"{failure.replace('_keys', '')} weights, the first is {wrong[0]}",
                 where=path,
                 remedy="the checkpoint is incomplete, or its config.json belongs to another model",
             )
@@ -129,11 +129,11 @@ def hand_out_answers(config: Any) -> None:
 
 def _relabel(model: nn.Module, config: dict[str, Any], where: str) -> None:
     """Put a loaded model's classes into the order that another's config gives them, where it names the same ones."""
-    own = cast(Any, model).config.to_dict()
-    ours, theirs = labels(config), labels(own)
-    if ours != theirs and sorted(ours) == sorted(theirs):
+    own_config = cast(Any, model).config.to_dict()
+    ours, own_labels = labels(config), labels(own_config)
+    if ours != own_labels and sorted(ours) == sorted(own_labels):
         shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-        member = Member(type(model).__name__, own, architecture_of(model), shapes)
+        member = Member(type(model).__name__, own_config, architecture_of(model), shapes)
         take_rows(model, label_rows(replace(member, name=where, config=config), member))
 
 
@@ -166,8 +166,8 @@ def model_class(names: Sequence[str] | None, where: str | None = None) -> Any:
 
     kind = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
     if kind is None or not hasattr(kind, "from_pretrained"):
-        what = f"transformers has no class {names[0] if names else ''}"
-        raise CheckpointError(what, where=where, remedy="update transformers")
+        problem = f"transformers has no class {names[0] if names else ''}"
+        raise CheckpointError(problem, where=where, remedy="update transformers")
     return kind
 
 
@@ -181,11 +181,11 @@ def kind_at(path: str) -> Any:
 
 
 def stored_dtype(path: str) -> torch.dtype:
-    """What a checkpoint's weights were rounded to, as its config says."""
+    """The dtype of a checkpoint, from its config."""
     config = read_config(local_path(path))
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) else torch.float32
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 @torch.no_grad()
@@ -200,16 +200,16 @@ def narrowed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def check_kind(model: Any, batch: Mapping[str, Tensor], source: str) -> None:
-    """The data hold what the model takes.
+    """Check that the data hold the kind of input that the model takes.
 
     Raises:
         DataError: they are of another kind.
     """
-    takes, given = set(inspect.signature(model.forward).parameters), set(batch) - {"labels"}
-    wanted = getattr(model, "main_input_name", None)
-    if not given <= takes or (wanted in takes and wanted not in given and "inputs_embeds" not in given):
+    takes, names = set(inspect.signature(model.forward).parameters), set(batch) - {"labels"}
+    main_input = getattr(model, "main_input_name", None)
+    if not names <= takes or (main_input in takes and main_input not in names and "inputs_embeds" not in names):
         raise DataError(
-            f"holds {', '.join(sorted(given)) or 'no inputs'}, {type(model).__name__} takes {wanted}",
+            f"holds {', '.join(sorted(names)) or 'no inputs'}, {type(model).__name__} takes {main_input}",
             where=source,
             remedy="give data of the kind that the model was made for",
         )
@@ -235,19 +235,19 @@ def floating_outputs(model: Any, answer: Any) -> Batch:
 
 
 def check_answers(model: Any, tensors: Iterable[Tensor], where: str | None = None) -> None:
-    """What a model gives is numbers.
+    """Check that a model's outputs are not NaN.
 
     Raises:
         CheckpointError: it is NaN.
     """
     if any(bool(tensor.isnan().any()) for tensor in tensors):
-        what, remedy = f"{type(model).__name__} answers with NaN", "repair or replace the checkpoint"
-        raise CheckpointError(what, where=where, remedy=remedy)
+        problem, remedy = f"{type(model).__name__} answers with NaN", "repair or replace the checkpoint"
+        raise CheckpointError(problem, where=where, remedy=remedy)
 
 
 @contextmanager
 def fused_attention(model: Any, batch: Batch) -> Iterator[None]:
-    """torch's own attention in the place of products one after the other, where it computes the same on a batch.
+    """Use torch's fused attention within the block, if it computes the same on a batch.
 
     It is much faster, but leaves out what some families do to their attention (soft caps).
     """
@@ -268,10 +268,10 @@ def fused_attention(model: Any, batch: Batch) -> Iterator[None]:
             model.set_attn_implementation(before)
 
 
-def _floating(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(found, Tensor):
-        if found.is_floating_point():
-            yield name, found
-    elif name != "past_key_values" and isinstance(found, Mapping | list | tuple):
-        for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
+def _floating(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield name, output
+    elif name != "past_key_values" and isinstance(output, Mapping | list | tuple):
+        for key, value in output.items() if isinstance(output, Mapping) else enumerate(output):
             yield from _floating(f"{name}.{key}" if name else str(key), value)

@@ -1,4 +1,4 @@
-"""What a layer is given, batch by batch: with it the layer runs again without all that stands before it."""
+"""Arguments of a layer on each batch, with which it can be run again by itself."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 """What is kept; whatever else a layer is given may remember what was done to it."""
 
 
-class Given:
-    """The arguments of one layer on each batch, kept where hidden states are.
+class LayerArguments:
+    """The arguments of one layer on each batch, kept in the store of hidden states.
 
     Attributes:
         alone: whether the layer can be run by itself: it is entered once in a forward, is given nothing but tensors and
@@ -34,7 +34,7 @@ class Given:
         self._kept: dict[int, tuple[Any, list[Place | None], list[Any]]] = {}
 
     def look(self) -> None:
-        """See in the next forward whether the layer can be run by itself."""
+        """Watch the next forward to learn whether the layer can be run by itself."""
         self.clear()
         self._looks = []
 
@@ -43,7 +43,7 @@ class Given:
         self._looks = None if self._looks is None else []
 
     def looked(self) -> None:
-        """What was to be seen has been."""
+        """Stop watching."""
         looks, self._looks = self._looks or [], None
         unchanged = all(tensor._version == version for look in looks for tensor, version in look)
         self.alone = self.store.folder is None and len(looks) == 1 and unchanged
@@ -62,33 +62,33 @@ class Given:
         if self._looks is not None:
             self._looks += [[(x, x._version) for x in tensors]] if plain else [[], []]
             return
-        own = [x for x in tensors if id(x) not in known]
-        if not plain or not tensors or sum(x.numel() for x in own[1:]) > tensors[0].numel():
+        new_tensors = [x for x in tensors if id(x) not in known]
+        if not plain or not tensors or sum(x.numel() for x in new_tensors[1:]) > tensors[0].numel():
             return  # more than the hidden states themselves: computed anew
-        self.store.put(self._key(batch), own, given=True)
+        self.store.put(self._key(batch), new_tensors, owned=True)
         places = [known.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         self._kept[batch] = (form, places, [_OWN if isinstance(x, Tensor) else x for x in leaves])
 
     def get(self, batch: int, device: torch.device) -> Arguments | None:
-        """What the layer is given on a batch, where that is known."""
+        """The layer's arguments on a batch; None if unknown."""
         if batch not in self._kept:
             return None
         form, places, still = self._kept[batch]
-        own = iter(self.store.get(self._key(batch), device))
+        new_tensors = iter(self.store.get(self._key(batch), device))
         leaves = [
-            self.store.get(place[0], device)[place[1]] if place is not None else next(own) if x is _OWN else x
+            self.store.get(place[0], device)[place[1]] if place is not None else next(new_tensors) if x is _OWN else x
             for place, x in zip(places, still, strict=True)
         ]
-        found: Arguments = _pytree.tree_unflatten(leaves, form)
-        return found
+        arguments: Arguments = _pytree.tree_unflatten(leaves, form)
+        return arguments
 
     def drop(self, batch: int) -> None:
-        """The layer has done all it has to do on a batch."""
+        """Forget the arguments of a batch."""
         if self._kept.pop(batch, None) is not None:
             self.store.drop(self._key(batch))
 
     def clear(self) -> None:
-        """There is another layer."""
+        """Forget everything, for the next layer."""
         for batch in list(self._kept):
             self.drop(batch)
         self.alone = False

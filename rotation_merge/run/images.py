@@ -40,7 +40,7 @@ def read_images(folder: Path, directory: str, config: Any) -> dict[str, Tensor]:
 
 
 def _numbers(classes: Sequence[str], config: Any) -> dict[str, int]:
-    """Class of each subfolder: by the model's label names, else by number, else in alphabetical order."""
+    """The class of each subfolder: by the model's label names, else by number, else alphabetically."""
     known = {str(k): int(v) for k, v in (getattr(config, "label2id", None) or {}).items()}
     if all(name in known for name in classes):
         return {name: known[name] for name in classes}

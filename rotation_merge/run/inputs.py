@@ -1,4 +1,4 @@
-"""Random inputs of the kind that a model takes: words, pixels, audio features, words around images."""
+"""Random inputs for a model: tokens, pixels, audio features, tokens around images."""
 
 from __future__ import annotations
 
@@ -75,27 +75,27 @@ def _both(side: Any) -> tuple[int, int]:
 
 def _around_images(config: Any, image: int, words: Batch, takes: Collection[str], generator: torch.Generator) -> Batch:
     """Words around one image in each example."""
-    vision, given = config.vision_config, Batch()
+    vision, inputs = config.vision_config, Batch()
     height, width = _both(vision.patch_size)
     if "image_grid_thw" in takes:  # patches in a row, of images of any size: here two by two of the merged ones
         tokens, side = 4, 2 * vision.spatial_merge_size
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
         size = channels * vision.temporal_patch_size * height * width
-        given["pixel_values"] = torch.randn(SIZE * side * side, size, generator=generator)
-        given["image_grid_thw"] = torch.tensor([[1, side, side]] * SIZE)
+        inputs["pixel_values"] = torch.randn(SIZE * side * side, size, generator=generator)
+        inputs["image_grid_thw"] = torch.tensor([[1, side, side]] * SIZE)
     elif "image_position_ids" in takes:  # patches with their places, so many of which become one
         tokens, side = 4, 2 * vision.pooling_kernel_size
-        given["pixel_values"] = torch.rand(SIZE, side * side, 3 * height * width, generator=generator)
+        inputs["pixel_values"] = torch.rand(SIZE, side * side, 3 * height * width, generator=generator)
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
-        given["image_position_ids"] = places.expand(SIZE, -1, -1).contiguous()
+        inputs["image_position_ids"] = places.expand(SIZE, -1, -1).contiguous()
     elif "image_sizes" in takes and hasattr(config, "spatial_merge_size"):  # images of any size
         tokens, side = 4, 2 * config.spatial_merge_size
         shape = SIZE, getattr(vision, "num_channels", 3), side * height, side * width
-        given["pixel_values"] = torch.randn(*shape, generator=generator)
-        given["image_sizes"] = torch.tensor([[side * height, side * width]] * SIZE)
+        inputs["pixel_values"] = torch.randn(*shape, generator=generator)
+        inputs["image_sizes"] = torch.tensor([[side * height, side * width]] * SIZE)
     else:
-        given["pixel_values"] = _pixels(vision, generator)
-        patches = given["pixel_values"][0, 0].numel() // (height * width)
+        inputs["pixel_values"] = _pixels(vision, generator)
+        patches = inputs["pixel_values"][0, 0].numel() // (height * width)
         whole = int(getattr(config, "vision_feature_select_strategy", "default") == "full")
         ratio = float(getattr(config, "downsample_ratio", None) or getattr(vision, "pixel_shuffle_ratio", None) or 1)
         shrunk = round(patches * ratio**2) + whole
@@ -103,4 +103,4 @@ def _around_images(config: Any, image: int, words: Batch, takes: Collection[str]
     text = words["input_ids"]
     ids = torch.cat([text[:, :2], torch.full((SIZE, tokens), image), text[:, 2:]], 1)
     kinds = {"mm_token_type_ids": (ids == image).int()} if "mm_token_type_ids" in takes else {}
-    return {"input_ids": ids, **given, **kinds}
+    return {"input_ids": ids, **inputs, **kinds}

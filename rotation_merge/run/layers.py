@@ -17,12 +17,12 @@ from rotation_merge.architecture.model import Block
 from rotation_merge.model.checkpoint import Model
 from rotation_merge.run.empty import empty_model
 from rotation_merge.run.maps import linear_maps
-from rotation_merge.run.measure import MeasureConfig, Measured, Probe, check_watched
-from rotation_merge.run.passes import Pass, Progress, Unfinished, stored_in
+from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, Probe, check_watched
+from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, stored_in
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.statistics_file import Stored
+from rotation_merge.run.statistics_file import DeferredTensor
 from rotation_merge.run.streamed import streamed_model
-from rotation_merge.run.sums import Collector, Wanted, finished
+from rotation_merge.run.sums import Collector, StatisticsSelection, finished
 from rotation_merge.run.tap import Tapped, Watcher
 from rotation_merge.run.written import SELF
 from rotation_merge.workers.memory import give_back
@@ -55,41 +55,43 @@ class ByLayer:
         runner: about to run on the samples, which are without padding.
     """
 
-    def __init__(self, runner: Runner, options: MeasureConfig, state: Unfinished, progress: Progress) -> None:
+    def __init__(
+        self, runner: Runner, options: MeasureConfig, state: UnfinishedMeasurement, progress: Progress
+    ) -> None:
         self.runner, self.options, self.state, self.progress = runner, options, state, progress
         self.opened = 0
         self.shared: dict[str, str] = {}
         self.split: list[str] = []
         self.behind: list[str] = []
 
-    def run(self) -> Measured:
-        """Everything that the options ask for; a layer that an interrupted run has done is only run through."""
-        found: dict[str, Stored] = {}
+    def run(self) -> MeasuredStatistics:
+        """Measures all layers; one that an interrupted run has measured is only run forward."""
+        tensors: dict[str, DeferredTensor] = {}
         total = len(self.runner.architecture.blocks)
         while (block := self.runner.advance()) is not None:
             self.progress("inputs of the maps, layer by layer", self.opened, total)
             self.opened += 1
-            found.update(self._block(block))
+            tensors.update(self._block(block))
             give_back(self.runner.module_of(block))
         self.progress("inputs of the maps, layer by layer", total, total)
         uncalled = sorted(set(linear_maps(self.runner.architecture)) - set(self.shared))
-        return Measured(found, self.shared, sorted(self.split), sorted(self.behind), uncalled, None)
+        return MeasuredStatistics(tensors, self.shared, sorted(self.split), sorted(self.behind), uncalled, None)
 
-    def _block(self, block: Block) -> dict[str, Stored]:
-        """Measure what runs for the first time now that a block is open, and carry the hidden states on."""
+    def _block(self, block: Block) -> dict[str, DeferredTensor]:
+        """Measure the maps of a block, and carry the hidden states on."""
         tapped = Tapped.of(self.runner.model, self.runner.architecture)
         shared = self._look(block, tapped)
-        everywhere = [other.name for other in self.runner.architecture.blocks]  # `shared` says what is measured now
-        wanted = Wanted(self.options.kinds, self.options.rank, everywhere)
-        one = Pass("inputs of the maps", frozenset({block.name}), 0, lambda *_: None, lambda _: {})
-        part = self.state.part(one)
-        collector = Collector(tapped.maps, {} if part.exists() else shared, wanted)
+        everywhere = [item.name for item in self.runner.architecture.blocks]  # `shared` says what is measured now
+        selection = StatisticsSelection(self.options.kinds, self.options.rank, everywhere)
+        layer_pass = StatisticsPass("inputs of the maps", frozenset({block.name}), 0, lambda *_: None, lambda _: {})
+        part = self.state.part(layer_pass)
+        collector = Collector(tapped.maps, {} if part.exists() else shared, selection)
         with tapped.split(self._splits), tapped.watched(collector), self.runner.recording():
             for batch in range(len(self.runner.batches)):
                 self.runner.run(batch)
         if not part.exists():
             dtype = torch.promote_types(self.runner.dtype, torch.float32)
-            self.state.done(one, finished(collector.sums, tapped.maps, wanted, dtype))
+            self.state.done(layer_pass, finished(collector.sums, tapped.maps, selection, dtype))
         self.shared.update(shared)
         return dict(stored_in(part))
 
@@ -112,11 +114,11 @@ class ByLayer:
     def _outputs(self, block: Block, tapped: Tapped, watcher: Watcher) -> list[Tensor]:
         """What a layer (or, outside of the layers, the model) gives for the first batch; nothing where it ends
         early."""
-        given: list[Any] = []
+        outputs: list[Any] = []
         place = self.runner.module_of(block) or self.runner.model
-        hook = place.register_forward_hook(lambda _, __, output: given.append(output))
+        hook = place.register_forward_hook(lambda _, __, output: outputs.append(output))
         with torch.no_grad(), tapped.watched(watcher):
             self.runner.run(0)
         hook.remove()
-        leaves = _pytree.tree_leaves(given[-1]) if given else []
+        leaves = _pytree.tree_leaves(outputs[-1]) if outputs else []
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]

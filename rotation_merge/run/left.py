@@ -1,4 +1,4 @@
-"""What layers leave for layers after them in mappings that they are given: Gemma 4's keys and values."""
+"""Keys and values that layers leave for later layers in shared mappings (Gemma 4)."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from torch.utils import _pytree
 from rotation_merge.run.store import Store
 
 
-class Left:
-    """Entries of mappings, kept where hidden states are."""
+class SharedKVCache:
+    """Entries that layers add to shared mappings, kept in the store of hidden states."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._before: dict[str, dict[Any, Any]] = {}
         self._forms: dict[str, Any] = {}
 
-    def entered(self, given: Mapping[str, Any]) -> None:
+    def entered(self, arguments: Mapping[str, Any]) -> None:
         """A layer is about to run on these arguments."""
-        self._before = {name: dict(one) for name, one in given.items() if isinstance(one, MutableMapping)}
+        self._before = {
+            name: dict(mapping) for name, mapping in arguments.items() if isinstance(mapping, MutableMapping)
+        }
 
-    def keep(self, key: str, given: Mapping[str, Any]) -> None:
-        """It has run: what it has put there is kept."""
+    def keep(self, key: str, arguments: Mapping[str, Any]) -> None:
+        """Store the entries that the layer has added."""
         put = {
-            name: {entry: x for entry, x in given[name].items() if before.get(entry) is not x}
+            name: {entry: x for entry, x in arguments[name].items() if before.get(entry) is not x}
             for name, before in self._before.items()
         }
         if any(put.values()):
             leaves, self._forms[key] = _pytree.tree_flatten(put)
             self.store.put(key, leaves)
 
-    def put_back(self, key: str, given: Mapping[str, Any], device: torch.device) -> None:
-        """It does not run again, and has put there what it did."""
+    def put_back(self, key: str, arguments: Mapping[str, Any], device: torch.device) -> None:
+        """Restore a layer's entries without running it."""
         if key in self._forms:
             put = _pytree.tree_unflatten(self.store.get(key, device), self._forms[key])
             for name, entries in put.items():
-                given[name].update(entries)
+                arguments[name].update(entries)

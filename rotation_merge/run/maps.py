@@ -1,4 +1,4 @@
-"""Which tensors are linear maps, what they read and what they give: told from their labelled axes."""
+"""Linear maps among the tensors, with their inputs and outputs, from the labelled axes."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class LinearMap:
         return next((s for s in self.block.scales if self.info.key in s.writes), None)
 
 
-def along_inputs(one: LinearMap, gain: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+def along_inputs(linear: LinearMap, gain: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
     """A norm's gain and shift along the whole axis that a map reads, which may hold the stream several times over."""
-    norm = one.norm
-    size = one.inputs.size
+    norm = linear.norm
+    size = linear.inputs.size
     if norm is None or size is None:
-        raise KeyError(one.info.key)
-    axis = TensorInfo(one.info.key, one.info.names, (one.inputs,))
-    ones = torch.ones(size, dtype=gain.dtype, device=gain.device)
-    gains = times_gain(ones, axis, gain, norm.stream)
+        raise KeyError(linear.info.key)
+    axis = TensorInfo(linear.info.key, linear.info.names, (linear.inputs,))
+    full = torch.ones(size, dtype=gain.dtype, device=gain.device)
+    gains = times_gain(full, axis, gain, norm.stream)
     if shift is None:
         return gains, torch.zeros_like(gains)
-    elsewhere = times_gain(ones, axis, torch.zeros_like(gain), norm.stream)
-    return gains, times_gain(ones, axis, shift, norm.stream) - elsewhere
+    elsewhere = times_gain(full, axis, torch.zeros_like(gain), norm.stream)
+    return gains, times_gain(full, axis, shift, norm.stream) - elsewhere
 
 
 def linear_map(block: Block, info: TensorInfo) -> LinearMap | None:
@@ -87,12 +87,12 @@ def _is(axis: Axis, roles: tuple[str, ...]) -> bool:
 
 def linear_maps(architecture: Architecture) -> dict[str, LinearMap]:
     """Every map by the first of its tensor's names."""
-    found = {}
+    maps = {}
     for block in architecture.blocks:
         for info in block.tensors:
-            if (one := linear_map(block, info)) is not None:
-                found[info.name] = one
-    return found
+            if (linear := linear_map(block, info)) is not None:
+                maps[info.name] = linear
+    return maps
 
 
 def local_parts(axis: Axis) -> tuple[tuple[str, str], ...]:
@@ -100,31 +100,31 @@ def local_parts(axis: Axis) -> tuple[tuple[str, str], ...]:
     return tuple((part.space.name.rpartition(".")[2], part.role) for part in axis.parts)
 
 
-def same_map(wanted: LinearMap, others: list[LinearMap]) -> tuple[LinearMap, slice] | None:
-    """Where another spelling of the same block has a map: the map, and which of its outputs.
+def same_map(target: LinearMap, candidates: list[LinearMap]) -> tuple[LinearMap, slice] | None:
+    """Finds a map in another spelling of the same block: the map, and which of its outputs.
 
     A checkpoint may hold gate and up apart that a module holds as one tensor, or the other way round.
     """
-    for other in others:
-        if other.info.key == wanted.info.key:
-            return other, slice(None)
-    for other in others:
-        found = _within(wanted, other)
-        if found is not None:
-            return other, found
+    for candidate in candidates:
+        if candidate.info.key == target.info.key:
+            return candidate, slice(None)
+    for candidate in candidates:
+        rows = _within(target, candidate)
+        if rows is not None:
+            return candidate, rows
     return None
 
 
-def _within(wanted: LinearMap, other: LinearMap) -> slice | None:
-    """Which outputs of a fused map are those of another, which reads the same."""
-    if wanted.stacked != other.stacked or local_parts(wanted.inputs) != local_parts(other.inputs):
+def _within(target: LinearMap, fused: LinearMap) -> slice | None:
+    """The outputs of a fused map that are another map's."""
+    if target.stacked != fused.stacked or local_parts(target.inputs) != local_parts(fused.inputs):
         return None
-    names, start = local_parts(wanted.outputs), 0
-    if not names and not other.outputs.parts and names != local_parts(wanted.inputs):
+    names, start = local_parts(target.outputs), 0
+    if not names and not fused.outputs.parts and names != local_parts(target.inputs):
         return slice(None)  # into coordinates that nothing moves
-    if len(names) != 1 or other.outputs.depth or names[0] not in local_parts(other.outputs):
+    if len(names) != 1 or fused.outputs.depth or names[0] not in local_parts(fused.outputs):
         return None
-    for part, name in zip(other.outputs.parts, local_parts(other.outputs), strict=True):
+    for part, name in zip(fused.outputs.parts, local_parts(fused.outputs), strict=True):
         if name == names[0]:
             return slice(start, start + part.size)
         start += part.size

@@ -17,10 +17,10 @@ from rotation_merge.errors import StatisticsError
 from rotation_merge.run.arrays import one_by_one
 from rotation_merge.run.functions import check_answers
 from rotation_merge.run.kinds import SAMPLES, STATISTICS
-from rotation_merge.run.passes import Pass, Progress, Unfinished, packed, room, run_passes
+from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, packed, room, run_passes
 from rotation_merge.run.scores import answers, scores
-from rotation_merge.run.statistics_file import Stored
-from rotation_merge.run.sums import Collector, Sums, Wanted, finished, has_gradient
+from rotation_merge.run.statistics_file import DeferredTensor
+from rotation_merge.run.sums import Collector, StatisticsSelection, Sums, finished, has_gradient
 from rotation_merge.run.tap import Tapped
 
 Batch = Mapping[str, Tensor]
@@ -48,8 +48,8 @@ class MeasureConfig(Config):
 
 
 @dataclass
-class Measured:
-    """What was found, under the names of the model's own state dict.
+class MeasuredStatistics:
+    """Measured statistics, under the names of the model's state dict.
 
     Attributes:
         tensors: to be written.
@@ -61,7 +61,7 @@ class Measured:
         loss_scale: mean squared gradient of a score by the logits, which no gauge changes.
     """
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, DeferredTensor]
     shared: dict[str, str]
     split: list[str]
     behind: list[str]
@@ -70,7 +70,7 @@ class Measured:
     buffers: frozenset[str] = frozenset()
 
 
-class Measurement:
+class ModelMeasurement:
     """A model under measurement."""
 
     def __init__(self, model: nn.Module, architecture: Architecture, batches: Sequence[Batch], task: str) -> None:
@@ -100,31 +100,33 @@ class Measurement:
                     return
 
     def outputs(self, batch: Batch) -> Any:
-        """What the model gives for a batch, labels left out.
+        """The model's outputs for a batch, without labels.
 
         Raises:
             CheckpointError: NaN.
         """
         dtype = next(self.model.parameters()).dtype
-        given = {
+        inputs = {
             name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
             for name, tensor in batch.items()
             if name != "labels"
         }
-        made = self.model(**given)
-        check_answers(self.model, _tensors(made))
-        return made
+        result = self.model(**inputs)
+        check_answers(self.model, _tensors(result))
+        return result
 
-    def passes(self, options: MeasureConfig) -> list[Pass]:
+    def passes(self, options: MeasureConfig) -> list[StatisticsPass]:
         """What has to be run for all that the options ask for."""
         return [*self._input_passes(options), *self._fisher_passes(options)]
 
-    def run(self, options: MeasureConfig, state: Unfinished | None, progress: Progress) -> Measured:
+    def run(
+        self, options: MeasureConfig, state: UnfinishedMeasurement | None, progress: Progress
+    ) -> MeasuredStatistics:
         """Everything that the options ask for; without a state all of it stays in memory."""
-        found = run_passes(self.passes(options), state, progress)
-        scale = found.pop("loss.scale", None)
-        return Measured(
-            tensors=found,
+        tensors = run_passes(self.passes(options), state, progress)
+        scale = tensors.pop("loss.scale", None)
+        return MeasuredStatistics(
+            tensors=tensors,
             shared=self.shared,
             split=self.split,
             behind=self.behind,
@@ -136,51 +138,51 @@ class Measurement:
     def _dtype(self) -> torch.dtype:
         return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
 
-    def _input_passes(self, options: MeasureConfig) -> list[Pass]:
+    def _input_passes(self, options: MeasureConfig) -> list[StatisticsPass]:
         if not {"gram", "kfac", "moments"} & set(options.kinds):
             return []
-        everything = Wanted(options.kinds, options.rank, ())
+        everything = StatisticsSelection(options.kinds, options.rank, ())
         sizes: Counter[str] = Counter()
         for name in sorted(self.called):
-            one = self.tapped.maps[name]
-            n, out = (one.inputs.size or 0) + 1, one.outputs.size or 0
-            copies = (one.info.axes[0].size or 1) if one.stacked else 1
-            rank = everything.rank_of(one)
-            sizes[one.block.name] += 8 * copies * n * (n if rank is None else rank) * (self.shared[name] == name)
-            sizes[one.block.name] += 8 * copies * out**2 * ("kfac" in options.kinds and has_gradient(one))
+            linear = self.tapped.maps[name]
+            n, out = (linear.inputs.size or 0) + 1, linear.outputs.size or 0
+            copies = (linear.info.axes[0].size or 1) if linear.stacked else 1
+            rank = everything.rank_of(linear)
+            sizes[linear.block.name] += 8 * copies * n * (n if rank is None else rank) * (self.shared[name] == name)
+            sizes[linear.block.name] += 8 * copies * out**2 * ("kfac" in options.kinds and has_gradient(linear))
         order = {block.name: sizes[block.name] for block in self.architecture.blocks if sizes[block.name]}
         return [
-            self._input_pass(options, Wanted(options.kinds, options.rank, blocks), number == 0)
+            self._input_pass(options, StatisticsSelection(options.kinds, options.rank, blocks), number == 0)
             for number, blocks in enumerate(packed(order, options.memory or room()))
         ]
 
-    def _input_pass(self, options: MeasureConfig, wanted: Wanted, first: bool) -> Pass:
+    def _input_pass(self, options: MeasureConfig, selection: StatisticsSelection, first: bool) -> StatisticsPass:
         def run(step: int, sums: Sums) -> None:
-            collector = Collector(self.tapped.maps, self.shared, wanted, sums)
+            collector = Collector(self.tapped.maps, self.shared, selection, sums)
             with ExitStack() as stack:
                 stack.enter_context(self.tapped.split(self.called, self.layers_only))
                 stack.enter_context(torch.set_grad_enabled("kfac" in options.kinds))
                 with self.tapped.watched(collector):
-                    made = self.outputs(self.batches[step])
+                    result = self.outputs(self.batches[step])
                 if "kfac" in options.kinds:
-                    self._gradients(made, step, options, collector, first)
+                    self._gradients(result, step, options, collector, first)
 
         def finish(sums: Sums) -> dict[str, Tensor]:
-            found = finished(sums, self.tapped.maps, wanted, self._dtype())
+            means = finished(sums, self.tapped.maps, selection, self._dtype())
             if "loss.scale" in sums:
-                found["loss.scale"] = sums["loss.scale"] / max(int(sums["loss.count"]), 1)
-            return found
+                means["loss.scale"] = sums["loss.scale"] / max(int(sums["loss.count"]), 1)
+            return means
 
-        return Pass("inputs of the maps", frozenset(wanted.blocks), len(self.batches), run, finish)
+        return StatisticsPass("inputs of the maps", frozenset(selection.blocks), len(self.batches), run, finish)
 
-    def _gradients(self, made: Any, step: int, options: MeasureConfig, collector: Collector, first: bool) -> None:
+    def _gradients(self, result: Any, step: int, options: MeasureConfig, collector: Collector, first: bool) -> None:
         draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
-        heads = list(answers(self.model, made).values())
-        watched = [y for _, _, y in collector.given]
-        found = list(scores(self.model, made, self.batches[step], self.task, options.labels, draw))
-        for number, score in enumerate(found):
+        heads = list(answers(self.model, result).values())
+        watched = [y for _, _, y in collector.watched]
+        label_scores = list(scores(self.model, result, self.batches[step], self.task, options.labels, draw))
+        for number, score in enumerate(label_scores):
             gradients = torch.autograd.grad(
-                score, [*watched, *heads], retain_graph=number + 1 < len(found), allow_unused=True
+                score, [*watched, *heads], retain_graph=number + 1 < len(label_scores), allow_unused=True
             )
             collector.add_gradients(list(gradients[: len(watched)]), count=number == 0)
             if first:
@@ -190,7 +192,7 @@ class Measurement:
             rows = sum(head.flatten(0, -2).shape[0] for head in heads)
             collector.sums["loss.count"] = collector.sums.get("loss.count", torch.zeros((), dtype=torch.int64)) + rows
 
-    def _fisher_passes(self, options: MeasureConfig) -> list[Pass]:
+    def _fisher_passes(self, options: MeasureConfig) -> list[StatisticsPass]:
         if "fisher" not in options.kinds:
             return []
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -199,41 +201,45 @@ class Measurement:
         for block in self.architecture.blocks:
             names = [name for info in block.tensors for name in info.names if name in parameters]
             blocks[block.name] = {name: parameters[name].requires_grad_() for name in names}
-        sizes = {name: 8 * sum(p.numel() for p in own.values()) for name, own in blocks.items() if own}
+        sizes = {
+            name: 8 * sum(p.numel() for p in block_parameters.values())
+            for name, block_parameters in blocks.items()
+            if block_parameters
+        }
         passes = []
         for group in packed(sizes, options.memory or room()):
-            own = {name: p for block in sizes if block in group for name, p in blocks[block].items()}
-            passes.append(self._fisher_pass(options, own, group, parts))
+            block_parameters = {name: p for block in sizes if block in group for name, p in blocks[block].items()}
+            passes.append(self._fisher_pass(options, block_parameters, group, parts))
         return passes
 
     def _fisher_pass(
         self,
         options: MeasureConfig,
-        own: dict[str, Tensor],
+        parameters: dict[str, Tensor],
         blocks: frozenset[str],
         parts: Sequence[Batch],
-    ) -> Pass:
+    ) -> StatisticsPass:
         def run(step: int, sums: Sums) -> None:
-            one = parts[step]
+            batch = parts[step]
             draw = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
             with torch.enable_grad():
-                made = self.outputs(one)
-                found = list(scores(self.model, made, one, self.task, options.labels, draw))
-            for number, score in enumerate(found):
+                result = self.outputs(batch)
+                label_scores = list(scores(self.model, result, batch, self.task, options.labels, draw))
+            for number, score in enumerate(label_scores):
                 gradients = torch.autograd.grad(
-                    score, list(own.values()), retain_graph=number + 1 < len(found), allow_unused=True
+                    score, list(parameters.values()), retain_graph=number + 1 < len(label_scores), allow_unused=True
                 )
-                for name, gradient in zip(own, gradients, strict=True):
+                for name, gradient in zip(parameters, gradients, strict=True):
                     key = f"{name}.fisher"
                     if key not in sums:
-                        sums[key] = torch.zeros(own[name].shape, dtype=torch.float64, device=self.device)
+                        sums[key] = torch.zeros(parameters[name].shape, dtype=torch.float64, device=self.device)
                     if gradient is not None:
                         sums[key] += gradient.double().square()
 
         def finish(sums: Sums) -> dict[str, Tensor]:
             return {key: (total / len(parts)).to(self._dtype()) for key, total in sums.items()}
 
-        return Pass("Fisher", blocks, len(parts), run, finish)
+        return StatisticsPass("Fisher", blocks, len(parts), run, finish)
 
 
 def check_watched(plain: Sequence[Tensor], watched: Sequence[Tensor], model: nn.Module, must: bool) -> bool:
@@ -266,13 +272,13 @@ class Probe:
     def shared(self, tapped: Tapped) -> dict[str, str]:
         """By map, the first of its block that reads the same."""
         leaders: dict[tuple[str, tuple[int, ...]], str] = {}
-        found = {}
-        for name, one in tapped.maps.items():
+        first_reader = {}
+        for name, linear in tapped.maps.items():
             if name in self.inputs:
-                key = one.block.name, tuple(map(id, self.inputs[name]))
+                key = linear.block.name, tuple(map(id, self.inputs[name]))
                 same = leaders.setdefault(key, name)
-                found[name] = same if _alike(tapped, same, name) else name
-        return found
+                first_reader[name] = same if _alike(tapped, same, name) else name
+        return first_reader
 
 
 def _alike(tapped: Tapped, first: str, second: str) -> bool:
@@ -282,14 +288,14 @@ def _alike(tapped: Tapped, first: str, second: str) -> bool:
 
 
 def _expert_by_expert(model: nn.Module) -> None:
-    """Have experts run one after the other, so that each one's product is seen."""
+    """Make experts run one after the other, so that each one's product is seen."""
     config: Any = model.config
-    for one in (config, config.get_text_config() if hasattr(config, "get_text_config") else config):
-        one._experts_implementation = "eager"
+    for settings in (config, config.get_text_config() if hasattr(config, "get_text_config") else config):
+        settings._experts_implementation = "eager"
 
 
-def _tensors(made: Any) -> list[Tensor]:
-    return [x for x in made.values() if isinstance(x, Tensor) and x.is_floating_point()]
+def _tensors(result: Any) -> list[Tensor]:
+    return [x for x in result.values() if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:

@@ -23,11 +23,11 @@ from rotation_merge.record import versions
 from rotation_merge.run.data import Data, described, first_apart, unpadded
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.layers import ByLayer
-from rotation_merge.run.measure import MeasureConfig, Measured, Measurement
+from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, ModelMeasurement
 from rotation_merge.run.naming import Named, as_stored
-from rotation_merge.run.passes import Progress, Unfinished
+from rotation_merge.run.passes import Progress, UnfinishedMeasurement
 from rotation_merge.run.runner import Runner
-from rotation_merge.run.statistics_file import NAME, SPACE, Statistics, Stored, write_statistics
+from rotation_merge.run.statistics_file import NAME, SPACE, DeferredTensor, Statistics, write_statistics
 from rotation_merge.run.store import Store
 
 
@@ -37,9 +37,9 @@ def checkpoint_of(name: str) -> Model:
     Raises:
         CheckpointError: it is not there, or not whole.
     """
-    found = Models(MergeOptions())[parse_reference(name)]
-    found.check_files()
-    return found
+    model = Models(MergeOptions())[parse_reference(name)]
+    model.check_files()
+    return model
 
 
 def place_beside(reference: ModelReference) -> Path:
@@ -70,7 +70,7 @@ def record(
             but what an earlier run had done.
     """
     batches = unpadded(data.batches, source)
-    made: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "model": str(checkpoint.reference),
         "fingerprint": checkpoint.fingerprint,
         "family": checkpoint.architecture.family,
@@ -83,12 +83,12 @@ def record(
         "versions": versions(),
     }
     os.makedirs(out.resolve().parent, exist_ok=True)
-    with Unfinished(out, made) as state:
-        measured, own = _measured(checkpoint, model, batches, data.task, options, state, progress, device)
+    with UnfinishedMeasurement(out, metadata) as state:
+        measured, architecture = _measured(checkpoint, model, batches, data.task, options, state, progress, device)
         whole = resolve(checkpoint.config, checkpoint.names, str(checkpoint.reference), untie=True)
-        named = as_stored(measured, own, whole)
-        write_statistics(out, named.tensors, _head(made, measured, named, checkpoint.names))
-    return made
+        named = as_stored(measured, architecture, whole)
+        write_statistics(out, named.tensors, _head(metadata, measured, named, checkpoint.names))
+    return metadata
 
 
 def measured_in_memory(model: nn.Module, opened: OpenedModel, data: Data, options: MeasureConfig) -> Statistics:
@@ -102,7 +102,7 @@ def measured_in_memory(model: nn.Module, opened: OpenedModel, data: Data, option
         RotationMergeError: the model or the data do not allow it.
     """
     batches = unpadded(data.batches, data.source)
-    made: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "model": opened.name,
         "fingerprint": opened.mark.hexdigest(opened.config),
         "family": opened.architecture.family,
@@ -113,21 +113,21 @@ def measured_in_memory(model: nn.Module, opened: OpenedModel, data: Data, option
         "seed": options.seed,
         "versions": versions(),
     }
-    measurement = Measurement(model, architecture_of(model), batches, data.task)
+    measurement = ModelMeasurement(model, architecture_of(model), batches, data.task)
     measured = measurement.run(options, None, lambda *_: None)
     whole = resolve(dict(opened.config), list(opened.names), opened.name, untie=True)
     named = as_stored(measured, measurement.architecture, whole)
-    return Statistics.held(named.tensors, _head(made, measured, named, opened.names), opened.name)
+    return Statistics.held(named.tensors, _head(metadata, measured, named, opened.names), opened.name)
 
 
-def _head(made: dict[str, Any], measured: Measured, named: Named, names: Sequence[str]) -> dict[str, str]:
-    """The head of a statistics file; completes `made`."""
-    made["loss_scale"] = measured.loss_scale
-    made["fisher_norm"] = _norm(named, names)
-    made["narrow"] = _narrow(named)
-    made["buffers"] = sorted(named.buffers)
+def _head(metadata: dict[str, Any], measured: MeasuredStatistics, named: Named, names: Sequence[str]) -> dict[str, str]:
+    """The head of a statistics file; completes `metadata`."""
+    metadata["loss_scale"] = measured.loss_scale
+    metadata["fisher_norm"] = _norm(named, names)
+    metadata["narrow"] = _narrow(named)
+    metadata["buffers"] = sorted(named.buffers)
     return {
-        "made": json.dumps(made, sort_keys=True, default=str),
+        "made": json.dumps(metadata, sort_keys=True, default=str),
         "inputs": json.dumps(named.inputs, sort_keys=True),
         "split": json.dumps(sorted(named.split)),
         "behind": json.dumps(sorted(named.behind)),
@@ -141,13 +141,13 @@ def _measured(
     batches: Sequence[dict[str, Tensor]],
     task: str,
     options: MeasureConfig,
-    state: Unfinished,
+    state: UnfinishedMeasurement,
     progress: Progress,
     device: str,
-) -> tuple[Measured, Architecture]:
+) -> tuple[MeasuredStatistics, Architecture]:
     """What was found, and the architecture by whose names it goes."""
     if model is not None:
-        measurement = Measurement(model, architecture_of(model), batches, task)
+        measurement = ModelMeasurement(model, architecture_of(model), batches, task)
         return measurement.run(options, state, progress), measurement.architecture
     states = Store(str(state.folder), SPACE)
     config = checkpoint.transformers_config
@@ -159,15 +159,15 @@ def _measured(
 
 
 def _norm(named: Named, stored: Sequence[str]) -> float | None:
-    """The 2-norm of the whole Fisher diagonal."""
-    found = [tensor for key, tensor in named.tensors.items() if key.removesuffix(".fisher") in stored]
-    return float(sum(float(t.load().double().square().sum()) for t in found)) ** 0.5 if found else None
+    """The 2-norm of the Fisher diagonal of all tensors."""
+    diagonals = [tensor for key, tensor in named.tensors.items() if key.removesuffix(".fisher") in stored]
+    return float(sum(float(t.load().double().square().sum()) for t in diagonals)) ** 0.5 if diagonals else None
 
 
 def _narrow(named: Named) -> list[str]:
     """Maps that saw fewer rows than they have inputs, so that their Gram alone is singular."""
 
-    def few(name: str, gram: Stored) -> bool:
+    def few(name: str, gram: DeferredTensor) -> bool:
         count: Tensor = named.tensors[f"{name}.count"].load()
         return bool((count < gram.shape[-1]).any())
 
@@ -192,8 +192,16 @@ def keep_figures(name: str, images: bool, facts: Mapping[str, Any], figures: Map
     """
     if not os.path.isdir(name):
         raise RotationMergeError("figures are kept beside a model", where=name, remedy="name a folder")
-    own = {key: facts[key] for key in ("data", "task", "examples")}
+    data_facts = {key: facts[key] for key in ("data", "task", "examples")}
     pipeline = PIPELINES.get(str(facts["task"]), f"{'image' if images else 'text'}-classification")
-    one = {**own, "pipeline": pipeline, "figures": dict(figures), "fingerprint": checkpoint_of(name).fingerprint}
-    kept = [other for other in measured_in(name) if other["data"] != own["data"]]
-    write_text(os.path.join(name, MEASURED), json.dumps([*kept, {**one, "versions": versions()}], indent=1) + "\n")
+    measurement = {
+        **data_facts,
+        "pipeline": pipeline,
+        "figures": dict(figures),
+        "fingerprint": checkpoint_of(name).fingerprint,
+    }
+    other_data = [entry for entry in measured_in(name) if entry["data"] != data_facts["data"]]
+    write_text(
+        os.path.join(name, MEASURED),
+        json.dumps([*other_data, {**measurement, "versions": versions()}], indent=1) + "\n",
+    )

@@ -37,11 +37,11 @@ def of_labels(predicted: Tensor, labels: Tensor) -> dict[str, float]:
     """Accuracy, macro and micro F1 where an example has any number of labels; bool, (n, labels)."""
     hits = (predicted & labels).sum(0).double()
     total = (predicted.sum(0) + labels.sum(0)).double()
-    seen = total > 0
+    labelled = total > 0
     return {
         "accuracy": float((predicted == labels).double().mean()),
-        "macro_f1": float((2 * hits[seen] / total[seen]).mean()) if bool(seen.any()) else 0.0,
-        "micro_f1": float(2 * hits.sum() / total.sum()) if bool(seen.any()) else 0.0,
+        "macro_f1": float((2 * hits[labelled] / total[labelled]).mean()) if bool(labelled.any()) else 0.0,
+        "micro_f1": float(2 * hits.sum() / total.sum()) if bool(labelled.any()) else 0.0,
     }
 
 

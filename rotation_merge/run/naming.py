@@ -9,15 +9,15 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Block, TensorInfo
 from rotation_merge.run.maps import LinearMap, linear_map, same_map
-from rotation_merge.run.measure import Measured
-from rotation_merge.run.statistics_file import Stored
+from rotation_merge.run.measure import MeasuredStatistics
+from rotation_merge.run.statistics_file import DeferredTensor
 
 
 @dataclass
 class Named:
     """Statistics under a checkpoint's names; see `file.Statistics`."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, DeferredTensor]
     inputs: dict[str, str]
     split: list[str]
     behind: list[str]
@@ -25,38 +25,38 @@ class Named:
     buffers: list[str]
 
 
-def as_stored(measured: Measured, own: Architecture, wanted: Architecture) -> Named:
-    """Statistics of a module, `own`, under the names of its checkpoint, `wanted`."""
-    ours = {(b.module, b.place, b.index): b for b in own.blocks}
+def as_stored(measured: MeasuredStatistics, module: Architecture, stored: Architecture) -> Named:
+    """Statistics of a module, `module`, under the names of its checkpoint, `stored`."""
+    ours = {(b.module, b.place, b.index): b for b in module.blocks}
     named = Named({}, {}, [], [], [], [])
     leaders: dict[str, str] = {}
-    for block in wanted.blocks:
+    for block in stored.blocks:
         same = ours.get((block.module, block.place, block.index))
         if same is None:
             continue
-        found = [m for info in same.tensors if (m := linear_map(same, info)) is not None]
+        candidates = [m for info in same.tensors if (m := linear_map(same, info)) is not None]
         for info in block.tensors:
-            one = linear_map(block, info)
-            place = None if one is None else same_map(one, found)
-            if one is not None and place is not None:
-                _name_map(named, measured, leaders, one, *place)
+            linear = linear_map(block, info)
+            place = None if linear is None else same_map(linear, candidates)
+            if linear is not None and place is not None:
+                _name_map(named, measured, leaders, linear, *place)
             _name_fisher(named, measured, same, info, place)
     return named
 
 
 def _name_map(
-    named: Named, measured: Measured, leaders: dict[str, str], one: LinearMap, ours: LinearMap, rows: slice
+    named: Named, measured: MeasuredStatistics, leaders: dict[str, str], linear: LinearMap, ours: LinearMap, rows: slice
 ) -> None:
-    name, tensors = one.info.name, measured.tensors
+    name, tensors = linear.info.name, measured.tensors
     if ours.info.name in measured.uncalled:
         named.uncalled.append(name)
         return
     leader = measured.shared[ours.info.name]
     if leader not in leaders:
         leaders[leader] = name
-        for what in ("gram", "diagonal", "factor", "count", "moments"):
-            if f"{leader}.{what}" in tensors:
-                named.tensors[f"{name}.{what}"] = tensors[f"{leader}.{what}"]
+        for statistic in ("gram", "diagonal", "factor", "count", "moments"):
+            if f"{leader}.{statistic}" in tensors:
+                named.tensors[f"{name}.{statistic}"] = tensors[f"{leader}.{statistic}"]
         if leader in measured.split:
             named.split.append(name)
     named.inputs[name] = leaders[leader]
@@ -67,17 +67,17 @@ def _name_map(
 
 
 def _name_fisher(
-    named: Named, measured: Measured, same: Block, info: TensorInfo, place: tuple[LinearMap, slice] | None
+    named: Named, measured: MeasuredStatistics, same: Block, info: TensorInfo, place: tuple[LinearMap, slice] | None
 ) -> None:
     ours = same.tensor(info.key) if place is None else place[0].info
     if ours is None:
         return
     for number, name in enumerate(info.names):
         whole = len(ours.names) != len(info.names)
-        own = ours.names[0 if whole else number]
-        stored = measured.tensors.get(f"{own}.fisher")
+        module_name = ours.names[0 if whole else number]
+        stored = measured.tensors.get(f"{module_name}.fisher")
         if stored is None:
-            named.buffers += [name] if own in measured.buffers else []
+            named.buffers += [name] if module_name in measured.buffers else []
             continue
         if place is not None:
             dim = place[0].gives - (len(stored.shape) != len(ours.axes))
@@ -85,18 +85,18 @@ def _name_fisher(
         named.tensors[f"{name}.fisher"] = _row(stored, number) if whole and info.stacked else stored
 
 
-def _cut(stored: Stored, parts: Mapping[int, slice]) -> Stored:
+def _cut(stored: DeferredTensor, parts: Mapping[int, slice]) -> DeferredTensor:
     """A piece of a tensor along some (negative) dimensions."""
     index: list[slice] = [slice(None)] * len(stored.shape)
     shape = list(stored.shape)
     for dim, part in parts.items():
         index[dim] = part
         shape[dim] = len(range(*part.indices(shape[dim])))
-    return Stored(tuple(shape), stored.dtype, _then(stored.load, lambda tensor: tensor[tuple(index)]))
+    return DeferredTensor(tuple(shape), stored.dtype, _then(stored.load, lambda tensor: tensor[tuple(index)]))
 
 
-def _row(stored: Stored, number: int) -> Stored:
-    return Stored(stored.shape[1:], stored.dtype, _then(stored.load, lambda tensor: tensor[number]))
+def _row(stored: DeferredTensor, number: int) -> DeferredTensor:
+    return DeferredTensor(stored.shape[1:], stored.dtype, _then(stored.load, lambda tensor: tensor[number]))
 
 
 def _then(load: Callable[[], Tensor], change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:

@@ -1,4 +1,4 @@
-"""Running a model over samples, in as many passes as memory asks for, and going on after an interruption."""
+"""Runs a model over samples, in as many passes as memory needs, resuming after an interruption."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rotation_merge.errors import RotationMergeError, SpaceError
-from rotation_merge.run.statistics_file import Stored, unwritten, write_statistics
+from rotation_merge.run.statistics_file import DeferredTensor, unwritten, write_statistics
 from rotation_merge.run.sums import Sums
 from rotation_merge.workers.progress import Progress as Progress
 
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One way through the samples.
+class StatisticsPass:
+    """One pass over the samples.
 
     Attributes:
         name: shown as progress.
@@ -50,7 +50,7 @@ class Pass:
     finish: Callable[[Sums], dict[str, Tensor]]
 
 
-class Unfinished:
+class UnfinishedMeasurement:
     """What an interrupted measurement has done so far, in a folder beside its file, as a context: it goes where the
     measurement ends, and with an error in what was given, unless it was there before."""
 
@@ -60,9 +60,9 @@ class Unfinished:
         text = json.dumps(identity, sort_keys=True, default=str)
         head = self.folder / "of.json"
         if self.folder.exists() and not head.exists() and any(self.folder.iterdir()):
-            what = "exists, and no measurement wrote it"
+            problem = "exists, and no measurement wrote it"
             raise RotationMergeError(
-                what, where=str(self.folder), remedy="move it away, or give another place with --out"
+                problem, where=str(self.folder), remedy="move it away, or give another place with --out"
             )
         if self.folder.exists() and (not head.exists() or head.read_text(encoding="utf-8") != text):
             log.warning("%s belongs to another measurement; it is replaced", self.folder)
@@ -76,7 +76,7 @@ class Unfinished:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise unwritten(out, error) from error
 
-    def __enter__(self) -> Unfinished:
+    def __enter__(self) -> UnfinishedMeasurement:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -84,13 +84,13 @@ class Unfinished:
         if error is None or (self.new and not full and isinstance(error, RotationMergeError)):
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def part(self, one: Pass) -> Path:
-        """The file of what a pass found."""
-        return self.folder / f"{self._name(one)}.safetensors"
+    def part(self, pass_: StatisticsPass) -> Path:
+        """The result file of a pass."""
+        return self.folder / f"{self._name(pass_)}.safetensors"
 
-    def begun(self, one: Pass) -> tuple[int, Sums]:
-        """Steps done in a pass, and their sums."""
-        path = self._running(one)
+    def begun(self, pass_: StatisticsPass) -> tuple[int, Sums]:
+        """Steps that an interrupted run has done in a pass, and their sums."""
+        path = self._running(pass_)
         try:
             with safe_open(str(path), framework="pt") as file:
                 done = int((file.metadata() or {})["done"])
@@ -98,68 +98,70 @@ class Unfinished:
         except (OSError, SafetensorError, KeyError, ValueError):
             return 0, {}
 
-    def keep(self, one: Pass, done: int, sums: Sums) -> None:
+    def keep(self, pass_: StatisticsPass, done: int, sums: Sums) -> None:
         """Write the state of a pass."""
-        write_statistics(self._running(one), stored(sums), {"done": str(done)}, self.out)
+        write_statistics(self._running(pass_), stored(sums), {"done": str(done)}, self.out)
 
-    def done(self, one: Pass, tensors: dict[str, Tensor]) -> None:
-        """Write what a pass found."""
-        write_statistics(self.part(one), stored(tensors), {}, self.out)
-        self._running(one).unlink(missing_ok=True)
+    def done(self, pass_: StatisticsPass, tensors: dict[str, Tensor]) -> None:
+        """Write the results of a pass."""
+        write_statistics(self.part(pass_), stored(tensors), {}, self.out)
+        self._running(pass_).unlink(missing_ok=True)
 
-    def _running(self, one: Pass) -> Path:
-        return self.folder / f"{self._name(one)}.running.safetensors"
+    def _running(self, pass_: StatisticsPass) -> Path:
+        return self.folder / f"{self._name(pass_)}.running.safetensors"
 
     @staticmethod
-    def _name(one: Pass) -> str:
-        return f"{one.name}-{zlib.crc32(' '.join(sorted(one.blocks)).encode()):08x}".replace(" ", "-")
+    def _name(pass_: StatisticsPass) -> str:
+        return f"{pass_.name}-{zlib.crc32(' '.join(sorted(pass_.blocks)).encode()):08x}".replace(" ", "-")
 
 
-def stored(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+def stored(tensors: Mapping[str, Tensor]) -> dict[str, DeferredTensor]:
     """Tensors in memory as what is to be written."""
 
     def load(tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
 
-    return {key: Stored(tuple(t.shape), t.dtype, load(t)) for key, t in tensors.items()}
+    return {key: DeferredTensor(tuple(t.shape), t.dtype, load(t)) for key, t in tensors.items()}
 
 
-def run_passes(passes: Sequence[Pass], state: Unfinished | None, progress: Progress) -> dict[str, Stored]:
-    """Everything that the passes find, from their files; passes that are there already are not run again.
+def run_passes(
+    passes: Sequence[StatisticsPass], state: UnfinishedMeasurement | None, progress: Progress
+) -> dict[str, DeferredTensor]:
+    """Runs all passes that have no result file yet, and gives all results.
 
     Args:
         state: None: what they find stays in memory.
     """
-    found: dict[str, Stored] = {}
-    for one in passes:
+    tensors: dict[str, DeferredTensor] = {}
+    for pass_ in passes:
         if state is None:
-            found.update(stored(one.finish(_run(one, None, progress))))
+            tensors.update(stored(pass_.finish(_run(pass_, None, progress))))
             continue
-        path = state.part(one)
+        path = state.part(pass_)
         if not path.exists():
-            state.done(one, one.finish(_run(one, state, progress)))
-        found.update(stored_in(path))
-    return found
+            state.done(pass_, pass_.finish(_run(pass_, state, progress)))
+        tensors.update(stored_in(path))
+    return tensors
 
 
-def _run(one: Pass, state: Unfinished | None, progress: Progress) -> Sums:
-    done, sums = (0, Sums()) if state is None else state.begun(one)
+def _run(pass_: StatisticsPass, state: UnfinishedMeasurement | None, progress: Progress) -> Sums:
+    done, sums = (0, Sums()) if state is None else state.begun(pass_)
     last, marks = time.monotonic(), _marks(sums)
-    progress(one.name, done, one.steps)
+    progress(pass_.name, done, pass_.steps)
     try:
-        while done < one.steps:
-            one.run(done, sums)
+        while done < pass_.steps:
+            pass_.run(done, sums)
             done += 1
             marks = _marks(sums)
-            progress(one.name, done, one.steps)
+            progress(pass_.name, done, pass_.steps)
             if state is not None and time.monotonic() - last > SECONDS:
-                state.keep(one, done, sums)
+                state.keep(pass_, done, sums)
                 last = time.monotonic()
     except KeyboardInterrupt:
         if (
             state is not None and _marks(sums) == marks
         ):  # else a part of a step is in them; what was written last is not
-            state.keep(one, done, sums)
+            state.keep(pass_, done, sums)
         raise
     return sums
 
@@ -169,12 +171,12 @@ def _marks(sums: Sums) -> dict[str, tuple[int, int]]:
     return {key: (id(total), total._version) for key, total in sums.items()}
 
 
-def stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
-    """What a file holds, each tensor read when it is asked for."""
+def stored_in(path: Path) -> Iterator[tuple[str, DeferredTensor]]:
+    """The tensors of a file, read on demand."""
     with safe_open(str(path), framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 (not a mapping)
             tensor = file.get_tensor(key)
-            yield key, Stored(tuple(tensor.shape), tensor.dtype, _loader(path, key))
+            yield key, DeferredTensor(tuple(tensor.shape), tensor.dtype, _loader(path, key))
 
 
 def _loader(path: Path, key: str) -> Callable[[], Tensor]:
@@ -187,7 +189,7 @@ def _loader(path: Path, key: str) -> Callable[[], Tensor]:
 
 
 def room() -> int:
-    """Bytes that sums may take: half of what memory is free."""
+    """Bytes that sums may take: half of the free memory."""
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, ValueError, OSError):

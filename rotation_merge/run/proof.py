@@ -1,4 +1,4 @@
-"""Do two models compute the same? Judged on random inputs, against what rounding a model's own weights does to it."""
+"""Checks that two models compute the same on random inputs, up to the effect of rounding weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rotation_merge.errors import CheckpointError, RotationMergeError
-from rotation_merge.run.answers import Layered, Whole, answering
+from rotation_merge.run.answers import InMemoryModel, LayerwiseModel, answering
 from rotation_merge.run.functions import Batch, stored_dtype
 from rotation_merge.run.inputs import random_batch
 
@@ -62,17 +62,19 @@ def prove(donor: str, result: str, probabilities: bool = False) -> Proof:
     coarsest = coarser(stored_dtype(donor), stored_dtype(result))
     allowed = ROUNDINGS * own_rounding(first, inputs, expected, coarsest, probabilities=probabilities)
     del first
-    found = answering(result, like=donor).on(inputs)
-    return Proof(float(largest_difference(expected, found, (donor, result), probabilities)["relative"]), allowed)
+    result_outputs = answering(result, like=donor).on(inputs)
+    return Proof(
+        float(largest_difference(expected, result_outputs, (donor, result), probabilities)["relative"]), allowed
+    )
 
 
 def coarser(*dtypes: torch.dtype) -> torch.dtype:
-    """The type of fewest digits."""
+    """The dtype of lowest precision."""
     return max((d for d in dtypes if d.is_floating_point), key=lambda d: torch.finfo(d).eps, default=torch.float32)
 
 
 def own_rounding(
-    model: Whole | Layered,
+    model: InMemoryModel | LayerwiseModel,
     inputs: list[Batch],
     expected: list[Batch],
     dtype: torch.dtype,
@@ -108,9 +110,9 @@ def largest_difference(
         for name in dict.fromkeys([*first, *second]):
             x, y = first.get(name), second.get(name)
             if x is None or y is None or y.shape != x.shape:
-                seen = ["nothing" if z is None else str(list(z.shape)) for z in (y, x)]
+                shapes = ["nothing" if z is None else str(list(z.shape)) for z in (y, x)]
                 raise CheckpointError(
-                    f"output '{name}' is {seen[0]}, that of {names[0]} is {seen[1]}",
+                    f"output '{name}' is {shapes[0]}, that of {names[0]} is {shapes[1]}",
                     where=names[1],
                     remedy="only models of one class and size can be compared",
                 )

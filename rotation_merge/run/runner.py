@@ -1,4 +1,4 @@
-"""Running a model block by block: the weights of one layer in memory at a time, hidden states carried between them.
+"""Runs a model block by block: one layer's weights in memory, hidden states stored in between.
 
 The model is transformers' own, made without weights, and its own forward is what runs: layers that are done give back
 what they gave before, the present one has its weights, and where the forward would enter a block that has none yet, it
@@ -25,8 +25,8 @@ from rotation_merge.model.source import TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import Renamed, Respelled
 from rotation_merge.run.empty import empty_model, whole_model
 from rotation_merge.run.functions import Batch, architecture_of
-from rotation_merge.run.given import Arguments, Given, Place
-from rotation_merge.run.left import Left
+from rotation_merge.run.given import Arguments, LayerArguments, Place
+from rotation_merge.run.left import SharedKVCache
 from rotation_merge.run.store import Store
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
@@ -37,7 +37,7 @@ Fill = Callable[[TensorInfo, Tensor], Tensor]
 
 
 class Halt(Exception):
-    """Ends a forward where all that was wanted of it has been seen. Hooks may raise it."""
+    """Raised by hooks to end a forward early."""
 
 
 class _Unfilled(Halt):
@@ -47,7 +47,7 @@ class _Unfilled(Halt):
 
 
 class Runner:
-    """One model on its way through its blocks.
+    """Runs one model block by block.
 
     Attributes:
         model: without weights but those of the present block, and of blocks outside of the layers that are done.
@@ -77,7 +77,7 @@ class Runner:
         self,
         config: Any,
         source: TensorSource,
-        own: Architecture,
+        stored: Architecture,
         batches: Sequence[Batch],
         store: Store | None = None,
         prefix: str = "",
@@ -92,13 +92,13 @@ class Runner:
         self.model = empty_model(config, untie)
         self.architecture = architecture_of(self.model, untie)
         named = Renamed if layered is None else Respelled
-        self.stored, self.source = source, named(source, own, self.architecture)
+        self.stored, self.source = source, named(source, stored, self.architecture)
         self.whole = not self._covers()
         if self.whole and layered is not None:
-            what = f"transformers holds the weights of {type(self.model).__name__} in another form than the files"
-            raise CheckpointError(f"{what}, so it cannot be run one layer at a time", where=layered)
+            problem = f"transformers holds the weights of {type(self.model).__name__} in another form than the files"
+            raise CheckpointError(f"{problem}, so it cannot be run one layer at a time", where=layered)
         if self.whole:
-            self.model = whole_model(self.model, source, own, dtype)
+            self.model = whole_model(self.model, source, stored, dtype)
         self.model.to(self.device) if self.whole else self._buffers()
         for parameter in self.model.parameters():  # which some models bring their inputs to before any is filled
             if parameter.is_meta and parameter.is_floating_point():
@@ -114,8 +114,8 @@ class Runner:
         self._latest: dict[tuple[str, int], Any] = {}
         self._last: dict[str, Block] = {}
         self._every: set[str] = set()
-        self._left = Left(self.store)
-        self._given = Given(self.store, prefix)
+        self._left = SharedKVCache(self.store)
+        self._given = LayerArguments(self.store, prefix)
         self._known: dict[int, Place] = {}
         self._replayed: list[Tensor] = []
         self._hooks: list[Any] = []
@@ -148,12 +148,12 @@ class Runner:
         self.each_run()
 
     def _run(self, batch: int) -> None:
-        given = self._given.get(self._first + batch, self.device)
+        arguments = self._given.get(self._first + batch, self.device)
         try:
-            if given is None:
+            if arguments is None:
                 self._forward(batch)
             else:
-                self._again(batch, given)
+                self._again(batch, arguments)
         except _Unfilled as stop:
             if self._inside:
                 self._fill(stop.block)
@@ -161,15 +161,15 @@ class Runner:
         except Halt:
             return
 
-    def follow(self, other: Runner, first: int, late: Callable[[Block, TensorInfo], bool]) -> None:
-        """Take up where a runner of the same layers has ended: they give what they gave there.
+    def follow(self, earlier: Runner, first: int, late: Callable[[Block, TensorInfo], bool]) -> None:
+        """Continue after a runner of the same layers, with their outputs.
 
         Args:
             first: the other's number of this one's first batch; those after it follow.
             late: tells tensors, outside of the layers, whose blocks are still to be opened.
         """
-        self.prefix, self._first, self._latest, self._every = other.prefix, first, other._latest, other._every
-        self._left = other._left
+        self.prefix, self._first, self._latest, self._every = earlier.prefix, first, earlier._latest, earlier._every
+        self._left = earlier._left
         for block in self.architecture.blocks:
             layer = self.module_of(block)
             if layer is not None:
@@ -180,7 +180,7 @@ class Runner:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What the present layer gives is kept for the layers after it."""
+        """Record the current layer's outputs for the layers after it."""
         self._recording = True
         yield
         self._recording = False
@@ -202,12 +202,12 @@ class Runner:
         """Whether the source has every parameter of the model in the model's own form."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         stored = {name for info in self.architecture.tensors() if self._stored(info) for name in info.names}
-        found = {id(parameters[name]) for name in stored if name in parameters}
-        return all(id(parameter) in found for parameter in parameters.values())
+        loaded = {id(parameters[name]) for name in stored if name in parameters}
+        return all(id(parameter) in loaded for parameter in parameters.values())
 
     def _stored(self, info: TensorInfo) -> bool:
         names = [info.names] if not info.tied else [info.names, *((tied,) for tied in info.tied)]
-        return any(all(name in self.source for name in some) for some in names)
+        return any(all(name in self.source for name in spelling) for spelling in names)
 
     def fill_all(self, late: Collection[str] = ()) -> Any:
         """The model with all of its weights but those tensors that come late, run as a whole from now on."""
@@ -221,13 +221,13 @@ class Runner:
     def _claims(self) -> dict[str, Block]:
         """By tensor name: the first block that has the parameter, under whatever name."""
         first: dict[Any, Block] = {}
-        found = {}
+        claims = {}
         for block in self.architecture.blocks:
             for info in block.tensors:
                 for name in info.names:
                     slots = self._slots.get(name)
-                    found[name] = first.setdefault((id(slots[0][0]), slots[0][1]) if slots else name, block)
-        return found
+                    claims[name] = first.setdefault((id(slots[0][0]), slots[0][1]) if slots else name, block)
+        return claims
 
     def _buffers(self) -> None:
         for module in self.model.modules():
@@ -245,7 +245,7 @@ class Runner:
         self._fill(block)
 
     def _keep_every(self, done: Block) -> None:
-        """What stands outside of the layers reads the stream between two of them: from here on each keeps its own."""
+        """Keep each layer's output, as a module outside of the layers reads the stream between two of them."""
         if done.module in self._every or self._stack(done) == done.name:
             return
         for batch in range(len(self.batches)):
@@ -272,24 +272,24 @@ class Runner:
 
     def weights(self, blocks: Collection[str]) -> dict[str, Tensor]:
         """What blocks hold, parameters and buffers, and the model's own, by their names in the model."""
-        found = dict(self.model.named_buffers()) | {n: p._parameters[s] for n, [(p, s), *_] in self._slots.items()}
+        tensors = dict(self.model.named_buffers()) | {n: p._parameters[s] for n, [(p, s), *_] in self._slots.items()}
         names = {name for b in self.architecture.blocks if b.name in blocks for i in b.tensors for name in i.names}
-        return {name: tensor for name, tensor in found.items() if name in names or "." not in name}
+        return {name: tensor for name, tensor in tensors.items() if name in names or "." not in name}
 
     def set(self, name: str, tensor: Tensor) -> None:
         """Give a parameter (or a buffer that holds weights) a value, wherever the model uses it."""
         owner, _, leaf = name.rpartition(".")
         module = self.module(owner)
-        kept = tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+        value = tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
         if leaf in module._buffers:
-            module._buffers[leaf] = kept
+            module._buffers[leaf] = value
             return
-        parameter = nn.Parameter(kept, requires_grad=False)
+        parameter = nn.Parameter(value, requires_grad=False)
         for place, slot in self._slots[name]:
             place._parameters[slot] = parameter
 
     def _leave(self, block: Block) -> None:
-        """A layer that is done gives what it gave, and needs no weights for that."""
+        """Replace a finished layer by its recorded outputs, and free its weights."""
         layer = self.module_of(block)
         if layer is None:
             return
@@ -304,14 +304,14 @@ class Runner:
                         place._parameters[slot] = nn.Parameter(torch.empty_like(old, device="meta"), False)
 
     def _repeat(self, layer: nn.Module, block: Block) -> None:
-        """From now on a layer gives what it gave."""
+        """Make a layer replay its recorded outputs."""
         stack = self._stack(block)
-        layer.forward = lambda *_, **given: self._replay(stack, block, given)
+        layer.forward = lambda *_, **named: self._replay(stack, block, named)
 
     # --- forwards ----------------------------------------------------------------------------------------------
 
     def _guard(self) -> None:
-        """Let the forward end where it would enter a block that is not open.
+        """End a forward before it enters a block that is not open.
 
         What several blocks share (an embedding tied to a head) belongs to the first of them.
         """
@@ -323,8 +323,8 @@ class Runner:
             for place in [*([layer] if layer is not None else []), *places]:
                 if place is not self.model and block not in blocks.setdefault(place, []):
                     blocks[place].append(block)
-        for place, some in blocks.items():
-            self._hooks.append(place.register_forward_pre_hook(lambda *_, some=some: self._check(some)))
+        for place, layers in blocks.items():
+            self._hooks.append(place.register_forward_pre_hook(lambda *_, layers=layers: self._check(layers)))
         for block in self.architecture.blocks:
             layer = self.module_of(block)
             if layer is not None:
@@ -341,18 +341,18 @@ class Runner:
             self._open(unopened)
         self._inside = self._inside or any(block is self.block for block in blocks if block.index is not None)
 
-    def _enter(self, block: Block, _: nn.Module, arguments: Any, given: dict[str, Any]) -> None:
-        self._left.entered(given)
+    def _enter(self, block: Block, _: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+        self._left.entered(named)
         if block is self.block:
-            self._given.entered(self._batch, (arguments, given), self._known)
+            self._given.entered(self._batch, (arguments, named), self._known)
 
-    def _keep(self, block: Block, _: nn.Module, __: Any, given: dict[str, Any], output: Any) -> None:
+    def _keep(self, block: Block, _: nn.Module, __: Any, named: dict[str, Any], output: Any) -> None:
         self._inside = self._inside and block is not self.block
         if not self._recording or block is not self.block:
             return
         leaves, form = _pytree.tree_flatten(output)
         self._given.drop(self._batch)
-        self._left.keep(self._key(f"{block.name}:left"), given)
+        self._left.keep(self._key(f"{block.name}:left"), named)
         self.store.put(self._key(self._stack(block)), [x for x in leaves if isinstance(x, Tensor)])
         still = [None if isinstance(x, Tensor) else x for x in leaves]
         self._latest[self._stack(block), self._batch] = (still, [isinstance(x, Tensor) for x in leaves], form)
@@ -362,13 +362,13 @@ class Runner:
         every = any(getattr(self.model.config, key, None) not in (None, False) for key in INNER)
         return block.name if every or block.module in self._every else block.module
 
-    def _replay(self, stack: str, block: Block, given: dict[str, Any]) -> Any:
-        self._left.put_back(self._key(f"{block.name}:left"), given, self.device)
+    def _replay(self, stack: str, block: Block, named: dict[str, Any]) -> Any:
+        self._left.put_back(self._key(f"{block.name}:left"), named, self.device)
         still, moving, form = self._latest[stack, self._batch]
-        found = self.store.get(self._key(stack), self.device)
-        self._replayed = found  # alive, so that nothing else has their ids
-        self._known = {id(tensor): (self._key(stack), number) for number, tensor in enumerate(found)}
-        tensors = iter(found)
+        replayed = self.store.get(self._key(stack), self.device)
+        self._replayed = replayed  # alive, so that nothing else has their ids
+        self._known = {id(tensor): (self._key(stack), number) for number, tensor in enumerate(replayed)}
+        tensors = iter(replayed)
         return _pytree.tree_unflatten([next(tensors) if m else x for x, m in zip(still, moving, strict=True)], form)
 
     def _key(self, stack: str, batch: int | None = None) -> str:
@@ -389,17 +389,19 @@ class Runner:
         return self.model(**self.batches[batch])
 
     @torch.no_grad()
-    def _again(self, batch: int, given: Arguments) -> None:
-        """Run the present layer by itself."""
+    def _again(self, batch: int, layer_arguments: Arguments) -> None:
+        """Run the current layer by itself."""
         self._batch, self._inside = self._first + batch, False
-        arguments, named = given
+        arguments, named = layer_arguments
         assert self.block is not None
         self.module(self.block.name)(*arguments, **named)
 
 
-def filled_model(config: Any, source: TensorSource, own: Architecture, dtype: torch.dtype, device: str = "cpu") -> Any:
+def filled_model(
+    config: Any, source: TensorSource, architecture: Architecture, dtype: torch.dtype, device: str = "cpu"
+) -> Any:
     """A model with all of its weights, read from any source; see `Runner`."""
-    return Runner(config, source, own, [], dtype=dtype, device=device).fill_all()
+    return Runner(config, source, architecture, [], dtype=dtype, device=device).fill_all()
 
 
 def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple[nn.Module, str]]]:

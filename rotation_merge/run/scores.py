@@ -1,4 +1,4 @@
-r"""What a Fisher matrix is the expectation of: log-probabilities of labels that the model itself holds likely.
+r"""Log-probabilities whose squared gradients average to the Fisher matrix.
 
 F = E_x E_{y ~ p(y|x)} (d log p(y|x))^2. Over the labels of a classifier the inner expectation is taken exactly: the
 sum over labels c of p_c (d log p_c)^2 is the sum of squared gradients of sqrt(p_c) log p_c with the root held constant
@@ -21,9 +21,9 @@ MOST_LABELS = 100
 KINDS = ("sampled", "data")
 
 
-def label_kind(logits: Tensor, config: Any, wanted: str) -> str:
-    """How labels are had: exact, sampled, data, or gaussian for a regression."""
-    if wanted == "data":
+def label_kind(logits: Tensor, config: Any, label_source: str) -> str:
+    """The source of labels: exact, sampled, data, or gaussian for a regression."""
+    if label_source == "data":
         return "data"
     if logits.ndim != 2:
         return "sampled"
@@ -38,29 +38,34 @@ def answers(model: Any, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
     Raises:
         DataError: it has none.
     """
-    found = {k: v for k, v in outputs.items() if k.endswith("logits") and isinstance(v, Tensor)}
-    if not found:
+    logits = {k: v for k, v in outputs.items() if k.endswith("logits") and isinstance(v, Tensor)}
+    if not logits:
         raise DataError(
             f"{type(model).__name__} has no head that gives probabilities",
             remedy="measure --kinds gram, or a model with its head",
         )
-    return found
+    return logits
 
 
 def scores(
-    model: Any, outputs: Mapping[str, Any], batch: Mapping[str, Tensor], task: str, wanted: str, draw: torch.Generator
+    model: Any,
+    outputs: Mapping[str, Any],
+    batch: Mapping[str, Tensor],
+    task: str,
+    label_source: str,
+    draw: torch.Generator,
 ) -> Iterator[Tensor]:
     """Scalars whose squared gradients, of each example by itself, add up to the example's Fisher matrix.
 
     Args:
         outputs: of the model for the batch, inside the graph.
         task: what the labels are for (see `samples`).
-        wanted: sampled (or exact, where that can be), or data: the labels that came with the samples.
+        label_source: sampled (or exact, where that can be), or data: the labels that came with the samples.
         draw: where drawn labels come from.
     """
     for logits in answers(model, outputs).values():
         logits = logits.float() if logits.dtype != torch.float64 else logits
-        kind = label_kind(logits, model.config, wanted)
+        kind = label_kind(logits, model.config, label_source)
         multiple = getattr(model.config, "problem_type", None) == "multi_label_classification"
         if kind == "data" and task in ("regression", "labels"):
             yield _of_numbers(logits, batch, task)
@@ -95,10 +100,10 @@ def _of_labels(logits: Tensor, batch: Mapping[str, Tensor], task: str, kind: str
         labels = None
     if kind == "data" and labels is None:
         raise DataError("the samples have no labels for this head", remedy="leave out '--labels data'")
-    kept = torch.ones(logits.shape[:-1], dtype=torch.bool) if labels is None else labels != -100
-    logs = logits[kept].log_softmax(-1)
+    labelled = torch.ones(logits.shape[:-1], dtype=torch.bool) if labels is None else labels != -100
+    logs = logits[labelled].log_softmax(-1)
     if kind == "data" and labels is not None:
-        chosen = labels[kept]
+        chosen = labels[labelled]
     else:
         chosen = torch.multinomial(logs.detach().exp().cpu(), 1, generator=draw)[:, 0].to(logs.device)
     return logs.gather(-1, chosen[:, None]).sum()

@@ -22,12 +22,12 @@ class DenseMap(nn.Module):
         self.linear, self.activation = linear, activation
 
     def forward(self, states: Tensor) -> Tensor:
-        found: Tensor = self.activation(self.linear(states))
-        return found
+        activated: Tensor = self.activation(self.linear(states))
+        return activated
 
 
 def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mapping[str, Tensor], where: str) -> Any:
-    """A loaded transformer with what stands behind it; its class gets a `forward` that gives embeddings.
+    """A loaded transformer with its sentence-transformers modules, whose `forward` gives embeddings.
 
     Tokens (n, length) become `text_embeds` (n, size); pairs of texts (n, 2, length) the cosine of their embeddings as
     `logits` (n, 1). Dense modules are submodules under their folders' names, so that the state dict names them as
@@ -48,7 +48,7 @@ def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mappi
 
 
 def with_empty_modules(model: nn.Module, modules: list[dict[str, Any]], where: str | None = None) -> Any:
-    """A transformer with what stands behind it, as `with_modules`; the weights of dense maps are not set.
+    """As `with_modules`, without setting the weights of dense maps.
 
     Raises:
         CheckpointError: an activation that is not known.
@@ -56,8 +56,8 @@ def with_empty_modules(model: nn.Module, modules: list[dict[str, Any]], where: s
     for module in dense(modules):
         kind = getattr(nn, module["activation"], None)
         if kind is None:
-            what = f"the activation {module['activation']} of its module {module['path']} is not known"
-            raise CheckpointError(what, where=where, remedy="use one of torch.nn")
+            problem = f"the activation {module['activation']} of its module {module['path']} is not known"
+            raise CheckpointError(problem, where=where, remedy="use one of torch.nn")
         linear = nn.Linear(module["in"], module["out"], bias=module["bias"])
         model.add_module(module["path"], DenseMap(linear, kind()))
     setattr(cast(Any, model).config, KEY, modules)
@@ -75,15 +75,15 @@ def _forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
     ids = input_ids.reshape(-1, shape[-1])
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.reshape(-1, shape[-1])
     states = self.sentence_encoder.forward(self, input_ids=ids, attention_mask=mask).last_hidden_state
-    found = pool(states, mask, modes(modules))
+    embeddings = pool(states, mask, modes(modules))
     for module in modules:
         if module["type"] == "Dense":
-            found = self.get_submodule(module["path"])(found)
+            embeddings = self.get_submodule(module["path"])(embeddings)
         elif module["type"] == "Normalize":
-            found = nn.functional.normalize(found, p=2, dim=-1)
+            embeddings = nn.functional.normalize(embeddings, p=2, dim=-1)
     if len(shape) == 2:
-        return ModelOutput(text_embeds=found)
-    first, second = found.reshape(*shape[:2], -1).unbind(1)
+        return ModelOutput(text_embeds=embeddings)
+    first, second = embeddings.reshape(*shape[:2], -1).unbind(1)
     return ModelOutput(logits=nn.functional.cosine_similarity(first, second, dim=-1)[:, None])
 
 
@@ -94,12 +94,14 @@ def _fill(dense_map: nn.Module, module: Mapping[str, Any], tensors: Mapping[str,
     weight, bias = tensors.get(f"{path}.weight"), tensors.get(f"{path}.bias")
     if weight is None or tuple(weight.shape) != (module["out"], module["in"]):
         shape = "missing" if weight is None else str(list(weight.shape))
-        what = f"the weight of its module {module['path']} is {shape}, its config says {module['out']} x {module['in']}"
-        raise CheckpointError(what, where=where, remedy="download it again")
+        problem = (
+            f"the weight of its module {module['path']} is {shape}, its config says {module['out']} x {module['in']}"
+        )
+        raise CheckpointError(problem, where=where, remedy="download it again")
     linear = cast(nn.Linear, dense_map.get_submodule("linear"))
     if (linear.bias is None) != (bias is None):
-        what = f"the bias of its module {module['path']} is {'missing' if bias is None else 'not in its config'}"
-        raise CheckpointError(what, where=where, remedy="download it again")
+        problem = f"the bias of its module {module['path']} is {'missing' if bias is None else 'not in its config'}"
+        raise CheckpointError(problem, where=where, remedy="download it again")
     linear.weight.copy_(weight)
     if bias is not None:
         linear.bias.copy_(bias)
@@ -117,18 +119,18 @@ def pool(states: Tensor, mask: Tensor, chosen: list[str]) -> Tensor:
     """
     wide = mask[..., None].to(states.dtype)
     count = wide.sum(1).clamp(min=1e-9)
-    found = []
+    pooled = []
     for mode in chosen:
         if mode == "cls":
-            found.append(states[torch.arange(len(states)), mask.argmax(1)])
+            pooled.append(states[torch.arange(len(states)), mask.argmax(1)])
         elif mode == "max":
-            found.append(states.masked_fill(wide == 0, -1e9).amax(1))
+            pooled.append(states.masked_fill(wide == 0, -1e9).amax(1))
         elif mode == "lasttoken":
             last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-            found.append(states[torch.arange(len(states)), last])
+            pooled.append(states[torch.arange(len(states)), last])
         elif mode == "weightedmean":
             place = torch.arange(1, mask.shape[1] + 1, dtype=states.dtype)[None, :, None].to(states.device) * wide
-            found.append((states * place).sum(1) / place.sum(1).clamp(min=1e-9))
+            pooled.append((states * place).sum(1) / place.sum(1).clamp(min=1e-9))
         else:
-            found.append((states * wide).sum(1) / (count if mode == "mean" else count.sqrt()))
-    return torch.cat(found, -1)
+            pooled.append((states * wide).sum(1) / (count if mode == "mean" else count.sqrt()))
+    return torch.cat(pooled, -1)

@@ -1,4 +1,4 @@
-"""What goes through the linear maps of one block and along its stream while a model runs."""
+"""Activations of one block's linear maps and of its stream while a model runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from transformers.pytorch_utils import Conv1D
 from rotation_merge.architecture.model import Block
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.runner import Halt, Runner
-from rotation_merge.run.settled import Settled
+from rotation_merge.run.settled import SettledOutputs
 
 LAYER = "layer"
 """What the place is called where a layer gives the stream to the next one."""
 
 
 @dataclass
-class Seen:
-    """What one run of a block showed, by key of the map or name of the place.
+class BlockActivations:
+    """Activations of one run of a block, by key of the map or name of the place in the stream.
 
     Attributes:
         inputs, outputs: of the maps.
@@ -36,22 +36,22 @@ class Seen:
     stream: dict[str, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
 
-    def part(self, whole: frozenset[str], given: frozenset[str], mask: Tensor | None) -> Seen:
+    def part(self, whole: frozenset[str], outputs_only: frozenset[str], mask: Tensor | None) -> BlockActivations:
         """What some maps read and gave, or only gave, and the stream at places among them, without padding."""
         real: dict[int, Tensor] = {}
         at = None if mask is None else mask.flatten().nonzero()[:, 0]
 
-        def cut(found: dict[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
-            some = {name: x for name, x in found.items() if name in names}
+        def cut(tensors: dict[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+            part = {name: x for name, x in tensors.items() if name in names}
             if mask is None or at is None:
-                return some
-            for x in some.values():
+                return part
+            for x in part.values():
                 if id(x) not in real:
                     real[id(x)] = _real(x, mask, at)
-            return {name: real[id(x)] for name, x in some.items()}
+            return {name: real[id(x)] for name, x in part.items()}
 
-        every = whole | given
-        return Seen(cut(self.inputs, whole), cut(self.outputs, every), cut(self.stream, every), self.order)
+        every = whole | outputs_only
+        return BlockActivations(cut(self.inputs, whole), cut(self.outputs, every), cut(self.stream, every), self.order)
 
 
 class Taps:
@@ -69,81 +69,85 @@ class Taps:
         self.maps: dict[str, LinearMap] = {}
         self.modules: dict[str, nn.Module] = {}
         for info in block.tensors:
-            one = linear_map(block, info)
-            module = None if one is None or one.stacked else _submodule(runner, info.name)
-            if one is not None and isinstance(module, nn.Linear | Conv1D) and info.name.endswith(".weight"):
-                self.maps[info.key], self.modules[info.key] = one, module
+            linear = linear_map(block, info)
+            module = None if linear is None or linear.stacked else _submodule(runner, info.name)
+            if linear is not None and isinstance(module, nn.Linear | Conv1D) and info.name.endswith(".weight"):
+                self.maps[info.key], self.modules[info.key] = linear, module
         names = {info.key: info.name for info in block.tensors}
         norms = {norm.gain: _submodule(runner, names.get(norm.gain, "")) for norm in block.norms}
         self.places: dict[str, nn.Module] = {key: module for key, module in norms.items() if module is not None}
         self.layer = runner.module_of(block)
-        self.settled = Settled(runner.store, runner.prefix, self.modules, self.layer)
+        self.settled = SettledOutputs(runner.store, runner.prefix, self.modules, self.layer)
 
     @contextmanager
-    def watching(self, until: frozenset[str] = frozenset(), disturb: dict[str, Tensor] | None = None) -> Iterator[Seen]:
-        """See what runs.
+    def watching(
+        self, until: frozenset[str] = frozenset(), disturb: dict[str, Tensor] | None = None
+    ) -> Iterator[BlockActivations]:
+        """Record activations within the block.
 
         Args:
             until: end the forward when all of these (keys or places) have been seen.
             disturb: what to add to the outputs of maps.
         """
-        seen = Seen()
+        activations = BlockActivations()
 
         def note(name: str) -> None:
-            seen.order.append(name)
-            if until and until.issubset(seen.order):
+            activations.order.append(name)
+            if until and until.issubset(activations.order):
                 raise Halt
 
-        def gave(key: str, given: Any, output: Tensor) -> Tensor:
+        def gave(key: str, arguments: Any, output: Tensor) -> Tensor:
             if disturb and key in disturb:
                 output = output + disturb[key]
-            seen.inputs[key], seen.outputs[key] = given[0], output
+            activations.inputs[key], activations.outputs[key] = arguments[0], output
             note(key)
             return output
 
-        def entered(place: str, given: Any) -> None:
-            seen.stream[place] = given[0]
+        def entered(place: str, arguments: Any) -> None:
+            activations.stream[place] = arguments[0]
             note(place)
 
         def left(output: Any) -> None:
-            seen.stream[LAYER] = next(x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor))
+            activations.stream[LAYER] = next(x for x in _pytree.tree_leaves(output) if isinstance(x, Tensor))
             note(LAYER)
 
         hooks = [
-            module.register_forward_hook(lambda _, given, output, key=key: gave(key, given, output))
+            module.register_forward_hook(lambda _, arguments, output, key=key: gave(key, arguments, output))
             for key, module in self.modules.items()
         ]
         hooks += [
-            module.register_forward_pre_hook(lambda _, given, place=place: entered(place, given))
+            module.register_forward_pre_hook(lambda _, arguments, place=place: entered(place, arguments))
             for place, module in self.places.items()
         ]
         if self.layer is not None:
             hooks.append(self.layer.register_forward_hook(lambda _, __, output: left(output)))
         try:
-            yield seen
+            yield activations
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def first(self, disturb: dict[str, Tensor] | None = None) -> Seen:
-        """What the smallest batch shows, padding and all."""
-        with self.watching(disturb=disturb) as seen, self.settled.counting():
+    def first(self, disturb: dict[str, Tensor] | None = None) -> BlockActivations:
+        """Activations of the smallest batch, with padding."""
+        with self.watching(disturb=disturb) as activations, self.settled.counting():
             self.runner.run(self.runner.least)
-        return seen
+        return activations
 
-    def see(self, batch: int, until: frozenset[str] = frozenset(), also: frozenset[str] = frozenset()) -> Seen:
-        """What one batch shows; of a padded one only the real positions, (positions, width).
+    def see(
+        self, batch: int, until: frozenset[str] = frozenset(), also: frozenset[str] = frozenset()
+    ) -> BlockActivations:
+        """Activations of one batch, without padding, (positions, width).
 
         Args:
             until: end the forward when all of these have been seen, and show them, with what such maps read.
             also: keys and places that are shown, whatever else runs.
         """
-        with self.settled.replaying(batch, self.runner.device), self.watching(until) as seen:
+        with self.settled.replaying(batch, self.runner.device), self.watching(until) as activations:
             self.runner.run(batch)
-        return seen.part(until, also, self.runner.batches[batch].get("attention_mask"))
+        return activations.part(until, also, self.runner.batches[batch].get("attention_mask"))
 
-    def pass_on(self, batch: int, also: frozenset[str] = frozenset()) -> Seen:
-        """What one batch shows of some keys and places; what a layer gives to it is kept for those after it.
+    def pass_on(self, batch: int, also: frozenset[str] = frozenset()) -> BlockActivations:
+        """Activations of one batch at some keys and places; the layer's outputs are recorded for the next ones.
 
         Outside of the layers the forward ends where all of these have been seen.
         """
@@ -153,7 +157,7 @@ class Taps:
             return self.see(batch, also=also)
 
     def forget(self) -> None:
-        """Let go what is settled: nothing more is to be seen here."""
+        """Forget the cached outputs of solved modules."""
         self.settled.forget()
 
 
@@ -167,17 +171,17 @@ def _submodule(runner: Runner, tensor: str) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class Branch:
-    """How what a map writes reaches the stream.
+    """The path of a map's output to the stream.
 
     Attributes:
         place: where the stream is looked at.
         gain: by how much each coordinate of the map's output counts there, shape (out,).
-        others: keys of maps that write to the same place after it, with their gains.
+        added: keys of maps that write to the same place after it, with their gains.
     """
 
     place: str
     gain: Tensor
-    others: tuple[tuple[str, Tensor], ...] = ()
+    added: tuple[tuple[str, Tensor], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -189,13 +193,13 @@ class Stage:
 
     @property
     def until(self) -> frozenset[str]:
-        """What a run must show for this stage."""
+        """The activations that this stage needs."""
         return frozenset(self.keys).union(*map(self.aims, self.keys))
 
     def aims(self, key: str) -> frozenset[str]:
         """Of what a map needs the answers: of its output, or of the stream and what else is added there."""
         branch = self.branches.get(key)
-        return frozenset([key] if branch is None else [branch.place, *(other for other, _ in branch.others)])
+        return frozenset([key] if branch is None else [branch.place, *(key for key, _ in branch.added)])
 
     @property
     def wanted(self) -> frozenset[str]:
@@ -215,38 +219,38 @@ def stages(taps: Taps, keys: set[str]) -> list[Stage]:
     """
     if not keys:
         return []
-    seen = taps.first()
-    once = [key for key in seen.order if key in keys and seen.order.count(key) == 1]
+    activations = taps.first()
+    once = [key for key in activations.order if key in keys and activations.order.count(key) == 1]
     groups: dict[Any, list[str]] = {}
     for key in once:
-        x = seen.inputs[key]
+        x = activations.inputs[key]
         groups.setdefault((x.data_ptr(), tuple(x.shape), x.stride()), []).append(key)
     writers = [key for key in once if _writes(taps.maps[key])]
-    found = {key: _places(taps, key, seen) for key in writers}
-    branches = {key: _branch(key, found, seen) for key in writers if found[key]}
+    gains = {key: _places(taps, key, activations) for key in writers}
+    branches = {key: _branch(key, gains, activations) for key in writers if gains[key]}
     return [Stage(tuple(g), {key: branches[key] for key in g if key in branches}) for g in groups.values()]
 
 
-def _writes(one: LinearMap) -> bool:
-    return any(part.role == "write" for part in one.outputs.parts)
+def _writes(linear: LinearMap) -> bool:
+    return any(part.role == "write" for part in linear.outputs.parts)
 
 
-def _places(taps: Taps, key: str, seen: Seen) -> dict[str, Tensor]:
+def _places(taps: Taps, key: str, activations: BlockActivations) -> dict[str, Tensor]:
     """Places that follow a map's output, with the gains: found out by disturbing it."""
-    output = seen.outputs[key]
+    output = activations.outputs[key]
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(output.shape, generator=draw).to(output) * output.detach().std().clamp_min(1e-6)
-    other, given = taps.first({key: noise}), rows(noise)
-    found = {}
-    for place in seen.order[seen.order.index(key) + 1 :]:
-        answer = other.stream[place] - seen.stream[place] if place in seen.stream else None
-        if answer is None or rows(answer).shape != given.shape or seen.order.count(place) != 1:
+    disturbed, noise_rows = taps.first({key: noise}), rows(noise)
+    gains = {}
+    for place in activations.order[activations.order.index(key) + 1 :]:
+        answer = disturbed.stream[place] - activations.stream[place] if place in activations.stream else None
+        if answer is None or rows(answer).shape != noise_rows.shape or activations.order.count(place) != 1:
             continue
         flat = rows(answer)
-        gain = (flat * given).sum(0) / given.square().sum(0)
-        if float((flat - gain * given).norm()) <= LINEAR * float(flat.norm()) and float(gain.abs().max()) > 0:
-            found[place] = torch.where(gain.abs() < LINEAR * gain.abs().max(), torch.zeros_like(gain), gain)
-    return found
+        gain = (flat * noise_rows).sum(0) / noise_rows.square().sum(0)
+        if float((flat - gain * noise_rows).norm()) <= LINEAR * float(flat.norm()) and float(gain.abs().max()) > 0:
+            gains[place] = torch.where(gain.abs() < LINEAR * gain.abs().max(), torch.zeros_like(gain), gain)
+    return gains
 
 
 def _real(x: Tensor, mask: Tensor, at: Tensor) -> Tensor:
@@ -266,9 +270,9 @@ def rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2)
 
 
-def _branch(key: str, found: dict[str, dict[str, Tensor]], seen: Seen) -> Branch:
+def _branch(key: str, gains: dict[str, dict[str, Tensor]], activations: BlockActivations) -> Branch:
     """The first place that follows a map's output, and what else is added to it in between."""
-    place = next(iter(found[key]))
-    between = seen.order[seen.order.index(key) + 1 : seen.order.index(place)]
-    others = tuple((other, found[other][place]) for other in between if place in found.get(other, {}))
-    return Branch(place, found[key][place], others)
+    place = next(iter(gains[key]))
+    between = activations.order[activations.order.index(key) + 1 : activations.order.index(place)]
+    added = tuple((key, gains[key][place]) for key in between if place in gains.get(key, {}))
+    return Branch(place, gains[key][place], added)

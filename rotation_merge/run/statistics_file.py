@@ -30,7 +30,7 @@ _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 
 @dataclass(frozen=True)
 class Gram:
-    """Second moments of what a map reads.
+    """Second moments of a map's inputs.
 
     Attributes:
         matrix: of (x, 1), (..., n + 1, n + 1); None where the two below stand for it.
@@ -58,7 +58,7 @@ class Statistics:
     """A statistics file, opened.
 
     Attributes:
-        made: how it was made: model, fingerprint, family, data, samples, tokens, labels, versions.
+        metadata: how it was made: model, fingerprint, family, data, samples, tokens, labels, versions.
         inputs: by tensor name, the name that the Gram of its inputs is stored under.
         split: names of Grams of what norms normalised.
         behind: maps whose gradients are those behind a layer scale.
@@ -66,7 +66,7 @@ class Statistics:
     """
 
     path: str
-    made: dict[str, Any]
+    metadata: dict[str, Any]
     inputs: dict[str, str]
     split: frozenset[str]
     behind: frozenset[str]
@@ -90,14 +90,14 @@ class Statistics:
         if meta.get("format") != FORMAT:
             raise StatisticsError("is not a statistics file of this version", where=str(path), remedy=ANEW)
         try:
-            made, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
+            metadata, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
             split, behind, uncalled = (frozenset(json.loads(meta[name])) for name in ("split", "behind", "uncalled"))
         except (KeyError, ValueError) as error:
             raise StatisticsError(f"its head is damaged ({short(error)})", where=str(path), remedy=ANEW) from error
-        return cls(str(path), made, inputs, split, behind, uncalled, keys, file)
+        return cls(str(path), metadata, inputs, split, behind, uncalled, keys, file)
 
     @classmethod
-    def held(cls, tensors: Mapping[str, Stored], meta: Mapping[str, str], name: str) -> Statistics:
+    def held(cls, tensors: Mapping[str, DeferredTensor], meta: Mapping[str, str], name: str) -> Statistics:
         """Statistics in memory.
 
         Args:
@@ -105,8 +105,8 @@ class Statistics:
             name: of the model.
         """
         split, behind, uncalled = (frozenset(json.loads(meta[part])) for part in ("split", "behind", "uncalled"))
-        made, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
-        return cls(name, made, inputs, split, behind, uncalled, frozenset(tensors), Held(tensors))
+        metadata, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
+        return cls(name, metadata, inputs, split, behind, uncalled, frozenset(tensors), Held(tensors))
 
     def check(self, kind: str, fingerprint: str, model: str, remedy: str) -> None:
         """Refuse statistics of other weights, or without a kind of numbers.
@@ -117,13 +117,13 @@ class Statistics:
         Raises:
             StatisticsError: says what they hold, or what they are of.
         """
-        kinds = self.made.get("kinds", ())
+        kinds = self.metadata.get("kinds", ())
         if kind not in kinds:
-            what = f"'{self.path}' holds {', '.join(kinds) or 'nothing'}, the averaging needs {kind}"
-            raise StatisticsError(what, where=model, remedy=remedy)
-        if self.made.get("fingerprint") != fingerprint:
-            what = f"'{self.path}' was measured on other weights than these ('{self.made.get('model')}')"
-            raise StatisticsError(what, where=model, remedy=remedy)
+            problem = f"'{self.path}' holds {', '.join(kinds) or 'nothing'}, the averaging needs {kind}"
+            raise StatisticsError(problem, where=model, remedy=remedy)
+        if self.metadata.get("fingerprint") != fingerprint:
+            problem = f"'{self.path}' was measured on other weights than these ('{self.metadata.get('model')}')"
+            raise StatisticsError(problem, where=model, remedy=remedy)
 
     def save(self, path: Path | str) -> None:
         """Write the file that `rotation-merge measure` writes, which recipes name under `statistics`.
@@ -134,14 +134,14 @@ class Statistics:
         """
         check_replaced([Output(str(path), "path", wrote=holds_statistics, remedy="name another file, or move it away")])
         meta = {
-            "made": json.dumps(self.made, sort_keys=True, default=str),
+            "made": json.dumps(self.metadata, sort_keys=True, default=str),
             "inputs": json.dumps(self.inputs, sort_keys=True),
             **{part: json.dumps(sorted(getattr(self, part))) for part in ("split", "behind", "uncalled")},
         }
         stored = {}
         for key in self.keys:
             tensor = self[key]
-            stored[key] = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(self.__getitem__, key))
+            stored[key] = DeferredTensor(tuple(tensor.shape), tensor.dtype, functools.partial(self.__getitem__, key))
         write_statistics(path, stored, meta)
 
     def __contains__(self, key: object) -> bool:
@@ -162,15 +162,15 @@ class Statistics:
         return tensor
 
     def gram(self, name: str) -> Gram | None:
-        """Of the inputs of the map that a tensor is; None where it has none."""
+        """The Gram of a map's inputs; None if it has none."""
         key = self.inputs.get(name)
         if key is None:
             return None
-        found = {what: self[f"{key}.{what}"] for what in ("gram", "diagonal", "factor") if f"{key}.{what}" in self}
-        if not found:
+        parts = {part: self[f"{key}.{part}"] for part in ("gram", "diagonal", "factor") if f"{key}.{part}" in self}
+        if not parts:
             return None
         count = self[f"{key}.count"]
-        return Gram(found.get("gram"), found.get("diagonal"), found.get("factor"), count, key in self.split)
+        return Gram(parts.get("gram"), parts.get("diagonal"), parts.get("factor"), count, key in self.split)
 
     def is_half(self, name: str) -> bool:
         """Whether a map that ran has no Gram of gradients, or none of its inputs but a sketch."""
@@ -191,8 +191,8 @@ ANEW = "measure again with 'rotation-merge measure'"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor to write: its shape and dtype now, itself when its turn comes."""
+class DeferredTensor:
+    """A tensor to write: its shape and dtype now, its values on demand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -203,14 +203,14 @@ class Stored:
 class Held:
     """Tensors in memory, read as those of a file are."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, DeferredTensor]
 
     def get_tensor(self, key: str) -> Tensor:
         return self.tensors[key].load()
 
 
 def write_statistics(
-    path: Path | str, tensors: Mapping[str, Stored], meta: Mapping[str, str], where: Path | str | None = None
+    path: Path | str, tensors: Mapping[str, DeferredTensor], meta: Mapping[str, str], where: Path | str | None = None
 ) -> None:
     """Write a safetensors file, one tensor in memory at a time; it takes its place when it is whole.
 
@@ -234,14 +234,17 @@ def write_statistics(
         for key in sorted(tensors):
             tensor = tensors[key].load().to("cpu", tensors[key].dtype).contiguous()
             if not all_finite([tensor]):
-                what, remedy = f"'{key}' would hold NaN or infinity", "look at the model's weights, and at the samples"
-                raise StatisticsError(what, where=str(where or path), remedy=remedy)
+                problem, remedy = (
+                    f"'{key}' would hold NaN or infinity",
+                    "look at the model's weights, and at the samples",
+                )
+                raise StatisticsError(problem, where=str(where or path), remedy=remedy)
             file.write(tensor.numpy().tobytes())
 
 
 @contextlib.contextmanager
 def replacing(path: Path | str) -> Iterator[Any]:
-    """A file that takes another's place once it is whole and on disk.
+    """A temporary file that replaces another once it is complete and synced.
 
     Raises:
         StatisticsError: it cannot be written; nothing is left behind.
@@ -258,8 +261,8 @@ SPACE = "free some space (the same command goes on), or give another place with 
 
 
 def unwritten(path: Path | str, error: OSError) -> RotationMergeError:
-    """What to say where a file cannot be written."""
-    what = f"cannot be written ({(error.strerror or str(error)).lower()})"
+    """The error for a file that cannot be written."""
+    problem = f"cannot be written ({(error.strerror or str(error)).lower()})"
     if no_space(error):
-        return SpaceError(what, where=str(path), remedy=SPACE)
-    return StatisticsError(what, where=str(path), remedy="give another place with --out")
+        return SpaceError(problem, where=str(path), remedy=SPACE)
+    return StatisticsError(problem, where=str(path), remedy="give another place with --out")

@@ -1,4 +1,4 @@
-"""Where hidden states wait between two layers: in memory, or in files of a folder."""
+"""Stores hidden states between layers: in memory, or in files."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ class Store:
         self._scratch = None if folder is None else _scratch(folder)
         self.folder = None if self._scratch is None else self._scratch.path
 
-    def put(self, key: str, tensors: Sequence[Tensor], given: bool = False) -> None:
-        """Keep some tensors in the place of those that the key had.
+    def put(self, key: str, tensors: Sequence[Tensor], owned: bool = False) -> None:
+        """Store tensors under a key; earlier ones are replaced.
 
         Args:
-            given: nobody else has them, so that they need not be copied.
+            owned: nobody else has them, so that they need not be copied.
         """
-        kept = [tensor.detach().to("cpu", copy=not given).contiguous() for tensor in tensors]
+        stored = [tensor.detach().to("cpu", copy=not owned).contiguous() for tensor in tensors]
         if self.folder is None:
-            self._held[key] = kept
+            self._held[key] = stored
             return
         if key not in self._files:
             self._count += 1
             self._files[key] = os.path.join(self.folder, f"{self._count}.safetensors")
         try:
-            save_file({str(i): tensor for i, tensor in enumerate(kept)}, self._files[key])
+            save_file({str(i): tensor for i, tensor in enumerate(stored)}, self._files[key])
         except (SafetensorError, OSError) as error:
-            what = f"hidden states cannot be written ({short(error)})"
-            raise SpaceError(what, where=os.path.dirname(self.folder), remedy=self._remedy) from error
+            problem = f"hidden states cannot be written ({short(error)})"
+            raise SpaceError(problem, where=os.path.dirname(self.folder), remedy=self._remedy) from error
 
     def get(self, key: str, device: torch.device | str = "cpu") -> list[Tensor]:
         """The tensors of a key."""
         if self.folder is None:
             return [tensor.to(device) for tensor in self._held[key]]
-        found = load_file(self._files[key])
-        return [found[str(i)].to(device) for i in range(len(found))]
+        tensors = load_file(self._files[key])
+        return [tensors[str(i)].to(device) for i in range(len(tensors))]
 
     def __contains__(self, key: object) -> bool:
         return key in self._held or key in self._files
@@ -81,36 +81,36 @@ class Store:
             self._scratch.close()
 
 
-class Kept:
-    """What is known of each batch by names: tensors in a store, each of which can go by itself."""
+class BatchStore:
+    """Named tensors of each batch in a store, which can be dropped one by one."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self.store, self.prefix = store, prefix
         self._names: dict[int, list[str]] = {}
 
     def put(self, batch: int, known: Mapping[str, Tensor]) -> None:
-        """Keep what is known of a batch in the place of what was."""
+        """Store a batch's tensors; earlier ones are replaced."""
         self.drop(batch, set(self._names.get(batch, [])) - known.keys())
         self.add(batch, known)
 
     def add(self, batch: int, known: Mapping[str, Tensor]) -> None:
-        """Keep what more is known of a batch, which nobody else has."""
+        """Add tensors to a batch."""
         names = self._names.setdefault(batch, [])
         names += [name for name in known if name not in names]
         for name, tensor in known.items():
-            self.store.put(self._key(batch, name), [tensor], given=True)
+            self.store.put(self._key(batch, name), [tensor], owned=True)
 
     def get(self, batch: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """What is known of a batch."""
+        """The tensors of a batch."""
         return {name: self.store.get(self._key(batch, name), device)[0] for name in self._names.get(batch, [])}
 
-    def keep(self, wanted: Collection[str]) -> None:
+    def keep(self, keep_names: Collection[str]) -> None:
         """Forget all but these names."""
         for batch, names in self._names.items():
-            self.drop(batch, set(names) - set(wanted))
+            self.drop(batch, set(names) - set(keep_names))
 
     def drop(self, batch: int, names: Collection[str]) -> None:
-        """Forget some of what is known of a batch."""
+        """Drop some tensors of a batch."""
         for name in names:
             self.store.drop(self._key(batch, name))
             self._names[batch].remove(name)

@@ -1,4 +1,4 @@
-"""A whole model of which only one layer's weights are in memory at any time, also while gradients run through it.
+"""A model with only one layer's weights in memory at a time, also in the backward pass.
 
 Each layer reads its weights when it is entered and lets go of them when it is left. What autograd would keep of them
 for the way back it keeps as a name and reads again. Small tensors (biases, gains) and what stands outside of the layers
@@ -22,7 +22,12 @@ from rotation_merge.run.runner import Runner
 
 
 def streamed_model(
-    config: Any, source: TensorSource, own: Architecture, dtype: torch.dtype, device: str = "cpu", name: str = "model"
+    config: Any,
+    source: TensorSource,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    name: str = "model",
 ) -> Any:
     """transformers' model, in evaluation mode, whose layers read their weights from the source as they run.
 
@@ -31,14 +36,14 @@ def streamed_model(
     Args:
         config: of the model; not modified.
         source: its tensors.
-        own: the architecture by whose names the source goes.
+        architecture: the architecture by whose names the source goes.
         name: of the model, for messages.
 
     Raises:
         CheckpointError: weights are missing, or the files have another form than transformers' model, and cannot be
             brought into it one layer at a time.
     """
-    runner = Runner(config, source, own, [], dtype=dtype, device=device, layered=name)
+    runner = Runner(config, source, architecture, [], dtype=dtype, device=device, layered=name)
     layers = [block for block in runner.architecture.blocks if runner.module_of(block) is not None]
     owned = {block.name: _alone(runner, block) for block in layers}
     model = runner.fill_all({info.name for infos in owned.values() for info in infos})
@@ -52,11 +57,11 @@ def streamed_model(
 
 def _alone(runner: Runner, block: Block) -> list[TensorInfo]:
     """A layer's large tensors, which nothing but this layer reads."""
-    own = dict(runner.module(block.name).named_parameters(block.name))
+    parameters = dict(runner.module(block.name).named_parameters(block.name))
     return [
         info
         for info in block.tensors
-        if len(info.axes) > 1 and all(name in own and not runner.is_shared(name) for name in info.names)
+        if len(info.axes) > 1 and all(name in parameters and not runner.is_shared(name) for name in info.names)
     ]
 
 
@@ -72,7 +77,7 @@ class _Handle:
 
 
 class _Stream:
-    """Whose layer's weights are in memory at the moment."""
+    """Tracks which layer's weights are in memory."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -83,7 +88,7 @@ class _Stream:
         self.places: dict[int, str] = {}
 
     def take(self, block: Block, infos: list[TensorInfo]) -> None:
-        """Have a layer's tensors come and go with its forward."""
+        """Load a layer's tensors before its forward, and free them after it."""
         layer = self.runner.module(block.name)
         self.infos[block.name] = infos
         for info in infos:
@@ -111,14 +116,14 @@ class _Stream:
         """A layer's weights; those of the layer before go first."""
         if self.latest[0] != block:
             self.latest = ("", {})
-            found: dict[str, Tensor] = {}
+            weights: dict[str, Tensor] = {}
             for info in self.infos[block]:
                 tensor = read_tensor(info, self.runner.source)
                 assert tensor is not None  # the runner has looked
                 pieces = unstack(info, tensor)
-                found.update((n, piece.to(self.runner.device, self.runner.dtype)) for n, piece in pieces.items())
-            self.latest = block, found
-            self.places = {w.untyped_storage().data_ptr(): name for name, w in found.items() if w.numel()}
+                weights.update((n, piece.to(self.runner.device, self.runner.dtype)) for n, piece in pieces.items())
+            self.latest = block, weights
+            self.places = {w.untyped_storage().data_ptr(): name for name, w in weights.items() if w.numel()}
         return self.latest[1]
 
     def _fill(self, block: str) -> None:
@@ -135,7 +140,7 @@ class _Stream:
             return tensor
         return _Handle(self.latest[0], name, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, kept: Tensor | _Handle) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        return self._read(kept.block)[kept.name].as_strided(kept.size, kept.stride, kept.offset)
+    def _unpack(self, packed: Tensor | _Handle) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        return self._read(packed.block)[packed.name].as_strided(packed.size, packed.stride, packed.offset)

@@ -33,8 +33,8 @@ Sums = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is summed.
+class StatisticsSelection:
+    """Which statistics are collected.
 
     Attributes:
         kinds: of KINDS.
@@ -46,113 +46,117 @@ class Wanted:
     rank: int | None
     blocks: Collection[str]
 
-    def rank_of(self, one: LinearMap) -> int | None:
+    def rank_of(self, linear: LinearMap) -> int | None:
         """The rank of a map's inputs; None: all. Only neurons have one, as a rotation makes a diagonal dense."""
-        size = one.inputs.size or 0
-        neurons = bool(one.inputs.parts) and all(part.role == "out" for part in one.inputs.parts)
+        size = linear.inputs.size or 0
+        neurons = bool(linear.inputs.parts) and all(part.role == "out" for part in linear.inputs.parts)
         if not neurons or (self.rank is None and size <= WIDEST):
             return None
         rank = RANK if self.rank is None else self.rank
         return rank if rank + SPARE < size else None
 
 
-def has_gradient(one: LinearMap) -> bool:
+def has_gradient(linear: LinearMap) -> bool:
     """Whether gradients of a map's outputs are kept: of vocabularies and very wide maps they are not."""
-    return one.outputs.label != "vocabulary" and (one.outputs.size or 0) <= WIDEST
+    return linear.outputs.label != "vocabulary" and (linear.outputs.size or 0) <= WIDEST
 
 
 @dataclass
 class Collector:
-    """Adds up what a tapped model shows.
+    """Sums statistics of a watched model.
 
     Attributes:
         maps: by name.
         shared: the map whose inputs stand for those of each.
         sums: what has been added up.
-        given: outputs of the maps in this batch whose gradients are wanted.
+        watched: outputs of the maps in this batch whose gradients are wanted.
     """
 
     maps: Mapping[str, LinearMap]
     shared: Mapping[str, str]
-    wanted: Wanted
+    selection: StatisticsSelection
     sums: Sums = field(default_factory=dict)
-    given: list[tuple[str, int | None, Tensor]] = field(default_factory=list)
+    watched: list[tuple[str, int | None, Tensor]] = field(default_factory=list)
 
     def saw(self, name: str, expert: int | None, x: Tensor) -> None:
-        one = self.maps[name]
-        if self.shared.get(name) != name or one.block.name not in self.wanted.blocks:
+        linear = self.maps[name]
+        if self.shared.get(name) != name or linear.block.name not in self.selection.blocks:
             return
         rows = x.detach().flatten(0, -2)
         rows = rows if rows.dtype == torch.float64 else rows.float()
-        self._count(f"{name}.count", one, expert, len(rows))
-        if {"gram", "kfac"} & set(self.wanted.kinds):
-            rank = self.wanted.rank_of(one)
+        self._count(f"{name}.count", linear, expert, len(rows))
+        if {"gram", "kfac"} & set(self.selection.kinds):
+            rank = self.selection.rank_of(linear)
             if rank is None:
                 rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-                self._add(f"{name}.gram", one, expert, rows.T @ rows)
+                self._add(f"{name}.gram", linear, expert, rows.T @ rows)
             else:
-                self._add(f"{name}.diagonal", one, expert, rows.square().sum(0))
-                self._add(f"{name}.sketch", one, expert, rows.T @ (rows @ omega(one, rank).to(rows)))
-        if "moments" in self.wanted.kinds:
-            self._add(f"{name}.moments", one, expert, torch.stack([rows.sum(0), rows.square().sum(0)]))
+                self._add(f"{name}.diagonal", linear, expert, rows.square().sum(0))
+                self._add(f"{name}.sketch", linear, expert, rows.T @ (rows @ omega(linear, rank).to(rows)))
+        if "moments" in self.selection.kinds:
+            self._add(f"{name}.moments", linear, expert, torch.stack([rows.sum(0), rows.square().sum(0)]))
 
     def gave(self, name: str, expert: int | None, y: Tensor) -> None:
-        one = self.maps[name]
-        wanted = "kfac" in self.wanted.kinds and one.block.name in self.wanted.blocks and has_gradient(one)
-        if wanted and y.requires_grad:
-            self.given.append((name, expert, y))
+        linear = self.maps[name]
+        needs_gradient = (
+            "kfac" in self.selection.kinds and linear.block.name in self.selection.blocks and has_gradient(linear)
+        )
+        if needs_gradient and y.requires_grad:
+            self.watched.append((name, expert, y))
 
     def add_gradients(self, gradients: list[Tensor | None], count: bool) -> None:
         """Gradients of `given`, in order; `count` their rows once for each example."""
-        for (name, expert, y), gradient in zip(self.given, gradients, strict=True):
-            one = self.maps[name]
+        for (name, expert, y), gradient in zip(self.watched, gradients, strict=True):
+            linear = self.maps[name]
             if count:
-                self._count(f"{name}.given", one, expert, y.flatten(0, -2).shape[0])
+                self._count(f"{name}.given", linear, expert, y.flatten(0, -2).shape[0])
             if gradient is not None:
                 rows = gradient.flatten(0, -2)
-                self._add(f"{name}.gradient", one, expert, rows.T @ rows)
+                self._add(f"{name}.gradient", linear, expert, rows.T @ rows)
 
-    def _add(self, key: str, one: LinearMap, expert: int | None, value: Tensor) -> None:
+    def _add(self, key: str, linear: LinearMap, expert: int | None, value: Tensor) -> None:
         if key not in self.sums:
-            shape = value.shape if expert is None else (_experts(one), *value.shape)
+            shape = value.shape if expert is None else (_experts(linear), *value.shape)
             self.sums[key] = torch.zeros(shape, dtype=torch.float64, device=value.device)
         total = self.sums[key] if expert is None else self.sums[key][expert]
         total += value
 
-    def _count(self, key: str, one: LinearMap, expert: int | None, rows: int) -> None:
+    def _count(self, key: str, linear: LinearMap, expert: int | None, rows: int) -> None:
         if key not in self.sums:
-            self.sums[key] = torch.zeros(() if expert is None else (_experts(one),), dtype=torch.int64)
+            self.sums[key] = torch.zeros(() if expert is None else (_experts(linear),), dtype=torch.int64)
         total = self.sums[key] if expert is None else self.sums[key][expert]
         total += rows
 
 
-def _experts(one: LinearMap) -> int:
-    return one.info.axes[0].size or 1
+def _experts(linear: LinearMap) -> int:
+    return linear.info.axes[0].size or 1
 
 
-def omega(one: LinearMap, rank: int) -> Tensor:
-    """What a sketch multiplies by: (size, rank + SPARE), the same for the same map in every run."""
-    draw = torch.Generator().manual_seed(zlib.crc32(one.info.key.encode()))
-    return torch.randn(one.inputs.size or 0, rank + SPARE, dtype=torch.float64, generator=draw)
+def omega(linear: LinearMap, rank: int) -> Tensor:
+    """The random matrix of a sketch, (size, rank + SPARE), the same for a map in every run."""
+    draw = torch.Generator().manual_seed(zlib.crc32(linear.info.key.encode()))
+    return torch.randn(linear.inputs.size or 0, rank + SPARE, dtype=torch.float64, generator=draw)
 
 
-def finished(sums: Sums, maps: Mapping[str, LinearMap], wanted: Wanted, dtype: torch.dtype) -> dict[str, Tensor]:
+def finished(
+    sums: Sums, maps: Mapping[str, LinearMap], selection: StatisticsSelection, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Means out of sums, as they are stored."""
     result: dict[str, Tensor] = {}
     for key, total in sums.items():
-        name, _, what = key.rpartition(".")
-        if what in ("gram", "moments"):
+        name, _, statistic = key.rpartition(".")
+        if statistic in ("gram", "moments"):
             mean = _mean(total, sums[f"{name}.count"])
             result[key] = mean.to(dtype)
-        elif what == "gradient":
+        elif statistic == "gradient":
             result[key] = _mean(total, sums[f"{name}.given"]).to(dtype)
-        elif what == "sketch":
-            one = maps[name]
-            count, rank = sums[f"{name}.count"], wanted.rank_of(one) or 0
+        elif statistic == "sketch":
+            linear = maps[name]
+            count, rank = sums[f"{name}.count"], selection.rank_of(linear) or 0
             diagonal, sketch = _mean(sums[f"{name}.diagonal"], count), _mean(total, count)
-            rest, factor = nystroem(diagonal, sketch, omega(one, rank).to(sketch), rank)
-            result[f"{name}.diagonal"], result[f"{name}.factor"] = rest.to(dtype), factor.to(dtype)
-        elif what == "count" and name in maps:
+            residual, factor = nystroem(diagonal, sketch, omega(linear, rank).to(sketch), rank)
+            result[f"{name}.diagonal"], result[f"{name}.factor"] = residual.to(dtype), factor.to(dtype)
+        elif statistic == "count" and name in maps:
             result[key] = total
     return result
 
@@ -178,8 +182,10 @@ def nystroem(diagonal: Tensor, sketch: Tensor, omega: Tensor, rank: int) -> tupl
     shifted = sketch + shift * omega
     core = omega.T @ shifted
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)
-    kept = values > 1e-10 * values[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
-    inverse = torch.where(kept, values.clamp(min=torch.finfo(torch.float64).tiny).rsqrt(), torch.zeros_like(values))
+    significant = values > 1e-10 * values[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
+    inverse = torch.where(
+        significant, values.clamp(min=torch.finfo(torch.float64).tiny).rsqrt(), torch.zeros_like(values)
+    )
     whole = shifted @ vectors * inverse[..., None, :]
     u, s, _ = torch.linalg.svd(whole, full_matrices=False)
     factor = (u * s[..., None, :])[..., :rank]

@@ -41,8 +41,8 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     head = [name.strip() for name in rows[0]]
     odd = next((i for i, row in enumerate(rows) if len(row) != len(head)), None)
     if odd is not None:
-        what = f"row {odd + 1} has {len(rows[odd])} columns, the header has {len(head)}"
-        raise DataError(what, where=str(path), remedy="put texts that hold commas into quotes")
+        problem = f"row {odd + 1} has {len(rows[odd])} columns, the header has {len(head)}"
+        raise DataError(problem, where=str(path), remedy="put texts that hold commas into quotes")
     columns = {name: [row[i].strip() for row in rows[1:]] for i, name in enumerate(head)}
     texts, label = _columns(columns, str(path))
     values = _values(columns[label]) if label is not None else None
@@ -61,11 +61,11 @@ def _columns(columns: Mapping[str, Sequence[str]], where: str) -> tuple[list[str
     known = {name.lower(): name for name in columns}
     label = next((known[name] for name in LABELS if name in known), None)
     pair = next((names for names in PAIRS if all(name in known for name in names)), None)
-    one = next((known[name] for name in TEXTS if name in known), None)
+    text_column = next((known[name] for name in TEXTS if name in known), None)
     if pair is not None:
         return [known[name] for name in pair], label
-    if one is not None:
-        return [one], label
+    if text_column is not None:
+        return [text_column], label
     wordy = [name for name, column in columns.items() if name != label and sum(map(_number, column)) < len(column) / 2]
     few = [n for n in wordy if len(set(columns[n])) <= max(2, len(columns[n]) // 4)]
     short = [n for n in few if all(len(text.split()) < 3 for text in columns[n])]

@@ -1,4 +1,4 @@
-"""What goes into the linear maps of a model and what comes out, while the model runs: any model of any class.
+"""Watches inputs and outputs of a model's linear maps while it runs, for any class of model.
 
 Every product of activations with a weight of the module that is running is seen, whatever function makes it (a linear
 layer, GPT-2's Conv1D, the experts of one fused tensor, a router). Where a norm feeds maps, it is run without gain and
@@ -34,13 +34,13 @@ _PRODUCTS = {
 
 
 class Watcher(Protocol):
-    """Told about every map that runs."""
+    """Receives the inputs and outputs of every map that runs."""
 
     def saw(self, name: str, expert: int | None, x: Tensor) -> None:
-        """What goes into a map: (..., inputs), before gain and shift where the norm is split."""
+        """A map's inputs, (..., inputs), before gain and shift if the norm is split."""
 
     def gave(self, name: str, expert: int | None, y: Tensor) -> None:
-        """What comes out: (..., outputs), behind a layer scale."""
+        """A map's outputs, (..., outputs), after a layer scale."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Tapped:
             called: the maps that run at all.
             layers_only: leave the norm behind the layers as it is, which some models give back to their caller.
         """
-        seen, kept = set(called), []
+        running, changed = set(called), []
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for block in self.architecture.blocks:
             if layers_only and block.index is None:
@@ -90,39 +90,39 @@ class Tapped:
             names = {info.key: info.name for info in block.tensors}
             for norm in block.norms:
                 readers = [m for m in self.maps.values() if m.block is block and m.norm is norm]
-                if readers and self._readable(norm, names, seen):
+                if readers and self._readable(norm, names, running):
                     gain, shift = parameters[names[norm.gain]], parameters.get(names.get(norm.shift or "", ""))
-                    own = gain.detach() + norm.offset, None if shift is None else shift.detach().clone()
-                    self.splits.update({m.info.name: along_inputs(m, *own) for m in readers})
-                    kept.append((gain, gain.detach().clone(), 1.0 - norm.offset))
-                    kept += [] if shift is None else [(shift, shift.detach().clone(), 0.0)]
+                    gain_and_shift = gain.detach() + norm.offset, None if shift is None else shift.detach().clone()
+                    self.splits.update({m.info.name: along_inputs(m, *gain_and_shift) for m in readers})
+                    changed.append((gain, gain.detach().clone(), 1.0 - norm.offset))
+                    changed += [] if shift is None else [(shift, shift.detach().clone(), 0.0)]
             for scale in block.scales:
-                if (written := self._written(scale, names, seen)) is not None:
+                if (written := self._written(scale, names, running)) is not None:
                     gain = parameters[names[scale.gain]]
                     self.scales[written] = gain.detach().clone()
-                    kept.append((gain, gain.detach().clone(), 1.0))
+                    changed.append((gain, gain.detach().clone(), 1.0))
         try:
             with torch.no_grad():
-                for parameter, _, value in kept:
+                for parameter, _, value in changed:
                     parameter.fill_(value)
             yield
         finally:
             with torch.no_grad():
-                for parameter, stored, _ in kept:
+                for parameter, stored, _ in changed:
                     parameter.copy_(stored)
             self.splits.clear()
             self.scales.clear()
 
-    def _readable(self, norm: Norm, names: dict[str, str], seen: set[str]) -> bool:
+    def _readable(self, norm: Norm, names: dict[str, str], running: set[str]) -> bool:
         """Whether every tensor that reads the norm is a map that runs."""
         stems = {key.removesuffix(".weight"): name for key, name in names.items() if not key.endswith(".bias")}
         readers = [stems[stem] for stem in (r.removesuffix(".weight") for r in norm.reads) if stem in stems]
-        return norm.gain in names and bool(readers) and all(name in seen for name in readers)
+        return norm.gain in names and bool(readers) and all(name in running for name in readers)
 
     @staticmethod
-    def _written(scale: Scale, names: dict[str, str], seen: set[str]) -> str | None:
-        found = [names[key] for key in scale.writes if names.get(key) in seen]
-        return found[0] if found and scale.gain in names else None
+    def _written(scale: Scale, names: dict[str, str], running: set[str]) -> str | None:
+        scaled_maps = [names[key] for key in scale.writes if names.get(key) in running]
+        return scaled_maps[0] if scaled_maps and scale.gain in names else None
 
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
@@ -148,14 +148,14 @@ class Tapped:
     def _owned(self) -> dict[nn.Module, list[_Owned]]:
         """The modules that hold weights of maps."""
         modules = dict(self.model.named_modules(remove_duplicate=False))
-        found: dict[nn.Module, list[_Owned]] = {}
-        for name, one in self.maps.items():
-            for number, stored in enumerate(one.info.names):
+        owned: dict[nn.Module, list[_Owned]] = {}
+        for name, linear in self.maps.items():
+            for number, stored in enumerate(linear.info.names):
                 owner, _, leaf = stored.rpartition(".")
                 if owner in modules and isinstance(getattr(modules[owner], leaf, None), Tensor):
-                    expert = number if len(one.info.names) > 1 else None
-                    found.setdefault(modules[owner], []).append(_Owned(leaf, name, expert))
-        return found
+                    expert = number if len(linear.info.names) > 1 else None
+                    owned.setdefault(modules[owner], []).append(_Owned(leaf, name, expert))
+        return owned
 
 
 class _Mode(TorchFunctionMode):
@@ -169,18 +169,18 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         place = _PRODUCTS.get(func)
         if place is not None and self.stack and len(args) > place + 1:
-            found = self._owner(args[place + 1])
-            if found is not None and func is torch.bmm:
-                return self._experts(found[0], *args)
-            if found is not None:
-                return self._product(func, place, found, args, kwargs)
+            owner = self._owner(args[place + 1])
+            if owner is not None and func is torch.bmm:
+                return self._experts(owner[0], *args)
+            if owner is not None:
+                return self._product(func, place, owner, args, kwargs)
         result = func(*args, **kwargs)
         if func is Tensor.__getitem__ and self.stack and args[0].ndim == 3:
             self._mark_expert(args, result)
         return result
 
-    def _product(self, func: Any, place: int, found: tuple[str, int | None], args: Any, kwargs: Any) -> Any:
-        name, expert = found
+    def _product(self, func: Any, place: int, owner: tuple[str, int | None], args: Any, kwargs: Any) -> Any:
+        name, expert = owner
         x = args[place]
         self.watcher.saw(name, expert, x)
         split = self.tapped.splits.get(name)
@@ -196,12 +196,12 @@ class _Mode(TorchFunctionMode):
     def _experts(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
         """One product of all experts (n, inputs, outputs) with all tokens (n, tokens, inputs), in which those that are
         not routed to an expert are zero: expert by expert."""
-        made = []
+        products = []
         for expert, (rows, matrix) in enumerate(zip(x, weight, strict=True)):
             routed = rows.detach().abs().amax(-1).nonzero()[:, 0]
             y = self._product(torch.mm, 0, (name, expert), (rows[routed], matrix), {})
-            made.append(y.new_zeros(len(rows), matrix.shape[-1]).index_put((routed,), y))
-        return torch.stack(made)
+            products.append(y.new_zeros(len(rows), matrix.shape[-1]).index_put((routed,), y))
+        return torch.stack(products)
 
     def _owner(self, weight: Any) -> tuple[str, int | None] | None:
         """The map that a tensor is the weight of."""
@@ -210,23 +210,23 @@ class _Mode(TorchFunctionMode):
         marked: tuple[str, int] | None = getattr(weight, "_tapped", None)
         if marked is not None:
             return marked
-        for one in self.owned[self.stack[-1]]:
-            parameter = getattr(self.stack[-1], one.leaf)
+        for entry in self.owned[self.stack[-1]]:
+            parameter = getattr(self.stack[-1], entry.leaf)
             if weight.data_ptr() == 0 or not _within(weight, parameter):
                 continue
             if parameter.ndim == 3 and weight.ndim == 2:
-                return one.name, (weight.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
-            return one.name, one.expert
+                return entry.name, (weight.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
+            return entry.name, entry.expert
         return None
 
     def _mark_expert(self, args: Any, result: Any) -> None:
-        """A weight taken out of a stack by a tensor's index is a copy: remember what it was."""
+        """Mark a weight indexed out of a stack, which is a copy, with its map and expert."""
         index = args[1]
         if not isinstance(index, Tensor) or index.numel() != 1 or not isinstance(result, Tensor) or result.ndim > 3:
             return
-        for one in self.owned[self.stack[-1]]:
-            if args[0] is getattr(self.stack[-1], one.leaf):
-                result._tapped = (one.name, int(index))  # type: ignore[attr-defined]
+        for entry in self.owned[self.stack[-1]]:
+            if args[0] is getattr(self.stack[-1], entry.leaf):
+                result._tapped = (entry.name, int(index))  # type: ignore[attr-defined]
 
 
 def _within(weight: Tensor, parameter: Tensor) -> bool:

@@ -63,11 +63,11 @@ def self_written(model: Any, model_path: str, count: int, length: int = 128, see
     else:
         begins = torch.full((count, 1), first)
     device = next(model.parameters()).device
-    some = torch.arange(min(length, 32), device=device)[None] % text.vocab_size
-    check_answers(model, outputs(model, {"input_ids": some}).values(), model_path)
+    prompt = torch.arange(min(length, 32), device=device)[None] % text.vocab_size
+    check_answers(model, outputs(model, {"input_ids": prompt}).values(), model_path)
     parts, written = begins.split(AT_ONCE), []
     tell = listener()
-    with fused_attention(model, {"input_ids": some}):
+    with fused_attention(model, {"input_ids": prompt}):
         for number, part in enumerate(parts):
             first_token = number * length
 
@@ -82,10 +82,10 @@ def _begin(model_path: str) -> int | None:
     if not model_path:  # of a model in memory
         return None
     try:
-        found: int | None = tokenizer_of(model_path).bos_token_id
+        token: int | None = tokenizer_of(model_path).bos_token_id
     except DataError:
         return None
-    return found
+    return token
 
 
 def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, tick: Callable[[int], None]) -> Tensor:
@@ -93,9 +93,9 @@ def _continued(model: Any, ids: Tensor, length: int, draw: torch.Generator, tick
     device = next(model.parameters()).device
     step, past = ids, None
     while ids.shape[1] < length:
-        made = model(input_ids=step.to(device), past_key_values=past, use_cache=True)
-        past = getattr(made, "past_key_values", None)
-        token = torch.multinomial(made.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw)
+        result = model(input_ids=step.to(device), past_key_values=past, use_cache=True)
+        past = getattr(result, "past_key_values", None)
+        token = torch.multinomial(result.logits[:, -1].float().softmax(-1).cpu(), 1, generator=draw)
         ids = torch.cat([ids, token], 1)
         tick(ids.shape[1])
         step = ids if past is None else token
@@ -126,14 +126,14 @@ def synthetic_images(model: Any, model_path: str, count: int, seed: int = 0) -> 
     channels = getattr(vision, "num_channels", 3)
     draw = torch.Generator().manual_seed(seed)
     scales = [scale for scale in SCALES if scale < min(height, width)] + [min(height, width)]
-    made = []
+    images = []
     for number in range(count):
         cells = scales[number % len(scales)]
         noise = torch.randn(1, channels, cells, cells, generator=draw)
         shape = (height, width)
         image = torch.nn.functional.interpolate(noise, size=shape, mode="bicubic" if cells > 1 else "nearest")
         contrast, brightness = 0.5 + 2.5 * torch.rand(1, generator=draw), torch.randn(1, generator=draw)
-        made.append(torch.sigmoid(contrast * image + brightness))
+        images.append(torch.sigmoid(contrast * image + brightness))
     factor, mean, deviation = normalisation(local_path(model_path) if model_path else "", channels)
     white = 255.0 if factor == 1.0 else 1.0
-    return (torch.cat(made) * white - mean) / deviation
+    return (torch.cat(images) * white - mean) / deviation

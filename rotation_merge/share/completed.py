@@ -41,8 +41,8 @@ def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
                 placed.add(name)
     for name in files:
         if name not in placed:
-            what = f"its statistics, '{files[name]}', lie beside it, and the recipe has no place to name them"
-            raise RotationMergeError(what, where=name, remedy="write 'statistics: FILE' under its own parameters")
+            problem = f"its statistics, '{files[name]}', lie beside it, and the recipe has no place to name them"
+            raise RotationMergeError(problem, where=name, remedy="write 'statistics: FILE' under its own parameters")
     for start, end, text in sorted(edits.values(), reverse=True):
         recipe = f"{recipe[:start]}{text}{recipe[end:]}"
     return recipe
@@ -51,8 +51,8 @@ def completed(recipe: str, used: Sequence[Mapping[str, Any]]) -> str:
 def _entries(node: yaml.Node | None) -> Iterator[tuple[str, yaml.MappingNode]]:
     """What names a model beside its parameters, as far as it is written as one word."""
     if isinstance(node, yaml.MappingNode):
-        own = next((v for k, v in node.value if k.value == "model" and isinstance(v, yaml.ScalarNode)), None)
-        if own is not None and (model := reference(own.value)) is not None:
+        model_node = next((v for k, v in node.value if k.value == "model" and isinstance(v, yaml.ScalarNode)), None)
+        if model_node is not None and (model := reference(model_node.value)) is not None:
             yield str(model), node
         for _, value in node.value:
             yield from _entries(value)

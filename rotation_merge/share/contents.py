@@ -76,8 +76,8 @@ def included(place: str, patterns: Iterable[str]) -> bool:
 def _matches(place: str, patterns: Iterable[str]) -> bool:
     steps = place.split("/")
     for pattern in patterns:
-        wanted = pattern.split("/")
-        if len(wanted) == len(steps) and all(map(fnmatchcase, steps, wanted)):
+        steps_in_pattern = pattern.split("/")
+        if len(steps_in_pattern) == len(steps) and all(map(fnmatchcase, steps, steps_in_pattern)):
             return True
     return False
 
@@ -101,12 +101,12 @@ def chosen_files(folder: str, include: Sequence[str]) -> tuple[dict[str, str], l
     files = dict(_walk(folder))
     root = os.path.realpath(folder) + os.sep
     if outside := [place for place, path in files.items() if not f"{os.path.realpath(path)}{os.sep}".startswith(root)]:
-        what = f"{named(outside)}: a link that leads out of the folder is not published"
-        raise RotationMergeError(what, where=folder, remedy="put the file itself there, or remove the link")
+        problem = f"{named(outside)}: a link that leads out of the folder is not published"
+        raise RotationMergeError(problem, where=folder, remedy="put the file itself there, or remove the link")
     for pattern in include:
         if not any(included(place, [pattern]) and well_formed(place) for place in files):
-            what = f"--include {pattern} names no file that can be published"
-            raise RotationMergeError(what, where=folder, remedy="write the path within the folder, as 'plots/*'")
+            problem = f"--include {pattern} names no file that can be published"
+            raise RotationMergeError(problem, where=folder, remedy="write the path within the folder, as 'plots/*'")
     published = {
         place: path
         for place, path in files.items()
@@ -120,10 +120,10 @@ def chosen_files(folder: str, include: Sequence[str]) -> tuple[dict[str, str], l
 
 def _walk(folder: str) -> Iterator[tuple[str, str]]:
     """Files of a folder, and links to folders, by their places in it; nothing that is hidden."""
-    for where, folders, names in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(where, name))]
+    for place, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in links)
         for name in sorted([*names, *links]):
             if not name.startswith("."):
-                path = os.path.join(where, name)
+                path = os.path.join(place, name)
                 yield os.path.relpath(path, folder), path

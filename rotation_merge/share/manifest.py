@@ -81,12 +81,12 @@ class Manifest:
             raise RotationMergeError(f"its manifest is that of '{manifest.repo}'", where=repo, remedy=remedy)
         for name in manifest.files:
             if not well_formed(name):
-                what = f"its manifest names a hidden file, or one outside its folder: '{name}'"
-                raise RotationMergeError(what, where=repo, remedy=DAMAGED)
+                problem = f"its manifest names a hidden file, or one outside its folder: '{name}'"
+                raise RotationMergeError(problem, where=repo, remedy=DAMAGED)
             if not belongs(name) and not included(name, include):
-                what = f"its manifest names a file that no merge has: '{name}'"
+                problem = f"its manifest names a file that no merge has: '{name}'"
                 remedy = f"ask who published it; if you trust them, --include '{name}' takes it"
-                raise RotationMergeError(what, where=repo, remedy=remedy)
+                raise RotationMergeError(problem, where=repo, remedy=remedy)
         return manifest
 
     @classmethod
@@ -124,8 +124,8 @@ class Manifest:
         if not os.path.isfile(path):
             raise RotationMergeError("is missing, the manifest names it", where=name, remedy=DAMAGED)
         if os.path.getsize(path) != size:
-            what = f"is not what was published ({os.path.getsize(path)} bytes, {size} in the manifest)"
-            raise RotationMergeError(what, where=name, remedy=DAMAGED)
+            problem = f"is not what was published ({os.path.getsize(path)} bytes, {size} in the manifest)"
+            raise RotationMergeError(problem, where=name, remedy=DAMAGED)
         if sum_of(path) != mark:
             raise RotationMergeError("is not what was published (its SHA-256 differs)", where=name, remedy=DAMAGED)
 

@@ -26,20 +26,20 @@ def given_names(texts: Iterable[str]) -> dict[str, str]:
     Raises:
         RotationMergeError: one is no such thing.
     """
-    found = {}
+    targets = {}
     for text in texts:
         local, sign, target = text.rpartition("=")
         if not sign or not local or not TARGET.fullmatch(target):
             raise RotationMergeError(f"--as {text} is incomplete", remedy="write --as LOCAL=org/name@revision")
-        found[local.rstrip("/") or local] = target
-    return found
+        targets[local.rstrip("/") or local] = target
+    return targets
 
 
-def same_places(given: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+def same_places(targets: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
     """What `--as` says, also of other spellings of the same place: `./donor` where a recipe says `donor`."""
-    places = {os.path.realpath(name): target for name, target in given.items() if os.path.exists(name)}
-    others = {name: os.path.realpath(name) for name in known if os.path.exists(name)}
-    return {**{name: places[place] for name, place in others.items() if place in places}, **given}
+    places = {os.path.realpath(name): target for name, target in targets.items() if os.path.exists(name)}
+    places_of_known = {name: os.path.realpath(name) for name in known if os.path.exists(name)}
+    return {**{name: places[place] for name, place in places_of_known.items() if place in places}, **targets}
 
 
 def models_in(recipe: str, report: Mapping[str, Any]) -> list[str]:
@@ -57,24 +57,24 @@ def _adapter(facts: Mapping[str, Any]) -> str | None:
 
 def _tokenizer(document: Mapping[str, Any]) -> str | None:
     """A model that a tokenizer is taken from."""
-    found = document.get("tokenizer_source") or at(document, ("tokenizer", "source"))
-    return found if isinstance(found, str) and found not in ("base", "union") else None
+    tokenizer = document.get("tokenizer_source") or at(document, ("tokenizer", "source"))
+    return tokenizer if isinstance(tokenizer, str) and tokenizer not in ("base", "union") else None
 
 
 def files_in(recipe: str) -> dict[str, str]:
     """Files that a recipe reads and that are here, by name: alignment, statistics or data."""
-    found = {}
+    names = {}
     for document in _documents(recipe):
         for path, name in files(document):
             if HubFile.of(name) is None and not name.startswith("datasets/"):
-                found[name] = str(path[-1])
-    return found
+                names[name] = str(path[-1])
+    return names
 
 
 def written_in(recipe: str) -> list[str]:
     """Files and folders that a recipe writes: they travel as files, or not at all."""
-    found = [at(d, ("parameters", name)) for d in _documents(recipe) for name in ("save_alignment", "spill")]
-    return [name for name in found if isinstance(name, str)]
+    outputs = [at(d, ("parameters", name)) for d in _documents(recipe) for name in ("save_alignment", "spill")]
+    return [name for name in outputs if isinstance(name, str)]
 
 
 def _documents(recipe: str) -> list[Mapping[str, Any]]:
@@ -86,16 +86,16 @@ def _documents(recipe: str) -> list[Mapping[str, Any]]:
 
 def known_names(report: Mapping[str, Any]) -> dict[str, str]:
     """Models whose place on the hub the report knows, because they were read out of its cache."""
-    found = {}
+    places = {}
     for name, facts in report.get("models", {}).items():
         adapter = facts.get("adapter")
         parts = [(name if adapter is None else name.partition("+")[0], facts)]
         parts += [] if adapter is None else [(str(adapter.get("name")), adapter)]
-        for part, own in parts:
-            if own.get("hub") and own.get("revision"):
+        for part, origin in parts:
+            if origin.get("hub") and origin.get("revision"):
                 local = part if os.path.exists(part) else part.partition("@")[0]
-                found[local] = f"{own['hub']}@{own['revision']}"
-    return found
+                places[local] = f"{origin['hub']}@{origin['revision']}"
+    return places
 
 
 def is_local(name: str) -> bool:
@@ -124,7 +124,7 @@ class Renaming:
         self._pattern = re.compile("|".join(known), re.MULTILINE) if known else None
 
     def text(self, text: str) -> str:
-        return self._pattern.sub(lambda found: self.names[found[0]], text) if self._pattern else text
+        return self._pattern.sub(lambda match: self.names[match[0]], text) if self._pattern else text
 
     def value(self, value: Any, within: str = "") -> Any:
         """The same of JSON: of words, and of keys where these are paths, or models by what they stand `within`."""
@@ -149,7 +149,7 @@ def left_over(text: str, local: Iterable[str]) -> str | None:
     folders = {os.path.dirname(os.path.abspath(name)) for name in local if os.path.isabs(name)}
     folders |= {os.path.expanduser("~")}
     for folder in sorted(folders - {"/", os.sep}):
-        found = re.search(rf"(?<![\w./~-]){re.escape(folder)}(?:/[^\s\"'`|,;)<\\]*)?(?![\w-])", text)
-        if found:
-            return found[0]
+        match = re.search(rf"(?<![\w./~-]){re.escape(folder)}(?:/[^\s\"'`|,;)<\\]*)?(?![\w-])", text)
+        if match:
+            return match[0]
     return None

@@ -40,18 +40,18 @@ def check_paths(text: str, name: str) -> None:
         RotationMergeError: names the entry, with what stands there.
     """
     try:
-        found = documents(text)
+        parsed = documents(text)
     except RecipeError as error:
         raise RotationMergeError(f"{error.where}: {error.what}", where=name, remedy=REMEDY) from error
-    for document in found:
+    for document in parsed:
         if not isinstance(document.value, dict):
             raise RotationMergeError("is not a recipe", where=name, remedy=REMEDY)
         for path, value in _scalars(document.value, ()):
             if isinstance(value, str):
                 _check(value, path, name)
             elif value is not None and not isinstance(value, int | float):
-                what = f"holds a {type(value).__name__}, which no recipe has"
-                raise RotationMergeError(what, where=f"{name}, {dotted(path)}", remedy=REMEDY)
+                problem = f"holds a {type(value).__name__}, which no recipe has"
+                raise RotationMergeError(problem, where=f"{name}, {dotted(path)}", remedy=REMEDY)
 
 
 def words_of(text: str) -> list[str]:
@@ -81,8 +81,8 @@ def _check(text: str, path: Path, name: str) -> None:
     else:
         allowed = key in TEXTS or not _leads_out(text)
     if not allowed:
-        what = f"names '{text}', which is neither a name on the hub nor a file beside the recipe"
-        raise RotationMergeError(what, where=f"{name}, {dotted(path)}", remedy=REMEDY)
+        problem = f"names '{text}', which is neither a name on the hub nor a file beside the recipe"
+        raise RotationMergeError(problem, where=f"{name}, {dotted(path)}", remedy=REMEDY)
 
 
 def _leads_out(text: str) -> bool:

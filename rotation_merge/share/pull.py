@@ -43,8 +43,8 @@ def pull(
     with staged(out) as staging:
         _fetch(repo, MANIFEST_FILE, revision, staging)
         manifest = Manifest.read(os.path.join(staging, MANIFEST_FILE), repo, include)
-        taken = [name for name in manifest.files if weights or not is_weights(name)]
-        for name in sorted(taken, key=lambda name: name not in RECIPES):
+        names = [name for name in manifest.files if weights or not is_weights(name)]
+        for name in sorted(names, key=lambda name: name not in RECIPES):
             watch(name)
             _fetch(repo, name, revision, staging)
             manifest.check(staging, name)
@@ -53,7 +53,7 @@ def pull(
         shutil.rmtree(os.path.join(staging, ".cache"), ignore_errors=True)
         if RECIPES[0] in manifest.files:
             _check_referred(repo, _text(staging, RECIPES[0]), manifest)
-    return replace(manifest, files={name: manifest.files[name] for name in taken})
+    return replace(manifest, files={name: manifest.files[name] for name in names})
 
 
 def _text(folder: str, name: str) -> str:
@@ -87,8 +87,8 @@ def _fetch(repo: str, name: str, revision: str | None, folder: str) -> None:
         known = "was not published by 'rotation-merge push'" if name == MANIFEST_FILE else lacking
         raise RotationMergeError(known, where=repo, remedy="ask who published it") from error
     except (OSError, HfHubHTTPError, HFValidationError) as error:
-        what = f"'{name}' cannot be downloaded ({short(error)})"
-        raise RotationMergeError(what, where=repo, remedy="check the name and the revision") from error
+        problem = f"'{name}' cannot be downloaded ({short(error)})"
+        raise RotationMergeError(problem, where=repo, remedy="check the name and the revision") from error
 
 
 def _check_referred(repo: str, recipe: str, manifest: Manifest) -> None:
@@ -99,5 +99,5 @@ def _check_referred(repo: str, recipe: str, manifest: Manifest) -> None:
         if file is None or file.repo != repo or file.name not in manifest.files:
             continue
         if sum_of(local_file(name)) != manifest.files[file.name][0]:
-            what = "is not the file of the same name that was published beside the recipe"
-            raise RotationMergeError(what, where=name, remedy=DAMAGED)
+            problem = "is not the file of the same name that was published beside the recipe"
+            raise RotationMergeError(problem, where=name, remedy=DAMAGED)

@@ -82,7 +82,7 @@ class Draft:
 
     Attributes:
         files: of the folder that are published, by their places in it.
-        left: those that stay here.
+        kept_back: those that stay here.
         names: local names of models (and of data) by what they are on the hub.
         beside: files from elsewhere that the recipe reads, by name; the place that each gets.
         unpublished: statistics that the recipe reads, and samples that they were measured on, which stay here; what
@@ -94,7 +94,7 @@ class Draft:
     folder: str
     repo: str
     files: Mapping[str, str]
-    left: Sequence[str]
+    kept_back: Sequence[str]
     report: MergeReport
     names: Mapping[str, str]
     beside: Mapping[str, str]
@@ -118,16 +118,16 @@ class Draft:
     def items(self, commit: str) -> list[Item]:
         """Everything else, card, recipe and manifest last."""
         renaming, early = self._renaming(commit), self.first()
-        taken = {item.place for item in early} | {CARD, RECIPE, MANIFEST_FILE}
-        found = [self._item(place, path, renaming) for place, path in self.files.items() if place not in taken]
+        placed = {item.place for item in early} | {CARD, RECIPE, MANIFEST_FILE}
+        items = [self._item(place, path, renaming) for place, path in self.files.items() if place not in placed]
         if self.recipe and self.report.relation == "merge":
-            found.append(Item(RECIPE, renaming.text(self.recipe).encode()))
+            items.append(Item(RECIPE, renaming.text(self.recipe).encode()))
         statistics = self.statistics(renaming)
-        found.append(Item(CARD, self.card(renaming, statistics).encode()))
-        self._check([*early, *found])
-        sums = {item.place: (sum_of(item.source), item.size) for item in [*early, *found]}
+        items.append(Item(CARD, self.card(renaming, statistics).encode()))
+        self._check([*early, *items])
+        sums = {item.place: (sum_of(item.source), item.size) for item in [*early, *items]}
         manifest = Manifest(self.repo, sums, self.report.versions, statistics)
-        return [*found, Item(MANIFEST_FILE, manifest.text().encode())]
+        return [*items, Item(MANIFEST_FILE, manifest.text().encode())]
 
     def statistics(self, renaming: Renaming) -> list[Measurement]:
         """How the statistics that the recipe reads and that stay here are measured again.
@@ -144,16 +144,16 @@ class Draft:
             if not os.path.isfile(path):
                 entries.append(known[path])
                 continue
-            made = Statistics.open(path).made
-            model = renaming.text(models.get(str(made.get("fingerprint")), str(made.get("model"))))
-            data = renaming.value(str(made.get("data")))
+            metadata = Statistics.open(path).metadata
+            model = renaming.text(models.get(str(metadata.get("fingerprint")), str(metadata.get("model"))))
+            data = renaming.value(str(metadata.get("data")))
             try:
                 entries.append(
-                    Measurement.checked({**made, "file": self.unpublished[path], "model": model, "data": data})
+                    Measurement.checked({**metadata, "file": self.unpublished[path], "model": model, "data": data})
                 )
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                what = f"its head does not say how it was made ({short(error)})"
-                raise RotationMergeError(what, where=path, remedy="measure again, or add --with-data") from error
+                problem = f"its head does not say how it was made ({short(error)})"
+                raise RotationMergeError(problem, where=path, remedy="measure again, or add --with-data") from error
         return entries
 
     def card(self, renaming: Renaming, statistics: Sequence[Measurement] = ()) -> str:
@@ -167,7 +167,7 @@ class Draft:
         figures = measured_in(self.folder)
         if figures:
             mark = checkpoint_of(self.folder).fingerprint
-            figures = [renaming.value(one) for one in figures if one["fingerprint"] == mark]
+            figures = [renaming.value(figure) for figure in figures if figure["fingerprint"] == mark]
         old, new = (os.path.basename(os.path.abspath(self.folder)), self.repo.partition("/")[2])
         text = re.sub(rf"(?m)^# {re.escape(old)}$", f"# {new}", text, count=1)
         first = [measurement.command for measurement in statistics]
@@ -184,12 +184,12 @@ class Draft:
             if facts.get("adapter"):
                 facts["adapter"] = dict(facts["adapter"])
                 parts.append((str(facts["adapter"].get("name")), facts["adapter"]))
-            for part, own in parts:
+            for part, origin in parts:
                 target = self.names.get(part)
-                if target and not own.get("hub"):
+                if target and not origin.get("hub"):
                     hub, _, revision = target.partition("@")
-                    own.update(hub=hub, revision=revision or None)
-                    own["license"] = own.get("license") or _licence(hub, revision or None)
+                    origin.update(hub=hub, revision=revision or None)
+                    origin["license"] = origin.get("license") or _licence(hub, revision or None)
         return {**content, "models": models}
 
     def _item(self, place: str, path: str, renaming: Renaming) -> Item:
@@ -222,37 +222,41 @@ class Draft:
                     text = file.read()
             else:
                 continue
-            if found := left_over(text, local):
+            if local_path := left_over(text, local):
                 raise RotationMergeError(
-                    f"names '{found}', a path on this machine",
+                    f"names '{local_path}', a path on this machine",
                     where=item.place,
-                    remedy=f"add --as {found}=org/name@revision, or take it out",
+                    remedy=f"add --as {local_path}=org/name@revision, or take it out",
                 )
 
 
-def draft(folder: str, repo: str, given: Sequence[str], with_data: bool = False, include: Sequence[str] = ()) -> Draft:
+def draft(
+    folder: str, repo: str, targets: Sequence[str], with_data: bool = False, include: Sequence[str] = ()
+) -> Draft:
     """What would be published of a folder.
 
     Args:
-        given: `LOCAL=org/name@revision`, for names that mean nothing elsewhere.
+        targets: `LOCAL=org/name@revision`, for names that mean nothing elsewhere.
         with_data: samples and statistics that the recipe reads travel, too.
         include: patterns of files that are published although a merge has no such files.
 
     Raises:
         RotationMergeError: there is no report; a local name is left that nothing is known of; a link leads out.
     """
-    published, left = chosen_files(folder, include) if os.path.exists(os.path.join(folder, REPORT_FILE)) else ({}, [])
+    published, kept_back = (
+        chosen_files(folder, include) if os.path.exists(os.path.join(folder, REPORT_FILE)) else ({}, [])
+    )
     report = _report(folder)
     recipe = completed(_recipe(folder, report), report.data)
     facts = report.to_dict()
-    used = [str(one["source"]) for one in report.data]
+    used = [str(data_used["source"]) for data_used in report.data]
     models = models_in(recipe, facts)
     read = {name: "data" for name in used if os.path.exists(name)} | files_in(recipe)
-    names = {**known_names(facts), **same_places(given_names(given), [*models, *read])}
+    names = {**known_names(facts), **same_places(given_names(targets), [*models, *read])}
     unpublished = {} if with_data else _unpublished(folder, report, files_in(recipe), names)
     if not with_data:
-        left += [place for place in published if is_statistics(place) and not included(place, include)]
-        published = {place: path for place, path in published.items() if place not in left}
+        kept_back += [place for place in published if is_statistics(place) and not included(place, include)]
+        published = {place: path for place, path in published.items() if place not in kept_back}
     beside: dict[str, str] = {}
     missing: list[str] = []
     for name, kind in read.items():
@@ -262,16 +266,16 @@ def draft(folder: str, repo: str, given: Sequence[str], with_data: bool = False,
             missing.append(name)
         else:
             inside = os.path.relpath(name, folder)
-            taken = inside in published
-            beside[name] = inside if taken else published_name(kind, len(beside), os.path.basename(name))
-    here = {name for name, own in report.models.items() if not own.get("hub")}
-    missing += [name for name in models if (is_local(name) or name in here) and name not in names]
+            is_published = inside in published
+            beside[name] = inside if is_published else published_name(kind, len(beside), os.path.basename(name))
+    local_models = {name for name, origin in report.models.items() if not origin.get("hub")}
+    missing += [name for name in models if (is_local(name) or name in local_models) and name not in names]
     if missing:
         raise _unknown(folder, missing, [n for n in missing if read.get(n) == "data" and os.path.isfile(n)])
     pinned = {name: _pinned(target) for name, target in names.items()}
-    left = [place for place in left if place != MANIFEST_FILE]
+    kept_back = [place for place in kept_back if place != MANIFEST_FILE]
     check_whole(folder, report)
-    return Draft(folder, repo, published, left, report, pinned, beside, unpublished, recipe)
+    return Draft(folder, repo, published, kept_back, report, pinned, beside, unpublished, recipe)
 
 
 def check_whole(folder: str, report: MergeReport) -> None:
@@ -327,10 +331,10 @@ def _unpublished(folder: str, report: MergeReport, read: Mapping[str, str], name
             unpublished[name] = published_name(STATISTICS, number, os.path.basename(name)).partition("/")[2]
         elif name in known:
             unpublished[name] = name
-    other = {str(used["source"]) for used in report.data if not str(used["of"]).startswith(MEASURED)}
+    other_sources = {str(used["source"]) for used in report.data if not str(used["of"]).startswith(MEASURED)}
     for used in report.data:
         source = str(used["source"])
-        elsewhere = source in names or source in read or source in other or is_source(source)
+        elsewhere = source in names or source in read or source in other_sources or is_source(source)
         if not elsewhere and unpublished:
             unpublished[source] = base_name(source)
     return unpublished
@@ -345,9 +349,9 @@ def _pulled(folder: str) -> Sequence[Measurement]:
 def _unknown(folder: str, missing: Sequence[str], data: Sequence[str]) -> RotationMergeError:
     """What only this machine knows, and how each is to be mapped; `data`: the samples among it."""
     names = list(dict.fromkeys(missing))
-    others = [name for name in names if name not in data]
-    words = " ".join(f"--as {name}=org/name@revision" for name in others[:NAMED])
-    upload = f" (not on the hub yet: 'hf upload org/name {others[-1]}')" if others else ""
+    model_names = [name for name in names if name not in data]
+    words = " ".join(f"--as {name}=org/name@revision" for name in model_names[:NAMED])
+    upload = f" (not on the hub yet: 'hf upload org/name {model_names[-1]}')" if model_names else ""
     samples = "--with-data to publish samples, or --as FILE=datasets/org/name/file@revision" if data else ""
     remedy = f"add {' and '.join(filter(None, (f'{words}{upload}', samples)))}"
     return RotationMergeError(f"local paths need a name on the hub: {named(names)}", where=folder, remedy=remedy)
@@ -390,8 +394,8 @@ def _pinned(target: str) -> str:
     try:
         return f"{target}@{HfApi().model_info(target).sha}"
     except Exception as error:  # as in `_asked`
-        what = f"its revision is unknown ({short(error)})"
-        raise RotationMergeError(what, where=target, remedy=remedy) from error
+        problem = f"its revision is unknown ({short(error)})"
+        raise RotationMergeError(problem, where=target, remedy=remedy) from error
 
 
 def _licence(hub: str, revision: str | None) -> str | None:
@@ -482,14 +486,14 @@ def publish(plan: Draft, private: bool = False) -> str:
     return send(plan.items(commit), "Merge, recipe, report and card")
 
 
-def _asked(repo: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _asked(repo: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """What the hub says.
 
     Raises:
         RotationMergeError: it refuses, or cannot be reached.
     """
     try:
-        return function(*given, **named)
+        return function(*arguments, **named)
     except Exception as error:  # of huggingface_hub, and of the client of HTTP below it, which is another each year
         remedy = "log in with 'hf auth login', and check the repository's name"
         raise RotationMergeError(f"cannot be published ({short(error)})", where=repo, remedy=remedy) from error

@@ -14,7 +14,7 @@ from rotation_merge.symmetry.neurons import NeuronTransform
 from rotation_merge.symmetry.orthogonal import Orthogonal
 from rotation_merge.symmetry.permutation import Permutation
 from rotation_merge.symmetry.planar import Planar
-from rotation_merge.symmetry.scaled import Scaled
+from rotation_merge.symmetry.scaled import ScaledElement
 from rotation_merge.symmetry.scaling import Scaling
 from rotation_merge.symmetry.space import TRANSFORMS, SpaceTransform
 from rotation_merge.symmetry.stream import StreamGroup, StreamTransform
@@ -37,7 +37,7 @@ __all__ = [
     "Orthogonal",
     "Permutation",
     "Planar",
-    "Scaled",
+    "ScaledElement",
     "Scaling",
     "SpaceTransform",
     "StreamGroup",

@@ -35,7 +35,7 @@ from rotation_merge.symmetry.translation import TranslationGroup
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GroupOptions:
     """Which groups may be used: the names and values of recipes and of the command line."""
 
     attention: str = option(
@@ -60,11 +60,11 @@ class Wanted:
     )
 
 
-LARGEST = Wanted(heads="permutation")
+LARGEST = GroupOptions(heads="permutation")
 """The largest compact groups, with rescaling."""
 
 
-WIDEST = Wanted(attention="invertible", heads="permutation", shift_head=True)
+WIDEST = GroupOptions(attention="invertible", heads="permutation", shift_head=True)
 """Everything that any recipe may ask for, or a file hold."""
 
 
@@ -99,41 +99,41 @@ class Facts(Protocol):
     def head(self) -> bool: ...
 
 
-def _maps(space: Facts, wanted: Wanted) -> Group:
+def _maps(space: Facts, options: GroupOptions) -> Group:
     """Maps that nothing but the pairing of two coordinate systems restricts."""
-    return (InvertibleGroup if wanted.attention == "invertible" else OrthogonalGroup)(wanted.rescale)
+    return (InvertibleGroup if options.attention == "invertible" else OrthogonalGroup)(options.rescale)
 
 
-def _turns(space: Facts, wanted: Wanted) -> Group:
+def _turns(space: Facts, options: GroupOptions) -> Group:
     """What commutes with rotary embedding."""
-    planar = PlanarGroup(wanted.rescale, space.interleaved)
-    return _beside_rotary(space, planar, _maps(space, wanted))
+    planar = PlanarGroup(options.rescale, space.interleaved)
+    return _beside_rotary(space, planar, _maps(space, options))
 
 
-def _signs(space: Facts, wanted: Wanted) -> Group:
+def _signs(space: Facts, options: GroupOptions) -> Group:
     """What commutes with a gained RMSNorm and rotary embedding."""
     return _beside_rotary(space, PairSigns(space.interleaved), CoordinateSigns())
 
 
-def _ordered(space: Facts, wanted: Wanted) -> Group:
+def _ordered(space: Facts, options: GroupOptions) -> Group:
     """The same where gains may change places with the coordinates that rotary embedding leaves alone."""
     return _beside_rotary(space, PairSigns(space.interleaved), OrderedSigns())
 
 
-def _turns_alone(space: Facts, wanted: Wanted) -> Group:
+def _turns_alone(space: Facts, options: GroupOptions) -> Group:
     """What commutes with rotary embedding and a norm without a gain: maps that keep lengths."""
     return _beside_rotary(space, PlanarGroup(False, space.interleaved), OrthogonalGroup(False))
 
 
-def _beside_rotary(space: Facts, turned: Group, rest: Group) -> Group:
+def _beside_rotary(space: Facts, turned: Group, unrotated: Group) -> Group:
     if space.rotary == 0:
-        return rest
+        return unrotated
     if space.rotary_parts == 2:
         return Split(turned, turned, space.rotary // 2)
-    return turned if space.rotary == space.sizes["head_dim"] else Split(turned, rest, space.rotary)
+    return turned if space.rotary == space.sizes["head_dim"] else Split(turned, unrotated, space.rotary)
 
 
-Choose = Callable[[Facts, Wanted], Group]
+Choose = Callable[[Facts, GroupOptions], Group]
 
 QUERIES: dict[str | None, Choose] = {
     None: _turns,
@@ -142,43 +142,43 @@ QUERIES: dict[str | None, Choose] = {
     "rms_turned": _signs,
     "rms_clipped": _signs,
     "l2_head": _turns_alone,
-    "layer_head": lambda space, wanted: HeadSign(),
-    "affine_head": lambda space, wanted: Fixed(),
-    "shared": lambda space, wanted: Fixed(),
+    "layer_head": lambda space, options: HeadSign(),
+    "affine_head": lambda space, options: Fixed(),
+    "shared": lambda space, options: Fixed(),
 }
 """The group of query and key coordinates, by the norm between their projection and their product."""
 
 
-def _exchanged(space: Facts, wanted: Wanted) -> Group:
+def _exchanged(space: Facts, options: GroupOptions) -> Group:
     """What the gains of norms before rotary embedding may exchange."""
     return _beside_rotary(space, PairExchange(space.interleaved), CoordinateExchange())
 
 
-def _ordered_gains(space: Facts, wanted: Wanted) -> Group:
+def _ordered_gains(space: Facts, options: GroupOptions) -> Group:
     """The same of gains that change places with their coordinates."""
-    pairs = PairExchange(space.interleaved) if wanted.rescale else Fixed()
-    return _beside_rotary(space, pairs, OrderedExchange(bool(wanted.rescale)))
+    pairs = PairExchange(space.interleaved) if options.rescale else Fixed()
+    return _beside_rotary(space, pairs, OrderedExchange(bool(options.rescale)))
 
 
 GAINS: dict[str | None, Choose] = {
     "rms_head": _ordered_gains,
     "rms_all": _ordered_gains,
-    "rms_turned": lambda space, wanted: CoordinateExchange() if wanted.rescale else Fixed(),
-    "affine_head": lambda space, wanted: _exchanged(space, wanted) if wanted.rescale else Fixed(),
+    "rms_turned": lambda space, options: CoordinateExchange() if options.rescale else Fixed(),
+    "affine_head": lambda space, options: _exchanged(space, options) if options.rescale else Fixed(),
 }
 """The group of the gains of that norm; none where it has no gains, or others for each head. Of a norm over all heads,
 each KV group exchanges its own."""
 
 VALUES: dict[str, Choose] = {
     "free": _maps,
-    "normed": lambda space, wanted: OrthogonalGroup(False),
-    "gated": lambda space, wanted: GatedOrder(wanted.rescale),
-    "fixed": lambda space, wanted: Fixed(),
+    "normed": lambda space, options: OrthogonalGroup(False),
+    "gated": lambda space, options: GatedOrder(options.rescale),
+    "fixed": lambda space, options: Fixed(),
 }
 """The group of value and output coordinates, by what an architecture file says of them."""
 
 
-def admitted(space: Facts, wanted: Wanted = LARGEST) -> SpaceGroup:
+def admitted(space: Facts, options: GroupOptions = LARGEST) -> SpaceGroup:
     """The group of a local space that a recipe's wishes leave.
 
     Raises:
@@ -186,22 +186,22 @@ def admitted(space: Facts, wanted: Wanted = LARGEST) -> SpaceGroup:
     """
     if space.kind not in _KINDS:
         raise _unknown(space, "kind", space.kind, _KINDS)
-    return _KINDS[space.kind](space, wanted)
+    return _KINDS[space.kind](space, options)
 
 
-def heads(space: Facts, wanted: Wanted = LARGEST) -> HeadGroup:
+def heads(space: Facts, options: GroupOptions = LARGEST) -> HeadGroup:
     """`admitted` for an attention space."""
-    for what, given, known in (("norm", space.norm, QUERIES), ("values", space.values, VALUES)):
-        if given not in known:
-            raise _unknown(space, what, given, [word for word in known if word])
-    qk, vo = QUERIES[space.norm](space, wanted), VALUES[space.values](space, wanted)
-    gains = GAINS[space.norm](space, wanted) if space.norm in GAINS else Fixed()
-    if wanted.attention == "none":
+    for property_name, value, known in (("norm", space.norm, QUERIES), ("values", space.values, VALUES)):
+        if value not in known:
+            raise _unknown(space, property_name, value, [word for word in known if word])
+    qk, vo = QUERIES[space.norm](space, options), VALUES[space.values](space, options)
+    gains = GAINS[space.norm](space, options) if space.norm in GAINS else Fixed()
+    if options.attention == "none":
         qk, vo, gains = Fixed(), Fixed(), Fixed()
-    if wanted.attention == "permutation" or wanted.heads == "spectral":
+    if options.attention == "permutation" or options.heads == "spectral":
         qk, vo, gains = _orders(qk), _orders(vo), _orders(gains)
     sizes = {name: space.sizes[name] for name in ("groups", "per_group", "head_dim", "value_dim")}
-    order = wanted.heads if wanted.heads == "none" or space.free_order else "fixed"
+    order = options.heads if options.heads == "none" or space.free_order else "fixed"
     shared = space.norm != "rms_all"
     exchanged = None if isinstance(gains, Fixed) else gains
     return HeadGroup(**sizes, order=order, qk=qk, vo=vo, gains=exchanged, shared=shared, inside=not space.free_groups)
@@ -222,39 +222,39 @@ def _orders(group: Group) -> Group:
     return CoordinateOrder() if isinstance(group, OrthogonalGroup) else Fixed()
 
 
-def neurons(space: Facts, wanted: Wanted = LARGEST) -> NeuronGroup:
+def neurons(space: Facts, options: GroupOptions = LARGEST) -> NeuronGroup:
     """`admitted` for an FFN; for experts, that of the neurons of each."""
-    degree = space.degree if wanted.rescale else 0
-    return NeuronGroup(space.sizes["size"], wanted.ffn != "none", degree, space.gated, space.sizes.get("count", 1))
+    degree = space.degree if options.rescale else 0
+    return NeuronGroup(space.sizes["size"], options.ffn != "none", degree, space.gated, space.sizes.get("count", 1))
 
 
-def latent(space: Facts, wanted: Wanted = LARGEST) -> LatentGroup:
+def latent(space: Facts, options: GroupOptions = LARGEST) -> LatentGroup:
     """`admitted` for a latent, whose gains are folded where those of the residual streams are."""
-    kind = "rotation" if wanted.residual == "rotation" else "signed_permutation"
-    kind = {"none": "none", "permutation": "permutation"}.get(wanted.attention, kind)
+    kind = "rotation" if options.residual == "rotation" else "signed_permutation"
+    kind = {"none": "none", "permutation": "permutation"}.get(options.attention, kind)
     return LatentGroup(kind, space.sizes["size"], fixes_ones=False)
 
 
-def mixer(space: Facts, wanted: Wanted = LARGEST) -> MixerGroup:
+def mixer(space: Facts, options: GroupOptions = LARGEST) -> MixerGroup:
     """`admitted` for a mixer."""
     sizes = {name: space.sizes[name] for name in ("groups", "per_group", "shared", "own")}
-    return MixerGroup(**sizes, order=wanted.heads != "none", channels=wanted.attention != "none")
+    return MixerGroup(**sizes, order=options.heads != "none", channels=options.attention != "none")
 
 
-def convolution(space: Facts, wanted: Wanted = LARGEST) -> ConvolutionGroup:
+def convolution(space: Facts, options: GroupOptions = LARGEST) -> ConvolutionGroup:
     """`admitted` for the channels of a gated convolution, which count as neurons."""
-    return ConvolutionGroup(space.sizes["size"], wanted.ffn != "none", bool(wanted.rescale))
+    return ConvolutionGroup(space.sizes["size"], options.ffn != "none", bool(options.rescale))
 
 
-def translation(space: Facts, wanted: Wanted = LARGEST) -> TranslationGroup:
+def translation(space: Facts, options: GroupOptions = LARGEST) -> TranslationGroup:
     """`admitted` for rows that only a softmax sees: of routers with the experts, of heads where asked for."""
-    return TranslationGroup(space.sizes["size"], wanted.shift_head if space.head else wanted.ffn != "none")
+    return TranslationGroup(space.sizes["size"], options.shift_head if space.head else options.ffn != "none")
 
 
-_KINDS: dict[str, Callable[[Facts, Wanted], SpaceGroup]] = {
+_KINDS: dict[str, Callable[[Facts, GroupOptions], SpaceGroup]] = {
     "attention": heads,
     "ffn": neurons,
-    "experts": lambda space, wanted: ExpertGroup(neurons(space, wanted), space.sizes.get("groups", 1)),
+    "experts": lambda space, options: ExpertGroup(neurons(space, options), space.sizes.get("groups", 1)),
     "latent": latent,
     "mixer": mixer,
     "convolution": convolution,
@@ -262,21 +262,23 @@ _KINDS: dict[str, Callable[[Facts, Wanted], SpaceGroup]] = {
 }
 
 
-def asks(space: Facts, wanted: Wanted) -> bool:
+def asks(space: Facts, options: GroupOptions) -> bool:
     """Whether a recipe asks to match a local space."""
     if space.kind in ("attention", "mixer"):
-        return wanted.attention != "none" or wanted.heads != "none"
+        return options.attention != "none" or options.heads != "none"
     if space.kind == "latent":
-        return wanted.attention != "none"
+        return options.attention != "none"
     if space.kind == "translation":
-        return translation(space, wanted).moves
+        return translation(space, options).moves
     if space.kind == "convolution":
-        return convolution(space, wanted).words != "none"
-    group = neurons(space, wanted)
+        return convolution(space, options).words != "none"
+    group = neurons(space, options)
     return group.permute or group.degree > 0
 
 
-def _unknown(space: Facts, what: str, given: object, known: Iterable[str]) -> ArchitectureError:
+def _unknown(space: Facts, property_name: str, word: object, known: Iterable[str]) -> ArchitectureError:
     return ArchitectureError(
-        f"no group is known for the {what} '{given}'", where=f"space '{space.name}'", remedy=nearest(str(given), known)
+        f"no group is known for the {property_name} '{word}'",
+        where=f"space '{space.name}'",
+        remedy=nearest(str(word), known),
     )

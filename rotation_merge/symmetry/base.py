@@ -148,8 +148,8 @@ def nested(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Group ``{"a.b": t}`` by the word before the first dot: ``{"a": {"b": t}}``."""
     result: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        first, rest = key.split(".", 1)
-        result.setdefault(first, {})[rest] = tensor
+        first, inner_key = key.split(".", 1)
+        result.setdefault(first, {})[inner_key] = tensor
     return result
 
 

@@ -17,7 +17,7 @@ from rotation_merge.symmetry.base import LARGEST_ENTRY, GroupElement, broadcast,
 from rotation_merge.symmetry.monomial import Monomial
 from rotation_merge.symmetry.permutation import Permutation
 from rotation_merge.symmetry.scaling import Scaling
-from rotation_merge.symmetry.space import SpaceGroup, SpaceTransform, Work
+from rotation_merge.symmetry.space import MatchingCost, SpaceGroup, SpaceTransform
 
 FACTORS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "first": ((0,), ()),
@@ -147,5 +147,5 @@ class ConvolutionGroup(SpaceGroup):
         parts = ["permutation"] if self.permute else []
         return ", ".join([*parts, "four signed rescalings"] if self.rescale else parts) or "none"
 
-    def work(self) -> Work:
-        return Work(2.0 * self.size, assigned=self.size**2, table=self.size**2)
+    def work(self) -> MatchingCost:
+        return MatchingCost(2.0 * self.size, assigned=self.size**2, table=self.size**2)

@@ -78,8 +78,8 @@ class DirectSum(GroupElement):
     def along(self, steps: Steps, freedom: Freedom, exact: bool) -> DirectSum:
         moved = []
         for i, part in enumerate(self.parts):
-            own = {name.removeprefix(f"{i}/"): step for name, step in steps.items() if name.startswith(f"{i}/")}
-            moved.append(part.along(own, freedom, exact) if own else part)
+            part_steps = {name.removeprefix(f"{i}/"): step for name, step in steps.items() if name.startswith(f"{i}/")}
+            moved.append(part.along(part_steps, freedom, exact) if part_steps else part)
         return DirectSum(tuple(moved))
 
 
@@ -122,7 +122,7 @@ class Split(Group):
         return DirectSum((first, self.second.random(batch, size - self.at, generator)))
 
     def admits(self, maps: Tensor) -> bool:
-        inner = [(group, maps[:, where, where]) for group, where in self.parts(maps.shape[-1])]
+        inner = [(group, maps[:, dims, dims]) for group, dims in self.parts(maps.shape[-1])]
         beside = torch.stack([torch.block_diag(*blocks) for blocks in zip(*(part for _, part in inner), strict=True)])
         return torch.equal(maps, beside) and all(group.admits(part) for group, part in inner)
 
@@ -133,5 +133,5 @@ class Split(Group):
         raise TypeError("a split group is solved part by part")
 
 
-def _both(first: str, second: str, where: str) -> str:
-    return first if first == second else f"{first}, {second} {where}"
+def _both(first: str, second: str, place: str) -> str:
+    return first if first == second else f"{first}, {second} {place}"

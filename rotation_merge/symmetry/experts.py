@@ -12,7 +12,7 @@ from torch import Tensor
 from rotation_merge.symmetry.base import GroupElement, is_order
 from rotation_merge.symmetry.monomial import Monomial
 from rotation_merge.symmetry.neurons import NeuronGroup, NeuronTransform, act_on_neurons, degree_in, degree_tensor
-from rotation_merge.symmetry.space import SpaceGroup, SpaceTransform, Work
+from rotation_merge.symmetry.space import MatchingCost, SpaceGroup, SpaceTransform
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +96,8 @@ class ExpertGroup(SpaceGroup):
     routing: int = 1
 
     def identity(self) -> ExpertTransform:
-        own = self.neurons.identity()
-        return ExpertTransform(torch.arange(self.neurons.count), own.element, own.degree)
+        neurons = self.neurons.identity()
+        return ExpertTransform(torch.arange(self.neurons.count), neurons.element, neurons.degree)
 
     def random(self, generator: torch.Generator) -> ExpertTransform:
         neurons, count = self.neurons.random(generator), self.neurons.count
@@ -122,6 +122,6 @@ class ExpertGroup(SpaceGroup):
     def words(self) -> str:
         return ("order of experts, " if self.neurons.permute else "") + self.neurons.words
 
-    def work(self) -> Work:
+    def work(self) -> MatchingCost:
         work, pairs = self.neurons.work(), self.neurons.count if self.neurons.permute else 1
         return replace(work, assigned=work.assigned * pairs)

@@ -79,13 +79,13 @@ class Group(ABC):
         return [(self, slice(0, size))]
 
     def refined(
-        self, element: GroupElement, gain: Tensor, grams: Grams, own: Own, equal: Tensor
+        self, element: GroupElement, gain: Tensor, grams: Grams, donor_products: Own, equal: Tensor
     ) -> tuple[GroupElement, Tensor]:
         """Better elements than those of `solve`, where these are only a start; never gaining less.
 
         Args:
             element, gain: what `solve` gave.
-            own: the donor's own products.
+            donor_products: the donor's own products.
             equal: heads that are equal in both models, (N,): they keep their element.
         """
         return element, gain
@@ -123,9 +123,9 @@ class Group(ABC):
         return products.real.sum(-1)
 
 
-def near(maps: Tensor, others: Tensor) -> bool:
+def near(maps: Tensor, expected: Tensor) -> bool:
     """Whether matrices are the same up to rounding."""
-    return bool((maps - others).abs().max() <= 1e-6 * maps.abs().max())
+    return bool((maps - expected).abs().max() <= 1e-6 * maps.abs().max())
 
 
 def agreement_by_matrices(element: GroupElement, products: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from rotation_merge.symmetry.base import GroupElement, dump, gather, is_order, l
 from rotation_merge.symmetry.group import Group
 from rotation_merge.symmetry.monomial import Monomial
 from rotation_merge.symmetry.ordered import orders_of, tied, with_orders
-from rotation_merge.symmetry.space import SpaceGroup, SpaceTransform, Work
+from rotation_merge.symmetry.space import MatchingCost, SpaceGroup, SpaceTransform
 
 QUERY_ROLES = ("q", "o", "gate", "q_gain", "head")
 """Roles whose axis has one entry for each query head: dimensions (G, r, ...)."""
@@ -120,8 +120,8 @@ class HeadTransform(SpaceTransform):
         return HeadTransform(*self.identity_order(*self.queries.shape), self.qk.still(), self.vo.still(), gains)
 
     def elements(self) -> dict[str, GroupElement]:
-        own = {"qk": self.qk, "vo": self.vo}
-        return own if self.gains is None else {**own, "gains": self.gains}
+        elements = {"qk": self.qk, "vo": self.vo}
+        return elements if self.gains is None else {**elements, "gains": self.gains}
 
     def with_elements(self, elements: Mapping[str, GroupElement]) -> HeadTransform:
         return HeadTransform(self.groups, self.queries, elements["qk"], elements["vo"], elements.get("gains"))
@@ -267,9 +267,9 @@ class HeadGroup(SpaceGroup):
         gains = f"; {self.gains.words}" if self.gains is not None else ""
         return f"{order}query/key: {self.qk.words}; value/output: {self.vo.words}{gains}"
 
-    def work(self) -> Work:
+    def work(self) -> MatchingCost:
         if self.order == "none":
-            return Work(2.0 * self.head_dim)
+            return MatchingCost(2.0 * self.head_dim)
         heads = self.groups * self.per_group
         per_weight = 2.0 * self.head_dim * heads
-        return Work(per_weight, _PAIR_FLOPS * heads**2 * self.head_dim**3, near=per_weight)
+        return MatchingCost(per_weight, _PAIR_FLOPS * heads**2 * self.head_dim**3, near=per_weight)

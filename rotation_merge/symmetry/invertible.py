@@ -36,9 +36,9 @@ class Invertible(MatrixElement):
     @classmethod
     def random(cls, batch: int, size: int, generator: torch.Generator) -> Invertible:
         """Singular values between about 1/2 and 2."""
-        left, right = random_orthogonal(batch, size, generator), random_orthogonal(batch, size, generator)
+        before, after = random_orthogonal(batch, size, generator), random_orthogonal(batch, size, generator)
         stretch = (torch.rand(batch, 1, size, dtype=torch.float64, generator=generator) * 1.4 - 0.7).exp()
-        return cls(left * stretch @ right)
+        return cls(before * stretch @ after)
 
     def inverse(self) -> Invertible:
         return Invertible(torch.linalg.inv(self.matrix))
@@ -74,10 +74,10 @@ class InvertibleGroup(OrthogonalGroup):
         return True
 
     def refined(
-        self, element: GroupElement, gain: Tensor, grams: Grams, own: Own, equal: Tensor
+        self, element: GroupElement, gain: Tensor, grams: Grams, donor_products: Own, equal: Tensor
     ) -> tuple[Invertible, Tensor]:
         """The best maps found, of condition number at most `LARGEST_CONDITION`."""
-        objective = _Objective(grams, *own())
+        objective = _Objective(grams, *donor_products())
         eye = torch.eye(element.size, dtype=torch.float64, device=grams.primal.device).repeat(element.batch, 1, 1)
         first = element.act(eye, 0, 1)
         result = _bounded(_descend(objective, first))

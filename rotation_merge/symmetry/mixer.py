@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rotation_merge.symmetry.base import GroupElement, gather, is_order
 from rotation_merge.symmetry.permutation import Permutation
-from rotation_merge.symmetry.space import SpaceGroup, SpaceTransform, Work
+from rotation_merge.symmetry.space import MatchingCost, SpaceGroup, SpaceTransform
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +69,8 @@ class MixerTransform(SpaceTransform):
 
     def still(self) -> MixerTransform:
         groups, heads = torch.arange(len(self.groups)), torch.arange(self.heads.shape[1]).repeat(len(self.groups), 1)
-        shared, own = (Permutation.identity(x.batch, x.size) for x in (self.shared, self.own))
-        return MixerTransform(groups, heads, shared, own)
+        shared, leaves = (Permutation.identity(x.batch, x.size) for x in (self.shared, self.own))
+        return MixerTransform(groups, heads, shared, leaves)
 
     def elements(self) -> dict[str, GroupElement]:
         return {}
@@ -105,8 +105,8 @@ class MixerTransform(SpaceTransform):
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> MixerTransform:
-        groups, heads, shared, own = (tensors[name].long() for name in ("groups", "heads", "shared", "own"))
-        return cls(groups, heads, Permutation(shared), Permutation(own))
+        groups, heads, shared, leaves = (tensors[name].long() for name in ("groups", "heads", "shared", "own"))
+        return cls(groups, heads, Permutation(shared), Permutation(leaves))
 
 
 @dataclass(frozen=True)
@@ -122,27 +122,27 @@ class MixerGroup(SpaceGroup):
 
     def identity(self) -> MixerTransform:
         shared = Permutation.identity(self.groups, self.shared)
-        own = Permutation.identity(self.groups * self.per_group, self.own)
+        leaves = Permutation.identity(self.groups * self.per_group, self.own)
         heads = torch.arange(self.per_group).repeat(self.groups, 1)
-        return MixerTransform(torch.arange(self.groups), heads, shared, own)
+        return MixerTransform(torch.arange(self.groups), heads, shared, leaves)
 
     def random(self, generator: torch.Generator) -> MixerTransform:
         still = self.identity()
-        groups, heads, shared, own = still.groups, still.heads, still.shared, still.own
+        groups, heads, shared, leaves = still.groups, still.heads, still.shared, still.own
         if self.order:
             groups = torch.randperm(self.groups, generator=generator)
             heads = torch.stack([torch.randperm(self.per_group, generator=generator) for _ in range(self.groups)])
         if self.channels:
             shared = Permutation.random(self.groups, self.shared, generator)
-            own = Permutation.random(self.groups * self.per_group, self.own, generator)
-        return MixerTransform(groups, heads, shared, own)
+            leaves = Permutation.random(self.groups * self.per_group, self.own, generator)
+        return MixerTransform(groups, heads, shared, leaves)
 
     def refuses(self, transform: SpaceTransform) -> str | None:
         if not isinstance(transform, MixerTransform):
             return "it is not one of a mixer"
         still = self.identity()
-        wanted = {name: tensor.shape for name, tensor in still.tensors().items()}
-        if {name: tensor.shape for name, tensor in transform.tensors().items()} != wanted:
+        shapes = {name: tensor.shape for name, tensor in still.tensors().items()}
+        if {name: tensor.shape for name, tensor in transform.tensors().items()} != shapes:
             return f"it has not {self.groups} groups of {self.per_group} heads"
         orders = (transform.groups[None], transform.heads, transform.shared.index, transform.own.index)
         return None if all(map(is_order, orders)) else "the order of its heads or channels is not a permutation"
@@ -152,7 +152,9 @@ class MixerGroup(SpaceGroup):
         order = "order of groups and heads" if self.order else ""
         return ", ".join(filter(None, [order, "permutation of channels" if self.channels else ""])) or "none"
 
-    def work(self) -> Work:
+    def work(self) -> MatchingCost:
         heads = self.groups * self.per_group
         pairs = heads**2 if self.order else heads
-        return Work(2.0 * heads * max(self.own, self.shared), assigned=pairs * self.own**2, table=heads * self.own)
+        return MatchingCost(
+            2.0 * heads * max(self.own, self.shared), assigned=pairs * self.own**2, table=heads * self.own
+        )

@@ -93,12 +93,12 @@ class Monomial(GroupElement):
         While learning, the hard permutation stands as a matrix whose gradient goes straight through to the scores
         (Git Re-Basin, 2023, section 3.3).
         """
-        found = assign(scores.detach()).permutation[None]
-        own = self.permutation.to(found.device)
+        best = assign(scores.detach()).permutation[None]
+        current = self.permutation.to(best.device)
         if exact:
-            return Permutation(found).compose(own)
-        hard = torch.zeros_like(scores).scatter(1, found.T.to(scores.device), 1.0)
-        matrix = (hard + scores - scores.detach())[:, own.inverse().index[0].to(scores.device)]
+            return Permutation(best).compose(current)
+        hard = torch.zeros_like(scores).scatter(1, best.T.to(scores.device), 1.0)
+        matrix = (hard + scores - scores.detach())[:, current.inverse().index[0].to(scores.device)]
         return cast(Permutation, Orthogonal(matrix[None]))  # acts as a permutation does
 
 

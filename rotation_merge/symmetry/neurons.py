@@ -13,7 +13,7 @@ from rotation_merge.symmetry.base import LARGEST_ENTRY, GroupElement, is_order
 from rotation_merge.symmetry.monomial import Monomial
 from rotation_merge.symmetry.permutation import Permutation
 from rotation_merge.symmetry.scaling import Scaling
-from rotation_merge.symmetry.space import SpaceGroup, SpaceTransform, Work
+from rotation_merge.symmetry.space import MatchingCost, SpaceGroup, SpaceTransform
 
 _PROOF_FLOPS = 700.0
 """Operations for each weight that prove an order of neurons the best between near models, without all products."""
@@ -153,6 +153,6 @@ class NeuronGroup(SpaceGroup):
             parts.append("signed rescaling" if self.signed else "positive rescaling")
         return ", ".join(parts) or "none"
 
-    def work(self) -> Work:
+    def work(self) -> MatchingCost:
         near = min(2.0 * self.size, _PROOF_FLOPS)
-        return Work(2.0 * self.size, assigned=self.count * self.size**2, table=self.size**2, near=near)
+        return MatchingCost(2.0 * self.size, assigned=self.count * self.size**2, table=self.size**2, near=near)

@@ -122,8 +122,8 @@ def orders_of(element: GroupElement) -> Tensor | None:
 
 def tied(qk: GroupElement, gains: GroupElement | None) -> bool:
     """Whether coordinates of queries and keys change places as their gains do."""
-    own, theirs = proven_maps(qk), None if gains is None else proven_maps(gains)
-    if own is None:
+    qk_maps, gain_maps = proven_maps(qk), None if gains is None else proven_maps(gains)
+    if qk_maps is None:
         return False
-    where = torch.eye(own.shape[-1], dtype=torch.bool) if theirs is None else theirs != 0
-    return bool(((own != 0) == where).all())
+    support = torch.eye(qk_maps.shape[-1], dtype=torch.bool) if gain_maps is None else gain_maps != 0
+    return bool(((qk_maps != 0) == support).all())

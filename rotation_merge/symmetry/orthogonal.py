@@ -43,10 +43,10 @@ class Orthogonal(MatrixElement):
         matrix = tensors["matrix"]
         if matrix.dtype == torch.float64:
             return cls(matrix)
-        found = procrustes(matrix)
-        if not bool((found - matrix).abs().max() <= ROUNDED):
+        nearest = procrustes(matrix)
+        if not bool((nearest - matrix).abs().max() <= ROUNDED):
             raise AlignmentError("a map is not orthogonal")
-        return cls(found)
+        return cls(nearest)
 
     def tangent(self, freedom: Freedom) -> Steps:
         size = self.size - freedom.fixes_ones

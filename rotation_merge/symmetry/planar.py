@@ -174,11 +174,11 @@ def _joint_scale(primal: Tensor, dual: Tensor, norms: tuple[Tensor, Tensor], gue
 
     scale, proven = plane_scale(primal, dual, norms, guess)
     if not bool(proven.all()):
-        others = ~proven
-        primal, dual = primal[others], dual[others]
-        bounds, first, second = (primal.abs(), dual.abs()), norms[0][others], norms[1][others]
+        unproven = ~proven
+        primal, dual = primal[unproven], dual[unproven]
+        bounds, first, second = (primal.abs(), dual.abs()), norms[0][unproven], norms[1][unproven]
         mixed = lambda a: (a * primal + dual / a).abs()  # noqa: E731
-        scale[others] = joint_scale(mixed, inner, first, second, guess[others], bounds)
+        scale[unproven] = joint_scale(mixed, inner, first, second, guess[unproven], bounds)
     return scale
 
 

@@ -20,7 +20,7 @@ from rotation_merge.symmetry.tangent import Freedom, Steps, scaled
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled(MatrixElement):
+class ScaledElement(MatrixElement):
     """A map of O(d) times one positive (or signed) factor for each head: R and a in ``aligned = a R donor``."""
 
     factor: Tensor
@@ -28,22 +28,22 @@ class Scaled(MatrixElement):
     kind = "scaled_orthogonal"
 
     @classmethod
-    def identity(cls, batch: int, size: int) -> Scaled:
+    def identity(cls, batch: int, size: int) -> ScaledElement:
         return cls(Orthogonal.identity(batch, size).matrix, torch.ones(batch, dtype=torch.float64))
 
     @classmethod
-    def random(cls, batch: int, size: int, generator: torch.Generator) -> Scaled:
+    def random(cls, batch: int, size: int, generator: torch.Generator) -> ScaledElement:
         factor = (0.5 * torch.randn(batch, dtype=torch.float64, generator=generator)).exp()
         return cls(random_orthogonal(batch, size, generator), factor)
 
-    def inverse(self) -> Scaled:
-        return Scaled(self.matrix.mT, 1 / self.factor)
+    def inverse(self) -> ScaledElement:
+        return ScaledElement(self.matrix.mT, 1 / self.factor)
 
-    def compose(self, first: Scaled) -> Scaled:
-        return Scaled(self.matrix @ first.matrix, self.factor * first.factor)
+    def compose(self, first: ScaledElement) -> ScaledElement:
+        return ScaledElement(self.matrix @ first.matrix, self.factor * first.factor)
 
-    def select(self, index: Tensor) -> Scaled:
-        return Scaled(self.matrix[index], self.factor[index])
+    def select(self, index: Tensor) -> ScaledElement:
+        return ScaledElement(self.matrix[index], self.factor[index])
 
     def act(self, x: Tensor, batch_dim: int, dim: int, dual: bool = False) -> Tensor:
         factor = 1 / self.factor if dual else self.factor
@@ -57,16 +57,16 @@ class Scaled(MatrixElement):
         return {"matrix": self.matrix, "factor": self.factor}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> Scaled:
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> ScaledElement:
         return cls(Orthogonal.from_tensors(tensors).matrix, tensors["factor"].double())
 
     def tangent(self, freedom: Freedom) -> Steps:
         scale = {"log_scale": torch.zeros(self.batch)} if freedom.scales else {}
         return {"turn": torch.zeros(self.matrix.shape), **scale}
 
-    def along(self, steps: Steps, freedom: Freedom, exact: bool) -> Scaled:
+    def along(self, steps: Steps, freedom: Freedom, exact: bool) -> ScaledElement:
         turned = Orthogonal(self.matrix).along({"turn": steps["turn"]}, Freedom(), exact)
-        return Scaled(turned.matrix, scaled(self.factor, steps, exact))
+        return ScaledElement(turned.matrix, scaled(self.factor, steps, exact))
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class OrthogonalGroup(Group):
     symbol = "O(d)"
 
     def identity(self, batch: int, size: int) -> GroupElement:
-        return (Scaled if self.rescale else Orthogonal).identity(batch, size)
+        return (ScaledElement if self.rescale else Orthogonal).identity(batch, size)
 
     def random(self, batch: int, size: int, generator: torch.Generator) -> GroupElement:
-        return (Scaled if self.rescale else Orthogonal).random(batch, size, generator)
+        return (ScaledElement if self.rescale else Orthogonal).random(batch, size, generator)
 
     def admits(self, maps: Tensor) -> bool:
         products = maps @ maps.mT
@@ -103,7 +103,7 @@ class OrthogonalGroup(Group):
         rotation = procrustes(_mix(grams.primal, grams.dual, scale), grams.rank_tolerance)
         scale = best_scale(primal, dual, _inner(rotation, grams.primal), _inner(rotation, grams.dual))
         inner = _inner(rotation, grams.primal), _inner(rotation, grams.dual)
-        return Scaled(rotation, scale), -cost(scale, primal, dual, *inner)
+        return ScaledElement(rotation, scale), -cost(scale, primal, dual, *inner)
 
     def ceiling(self, grams: Grams) -> Tensor:
         """With `rescale`, by `joint_ceiling`; where that knows none, from singular values at a few scales."""
@@ -113,12 +113,12 @@ class OrthogonalGroup(Group):
             return super().ceiling(grams)
         primal, dual = grams.donor_primal.sum(-1), grams.donor_dual.sum(-1)
         ceiling = joint_ceiling(grams.primal, grams.dual, (primal, dual))
-        others = ceiling.isinf()
-        if bool(others.any()):
-            first, second = grams.primal[others], grams.dual[others]
+        unbounded = ceiling.isinf()
+        if bool(unbounded.any()):
+            first, second = grams.primal[unbounded], grams.dual[unbounded]
             bounds = _nuclear_bound(first), _nuclear_bound(second)
-            known = primal[others], dual[others]
-            ceiling[others] = scale_ceiling(_mixed_norm(first, second), *known, bounds)
+            known = primal[unbounded], dual[unbounded]
+            ceiling[unbounded] = scale_ceiling(_mixed_norm(first, second), *known, bounds)
         return ceiling
 
     def agreement(self, element: GroupElement, products: Tensor) -> Tensor:

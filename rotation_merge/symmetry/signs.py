@@ -75,8 +75,8 @@ class SignGroup(FactorGroup):
         return factor
 
     def random(self, batch: int, size: int, generator: torch.Generator) -> Scaling:
-        own = self._own(torch.ones(batch, size, dtype=torch.float64)).shape[1]
-        return Scaling(self._spread(Scaling.random_signs(batch, own, generator).factor, size))
+        count = self._own(torch.ones(batch, size, dtype=torch.float64)).shape[1]
+        return Scaling(self._spread(Scaling.random_signs(batch, count, generator).factor, size))
 
     def solve(self, grams: Grams) -> tuple[Scaling, Tensor]:
         agreement = self._together((grams.primal + grams.dual).real)
@@ -110,8 +110,8 @@ class PairSigns(SignGroup):
 
     def _spread(self, signs: Tensor, size: int) -> Tensor:
         factor = signs.new_ones(len(signs), size)
-        for where in pair_dims(size, self.interleaved):
-            factor[:, where] = signs
+        for dims in pair_dims(size, self.interleaved):
+            factor[:, dims] = signs
         return factor
 
     def _own(self, factor: Tensor) -> Tensor:

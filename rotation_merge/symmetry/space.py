@@ -89,7 +89,7 @@ class SpaceTransform(ABC):
 
 
 @dataclass(frozen=True)
-class Work:
+class MatchingCost:
     """What matching a space costs.
 
     Attributes:
@@ -107,7 +107,7 @@ class Work:
     near: float | None = None
 
     @property
-    def between_near_models(self) -> Work:
+    def between_near_models(self) -> MatchingCost:
         """The same where the quick proof holds."""
         return self if self.near is None else replace(self, per_weight=self.near, solving=0.0, assigned=0)
 
@@ -133,5 +133,5 @@ class SpaceGroup(ABC):
         """What matching looks for, in words."""
 
     @abstractmethod
-    def work(self) -> Work:
+    def work(self) -> MatchingCost:
         """What matching it costs."""

@@ -16,7 +16,7 @@ from rotation_merge.symmetry.monomial import Monomial
 from rotation_merge.symmetry.orthogonal import Orthogonal, beside_ones, fixing_ones
 from rotation_merge.symmetry.permutation import Permutation
 from rotation_merge.symmetry.scaling import Scaling
-from rotation_merge.symmetry.space import SpaceGroup, SpaceTransform, Work
+from rotation_merge.symmetry.space import MatchingCost, SpaceGroup, SpaceTransform
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,10 +144,10 @@ class StreamGroup(SpaceGroup):
         if element is None or (element.batch, element.size) != (1, self.size):
             return f"it is not one of a stream of {self.size}"
         if isinstance(element, Orthogonal):
-            ones = torch.ones(self.size, 1, dtype=torch.float64)
+            all_ones = torch.ones(self.size, 1, dtype=torch.float64)
             if not self.rotates or proven_maps(element) is None:
                 return f"it is not one of: {self.words}"
-            stays = not self.fixes_ones or bool(((element.matrix[0] @ ones - ones).abs() <= 1e-6).all())
+            stays = not self.fixes_ones or bool(((element.matrix[0] @ all_ones - all_ones).abs() <= 1e-6).all())
             return None if stays else "it turns the all-ones vector, which LayerNorm takes off"
         if not isinstance(element, Monomial) or self.kind not in ("permutation", "signed_permutation"):
             return f"it is not one of: {self.words}"
@@ -170,9 +170,9 @@ class StreamGroup(SpaceGroup):
         gains = gains.to(products.device)
         if self.kind == "permutation":
             return _monomial(assign(products + gains).permutation, torch.ones(self.size))
-        found = assign(products.abs() + gains).permutation
-        picked = products.gather(1, found.to(products.device)[:, None])[:, 0]
-        return _monomial(found, torch.where(picked < 0, -1.0, 1.0))
+        assigned = assign(products.abs() + gains).permutation
+        picked = products.gather(1, assigned.to(products.device)[:, None])[:, 0]
+        return _monomial(assigned, torch.where(picked < 0, -1.0, 1.0))
 
     def _rotation(self, products: Tensor) -> Tensor:
         if not self.fixes_ones:
@@ -192,9 +192,9 @@ class StreamGroup(SpaceGroup):
     def words(self) -> str:
         return self.kind
 
-    def work(self) -> Work:
+    def work(self) -> MatchingCost:
         solving = _POLAR_FLOPS * self.size**3 if self.rotates else 0.0
-        return Work(2.0 * self.size, solving, table=self.size**2)
+        return MatchingCost(2.0 * self.size, solving, table=self.size**2)
 
 
 def _monomial(index: Tensor, signs: Tensor) -> StreamTransform:

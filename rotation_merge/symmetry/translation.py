@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rotation_merge.symmetry.base import GroupElement
-from rotation_merge.symmetry.space import SpaceGroup, SpaceTransform, Work
+from rotation_merge.symmetry.space import MatchingCost, SpaceGroup, SpaceTransform
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +91,8 @@ class TranslationGroup(SpaceGroup):
         nearest one."""
         if not self.moves or torch.equal(anchor, donor):
             return self.identity()
-        theirs, ours = (x.to(anchor.device).double().reshape(-1, self.size).mean(0) for x in (donor, anchor))
-        return TranslationTransform((ours - theirs).cpu())
+        donor_mean, anchor_mean = (x.to(anchor.device).double().reshape(-1, self.size).mean(0) for x in (donor, anchor))
+        return TranslationTransform((anchor_mean - donor_mean).cpu())
 
     def refuses(self, transform: SpaceTransform) -> str | None:
         if not isinstance(transform, TranslationTransform):
@@ -104,5 +104,5 @@ class TranslationGroup(SpaceGroup):
     def words(self) -> str:
         return "one vector added to all rows" if self.moves else "none"
 
-    def work(self) -> Work:
-        return Work(2.0)
+    def work(self) -> MatchingCost:
+        return MatchingCost(2.0)

@@ -1,1 +1,1 @@
-"""Work in pieces that need nothing of each other, spread over threads, devices and machines."""
+"""Independent pieces of work, spread over threads, devices and machines."""

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 
 from rotation_merge import __version__
 from rotation_merge.errors import RotationMergeError, WorkerError, no_space, short
-from rotation_merge.workers.pieces import HERE, Over, Work
+from rotation_merge.workers.pieces import HERE, Over, Workload
 
 LOG = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ INSTALL = "pip install 'rotation-merge[ray]'"
 
 @contextmanager
 def spread(address: str | None, device: str = "cpu") -> Iterator[Over]:
-    """Who does pieces of work: the workers of a cluster, or where there is no address this process.
+    """An executor for pieces of work: a Ray cluster's workers, or this process if there is no address.
 
     Args:
         address: `auto` (the cluster that this machine belongs to, or that RAY_ADDRESS names), `local` (one that is
@@ -79,7 +79,7 @@ class Cluster:
         except ImportError as error:
             raise RotationMergeError("--ray needs Ray", remedy=INSTALL) from error
         self.ray, self.address = ray, address
-        self._given: tuple[Work, Parcel] | None = None
+        self._given: tuple[Workload, Parcel] | None = None
         self._own = not ray.is_initialized()
         if self._own:
             self._connect()
@@ -105,7 +105,7 @@ class Cluster:
         except Exception as error:  # Ray raises errors of many classes here
             raise _silent(self.address, short(error)) from error
 
-    def each(self, work: Work, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+    def each(self, work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
         """See `Over`.
 
         Raises:
@@ -114,20 +114,20 @@ class Cluster:
         do = self._remote(work)
         if self._given is None or self._given[0] is not work:
             self._given = work, self._put(work.on(self.device, "cpu") if self.kind == "GPU" else work)
-        given, wanted = self._given[1], self._put(step)
+        parcel, step_parcel = self._given[1], self._put(step)
         waiting: deque[Any] = deque()
         try:
             for item in items:
-                waiting.append(do.remote(__version__, given, wanted, item))
+                waiting.append(do.remote(__version__, parcel, step_parcel, item))
                 if len(waiting) > AHEAD * self.workers:
                     yield self._result(waiting.popleft())
             while waiting:
                 yield self._result(waiting.popleft())
         finally:
-            for left in waiting:
-                self.ray.cancel(left)
+            for reference in waiting:
+                self.ray.cancel(reference)
 
-    def _remote(self, work: Work) -> Any:
+    def _remote(self, work: Workload) -> Any:
         needed = PYTHON + work.size
         if needed > self.memory:
             sizes = f"{needed / 1e9:.1f} GB, the largest machine gives {self.memory / 1e9:.1f} GB"
@@ -143,23 +143,23 @@ class Cluster:
 
     def _result(self, reference: Any) -> Any:
         try:
-            found = self.ray.get(reference)
+            result = self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
             raise _died(error, self.address) from error
-        if isinstance(found, Failure):
-            LOG.debug("%s", found.traceback)
-            raise found.error
-        return found
+        if isinstance(result, Failure):
+            LOG.debug("%s", result.traceback)
+            raise result.error
+        return result
 
     def close(self) -> None:
-        """Leave the cluster, or end the one that was started here."""
+        """Disconnect from the cluster, or stop the one that was started here."""
         if self._own:
             self.ray.shutdown()
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Something in Ray's store, by its key; in a list, so that Ray does not open it for every piece."""
+    """A reference into Ray's object store, in a list so that Ray does not load it for every piece."""
 
     key: str
     reference: list[Any]
@@ -167,7 +167,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong with a piece, as it is said to the user, and for those who want to know where."""
+    """The error of a piece, and its traceback."""
 
     error: RotationMergeError
     traceback: str
@@ -178,14 +178,14 @@ _OPEN: dict[str, tuple[str, Any]] = {}
 
 
 def do_piece(version: str, work: Parcel, step: Parcel, item: Any) -> Any:
-    """In a worker: one piece, or the failure to do it."""
+    """Runs in a worker: does one piece, or returns its failure."""
     import ray
 
     torch.set_num_threads(1)  # as blocks are matched anywhere else, so that the bytes are the same
     try:
         if version != __version__:
-            what = f"rotation-merge is {__version__} here, and {version} where the command runs"
-            raise WorkerError(what, remedy="install the same version on every machine")
+            problem = f"rotation-merge is {__version__} here, and {version} where the command runs"
+            raise WorkerError(problem, remedy="install the same version on every machine")
         for name, parcel in (("work", work), ("step", step)):
             if name not in _OPEN or _OPEN[name][0] != parcel.key:
                 _OPEN.pop(name, None)  # before the next one takes its memory
@@ -196,34 +196,34 @@ def do_piece(version: str, work: Parcel, step: Parcel, item: Any) -> Any:
 
 
 def _said(error: Exception, host: str) -> RotationMergeError:
-    """An error of a worker, with the name of its machine."""
-    where = f"worker {host}"
+    """A worker's error, with the name of its machine."""
+    worker = f"worker {host}"
     if isinstance(error, RotationMergeError):
-        return type(error)(error.what, where=f"{error.where}, {where}" if error.where else where, remedy=error.remedy)
+        return type(error)(error.what, where=f"{error.where}, {worker}" if error.where else worker, remedy=error.remedy)
     if no_space(error):
-        return WorkerError(f"the disk is full ({short(error)})", where=where, remedy="free some space there")
+        return WorkerError(f"the disk is full ({short(error)})", where=worker, remedy="free some space there")
     if isinstance(error, OSError) and error.filename:
-        return WorkerError(short(error.strerror), where=f"{error.filename}, {where}", remedy="check the storage")
+        return WorkerError(short(error.strerror), where=f"{error.filename}, {worker}", remedy="check the storage")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-        return WorkerError("out of memory", where=where, remedy=MEND)
+        return WorkerError("out of memory", where=worker, remedy=MEND)
     remedy = "check the storage" if isinstance(error, OSError | SafetensorError) else "run again with -vv to see where"
-    return WorkerError(f"{type(error).__name__}: {short(error)}", where=where, remedy=remedy)
+    return WorkerError(f"{type(error).__name__}: {short(error)}", where=worker, remedy=remedy)
 
 
 def _died(error: Exception, address: str) -> RotationMergeError:
-    """What is to be said of a piece that no worker brought to its end, or that could not be handed over."""
+    """The error for a piece that no worker finished, or that could not be sent."""
     if type(error).__name__ in FULL:
-        what = f"Ray has no room for what it hands over ({short(error)})"
-        return WorkerError(what, where=f"--ray {address}", remedy=ROOM)
+        problem = f"Ray has no room for what it hands over ({short(error)})"
+        return WorkerError(problem, where=f"--ray {address}", remedy=ROOM)
     if "rotation_merge" in str(error) and "No module named" in str(error):
-        what, remedy = "a worker has no rotation_merge", "install it on every machine, or set PYTHONPATH there"
-        return WorkerError(what, where=f"--ray {address}", remedy=remedy)
-    what = f"workers died {RETRIES + 1} times on the same piece ({type(error).__name__})"
-    return WorkerError(what, where=f"--ray {address}", remedy=MEND)
+        problem, remedy = "a worker has no rotation_merge", "install it on every machine, or set PYTHONPATH there"
+        return WorkerError(problem, where=f"--ray {address}", remedy=remedy)
+    problem = f"workers died {RETRIES + 1} times on the same piece ({type(error).__name__})"
+    return WorkerError(problem, where=f"--ray {address}", remedy=MEND)
 
 
 def _answers(address: str) -> None:
-    """Ray waits a minute for those who do not answer, and then ends the process."""
+    """Refuses an address where nothing answers; Ray itself would wait a minute and end the process."""
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -238,5 +238,5 @@ def _silent(address: str, why: str) -> RotationMergeError:
     remedy = "start one with 'ray start --head', or use --ray local"
     if address != "auto":
         remedy += "; where it asks for a token, set RAY_AUTH_MODE=token"
-    what = f"no Ray cluster answers ({why.partition('. ')[0]})"
-    return RotationMergeError(what, where=f"--ray {address}", remedy=remedy)
+    problem = f"no Ray cluster answers ({why.partition('. ')[0]})"
+    return RotationMergeError(problem, where=f"--ray {address}", remedy=remedy)

@@ -1,4 +1,4 @@
-"""Memory of the process beside what is in use."""
+"""Returns freed memory to the system."""
 
 from __future__ import annotations
 

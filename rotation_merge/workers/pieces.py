@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from rotation_merge.workers.threads import in_order
 
 
-class Work(Protocol):
-    """What the pieces have in common: models that they are about, say, and how these are read.
+class Workload(Protocol):
+    """The shared part of all pieces: the models, say, and how to read them.
 
     Where others than this process are to do them it can be pickled: small where it can say where files lie instead of
     holding what is in them, and it opens them where it arrives.
@@ -22,14 +22,14 @@ class Work(Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many pieces this process may do at once; 0: one after the other, on the thread that asks."""
+        """How many pieces this process may run at once; 0: one after the other, on the calling thread."""
 
     @property
     def size(self) -> int:
-        """Bytes that a process takes which does one piece after the other."""
+        """Memory in bytes of a process that runs one piece after the other."""
 
-    def on(self, device: str, home: str) -> Work:
-        """The same on another device; what is found is brought home."""
+    def on(self, device: str, home: str) -> Workload:
+        """The same workload on another device, with results moved to `home`."""
 
     def piece(self, step: Any, item: Any) -> Any:
         """Do one piece.
@@ -41,21 +41,21 @@ class Work(Protocol):
 
 
 class Over(Protocol):
-    """Who does pieces of work."""
+    """An executor: runs pieces of work."""
 
     apart: bool
     """Whether they are done by other processes, which share no memory with this one."""
 
-    def each(self, work: Work, step: Any, items: Sequence[Any]) -> Iterator[Any]:
-        """What the pieces find, in order; as many are under way as there is room for."""
+    def each(self, work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+        """Results of the pieces, in order; as many run at once as fit."""
 
 
 class Here:
-    """This process, on as many threads as the work allows."""
+    """Runs pieces in this process, on as many threads as the workload allows."""
 
     apart = False
 
-    def each(self, work: Work, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+    def each(self, work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
         return in_order(lambda item: work.piece(step, item), items, work.at_once)
 
 
@@ -63,7 +63,7 @@ HERE = Here()
 
 
 class Devices:
-    """The devices of this machine, each of which does one piece after the other.
+    """Runs pieces on the devices of this machine, one at a time on each.
 
     Args:
         names: of the devices; what is found is brought to the first.
@@ -74,8 +74,8 @@ class Devices:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
 
-    def each(self, work: Work, step: Any, items: Sequence[Any]) -> Iterator[Any]:
-        free: SimpleQueue[Work] = SimpleQueue()
+    def each(self, work: Workload, step: Any, items: Sequence[Any]) -> Iterator[Any]:
+        free: SimpleQueue[Workload] = SimpleQueue()
         for name in self.names:
             free.put(work.on(name, self.names[0]))
 

@@ -1,4 +1,4 @@
-"""Progress of long work, told to whoever listens: a search that runs merges, for example."""
+"""Progress of long work, reported to a listener such as a search that runs merges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _listener: ContextVar[Progress | None] = ContextVar("rotation_merge_progress", d
 
 @contextmanager
 def listening(listener: Progress) -> Iterator[None]:
-    """Within the block, `listener` is told of the progress of everything that this thread begins."""
+    """Within the block, sends the progress of this thread's work to `listener`."""
     token = _listener.set(listener)
     try:
         yield
@@ -23,9 +23,9 @@ def listening(listener: Progress) -> Iterator[None]:
 
 
 def listener() -> Progress:
-    """Whoever listens to this thread; a function that does nothing where nobody does."""
+    """The listener of this thread; a function that does nothing if there is none."""
     return _listener.get() or _nobody
 
 
-def _nobody(what: str, done: float, total: float) -> None:
+def _nobody(task: str, done: float, total: float) -> None:
     pass

@@ -1,4 +1,4 @@
-"""Blocks side by side: each on a thread of its own, with results in the order in which they were asked for.
+"""Runs blocks in parallel threads, with results in order.
 
 Every worker computes with one thread, so that results are the same bytes however many there are; many small parallel
 regions, which on a busy machine wait for each other, become few large ones.
@@ -34,7 +34,7 @@ KEPT_FREED, _APART = 1 << 29, 1 << 26  # bytes of freed memory that stay with th
 
 
 class Workers:
-    """A pool of `count` threads; `close` lets this thread and later ones have as many torch threads as before."""
+    """A pool of `count` threads; `close` restores the number of torch threads."""
 
     def __init__(self, count: int) -> None:
         self.count, self._threads = count, torch.get_num_threads()
@@ -42,7 +42,7 @@ class Workers:
         self._running, self._lock = set[int](), Lock()
 
     def submit(self, work: Callable[[Item], Result], item: Item) -> Future[Result]:
-        """Like an executor's; gradients are recorded there as here."""
+        """Like an executor's `submit`; keeps the caller's gradient mode."""
         return self._pool.submit(self._run, torch.is_grad_enabled(), work, item)
 
     def _run(self, gradients: bool, work: Callable[[Item], Result], item: Item) -> Result:
@@ -89,7 +89,7 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], count: int) 
 
 
 def workers_for(weights: int) -> int:
-    """How many blocks of so many weights may be matched at once: as many as torch uses threads, and memory allows."""
+    """How many blocks of this size to match at once: limited by torch's threads and free memory."""
     allowed = int(SHARE * free_memory() / (BYTES_A_WEIGHT * max(weights, 1)))
     return max(1, min(torch.get_num_threads(), allowed))
 
@@ -106,7 +106,7 @@ def free_memory() -> int:
 
 @cache
 def keep_freed_memory() -> None:
-    """Let this process keep a little of the memory that it frees, where the allocator is glibc's.
+    """Lets glibc's allocator keep some of the memory that is freed.
 
     By default it gives blocks of a tensor's size back to the system and gets them anew, page by page, for the next
     one: a good part of what a merge costs.

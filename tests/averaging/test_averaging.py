@@ -290,9 +290,9 @@ def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
     once = parsed("measure", path, "--data", "self", "--samples", "8", "--length", "12", "--batch-size", "2")
     first = (path / NAME).read_bytes()
     assert once["samples"] == 8
-    from rotation_merge.run.measure import Measurement
+    from rotation_merge.run.measure import ModelMeasurement
 
-    stock, calls = Measurement.outputs, []
+    stock, calls = ModelMeasurement.outputs, []
 
     def interrupted(self: Any, batch: Any) -> Any:
         calls.append(batch)
@@ -302,7 +302,7 @@ def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(
 
     (path / NAME).unlink()
     arguments = ("measure", path, "--data", "self", "--samples", 8, "--length", 12, "--batch-size", 2)
-    monkeypatch.setattr(Measurement, "outputs", interrupted)
+    monkeypatch.setattr(ModelMeasurement, "outputs", interrupted)
     assert run(*arguments).exit_code != 0
     assert not (path / NAME).exists()
     calls.clear()

@@ -166,7 +166,7 @@ def test_layer_scales_and_parallel_branches(tmp_path: Path) -> None:
             continue
         assert block is not None
         found = [b for s in stages(Taps(run, block), set(Taps(run, block).maps)) for b in s.branches.values()]
-    assert [[key.rpartition("mlp")[2] for key, _ in b.others] for b in found] == [[".fc2.weight"], []]
+    assert [[key.rpartition("mlp")[2] for key, _ in b.added] for b in found] == [[".fc2.weight"], []]
 
 
 def reference(few: Few, ridge: float, mean: bool) -> State:

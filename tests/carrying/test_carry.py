@@ -23,8 +23,8 @@ from rotation_merge.model.fold import Fold, Folded
 from rotation_merge.model.source import read_block, transform_state
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.maps import LinearMap, linear_map
-from rotation_merge.run.measure import MeasureConfig, Measured, Measurement
-from rotation_merge.run.passes import Unfinished
+from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, ModelMeasurement
+from rotation_merge.run.passes import UnfinishedMeasurement
 from rotation_merge.run.statistics_file import Gram
 
 FAMILIES = list({case.family: case for case in ALL}.values())
@@ -34,11 +34,11 @@ LOCAL = {"heads": "permutation", "attention": "invertible"}
 
 def measured(model: torch.nn.Module, case: Case, architecture: Architecture, where: Path, *kinds: str, **options):
     with exactly():
-        found = Measurement(model, architecture, [inputs(case, model)], "none")
-        return found.run(MeasureConfig(kinds, **options), Unfinished(where, {}), lambda *_: None)
+        found = ModelMeasurement(model, architecture, [inputs(case, model)], "none")
+        return found.run(MeasureConfig(kinds, **options), UnfinishedMeasurement(where, {}), lambda *_: None)
 
 
-def gram(found: Measured, name: str) -> Gram | None:
+def gram(found: MeasuredStatistics, name: str) -> Gram | None:
     key = found.shared.get(name)
     parts = [found.tensors.get(f"{key}.{what}") for what in ("gram", "diagonal", "factor", "count")]
     loaded = [None if part is None else part.load() for part in parts]
@@ -148,7 +148,7 @@ def test_a_fisher_diagonal_survives_permutations_signs_and_scales(case: Case, tm
     assert compared >= 4
 
 
-def _stacked(found: Measured, info) -> Tensor:
+def _stacked(found: MeasuredStatistics, info) -> Tensor:
     pieces = [found.tensors[f"{name}.fisher"].load() for name in info.names]
     return torch.stack(pieces) if info.stacked else pieces[0]
 
@@ -169,10 +169,10 @@ def test_what_norms_and_scales_do_is_put_back_by_multiplication(case: Case, tmp_
     kinds = ("gram", "kfac") if gives_logits(case, model) else ("gram",)
     own = measured(model, case, architecture, tmp_path / "own", *kinds)
     with exactly():
-        plain = Measurement(model, architecture, [inputs(case, model)], "none")
+        plain = ModelMeasurement(model, architecture, [inputs(case, model)], "none")
         plain.tapped.split = lambda *_: contextlib.nullcontext()  # type: ignore[method-assign]
         plain.split, plain.behind = [], []
-        raw = plain.run(MeasureConfig(kinds), Unfinished(tmp_path / "raw", {}), lambda *_: None)
+        raw = plain.run(MeasureConfig(kinds), UnfinishedMeasurement(tmp_path / "raw", {}), lambda *_: None)
     for block in architecture.blocks:
         tensors = read_block(block, model.state_dict())
         for info in block.tensors:

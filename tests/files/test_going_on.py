@@ -21,7 +21,7 @@ from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin
 from tiny_models import ALL, planted
 
 from rotation_merge.files import ledger
-from rotation_merge.files.ledger import Entry, Ledger, kept_beside
+from rotation_merge.files.ledger import Ledger, LedgerEntry, kept_beside
 from rotation_merge.matching import both
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match import match_model
@@ -270,8 +270,8 @@ def test_what_waits_is_written_when_the_run_is_interrupted(
     def work(found: Ledger) -> None:
         for name, moment in (("a", 0.0), ("b", 61.0), ("c", 62.0)):
             clock[0] = moment
-            found.keep(name, lambda name=name: Entry({"name": name}, {"x": torch.ones(2, 3).mT}))  # type: ignore[misc]
-        found.keep("large", lambda: Entry({}), large=True)
+            found.keep(name, lambda name=name: LedgerEntry({"name": name}, {"x": torch.ones(2, 3).mT}))  # type: ignore[misc]
+        found.keep("large", lambda: LedgerEntry({}), large=True)
         assert len(list((tmp_path / "out.matching.unfinished").glob("*.safetensors"))) == 2
         raise KeyboardInterrupt
 

@@ -20,7 +20,7 @@ from rotation_merge.errors import AlignmentError
 from rotation_merge.matching.alignment import Alignment, aligned_tensors, load_alignment
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.checkpoint import Stored
+from rotation_merge.model.checkpoint import CheckpointTensors
 from rotation_merge.model.fingerprint import Fingerprint, fingerprint
 from rotation_merge.symmetry import Orthogonal, StreamTransform
 
@@ -61,7 +61,7 @@ def test_half_precision_keeps_maps_orthogonal(family: str, name: str, residual: 
     save_for(file, found, architecture, "a", "b", {"note": 1}, torch.float16)
     loaded = load_alignment(file, architecture)
     marks = loaded.basis.anchor.fingerprint, loaded.basis.donor.fingerprint
-    assert (*marks, loaded.made) == ("a", "b", {"note": 1})
+    assert (*marks, loaded.metadata) == ("a", "b", {"note": 1})
     assert set(loaded.alignment.transforms) == set(found.transforms)
     stream = loaded.alignment.transforms[next(iter(architecture.streams))]
     assert isinstance(stream, StreamTransform)
@@ -177,13 +177,13 @@ def test_nothing_is_read_again_for_a_fingerprint(tmp_path: Path, monkeypatch: py
     """`align --alignment` reads every tensor of both models once; the file, its report and a merge agree on them."""
     anchor, donor = (checkpoint("llama", "llama", tmp_path / n, seed=i) for i, n in enumerate(("anchor", "donor")))
     reads: list[tuple[str, str]] = []
-    real = Stored.__getitem__
+    real = CheckpointTensors.__getitem__
 
-    def counting(self: Stored, name: str) -> torch.Tensor:
+    def counting(self: CheckpointTensors, name: str) -> torch.Tensor:
         reads.append((str(self.model.reference), name))
         return real(self, name)
 
-    monkeypatch.setattr(Stored, "__getitem__", counting)
+    monkeypatch.setattr(CheckpointTensors, "__getitem__", counting)
     align(anchor, donor, tmp_path / "map.safetensors", "none")
     assert sorted(reads) == sorted((str(m.path), name) for m in (anchor, donor) for name in m.state)
     with safe_open(tmp_path / "map.safetensors", "pt") as file:

@@ -26,7 +26,7 @@ from rotation_merge.architecture.fields import differences
 from rotation_merge.architecture.registry import tied_head
 from rotation_merge.cli.app import COMMANDS
 from rotation_merge.errors import RecipeError, RotationMergeError
-from rotation_merge.matching.check_pair import Checked, check_pair
+from rotation_merge.matching.check_pair import CheckedPair, check_pair
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import NOTHING, AlignConfig
 from rotation_merge.mergekit_plugin.merging import merge_recipe
@@ -43,7 +43,7 @@ def member(config: dict[str, Any], state: dict[str, torch.Tensor], name: str = "
     return Member(name, config, architecture, shapes, tied_head(config, list(state), name))
 
 
-def both(model: Planted, options: AlignConfig, **changes: Any) -> Checked:
+def both(model: Planted, options: AlignConfig, **changes: Any) -> CheckedPair:
     """A model against itself, or against one whose config differs."""
     first = member(model.config, model.state, "anchor")
     return check_pair(first, member({**model.config, **changes}, model.state, "donor"), options)

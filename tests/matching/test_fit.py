@@ -156,7 +156,7 @@ def test_a_start_matched_on_samples(vits):
     match, scores = AlignConfig(heads="permutation", residual="rotation"), {}
     for how in ("weights", "both"):
         options = FitConfig(steps=1, start="matched", match_on=how)
-        found = fit(vits[0], vits[1], batches(96, labels=True), match, options, seen=seen_on("digits"))
+        found = fit(vits[0], vits[1], batches(96, labels=True), match, options, matcher=seen_on("digits"))
         scores[how] = found.report.before
     assert scores["weights"] != scores["both"] < found.report.unaligned
     with pytest.raises(RecipeError, match="rotation-merge fit"):

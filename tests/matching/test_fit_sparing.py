@@ -127,7 +127,7 @@ def test_mixed_weights_are_gone_when_the_forward_is_done(acting: bool, monkeypat
     models = [tiny_llama(seed) for seed in range(2)]
     architecture = architecture_of(models[0], untie=True)
     states = [dict(model.state_dict()) for model in models]
-    path = Path.between(models[0], architecture, states[0], states[1:], (), torch.device("cpu"), held=False)
+    path = Path.between(models[0], architecture, states[0], states[1:], (), torch.device("cpu"), in_memory=False)
     share = torch.tensor([0.5, 0.5], requires_grad=True)
     weights = path.weights([{}], share)
     loss = path.outputs(weights, token_batches(1)[0]).logits.square().mean()

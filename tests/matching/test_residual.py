@@ -14,11 +14,11 @@ from tiny_models import make, save
 
 from rotation_merge.matching import both
 from rotation_merge.matching.alignment import aligned_tensors
-from rotation_merge.matching.both import Both, Pass
+from rotation_merge.matching.both import MatchingPass, ModelPair
 from rotation_merge.matching.match import match_model
 from rotation_merge.matching.measured import measured
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.stream import Statistics
+from rotation_merge.matching.stream import StreamStatistics
 from rotation_merge.matching.walk import Walk
 from rotation_merge.model import slices
 from rotation_merge.model.source import transform_state
@@ -196,11 +196,11 @@ def test_the_objective_that_is_told_is_no_lower_than_that_of_the_maps_found(tmp_
     streams, told = {"residual": "rotation"}, list[float]()
     found = match_model(anchor.architecture, anchor.state, donor.state, options)
     maps = {"residual": found.transforms["residual"]}
-    pair = Both(anchor.architecture, anchor.state, donor.state, options, found.folded)
+    pair = ModelPair(anchor.architecture, anchor.state, donor.state, options, found.folded)
     walk, weights = Walk(pair, lambda *_: None, streams, HERE), dict[str, float]()
     for _ in range(4):  # until weights and local spaces agree
-        blocks = [own for _, own in walk.each("", Pass(maps, weights), range(len(anchor.architecture.blocks)))]
-        whole = Statistics.of(anchor.architecture, blocks)
+        blocks = [own for _, own in walk.each("", MatchingPass(maps, weights), range(len(anchor.architecture.blocks)))]
+        whole = StreamStatistics.of(anchor.architecture, blocks)
         weights = whole.weights
         told.append(whole.objective)
         assert whole.bound(maps) == pytest.approx(whole.objective, rel=1e-12)

@@ -24,7 +24,7 @@ from rotation_merge.architecture import table
 from rotation_merge.architecture.registry import shipped
 from rotation_merge.errors import AlignmentError
 from rotation_merge.matching import both
-from rotation_merge.matching.both import Both
+from rotation_merge.matching.both import ModelPair
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.open_pair import open_pair
 from rotation_merge.matching.options import AlignConfig, VaryingOptions
@@ -303,7 +303,7 @@ def test_freed_memory_is_asked_to_be_kept_where_the_allocator_can(monkeypatch: p
 def test_work_on_any_family_travels_to_other_processes(family: str) -> None:
     """What a block of two models is matched by, and what is found, is the same after a journey."""
     architecture = table.sample(shipped()[family])
-    work = pickle.loads(pickle.dumps(Both(architecture, {}, {}, AlignConfig(), ("stream",), kept=True)))
+    work = pickle.loads(pickle.dumps(ModelPair(architecture, {}, {}, AlignConfig(), ("stream",), cached=True)))
     assert (work.architecture, work.folded, work.kept) == (architecture, ("stream",), True)
     options = AlignConfig(heads="permutation", residual=(architecture.residual_groups or ["none"])[-1])
     sent = random_gauge(architecture, options, torch.Generator().manual_seed(0))
@@ -320,7 +320,7 @@ def test_options_that_differ_from_block_to_block_travel(pair: tuple[Path, Path])
     varying = VaryingOptions(AlignConfig(), lambda _, place: AlignConfig(heads="permutation" if place else "none"))
     opened = open_pair(*map(str, pair), varying)
     anchor, donor = opened.matched
-    work = Both(opened.architecture, anchor, donor, varying)
+    work = ModelPair(opened.architecture, anchor, donor, varying)
     back = pickle.loads(pickle.dumps(work))
     for block in opened.architecture.blocks:
         assert back.options.at(back.architecture, block) == varying.at(opened.architecture, block)

@@ -24,7 +24,7 @@ from rotation_merge.architecture import Architecture
 from rotation_merge.architecture.model import Part
 from rotation_merge.matching.gauge import random_gauge
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.model.biases import Unseen, unseen
+from rotation_merge.model.biases import HiddenBiases, unseen
 from rotation_merge.model.source import transform_state
 from rotation_merge.run.measuring import checkpoint_of
 
@@ -57,7 +57,7 @@ def shifted(architecture: Architecture, tensors: Mapping[str, Tensor]) -> tuple[
     return found, changed
 
 
-def _place(one: Unseen, role: str) -> tuple[str, Tensor] | None:
+def _place(one: HiddenBiases, role: str) -> tuple[str, Tensor] | None:
     """A bias's name and its entries of one role, in the order of the role's own factors."""
     info = one.keys if role == "k" else one.values
     if info is None:

@@ -23,9 +23,9 @@ from rotation_merge.files.scratch import Scratch
 from rotation_merge.run.data import Data
 from rotation_merge.run.functions import architecture_of
 from rotation_merge.run.layers import ByLayer
-from rotation_merge.run.measure import MeasureConfig, Measured, Measurement
+from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, ModelMeasurement
 from rotation_merge.run.measuring import checkpoint_of, record
-from rotation_merge.run.passes import Pass, Unfinished, run_passes
+from rotation_merge.run.passes import StatisticsPass, UnfinishedMeasurement, run_passes
 from rotation_merge.run.runner import Runner
 from rotation_merge.run.statistics_file import NAME, unwritten
 from rotation_merge.run.streamed import streamed_model
@@ -36,7 +36,7 @@ FAMILIES = list({case.family: case for case in reversed(ALL) if case.family in H
 OPTIONS = MeasureConfig(("gram", "moments"))
 
 
-def both(case: Case, where: Path) -> tuple[Measured, Measured]:
+def both(case: Case, where: Path) -> tuple[MeasuredStatistics, MeasuredStatistics]:
     """What is found of the whole model, and layer by layer."""
     model = make(case)
     given: Any = inputs(case, model)
@@ -45,9 +45,9 @@ def both(case: Case, where: Path) -> tuple[Measured, Measured]:
     stored = resolve(config, list(state), case.name)
     with exactly():
         runner = Runner(own, state, stored, [given], dtype=torch.float64)
-        by_layer = ByLayer(runner, OPTIONS, Unfinished(where / "layers", {}), lambda *_: None).run()
-        whole = Measurement(model, architecture_of(model), [given], "none")
-        return whole.run(OPTIONS, Unfinished(where / "whole", {}), lambda *_: None), by_layer
+        by_layer = ByLayer(runner, OPTIONS, UnfinishedMeasurement(where / "layers", {}), lambda *_: None).run()
+        whole = ModelMeasurement(model, architecture_of(model), [given], "none")
+        return whole.run(OPTIONS, UnfinishedMeasurement(where / "whole", {}), lambda *_: None), by_layer
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
@@ -127,8 +127,8 @@ def test_gradients_through_layers_that_come_and_go_are_those_of_the_whole_model(
     with exactly():
         streamed = streamed_model(own, state, resolve(config, list(state), case.name), torch.float64)
         pair = [
-            Measurement(one, architecture_of(one), [given], "none").run(
-                GRADIENTS, Unfinished(tmp_path / name, {}), lambda *_: None
+            ModelMeasurement(one, architecture_of(one), [given], "none").run(
+                GRADIENTS, UnfinishedMeasurement(tmp_path / name, {}), lambda *_: None
             )
             for name, one in (("whole", model), ("streamed", streamed))
         ]
@@ -167,7 +167,7 @@ def test_weights_are_read_on_the_way_forth_and_back_and_let_go_between(tmp_path:
     assert embedded.grad.isfinite().all()
 
 
-def counting(stop: BaseException | None = None, within: bool = False) -> Pass:
+def counting(stop: BaseException | None = None, within: bool = False) -> StatisticsPass:
     """A pass of three steps that add one and two; it is stopped in the second, between the two or before both."""
 
     def run(step: int, sums: dict[str, torch.Tensor]) -> None:
@@ -177,16 +177,16 @@ def counting(stop: BaseException | None = None, within: bool = False) -> Pass:
             sums.setdefault("a", torch.zeros(()))
             sums["a"] += number
 
-    return Pass("counting", frozenset({"a"}), 3, run, dict)
+    return StatisticsPass("counting", frozenset({"a"}), 3, run, dict)
 
 
 @pytest.mark.parametrize("within", [False, True])
 def test_what_is_stopped_within_a_step_counts_nothing_twice(within: bool, tmp_path: Path) -> None:
-    state = Unfinished(tmp_path / "out", {})
+    state = UnfinishedMeasurement(tmp_path / "out", {})
     with pytest.raises(KeyboardInterrupt), state:
         run_passes([counting(KeyboardInterrupt(), within)], state, lambda *_: None)
     assert state.begun(counting())[0] == (0 if within else 1)
-    with Unfinished(tmp_path / "out", {}) as again:
+    with UnfinishedMeasurement(tmp_path / "out", {}) as again:
         found = run_passes([counting()], again, lambda *_: None)
         assert float(found["a"].load()) == 9
     assert not list(tmp_path.iterdir())
@@ -195,7 +195,7 @@ def test_what_is_stopped_within_a_step_counts_nothing_twice(within: bool, tmp_pa
 @pytest.mark.parametrize(("done", "kept"), [(True, True), (False, False)])
 def test_a_full_disk_leaves_what_is_done(done: bool, kept: bool, tmp_path: Path) -> None:
     """The folder stays where a next run can use it, and goes where there is nothing in it."""
-    state = Unfinished(tmp_path / "out", {})
+    state = UnfinishedMeasurement(tmp_path / "out", {})
     full = unwritten(tmp_path / "out", OSError(28, "No space left on device"))
     if done:
         run_passes([counting()], state, lambda *_: None)

@@ -165,7 +165,7 @@ def test_a_merge_proves_donors_moved_by_files(
 @pytest.mark.parametrize("family", ["llama", "bert", "vit"])
 def test_a_model_run_layer_by_layer_answers_to_every_batch(family: str, models: dict[str, tuple[Path, Path]]) -> None:
     path = str(models[family][0])
-    whole, layered = answers.Whole(path, torch.float64, None), answers.Layered(path, torch.float64, None)
+    whole, layered = answers.InMemoryModel(path, torch.float64, None), answers.LayerwiseModel(path, torch.float64, None)
     draw = torch.Generator().manual_seed(0)
     inputs = [random_batch(whole.model, draw) for _ in range(3)]
     for expected, computed in zip(whole.on(inputs), layered.on(inputs), strict=True):

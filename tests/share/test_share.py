@@ -371,7 +371,7 @@ def test_models_in_the_head_of_an_alignment_have_their_names_of_the_hub(
     head = load_head(Path(str(copy)).read_bytes())
     assert json.loads(head["basis"])["models"] == ["org/a@1", "org/b@2"]
     assert not {"anchor", "donor"} & set(texts_of([json.loads(head[name]) for name in ("basis", "made")]))
-    assert load_alignment(str(copy)).made
+    assert load_alignment(str(copy)).metadata
 
 
 @pytest.mark.parametrize("what", ["tensor", "recipe", "alignment", "manifest", "missing", "outside"])

@@ -14,9 +14,9 @@ from rotation_merge.architecture.model import Space
 from rotation_merge.architecture.schema import ArchitectureSpec
 from rotation_merge.errors import ArchitectureError, RecipeError
 from rotation_merge.matching.pairing import Pairing
-from rotation_merge.matching.products import Half
+from rotation_merge.matching.products import HeadProjections
 from rotation_merge.symmetry import KINDS, GroupElement, StreamGroup
-from rotation_merge.symmetry.admitted import QUERIES, VALUES, Wanted, admitted, heads, neurons
+from rotation_merge.symmetry.admitted import QUERIES, VALUES, GroupOptions, admitted, heads, neurons
 from rotation_merge.symmetry.base import proven_maps
 from rotation_merge.symmetry.direct_sum import Split
 from rotation_merge.symmetry.experts import ExpertGroup
@@ -74,7 +74,7 @@ def pairing(group: Group, donor: tuple[Tensor, Tensor] | None = None, seed: int 
     anchor = normal(N, 1, D, M, seed=seed), normal(N, R, D, M, seed=seed + 1)
     donor = donor or (normal(N, 1, D, M, seed=seed + 2), 1.5 * normal(N, R, D, M, seed=seed + 3))
     sides = [
-        Half([(a, b)], tuple(a.shape[:3]), group.statistic, group.interleaved)
+        HeadProjections([(a, b)], tuple(a.shape[:3]), group.statistic, group.interleaved)
         for a, b in zip(anchor, donor, strict=True)
     ]
     return Pairing("qk", group, *sides)
@@ -146,7 +146,10 @@ def check_agreement(group: Group) -> None:
     given = pairing(group)
     element, (a, b) = group.random(N, D, gen(3)), given.dual.pairs[0]
     singles = [
-        [Half([(a[:, i : i + 1], b[:, j : j + 1])], (N, 1, D), group.statistic, group.interleaved) for j in range(R)]
+        [
+            HeadProjections([(a[:, i : i + 1], b[:, j : j + 1])], (N, 1, D), group.statistic, group.interleaved)
+            for j in range(R)
+        ]
         for i in range(R)
     ]
     products = torch.stack([torch.stack([half.products() for half in row], 1) for row in singles], 1)
@@ -179,7 +182,7 @@ def test_laws(group: Group) -> None:
 def test_gates_that_follow_values_count_in_the_gain() -> None:
     """What the identity gains is what the squared distance lacks of the anchor's norm, rows of gates included."""
     base = pairing(GatedOrder(True))
-    gate = Half([(normal(N, R, D, M, seed=8), normal(N, R, D, M, seed=9))], (N, R, D), "full", False)
+    gate = HeadProjections([(normal(N, R, D, M, seed=8), normal(N, R, D, M, seed=9))], (N, R, D), "full", False)
     given = Pairing("vo", base.group, base.primal, base.dual, gate)
     grams = given.grams()
     close(given.anchor_norm() - given.group.gain_as_it_stands(grams), given.distance())
@@ -247,14 +250,14 @@ def attention(**facts: object) -> Space:
     ],
 )
 def test_what_heads_admit(facts: dict, wanted: dict, qk: Group, vo: Group) -> None:
-    found = heads(attention(**facts), Wanted(**wanted))
+    found = heads(attention(**facts), GroupOptions(**wanted))
     assert (found.qk, found.vo) == (qk, vo)
 
 
 @pytest.mark.parametrize(("free", "asked", "order"), [(True, "permutation", "permutation"), (False, "none", "none")])
 def test_the_order_of_heads(free: bool, asked: str, order: str) -> None:
-    assert heads(attention(free_order=free), Wanted(heads=asked)).order == order
-    assert heads(attention(free_order=False), Wanted(heads="permutation")).order == "fixed"
+    assert heads(attention(free_order=free), GroupOptions(heads=asked)).order == order
+    assert heads(attention(free_order=False), GroupOptions(heads="permutation")).order == "fixed"
 
 
 @pytest.mark.parametrize(
@@ -268,8 +271,8 @@ def test_the_order_of_heads(free: bool, asked: str, order: str) -> None:
     ],
 )
 def test_what_neurons_admit(facts: dict, wanted: dict, words: str) -> None:
-    assert admitted(Space("ffn", "ffn", {"size": 5}, **facts), Wanted(**wanted)).words == words
-    experts = admitted(Space("moe", "experts", {"size": 5, "count": 3}, **facts), Wanted(**wanted))
+    assert admitted(Space("ffn", "ffn", {"size": 5}, **facts), GroupOptions(**wanted)).words == words
+    experts = admitted(Space("moe", "experts", {"size": 5, "count": 3}, **facts), GroupOptions(**wanted))
     assert experts.words == ("order of experts, " if words.startswith("permutation") else "") + words
     moved = experts.random(gen(2))
     factor = moved.neurons.scaling.factor
@@ -290,7 +293,7 @@ def test_what_neurons_admit(facts: dict, wanted: dict, words: str) -> None:
 def test_what_is_unknown_is_named(space: Space, word: str) -> None:
     """No gauge is drawn, nothing is matched and nothing estimated in the place of a group that nobody knows."""
     with pytest.raises(ArchitectureError, match=word):
-        admitted(space, Wanted())
+        admitted(space, GroupOptions())
 
 
 def test_an_architecture_file_with_an_unknown_word_is_refused() -> None:
@@ -314,7 +317,7 @@ def test_every_row_of_the_tables_gives_a_group_with_words() -> None:
 @pytest.mark.parametrize("degree", [0, 1, 2])
 @pytest.mark.parametrize("rescale", [True, False])
 def test_groups_refuse_nothing_that_they_give(degree: int, rescale: bool) -> None:
-    wanted = Wanted(heads="permutation", rescale=rescale)
+    wanted = GroupOptions(heads="permutation", rescale=rescale)
     spaces = [
         Space("ffn", "ffn", {"size": 5}, degree=degree),
         Space("moe", "experts", {"size": 5, "count": 4}, degree=degree),

@@ -22,12 +22,12 @@ from rotation_merge.symmetry import (
     Orthogonal,
     Permutation,
     Planar,
-    Scaled,
+    ScaledElement,
     Scaling,
     SpaceTransform,
     StreamTransform,
 )
-from rotation_merge.symmetry.admitted import Wanted, latent
+from rotation_merge.symmetry.admitted import GroupOptions, latent
 from rotation_merge.symmetry.base import dump, load
 from rotation_merge.symmetry.convolution import ConvolutionGroup
 from rotation_merge.symmetry.latent import LatentGroup, LatentTransform
@@ -105,7 +105,7 @@ def test_identity_moves_nothing(kind):
 
 
 def test_a_latent_has_all_rotations_as_its_norm_is_an_rmsnorm():
-    group = latent(Space("latent", "latent", {"size": 6}), Wanted(residual="rotation"))
+    group = latent(Space("latent", "latent", {"size": 6}), GroupOptions(residual="rotation"))
     ones = torch.ones(1, 6, dtype=torch.float64)
     assert not torch.allclose(group.random(generator()).element.act(ones, 0, 1), ones)
 
@@ -171,7 +171,7 @@ def test_dump_and_load(make):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("cls", [Orthogonal, Scaled])
+@pytest.mark.parametrize("cls", [Orthogonal, ScaledElement])
 def test_rounded_maps_come_back_orthogonal(cls, dtype):
     g = cls.random(BATCH, SIZE, generator())
     again = cls.from_tensors({name: t.to(dtype) for name, t in g.tensors().items()})
@@ -228,7 +228,7 @@ def random_transform(kind: str, seed: int, gains: int = 1) -> SpaceTransform:
     if kind == "attention":
         queries = torch.stack([torch.randperm(2, generator=g) for _ in range(3)])
         qk = DirectSum((Planar.random(3, 2, g), Orthogonal.random(3, 2, g)))
-        order, vo = torch.randperm(3, generator=g), Scaled.random(3, 5, g)
+        order, vo = torch.randperm(3, generator=g), ScaledElement.random(3, 5, g)
         return HeadTransform(order, queries, qk, vo, Exchange.random(gains, 4, g))
     if kind == "ffn":
         return NeuronTransform(Monomial(Permutation.random(1, 7, g), signed(1, 7, seed)))

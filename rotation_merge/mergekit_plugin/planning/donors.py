@@ -17,7 +17,7 @@ from rotation_merge.averaging.methods import MODEL, plan_of
 from rotation_merge.carrying.bases import open_bases
 from rotation_merge.errors import CheckpointError, RecipeError
 from rotation_merge.matching.alignment import check_fingerprints, load_alignment
-from rotation_merge.matching.check_pair import Checked, check_forward, check_pair, residual_of
+from rotation_merge.matching.check_pair import CheckedPair, check_forward, check_pair, residual_of
 from rotation_merge.matching.match import Match, match_model
 from rotation_merge.matching.open_pair import check_together
 from rotation_merge.matching.options import BOTH, NOTHING, WEIGHTS, AlignConfig
@@ -58,7 +58,7 @@ class Donor:
     origin: ModelReference | None = None
     whole: Task | None = None
     rows: tuple[Tensor, Tensor] | None = None
-    checked: Checked | None = None
+    checked: CheckedPair | None = None
     carried: Carried = field(default_factory=Carried)
 
 
@@ -264,7 +264,7 @@ class Donors:
 
     def _settle_mean(self, readers: dict[ModelReference, ConfigReader]) -> None:
         options: AlignConfig | None = None
-        settled: dict[ModelReference, Checked] = {}
+        settled: dict[ModelReference, CheckedPair] = {}
         for model, reader in readers.items():
             if self.recipe.of_model("match_on", reader, model) not in (None, WEIGHTS):
                 what = "'anchor: mean' aligns all models together, on weights"
@@ -336,18 +336,20 @@ class Donors:
         asked = residual_of(file.alignment.transforms, file.alignment.folded)
         self._check(donor, donor, NOTHING.with_residual(asked), whole=asked != "none")
         self._fold(file.alignment.folded)
-        self.run.moved_by(name, GivenFile(path, str(donor), file.made))
-        rows_in(file.made, path)
-        if isinstance(file.made.get("data"), str):
-            self.run.used(f"learning how {donor} is aligned", file.made["data"], int(file.made.get("samples") or 0))
-        learned = file.made.get("learned")
+        self.run.moved_by(name, GivenFile(path, str(donor), file.metadata))
+        rows_in(file.metadata, path)
+        if isinstance(file.metadata.get("data"), str):
+            self.run.used(
+                f"learning how {donor} is aligned", file.metadata["data"], int(file.metadata.get("samples") or 0)
+            )
+        learned = file.metadata.get("learned")
         words = f" It was learned: {learned['verdict']}." if isinstance(learned, dict) and "verdict" in learned else ""
         self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.{words}")
         return Given(key=f"given:{path}:{name}", label="", alignment=file.alignment, donor_name=name, run=self.run)
 
     def _check(
         self, matched: ModelReference, model: ModelReference, options: AlignConfig, whole: bool = False
-    ) -> Checked:
+    ) -> CheckedPair:
         """Whether the model that is matched can be moved under these options; what is questionable is noted."""
         checked = check_pair(
             self._base.member,

@@ -28,7 +28,7 @@ def check_keepable(session: Session, anchor: Source, sources: list[Source]) -> N
         RecipeError: a donor's layer is moved to the coordinates of another layer of the anchor.
     """
     for source in sources:
-        if session.run.kept is not None and source.block.index != anchor.block.index:
+        if session.run.kept_transforms is not None and source.block.index != anchor.block.index:
             raise RecipeError(
                 f"layer {source.block.index} of {source.model} meets layer {anchor.block.index} of {anchor.model}, and "
                 "an alignment file holds layers at their own places",
@@ -46,7 +46,7 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
     Returns:
         The files.
     """
-    kept, donors = session.run.kept, session.donors
+    kept, donors = session.run.kept_transforms, session.donors
     if kept is None or donors is None:
         return []
     base = session.models[session.recipe.base]
@@ -62,11 +62,11 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
         files.append(numbered(path, len(files) + 1)[-1])
         matched = donor.origin or model
         folded = needed_folds(kept[name], architecture, donors.folded)
-        given = session.run.given.get(name)
+        given = session.run.alignment_files.get(name)
         options = asdict(donor.checked.options) if donor.checked is not None else {}
         rows = [row for row in session.run.rows() if row.donor == name]
         found = {"figures": figures(rows, session.run.whole.get(name))}
-        made = given.made if given else {**head(base.reference, matched, options), **found}
+        made = given.metadata if given else {**head(base.reference, matched, options), **found}
         rows_of_classes = donor.checked.rows if donor.checked is not None else {}
         basis = Basis(
             base.config,

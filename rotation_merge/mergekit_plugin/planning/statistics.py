@@ -115,7 +115,7 @@ class CarriedStatistics:
         if self._no_parameter(info, moves, books):
             return {}
         called = [model for model in models if not self._uncalled(books[model], info, moves, model)]
-        parts = {m: Helped((self._carry(info, moves, m, books[m]),), books[m].made, True) for m in called}
+        parts = {m: Helped((self._carry(info, moves, m, books[m]),), books[m].metadata, True) for m in called}
         if self.plan.statistics == "kfac" and any(b.is_half(self._names(info, moves, m)[0]) for m, b in books.items()):
             self.run.note(HALF)
         return parts
@@ -141,7 +141,7 @@ class CarriedStatistics:
     def _book(self, model: ModelReference, reader: ConfigReader) -> Statistics:
         given = self.recipe.of_model("statistics", reader, model)
         book = self.books.of(model, given)
-        source, count = str(book.made.get("data")), int(book.made.get("samples") or 0)
+        source, count = str(book.metadata.get("data")), int(book.metadata.get("samples") or 0)
         self.run.used(f"statistics of {model}", source, count, None if given else str(book.path))
         return book
 
@@ -152,7 +152,7 @@ class CarriedStatistics:
     def _no_parameter(self, info: TensorInfo, moves: Moves, books: Mapping[ModelReference, Statistics]) -> bool:
         """Whether no gradient could reach a tensor of any model, which then gets the mean."""
         found = self.plan.statistics == "fisher" and all(
-            set(self._names(info, moves, model)) <= set(book.made.get("buffers", ())) for model, book in books.items()
+            set(self._names(info, moves, name)) <= set(book.metadata.get("buffers", ())) for name, book in books.items()
         )
         if found:
             self.run.note(f"Delegate {self.name}: buffers, which no gradient reaches, keep the average.")
