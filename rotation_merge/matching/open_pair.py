@@ -358,7 +358,7 @@ def write_alignment(
     metadata |= {"figures": figures(run.rows(), run.whole.get(name)), **(facts or {})}
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     whole = replace(alignment, basis=pair.basis(alignment.folded))
-    save_alignment(path, whole, made, torch.float16 if half else torch.float64)  # what is replaced, commands have asked
+    save_alignment(path, whole, metadata, torch.float16 if half else torch.float64)
 
 
 def head(anchor: ModelReference, donor: ModelReference, options: Mapping[str, Any]) -> dict[str, Any]:
