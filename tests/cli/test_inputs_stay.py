@@ -40,11 +40,13 @@ FLAGS_THAT_WRITE = {
     ("align", "html"): "report.html in OUT",
     ("evaluate", "keep"): "evaluation.json beside each model",
     ("merge", "polish"): "OUT-polished",
+    ("doctor", "mend"): "files of the folder that it looks at",
+    ("doctor", "mend_weights"): "its tensors",
 }
 OTHER_FLAGS = {
     *("as_json", "force", "untie", "verbose", "half", "widths", "verify", "fingerprint", "report", "draft", "methods"),
     *("architectures", "double", "probabilities", "anyway", "merge_lora", "permutations", "checkpointing", "by_layer"),
-    *("controls", "with_data", "private", "yes", "no_weights"),
+    *("controls", "offline", "with_data", "private", "yes", "no_weights"),
 }
 
 
