@@ -160,7 +160,7 @@ class OwnMethod(MergeMethod):
         )
 
 
-class Averaging(OwnMethod):
+class StatisticsMethod(OwnMethod):
     """A delegate that averages each tensor by statistics, which are carried along with the donors.
 
     Attributes:
@@ -202,7 +202,7 @@ def averaged(sources: Sequence[Source]) -> Tensor:
     return mean([s.weight for s in sources], [s.share for s in sources])
 
 
-class RegMean(Averaging):
+class RegMean(StatisticsMethod):
     """Linear maps by the Grams of their inputs, everything else by the mean."""
 
     kind = "gram"
@@ -223,7 +223,7 @@ class RegMean(Averaging):
         return regmean([s.weight for s in sources], grams, [s.share for s in sources])
 
 
-class Fisher(Averaging):
+class Fisher(StatisticsMethod):
     """Every tensor by Fisher diagonals."""
 
     kind = "fisher"
@@ -256,7 +256,7 @@ HALF = (
 )
 
 
-class Kfac(Averaging):
+class Kfac(StatisticsMethod):
     """Linear maps by Grams of their inputs and of the gradients of their outputs, everything else by the mean."""
 
     kind = "kfac"
@@ -289,4 +289,4 @@ def metric(held: Mapping[str, Tensor]) -> Metric:
     return Metric(held.get("dense"), held.get("diagonal"), held.get("factor"))
 
 
-METHODS: tuple[Averaging, ...] = (RegMean(), Fisher(), Kfac())
+METHODS: tuple[StatisticsMethod, ...] = (RegMean(), Fisher(), Kfac())

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture, Axis, Block, Space, TensorInfo
 from rotation_merge.averaging.closed_forms import mean
-from rotation_merge.averaging.methods import BLOCK, WEIGHT, OwnMethod, Source, Target
-from rotation_merge.averaging.methods import Plan as DelegatePlan
+from rotation_merge.averaging.methods import BLOCK, WEIGHT, OwnMethod, Plan, Source, Target
 from rotation_merge.errors import RecipeError, StatisticsError
 from rotation_merge.matching.activations import wanted_roles
 from rotation_merge.model.apply import placed, split_axis, transform_tensor
@@ -51,9 +50,9 @@ class OtFusion(OwnMethod):
         contract=InputContract(base=BasePolicy.REQUIRED),
     )
 
-    def plan(self) -> DelegatePlan:
+    def plan(self) -> Plan:
         why = "matches coordinates, and a task vector is in the anchor's already"
-        return DelegatePlan(BLOCK, maps_only=False, negative=True, no_changes=why)
+        return Plan(BLOCK, maps_only=False, negative=True, no_changes=why)
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
         moved = [transported(source.weight, target.info, source.held, target.piece) for source in sources]
@@ -81,7 +80,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransportPlan:
     """A plan of one space: ``aligned = matrix @ donor`` along every axis of the roles it knows.
 
     Attributes:
@@ -111,10 +110,10 @@ class Plan:
         return act_by_matrices(matrix, x, dim, dim + (2 if role in ("q", "o") else 1))
 
 
-Plans = dict[str, Plan]
+Plans = dict[str, TransportPlan]
 
 
-def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, Plan], piece: int | None) -> Tensor:
+def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, TransportPlan], piece: int | None) -> Tensor:
     """A donor's tensor after its spaces' plans.
 
     Args:
@@ -123,7 +122,9 @@ def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, Plan], pie
     if piece is None:
         return transform_tensor(tensor, info, cast(Mapping[str, SpaceTransform], plans))
     own = {
-        name: Plan({r: m if len(m) == 1 else m[piece : piece + 1].expand(1, -1, -1) for r, m in plan.matrices.items()})
+        name: TransportPlan(
+            {r: m if len(m) == 1 else m[piece : piece + 1].expand(1, -1, -1) for r, m in plan.matrices.items()}
+        )
         for name, plan in plans.items()
         if any(space.name == name for space in info.spaces())
     }
@@ -231,7 +232,7 @@ def block_plans(
             made = torch.stack([plan(x, y, hard, regularisation) for x, y in zip(a, b, strict=True)])
             matrices.update(dict.fromkeys(roles, made))
         if matrices:
-            found[space.name] = Plan(matrices)
+            found[space.name] = TransportPlan(matrices)
     return found
 
 
@@ -250,7 +251,7 @@ def stream_plans(
         anchor, donor = points(stream)
         if anchor is not None and donor is not None:
             matrix = plan(donor, anchor, how.hard, how.regularisation)[None]
-            plans[stream] = Plan(dict.fromkeys(("write", "read", "gain", "shift"), matrix))
+            plans[stream] = TransportPlan(dict.fromkeys(("write", "read", "gain", "shift"), matrix))
     return plans
 
 

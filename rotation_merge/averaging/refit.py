@@ -6,7 +6,7 @@ what the donors' maps give in their own run, in the anchor's coordinates. What w
 itself, so that errors are fed back: at the place where the donors' stream can first be seen after it. A bias is one
 more column, hardly penalised. Sources: RegMean++ (Nguyen and others, 2025), PLeaS (Nasery and others, 2024).
 
-What is wanted is pluggable (`Answers`): the donors' own answers here, a carried change elsewhere.
+What is wanted is pluggable (`Targets`): the donors' own answers here, a carried change elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Answer = dict[str, Tensor]
 """What is wanted of one batch, by key of a map (its output) or name of a place (the stream there)."""
 
 
-class Answers(Protocol):
+class Targets(Protocol):
     """What is wanted of the maps of a model, block by block."""
 
     @property
@@ -189,7 +189,7 @@ class Refit:
 
     merge: Runner
     own: Architecture
-    answers: Answers
+    answers: Targets
     weights: Sequence[float]
     ridge: float
     write: Callable[[str, Tensor], Tensor]

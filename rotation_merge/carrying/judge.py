@@ -47,7 +47,7 @@ Both = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldOutSamples:
     """Samples that nothing is solved from: of the fine-tune's kind, and text of the new base's own.
 
     Attributes:
@@ -75,8 +75,8 @@ class Parts:
     """
 
     solved: Data
-    choice: Held
-    judge: Held
+    choice: HeldOutSamples
+    judge: HeldOutSamples
     source: str
 
 
@@ -109,10 +109,10 @@ def read_parts(tuned: str, new: str, config: TransferConfig) -> Parts:
     source = config.judge or config.data
     base: Any = load(new)
     if not writes_text(base):
-        return Parts(solved, Held(choice, choice, False), Held(judge, judge, False), source)
+        return Parts(solved, HeldOutSamples(choice, choice, False), HeldOutSamples(judge, judge, False), source)
     few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
     own = halves(read_batches(SELF, local_path(new), base, **few.reading(AT_ONCE)))
-    return Parts(solved, Held(choice, own[0], True), Held(judge, own[1], True), source)
+    return Parts(solved, HeldOutSamples(choice, own[0], True), HeldOutSamples(judge, own[1], True), source)
 
 
 def halves(data: Data) -> tuple[Data, Data]:

@@ -24,7 +24,7 @@ Kept = dict[str, tuple[float, float]]
 """By tensor: the squared norm of its change, and what is left of it at that rank."""
 
 
-class Base(Protocol):
+class AdapterBase(Protocol):
     """A model that an adapter is for; `reference` is what adapter_config.json calls it."""
 
     @property
@@ -37,7 +37,7 @@ class Base(Protocol):
     def tied_head(self) -> str | None: ...
 
 
-def left_out(base: Base) -> list[str]:
+def left_out(base: AdapterBase) -> list[str]:
     """What no adapter of this base can say, in words."""
     head = base.tied_head
     return [f"The embedding stays the new base's: `{head}` is tied to it, and an adapter changes one only."] * bool(
@@ -45,7 +45,7 @@ def left_out(base: Base) -> list[str]:
     )
 
 
-def adapter_of(delta: Delta, rank: int, base: Base) -> tuple[AdapterWeights, Kept]:
+def adapter_of(delta: Delta, rank: int, base: AdapterBase) -> tuple[AdapterWeights, Kept]:
     """A change as a new adapter of the base that it is for.
 
     Matrices are cut down to `rank`; biases go into peft's `lora_bias`, norms of streams that are not turned into

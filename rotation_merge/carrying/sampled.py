@@ -21,7 +21,7 @@ from rotation_merge.carrying.judge import (
     DRAWS,
     HELD_OUT,
     SCALES,
-    Held,
+    HeldOutSamples,
     Lift,
     Parts,
     Scaled,
@@ -32,7 +32,7 @@ from rotation_merge.carrying.judge import (
 )
 from rotation_merge.carrying.lora import adapter_of
 from rotation_merge.carrying.refit import ChangeOptions, refit_change
-from rotation_merge.carrying.session import Session
+from rotation_merge.carrying.session import TransferSession
 from rotation_merge.files.unfinished import Unfinished
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match_on import seen_of
@@ -56,7 +56,7 @@ HOW = {
 
 
 @dataclass(frozen=True)
-class Candidate:
+class JudgedChange:
     """A change that samples judge.
 
     Attributes:
@@ -101,7 +101,7 @@ class SampledTransfer:
         rank: of the adapter that is to be written; 0: a model is.
     """
 
-    session: Session
+    session: TransferSession
     name: str
     tuned: TensorSource
     rank: int
@@ -149,14 +149,14 @@ class SampledTransfer:
         tensors = {name: new[name].to(change.dtype) + change for name, change in changes.items()}
         return Delta.of_solved(self.session.carrier, tensors)
 
-    def _scaled(self, held: Held) -> Candidate:
+    def _scaled(self, held: HeldOutSamples) -> JudgedChange:
         """What weights carry, each block at the scale that samples say."""
         if self.config.factor is not None:
             delta = self._moved(self.config.factor)
-            return Candidate("weights", delta, f" at scale {self.config.factor:g}", lambda: self._moved_model(delta))
+            return JudgedChange("weights", delta, f" at scale {self.config.factor:g}", lambda: self._moved_model(delta))
         moved = self._ends()
         scales, *_ = search(moved.blocks, lambda s: held.losses(moved.model(s)), self.progress or (lambda *_: None))
-        return Candidate("weights", self._moved(scales), scale_words(scales), lambda: moved.model(scales))
+        return JudgedChange("weights", self._moved(scales), scale_words(scales), lambda: moved.model(scales))
 
     def _ends(self) -> Scaled:
         return Scaled(self.session.carrier, self.tuned, self._model_config, self.session.execution.device)
@@ -164,7 +164,7 @@ class SampledTransfer:
     def _moved_model(self, delta: Delta) -> Any:
         return self._ends().model(cast(float, delta.scale))
 
-    def _at_best_scale(self, method: str, delta: Delta, parts: Parts) -> Candidate:
+    def _at_best_scale(self, method: str, delta: Delta, parts: Parts) -> JudgedChange:
         """A change at the scale that is given, or at the best one on samples held out for choices."""
 
         def model(scale: float) -> Any:
@@ -174,12 +174,12 @@ class SampledTransfer:
         if scale is None:
             losses = {factor: sum(parts.choice.losses(model(factor))) for factor in SCALES}
             scale = min(losses, key=lambda factor: losses[factor])
-        return Candidate(method, delta.scaled(scale), f" at scale {scale:g}", partial(model, scale))
+        return JudgedChange(method, delta.scaled(scale), f" at scale {scale:g}", partial(model, scale))
 
-    def _judged(self, candidate: Candidate, plain: Candidate | None, parts: Parts) -> tuple[Candidate, Lift]:
+    def _judged(self, candidate: JudgedChange, plain: JudgedChange | None, parts: Parts) -> tuple[JudgedChange, Lift]:
         """The best of the method, plain addition and the new base, on samples held out of every choice. A scale that
         was given is kept, whatever they say."""
-        nothing = Candidate(NONE, candidate.delta.scaled(0.0), "", lambda: self._model({}))
+        nothing = JudgedChange(NONE, candidate.delta.scaled(0.0), "", lambda: self._model({}))
         tried = [candidate, *([] if plain is None else [plain]), nothing]
         choices = {each.method: parts.choice.losses(each.model()) for each in tried}
         judged = {each.method: parts.judge.losses(each.model()) for each in tried}
@@ -194,7 +194,7 @@ class SampledTransfer:
         measured = (old, tuned, judged[NONE], carried, chosen.method, chosen.scale)
         return chosen, Lift(*measured, others, controls, negated, parts.judge.writes)
 
-    def _controls(self, chosen: Candidate, parts: Parts) -> tuple[tuple[float, ...], float]:
+    def _controls(self, chosen: JudgedChange, parts: Parts) -> tuple[tuple[float, ...], float]:
         """Losses with random changes that have the chosen one's singular values, and with the negated one."""
         new, changes = self.session.carrier.new, chosen.delta.changes(self._tied)
         draw = torch.Generator().manual_seed(self.config.seed)

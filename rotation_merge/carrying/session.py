@@ -82,7 +82,7 @@ class TransferResult:
 
 
 @dataclass
-class Session:
+class TransferSession:
     """Carries one change after the other between the same two bases.
 
     Attributes:
@@ -101,7 +101,7 @@ class Session:
     @classmethod
     def aligned(
         cls, bases: Bases, config: TransferConfig, execution: Execution, progress: Progress | None = None
-    ) -> Session:
+    ) -> TransferSession:
         """A session whose bases are aligned: matched, by a file, or by an alignment at hand."""
         bases = bases.settled(config.match, progress)
         if isinstance(config.alignment, str):

@@ -13,7 +13,7 @@ from torch import Tensor
 from rotation_merge.carrying.bases import Bases, usable_as_it_is
 from rotation_merge.carrying.config import PLAIN, TransferConfig
 from rotation_merge.carrying.lora import adapter_of, left_out
-from rotation_merge.carrying.session import Execution, Session, TransferResult, bases_of, check_head
+from rotation_merge.carrying.session import Execution, TransferResult, TransferSession, bases_of, check_head
 from rotation_merge.errors import CheckpointError, DataError
 from rotation_merge.files.scratch import Scratch
 from rotation_merge.matching.alignment import Alignment
@@ -70,7 +70,7 @@ def _carry_weights(
         return unmoved
     bases = bases.settled(config.match, progress)
     tuned = {out: bases.tuned(path) for out, path in whole.items()}
-    session = Session.aligned(bases, config, execution, progress)
+    session = TransferSession.aligned(bases, config, execution, progress)
     if not all(ranks.values()):
         check_head(session.bases, session.carrier.alignment, execution.storage)
     ready = {out: session.adapter(adapter) for out, adapter in adapters.items()}
@@ -102,7 +102,7 @@ def _carry_with_samples(
     names = {out: f"{old}+{path}" if is_adapter(path) else path for out, path in works.items()}
     bases = bases.settled(config.match, progress)
     sources = {out: bases.tuned(name) for out, name in names.items()}
-    session = Session.aligned(bases, config, execution, progress)
+    session = TransferSession.aligned(bases, config, execution, progress)
     used = [{"of": f"carrying {work}", "source": config.data, "samples": config.samples} for work in works.values()]
     session = replace(session, report=replace(session.report, data=[*session.report.data, *used]))
     results = []
@@ -130,7 +130,7 @@ def _write_sampled(sampled: SampledTransfer, work: str, out: str) -> TransferRes
     return session.write_adapter(work, out, written, [*left_out(session.bases.new), *chosen.lines], how)
 
 
-def _write_moved(session: Session, sampled: SampledTransfer, work: str, out: str) -> TransferResult:
+def _write_moved(session: TransferSession, sampled: SampledTransfer, work: str, out: str) -> TransferResult:
     """What weights carry, at the scales of a session."""
     if not sampled.rank:
         return session.write_model(work, out, sampled.tuned, sampled.progress)
@@ -176,7 +176,7 @@ def transferred(
     from rotation_merge.carrying.sampled import SampledTransfer
 
     execution = execution or Execution()
-    session = Session.aligned(bases_of(old, new, config, execution), config, execution, progress)
+    session = TransferSession.aligned(bases_of(old, new, config, execution), config, execution, progress)
     sampled = SampledTransfer(session, name, session.bases.tuned(name), config.rank, progress)
     alignment = session.carrier.alignment
     if not config.needs_samples:

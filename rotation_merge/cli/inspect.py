@@ -22,7 +22,7 @@ from rotation_merge.mergekit_plugin.recipe.document import documents
 from rotation_merge.mergekit_plugin.recipe.donor import RecipeDonor
 from rotation_merge.model.member import Member
 from rotation_merge.record import REPORT_FILE
-from rotation_merge.report.estimate import Averaging, Estimate, averaging, carried, estimate
+from rotation_merge.report.estimate import AveragingCost, Estimate, averaging, carried, estimate
 from rotation_merge.report.files import described, is_ours
 from rotation_merge.report.html import read_report, write_page
 
@@ -123,7 +123,7 @@ def _costs(target: str, options: AlignConfig, untie: bool, as_json: bool) -> int
     return 0
 
 
-def _averaging(path: str) -> Averaging | None:
+def _averaging(path: str) -> AveragingCost | None:
     """What the delegate of a recipe costs that merges task vectors; None of others."""
     from rotation_merge.averaging.task_vectors import TaskVectorMethod
     from rotation_merge.diagnose.donors import last_recipe
@@ -158,7 +158,7 @@ def _donors(target: str, options: AlignConfig, untie: bool, as_json: bool) -> li
 
 
 @dataclass(frozen=True)
-class _Headers:
+class _DonorHeaders:
     """A donor as its config and the heads of its files show it.
 
     Attributes:
@@ -188,7 +188,7 @@ def _estimate(donor: RecipeDonor) -> Estimate:
     return result if donor.origin is None else carried(result, shapes, size)
 
 
-def _headers(donor: RecipeDonor) -> _Headers:
+def _headers(donor: RecipeDonor) -> _DonorHeaders:
     """Anchor and donor as a merge opens them."""
     from rotation_merge.matching.open_pair import check_models, open_pair
 
@@ -200,7 +200,7 @@ def _headers(donor: RecipeDonor) -> _Headers:
         check_models(donor.matched, donor.name, NOTHING, excluded=donor.excluded, unsupported=known, any_base=True)
     pair = open_pair(donor.anchor, donor.anchor, options, donor.untie, unsupported=known)
     warnings = [*checked.warnings, *checked.notes()] if checked is not None else []
-    return _Headers(warnings, replace(pair.anchor.member, architecture=pair.architecture), pair.checked.options)
+    return _DonorHeaders(warnings, replace(pair.anchor.member, architecture=pair.architecture), pair.checked.options)
 
 
 def _show(donor: RecipeDonor, result: Estimate) -> None:

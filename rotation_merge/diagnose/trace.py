@@ -30,7 +30,7 @@ from rotation_merge.report.html import read_report
 
 
 @dataclass(frozen=True)
-class Given:
+class DelegateInput:
     """What the delegate is given of one model.
 
     Attributes:
@@ -62,7 +62,7 @@ class Trace:
     rows: list[SpaceRow] = field(default_factory=list)
     delegate: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
-    given: list[Given] = field(default_factory=list)
+    given: list[DelegateInput] = field(default_factory=list)
     note: str = ""
 
 
@@ -147,7 +147,9 @@ def _of_document(document: Document, tensor: str, path: str) -> Trace:
         ((_, values),) = Executor([gather], math_device=cpu, storage_device=cpu).run(quiet=True)
     shared, each = (getattr(tasks[tensor], name, {}) for name in ("parameters", "input_parameters"))
     given = [
-        Given(str(model), *_distances(session, model, known, value, values.get(recipe.base)), _plain(each, model))
+        DelegateInput(
+            str(model), *_distances(session, model, known, value, values.get(recipe.base)), _plain(each, model)
+        )
         for model, value in values.items()
     ]
     report = session.run.report(recipe.base, recipe.delegate.spec.name, "")

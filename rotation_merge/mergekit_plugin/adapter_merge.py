@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rotation_merge.averaging.task_vectors import TASK_VECTORS, TaskVectorMethod, evened, mean_of
 from rotation_merge.errors import CheckpointError, RecipeError, nearest
-from rotation_merge.model.adapter_files import PEFT, AdapterFactors, Factors, read_adapter, write_adapter
+from rotation_merge.model.adapter_files import PEFT, AdapterFactors, LowRankFactors, read_adapter, write_adapter
 
 LINEAR = "linear"
 AUTO = "auto"
@@ -121,7 +121,7 @@ def merge_adapters(
     shares = _weights(weights, len(read))
     _check_rank(rank, energy, read)
     torch.manual_seed(seed)
-    maps: dict[str, Factors] = {}
+    maps: dict[str, LowRankFactors] = {}
     told: dict[str, MergedMap] = {}
     for module in sorted({module for adapter in read for module in adapter.maps}):
         maps[module], told[module] = _merged([a.maps.get(module) for a in read], shares, rule, rank, energy)
@@ -130,12 +130,12 @@ def merge_adapters(
 
 
 def _merged(
-    parts: Sequence[Factors | None],
+    parts: Sequence[LowRankFactors | None],
     weights: Sequence[float],
     rule: _Rule,
     rank: int | str | None,
     energy: float,
-) -> tuple[Factors, MergedMap]:
+) -> tuple[LowRankFactors, MergedMap]:
     """One map of the new adapter; None stands for an adapter that leaves the map as it is."""
     present = [part for part in parts if part is not None]
     like = present[0]

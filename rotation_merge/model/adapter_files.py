@@ -36,7 +36,7 @@ _OTHER_KINDS = re.compile(r"\.(hada_w\w+|lokr_w\w+|lora_mid\.weight|dora_scale|o
 
 
 @dataclass(frozen=True)
-class Factors:
+class LowRankFactors:
     """The low-rank change of one map, ``s B A``.
 
     Attributes:
@@ -63,7 +63,7 @@ class Factors:
         """A (rank, inputs) and s B (outputs, rank), float64."""
         return self.a.double().flatten(1), self.scale * self.b.double().flatten(1)
 
-    def with_flat(self, a: Tensor, b: Tensor) -> Factors:
+    def with_flat(self, a: Tensor, b: Tensor) -> LowRankFactors:
         """Other factors of the same map, in this one's shapes and types, with the scale 1."""
         a_shape, b_shape = (len(a), *self.a.shape[1:]), (len(b), len(a), *self.b.shape[2:])
         return replace(self, a=a.reshape(a_shape).to(self.a.dtype), b=b.reshape(b_shape).to(self.b.dtype), scale=1.0)
@@ -80,7 +80,7 @@ class AdapterFactors:
 
     path: str
     form: str
-    maps: Mapping[str, Factors]
+    maps: Mapping[str, LowRankFactors]
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -113,7 +113,7 @@ def _read_folder(path: str) -> AdapterFactors:
             raise CheckpointError(f"{kind} '{name}', which has no factors", where=path, remedy=IN_BASE)
         factors = adapter.factors(name)
         assert factors is not None
-        maps[name.removesuffix(".weight")] = Factors(*factors, embedding=change.embedding)
+        maps[name.removesuffix(".weight")] = LowRankFactors(*factors, embedding=change.embedding)
     return AdapterFactors(path, PEFT, maps, adapter.config)
 
 
@@ -132,7 +132,7 @@ def _read_file(path: str) -> AdapterFactors:
     if form is None:
         raise CheckpointError("holds no factors of a LoRA", where=path, remedy="name an adapter, not a model")
     down, up = FILE_FORMS[form]
-    maps: dict[str, Factors] = {}
+    maps: dict[str, LowRankFactors] = {}
     for name in sorted(tensors):
         module, leaf = name.removesuffix(f".{down}"), tensors[name]
         if module == name:
@@ -143,7 +143,7 @@ def _read_file(path: str) -> AdapterFactors:
         if b is None or leaf.ndim < 2 or b.ndim < 2 or b.shape[1] != len(leaf):
             raise CheckpointError(f"'{module}' lacks factors that fit", where=path, remedy="download it again")
         alpha = tensors.get(f"{module}.alpha")
-        maps[module] = Factors(leaf, b, 1.0 if alpha is None else float(alpha) / len(leaf))
+        maps[module] = LowRankFactors(leaf, b, 1.0 if alpha is None else float(alpha) / len(leaf))
         if not all_finite([leaf, b]):
             raise CheckpointError(f"'{module}' holds NaN or infinity", where=path, remedy="download it again")
     return AdapterFactors(path, form, maps)

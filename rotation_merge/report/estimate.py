@@ -130,7 +130,7 @@ def estimate(
 
 
 @dataclass(frozen=True)
-class Averaging:
+class AveragingCost:
     """What a delegate of task vectors costs beside reading and writing.
 
     Attributes:
@@ -145,7 +145,7 @@ class Averaging:
 
 def averaging(
     method: TaskVectorMethod, parameters: Mapping[str, Any], architecture: Architecture, shapes: Shapes, models: int
-) -> Averaging:
+) -> AveragingCost:
     """Estimate the averaging of all maps, in float64.
 
     Args:
@@ -165,7 +165,7 @@ def averaging(
             only = {**values, "sides": "one"} if info.vocabulary_axis is not None else values
             operations += count * method.operations((outputs, inputs), models, only)
             memory = max(memory, WIDE * ((2 * models + 4) * outputs * inputs + 2 * min(outputs, inputs) ** 2))
-    return Averaging(method.spec.name, operations / (flops_per_second() * DOUBLE), memory)
+    return AveragingCost(method.spec.name, operations / (flops_per_second() * DOUBLE), memory)
 
 
 def carried(estimate: Estimate, shapes: Shapes, itemsize: int) -> Estimate:

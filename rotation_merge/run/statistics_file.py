@@ -106,7 +106,7 @@ class Statistics:
         """
         split, behind, uncalled = (frozenset(json.loads(meta[part])) for part in ("split", "behind", "uncalled"))
         metadata, inputs = json.loads(meta["made"]), json.loads(meta["inputs"])
-        return cls(name, metadata, inputs, split, behind, uncalled, frozenset(tensors), Held(tensors))
+        return cls(name, metadata, inputs, split, behind, uncalled, frozenset(tensors), InMemoryTensors(tensors))
 
     def check(self, kind: str, fingerprint: str, model: str, remedy: str) -> None:
         """Refuse statistics of other weights, or without a kind of numbers.
@@ -200,7 +200,7 @@ class DeferredTensor:
 
 
 @dataclass(frozen=True)
-class Held:
+class InMemoryTensors:
     """Tensors in memory, read as those of a file are."""
 
     tensors: Mapping[str, DeferredTensor]

@@ -29,7 +29,7 @@ MERGED = ("mergekit_config.yml", "rotation_merge.json")
 
 
 @dataclass(frozen=True)
-class Base:
+class TaskVectorBase:
     """What models were tuned from.
 
     Attributes:
@@ -43,7 +43,7 @@ class Base:
     changes: SampledChanges
 
 
-def find_base(models: Sequence[str], given: str | None = None) -> Base | None:
+def find_base(models: Sequence[str], given: str | None = None) -> TaskVectorBase | None:
     """The base of all models; None where nothing says which it is, or it is not here.
 
     Args:
@@ -61,7 +61,7 @@ def find_base(models: Sequence[str], given: str | None = None) -> Base | None:
     return _nearest(models, opened)
 
 
-def _opened(name: str, why: str, models: Mapping[str, Model]) -> Base:
+def _opened(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase:
     """
     Raises:
         RotationMergeError: it is missing, or not the base of a model.
@@ -76,10 +76,10 @@ def _opened(name: str, why: str, models: Mapping[str, Model]) -> Base:
             what = f"is no base of {model}: the mean cosine of their matrices is {cosine:.2f}"
             raise CheckpointError(what, where=name, remedy="name the model that all were tuned from, or leave it out")
     others = {model: opened for model, opened in models.items() if model != name}
-    return Base(name, why, sampled_changes(base, others))
+    return TaskVectorBase(name, why, sampled_changes(base, others))
 
 
-def _tried(name: str, why: str, models: Mapping[str, Model]) -> Base | None:
+def _tried(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase | None:
     try:
         return _opened(name, why, models)
     except RotationMergeError:
@@ -113,7 +113,7 @@ def _stated(folder: str) -> list[str]:
     return [str(name) for name in names] if len(names) == 1 else []
 
 
-def _nearest(models: Sequence[str], opened: Mapping[str, Model]) -> Base | None:
+def _nearest(models: Sequence[str], opened: Mapping[str, Model]) -> TaskVectorBase | None:
     """Of the models themselves and the folders beside them, the one that all others changed each in its own way."""
     if len(models) < 2:
         return None

@@ -12,7 +12,7 @@ import yaml
 from rotation_merge.architecture import Architecture
 from rotation_merge.matching.options import BOTH
 from rotation_merge.model.naming import shortened
-from rotation_merge.search.base import Base
+from rotation_merge.search.base import TaskVectorBase
 
 PLAIN = {"attention": "none", "heads": "none", "ffn": "none", "rescale": False}
 LOCAL = {"heads": "permutation"}
@@ -139,7 +139,7 @@ class Planner:
     learned: bool = False
     relation: str = NEAR
     other_ids: bool = False
-    base: Base | None = None
+    base: TaskVectorBase | None = None
     cosine: float = 0.0
 
     def candidates(self) -> list[Candidate]:

@@ -58,7 +58,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Answers:
+class Predictions:
     """A model's answers to one batch.
 
     Attributes:
@@ -86,7 +86,7 @@ def _in_columns(logs: Tensor, columns: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) -> Answers:
+def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) -> Predictions:
     """What a model answers to a batch.
 
     Raises:
@@ -99,7 +99,7 @@ def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) 
         raise DataError(what, remedy="name models with their head, or use barrier")
     if task in FLOATS:
         rows = torch.arange(len(logits))
-        return Answers(logits.float(), rows, rows)
+        return Predictions(logits.float(), rows, rows)
     if logits.shape[-1] == 1:
         what = f"{type(model).__name__} gives one number, which says nothing without a score to compare it with"
         raise DataError(what, remedy="give data with labels or scores")
@@ -108,7 +108,7 @@ def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) 
         logits = logits[:, : counting.shape[1]]
     flat = logits.reshape(-1, logits.shape[-1])
     positions = counting.reshape(-1).nonzero()[:, 0]
-    return Answers(flat, positions, positions // max(1, counting[0].numel()), columns)
+    return Predictions(flat, positions, positions // max(1, counting[0].numel()), columns)
 
 
 def _counting(batch: Batch, task: str, logits: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class Judge:
             self._read[reader, i] = self.readers[reader].read(self.sets[i])
         return self._read[reader, i]
 
-    def _answers(self, model: Any, name: str, i: int, j: int) -> Answers:
+    def _answers(self, model: Any, name: str, i: int, j: int) -> Predictions:
         data = self.data(name, i)[0]
         reader = self.readers.get(name)
         given = answers(model, data.batches[j], data.task, None if reader is None else reader.columns)
@@ -226,9 +226,9 @@ class Judge:
             return given
         positions = sum(b["input_ids"].numel() if "input_ids" in b else 1 for d in self.sets for b in d.batches)
         step = math.ceil(positions * given.logits.shape[-1] / MOST_KEPT)
-        return Answers(given.logits, given.positions[::step], given.examples[::step], given.columns)
+        return Predictions(given.logits, given.positions[::step], given.examples[::step], given.columns)
 
-    def _kept(self, given: Answers) -> Tensor:
+    def _kept(self, given: Predictions) -> Tensor:
         if self.task in FLOATS:
             return given.logits
         return torch.cat([logs.half() for logs in given.logs()])
@@ -252,7 +252,7 @@ class Judge:
 class _Ensemble:
     """The mean of several models' probabilities; of numbers, the mean."""
 
-    models: Sequence[Answers]
+    models: Sequence[Predictions]
 
     @property
     def logits(self) -> Tensor:
@@ -284,7 +284,7 @@ class _Tally:
         self.right = self.positions = 0.0
         self.values: list[list[Tensor]] = [[] for _ in range(count)]
 
-    def add(self, i: int, j: int, given: Answers | _Ensemble) -> None:
+    def add(self, i: int, j: int, given: Predictions | _Ensemble) -> None:
         """The answers to batch j of set i."""
         if self.judge.task in FLOATS:
             self.values[i].append(given.logits)
@@ -299,7 +299,7 @@ class _Tally:
         self.losses[i] += float(sums.sum())
         self.sizes[i] += float(sizes.sum())
 
-    def _losses(self, i: int, j: int, given: Answers | _Ensemble) -> Tensor:
+    def _losses(self, i: int, j: int, given: Predictions | _Ensemble) -> Tensor:
         """The loss at every position, float64."""
         losses, first = [torch.zeros(0, dtype=torch.float64)], 0
         labels = self.judge.labels(i, j, self.reader) if self.judge.labelled else None

@@ -25,7 +25,7 @@ from rotation_merge.run.examples import tokenizer_of
 from rotation_merge.run.functions import load
 from rotation_merge.run.measuring import checkpoint_of
 from rotation_merge.run.written import SELF, SOURCES, writes_text
-from rotation_merge.search.base import Base, find_base
+from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import FAR, NEAR, SHARED
 from rotation_merge.search.clock import Clock
 from rotation_merge.search.config import SearchConfig
@@ -85,7 +85,7 @@ class Parents:
     ensemble: Figures | None
     order: Sequence[str]
     costs: Costs
-    base: Base | None = None
+    base: TaskVectorBase | None = None
     forgetting: Forgetting | None = None
     notes: Sequence[str] = field(default_factory=list)
 
@@ -167,7 +167,7 @@ class Preparation:
             self.notes,
         )
 
-    def _base(self, relation: str) -> Base | None:
+    def _base(self, relation: str) -> TaskVectorBase | None:
         """The models' base, where they may have one; said."""
         config = self.config
         if config.base is None and (relation == FAR or self.other_ids):
@@ -185,7 +185,7 @@ class Preparation:
         return base
 
     def _forgetting(
-        self, base: Base | None, loaded: Mapping[str, Any], deciding: Judge, per_token: float
+        self, base: TaskVectorBase | None, loaded: Mapping[str, Any], deciding: Judge, per_token: float
     ) -> Forgetting | None:
         """What tells how much merges forget of their base; texts are shorter where time is short."""
         if base is None or self.other_ids:

@@ -12,7 +12,7 @@ from tiny_models import ALL, Case, exactly, inputs, make
 from torch import Tensor
 
 from rotation_merge.architecture.model import Architecture
-from rotation_merge.averaging.methods import Averaging, Kfac, RegMean, Target
+from rotation_merge.averaging.methods import Kfac, RegMean, StatisticsMethod, Target
 from rotation_merge.averaging.moved_statistics import carried_fisher, carried_gradient, carried_gram, feeding
 from rotation_merge.errors import StatisticsError
 from rotation_merge.matching.engine import untie_heads
@@ -106,7 +106,7 @@ def test_carrying_equals_measuring_after_alignment(case: Case, tmp_path: Path):
     assert compared >= 4
 
 
-def weigh_alike(method: Averaging, one: LinearMap, weight: Tensor, held: list[dict[str, Tensor]]) -> None:
+def weigh_alike(method: StatisticsMethod, one: LinearMap, weight: Tensor, held: list[dict[str, Tensor]]) -> None:
     """By the statistics of twins, each weight counts as much as the other: two weights average to their mean."""
     other = weight + torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
     part = Helped((Task,), {"loss_scale": 1.0})

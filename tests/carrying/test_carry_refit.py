@@ -28,7 +28,7 @@ from rotation_merge.carrying.config import NONE, PLAIN, TransferConfig
 from rotation_merge.carrying.delta import Delta
 from rotation_merge.carrying.judge import Lift, Parts, Scaled, halves, random_change, search
 from rotation_merge.carrying.refit import ChangeOptions, of_rank, refit_change
-from rotation_merge.carrying.sampled import Candidate, SampledTransfer
+from rotation_merge.carrying.sampled import JudgedChange, SampledTransfer
 from rotation_merge.errors import DataError
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.options import AlignConfig
@@ -135,7 +135,7 @@ def test_never_below_plain_addition_nor_the_new_base(
 ) -> None:
     """On samples held out of every choice; a scale that was given is kept."""
     change = Delta.of_solved(Carrier(Architecture("none", {}, {}, (), {}), {}, {}, Alignment({})), {})
-    candidates = [Candidate(name, change, "", lambda name=name: name) for name in ("refit", PLAIN)]
+    candidates = [JudgedChange(name, change, "", lambda name=name: name) for name in ("refit", PLAIN)]
     session = SimpleNamespace(config=TransferConfig("refit", factor))
     sampled = SampledTransfer(session, "tuned", {}, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(SampledTransfer, "_model", lambda *_: NONE)

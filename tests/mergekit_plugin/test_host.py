@@ -75,7 +75,9 @@ def test_the_supported_range_is_said_once() -> None:
     assert version("mergekit") in (host.OLDEST, host.NEWEST)  # .ci/run tests both
     assert f"mergekit=={host.NEWEST}" in (ROOT / "requirements.lock").read_text().split()
     range_in_words = host.OLDEST if host.OLDEST == host.NEWEST else f"{host.OLDEST} to {host.NEWEST}"
-    assert f"**Which mergekit do I need?** {range_in_words}, the newest release" in " ".join((ROOT / "docs" / "faq.md").read_text().split())
+    assert f"**Which mergekit do I need?** {range_in_words}, the newest release" in " ".join(
+        (ROOT / "docs" / "faq.md").read_text().split()
+    )
 
 
 def test_entry_points_lead_somewhere_and_the_finder_stands_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from test_merge_command import planner
 
 from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.functions import load
-from rotation_merge.search.base import Base, find_base
+from rotation_merge.search.base import TaskVectorBase, find_base
 from rotation_merge.search.candidates import CHANGES, FAR, NEAR, SHARED, Planner
 from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.judge import Figures
@@ -148,7 +148,7 @@ def test_changes_are_merged_where_there_is_a_base() -> None:
     assert "no base is known" in planner(NEAR).left_out()["averages of task vectors"]
     assert "slerp" in names(NEAR)
     assert "slerp" not in names(NEAR, cosine=0.99)
-    alone = Base(C, "as given", base.changes if base else None)  # type: ignore[arg-type]
+    alone = TaskVectorBase(C, "as given", base.changes if base else None)  # type: ignore[arg-type]
     assert {*CHANGES} & {*names(SHARED, base=alone)} == {"task_arithmetic"}
     assert any("one task vector" in why for why in planner(SHARED, base=alone).left_out().values())
 

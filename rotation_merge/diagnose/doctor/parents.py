@@ -61,7 +61,7 @@ class Parent:
 
 
 @dataclass(frozen=True)
-class Parents:
+class ParentSpan:
     """All parents of a merged model.
 
     Attributes:
@@ -78,7 +78,7 @@ class Parents:
         return [tensor for tensor in tensors if tensor is not None and tuple(tensor.shape) == shape]
 
 
-def parents_of(case: Case, progress: Progress | None = None) -> Parents:
+def parents_of(case: Case, progress: Progress | None = None) -> ParentSpan:
     """The parents that are here, as the merge saw them.
 
     Raises:
@@ -87,10 +87,10 @@ def parents_of(case: Case, progress: Progress | None = None) -> Parents:
     if case.recipe.get("slices") or case.recipe.get("modules"):
         named = {name: layers for name, layers in _sliced(case).items() if name in case.models}
         sliced = [Parent(case.models[name].architecture, case.models[name], layers) for name, layers in named.items()]
-        return Parents(sliced, complete=case.method != METHOD and not case.absent)
+        return ParentSpan(sliced, complete=case.method != METHOD and not case.absent)
     if case.method != METHOD:
         plain = [Parent(model.architecture, model) for model in case.models.values()]
-        return Parents(plain, complete=not case.absent)
+        return ParentSpan(plain, complete=not case.absent)
     return _moved(case, progress)
 
 
@@ -111,7 +111,7 @@ def _sliced(case: Case) -> dict[str, dict[int | None, int]]:
     return found
 
 
-def _moved(case: Case, progress: Progress | None) -> Parents:
+def _moved(case: Case, progress: Progress | None) -> ParentSpan:
     """The anchor and the donors of a recipe of ours: matched once more, or moved by their files."""
     anchor, complete = case.models[case.parents[0]], bool(case.donors) and not case.absent
     pairs: list[tuple[RecipeDonor, Pair, Alignment]] = []
@@ -120,7 +120,7 @@ def _moved(case: Case, progress: Progress | None) -> Parents:
         complete = complete and aligned is not None
         pairs += [] if aligned is None else [(donor, *aligned)]
     if not pairs:
-        return Parents([Parent(anchor.architecture, anchor)], complete)
+        return ParentSpan([Parent(anchor.architecture, anchor)], complete)
     folded = next((alignment.folded for _, _, alignment in pairs if alignment.folded), ())
     layout = pairs[0][1].architecture
     found = [Parent(layout, aligned_source(layout, pairs[0][1].sources[0], Alignment({}, folded)))]
@@ -130,7 +130,7 @@ def _moved(case: Case, progress: Progress | None) -> Parents:
             sources.append(open_pair(donor.origin, donor.name, NOTHING, donor.untie, any_base=True).sources[1])
         whole = Alignment(alignment.transforms, folded)
         found += [Parent(pair.architecture, aligned_source(pair.architecture, s, whole)) for s in sources]
-    return Parents(found, complete)
+    return ParentSpan(found, complete)
 
 
 def _alignment(case: Case, donor: RecipeDonor, progress: Progress | None) -> tuple[Pair, Alignment] | None:

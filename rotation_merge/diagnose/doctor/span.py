@@ -13,7 +13,7 @@ from rotation_merge.architecture.model import Block, Space, TensorInfo
 from rotation_merge.diagnose.doctor.case import Case
 from rotation_merge.diagnose.doctor.cause import Cause
 from rotation_merge.diagnose.doctor.layouts import HEADS, Layout, layouts_in, move_nothing
-from rotation_merge.diagnose.doctor.parents import Parent, Parents, parents_of
+from rotation_merge.diagnose.doctor.parents import Parent, ParentSpan, parents_of
 from rotation_merge.errors import RotationMergeError, named
 from rotation_merge.mergekit_plugin.recipe.names import METHOD
 from rotation_merge.model.source import Progress, TensorSource, read_tensor
@@ -92,7 +92,7 @@ def _of_parents(case: Case, progress: Progress | None) -> Iterator[Cause]:
         return
     for name in case.parents[1:]:
         anchor, donor = case.models[case.parents[0]], case.models[name]
-        first = Parents([Parent(anchor.architecture, anchor)])
+        first = ParentSpan([Parent(anchor.architecture, anchor)])
         try:
             yield from _permuted(name, compare(donor.architecture.blocks, donor, first, progress))
         except RotationMergeError:  # which `of_pairs` says
@@ -110,7 +110,7 @@ def _scales_itself(case: Case) -> bool:
 
 
 def compare(
-    blocks: tuple[Block, ...], merged: TensorSource, parents: Parents, progress: Progress | None = None
+    blocks: tuple[Block, ...], merged: TensorSource, parents: ParentSpan, progress: Progress | None = None
 ) -> Comparison:
     """Every matrix of the layers beside those of the parents."""
     result = Comparison()
@@ -134,7 +134,9 @@ def compare(
     return result
 
 
-def _pair(block: Block, info: TensorInfo, merged: TensorSource, parents: Parents) -> tuple[Tensor, list[Tensor]] | None:
+def _pair(
+    block: Block, info: TensorInfo, merged: TensorSource, parents: ParentSpan
+) -> tuple[Tensor, list[Tensor]] | None:
     """A matrix of the merge and those of the parents, in float32; None where there is none, or nothing to compare."""
     tensor = read_tensor(info, merged) if len(info.axes) > 1 else None
     if tensor is None or not tensor.is_floating_point() or not bool(tensor.any()):

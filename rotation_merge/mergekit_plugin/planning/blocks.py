@@ -13,7 +13,7 @@ from rotation_merge.model.checkpoint import Models
 
 
 @dataclass(frozen=True)
-class Source:
+class BlockPart:
     """One model's part in an output block."""
 
     model: ModelReference
@@ -21,7 +21,7 @@ class Source:
     block: Block
 
 
-def same_block(models: Models, model: ModelReference, block: Block) -> Source:
+def same_block(models: Models, model: ModelReference, block: Block) -> BlockPart:
     """The block of another model that stands at the same place.
 
     Raises:
@@ -31,7 +31,7 @@ def same_block(models: Models, model: ModelReference, block: Block) -> Source:
     for other in architecture.blocks:
         same = (other.module, other.place, other.index) == (block.module, block.place, block.index)
         if same and (block.index is not None or other.name == block.name):
-            return Source(model, architecture, other)
+            return BlockPart(model, architecture, other)
     raise CheckpointError(f"has no block like {block.name}", where=str(model), remedy="the models differ in depth")
 
 
@@ -50,8 +50,8 @@ class OutputBlock:
     models: Models
     number: int
     index: int | None
-    anchor: Source
-    sources: list[Source]
+    anchor: BlockPart
+    sources: list[BlockPart]
 
     def names(self, info: TensorInfo) -> tuple[str, ...]:
         """What the pieces of a tensor are called in the output."""
@@ -63,7 +63,7 @@ class OutputBlock:
         name = self.names(self.anchor.block.tensors[0])[0]
         return name if self.index is None else name[: name.index(f".{self.index}.") + len(f".{self.index}.")]
 
-    def has(self, source: Source, info: TensorInfo) -> bool:
+    def has(self, source: BlockPart, info: TensorInfo) -> bool:
         """Whether a model stores a tensor, or ties it to one that it stores."""
         if source.block.tensor(info.key) is not None:
             return True

@@ -26,7 +26,7 @@ from rotation_merge.matching.spanning import whole_spans
 from rotation_merge.mergekit_plugin.planning.ahead import Ahead
 from rotation_merge.mergekit_plugin.planning.carrying import Carried, added_as_it_is, carried, check_adapter, unlike_of
 from rotation_merge.mergekit_plugin.planning.presets import settle_presets
-from rotation_merge.mergekit_plugin.planning.whole import Given, MatchMean, MatchWhole, Pick, devices_of
+from rotation_merge.mergekit_plugin.planning.whole import KnownAlignment, MatchMean, MatchWhole, Pick, devices_of
 from rotation_merge.mergekit_plugin.recipe.donor import title
 from rotation_merge.mergekit_plugin.recipe.names import UNMOVED
 from rotation_merge.mergekit_plugin.recipe.reading import Recipe
@@ -329,7 +329,7 @@ class Donors:
         check_adapter(self.models[origin])
         return origin
 
-    def _given(self, path: str, donor: ModelReference, name: str) -> Given:
+    def _given(self, path: str, donor: ModelReference, name: str) -> KnownAlignment:
         file = load_alignment(local_file(path, self.options.transformers_cache), self._architecture)
         marks = self._base.fingerprint, self.models[donor].fingerprint
         check_fingerprints(file, path, *marks, (str(self.recipe.base), str(donor)))
@@ -345,7 +345,9 @@ class Donors:
         learned = file.metadata.get("learned")
         words = f" It was learned: {learned['verdict']}." if isinstance(learned, dict) and "verdict" in learned else ""
         self.run.note(f"`{donor}` was aligned by the file {path}; nothing was matched.{words}")
-        return Given(key=f"given:{path}:{name}", label="", alignment=file.alignment, donor_name=name, run=self.run)
+        return KnownAlignment(
+            key=f"given:{path}:{name}", label="", alignment=file.alignment, donor_name=name, run=self.run
+        )
 
     def _check(
         self, matched: ModelReference, model: ModelReference, options: AlignConfig, whole: bool = False

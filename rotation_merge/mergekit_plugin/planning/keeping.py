@@ -12,7 +12,7 @@ from rotation_merge.architecture import resolve
 from rotation_merge.errors import RecipeError
 from rotation_merge.matching.alignment import Alignment, Basis, Identity, anchor_biases, needed_folds
 from rotation_merge.matching.open_pair import head
-from rotation_merge.mergekit_plugin.planning.blocks import Source
+from rotation_merge.mergekit_plugin.planning.blocks import BlockPart
 from rotation_merge.mergekit_plugin.planning.files import ALIGNMENT, KEPT_BY, numbered
 from rotation_merge.mergekit_plugin.planning.session import Session
 from rotation_merge.model.fingerprint import Fingerprint
@@ -21,7 +21,7 @@ from rotation_merge.record import figures
 LOG = logging.getLogger(__name__)
 
 
-def check_keepable(session: Session, anchor: Source, sources: list[Source]) -> None:
+def check_keepable(session: Session, anchor: BlockPart, sources: list[BlockPart]) -> None:
     """Refuse to keep what no alignment file can hold.
 
     Raises:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rotation_merge.architecture.model import Block, TensorInfo
 from rotation_merge.matching.block import wanted_spaces
-from rotation_merge.mergekit_plugin.planning.blocks import OutputBlock, Source, same_block
+from rotation_merge.mergekit_plugin.planning.blocks import BlockPart, OutputBlock, same_block
 from rotation_merge.mergekit_plugin.planning.donors import Donor, Donors
 from rotation_merge.mergekit_plugin.planning.tasks import CarriedTensor, LabelledLoad, Loads, MatchBlock, MoveTensor
 from rotation_merge.model.biases import holders, inputs
@@ -34,11 +34,11 @@ class Move:
         scale: of the change from the origin.
     """
 
-    source: Source
+    source: BlockPart
     frame: Block
     transforms: Task | None = None
     whole: Task | None = None
-    origin: Source | None = None
+    origin: BlockPart | None = None
     rows: tuple[Tensor, Tensor] | None = None
     carrying: Task | None = None
     scale: float = 1.0
@@ -51,7 +51,7 @@ class Moves:
         self.donors, self.out, self.fold = donors, out, donors.fold
         self.found = {source.model: self._carried(source, reader) for source in (out.anchor, *out.sources)}
 
-    def _carried(self, source: Source, reader: ConfigReader) -> Move:
+    def _carried(self, source: BlockPart, reader: ConfigReader) -> Move:
         """How one source's tensors are moved, or what carries them with samples."""
         donor = self.donors.found.get(source.model, Donor())
         if donor.carried.carrying is not None:
@@ -59,7 +59,7 @@ class Moves:
             return Move(source, frame.block, carrying=donor.carried.carrying)
         return replace(self._move(source, reader), scale=donor.carried.scale)
 
-    def _move(self, source: Source, reader: ConfigReader) -> Move:
+    def _move(self, source: BlockPart, reader: ConfigReader) -> Move:
         """How the tensors of one source's block are moved."""
         recipe, anchor = self.donors.recipe, self.out.anchor
         donor = self.donors.found.get(source.model, Donor())
@@ -95,7 +95,7 @@ class Moves:
             self.donors.ahead.add(task, sum(math.prod(shapes.get(name, (0,))) for name in names))
         return Move(source, anchor.block, task, donor.whole, origin, donor.rows)
 
-    def tasks(self, source: Source, info: TensorInfo) -> tuple[Task, ...]:
+    def tasks(self, source: BlockPart, info: TensorInfo) -> tuple[Task, ...]:
         """What gives a source's pieces of one tensor: the loads themselves, or a task that moves them."""
         move, names = self.found[source.model], self.out.names(info)
         block = move.frame
@@ -150,7 +150,7 @@ class Moves:
         )
         return (task,) * len(names)
 
-    def _stored(self, source: Source, info: TensorInfo) -> torch.dtype | None:
+    def _stored(self, source: BlockPart, info: TensorInfo) -> torch.dtype | None:
         """What a model with an adapter stores a tensor in; None of other models, whose tensors come in it."""
         if source.model.lora is None:
             return None
@@ -158,7 +158,7 @@ class Moves:
         dtypes = self.donors.models[source.model].dtypes
         return next((dtypes[name] for name in (*own.names, *own.tied) if name in dtypes), None)
 
-    def loads(self, source: Source, keys: Iterable[str]) -> Loads:
+    def loads(self, source: BlockPart, keys: Iterable[str]) -> Loads:
         """Loads of some tensors of a source's block, labelled by the names they have in the output."""
         options = self.donors.options
         device = options.device if options.read_to_gpu else None
@@ -188,7 +188,7 @@ class Moves:
         """The tensors that some folded ones are made of."""
         return list(dict.fromkeys(made for key in keys for made in self.fold_keys(block, key)))
 
-    def _same_block(self, model: ModelReference, block: Block) -> Source:
+    def _same_block(self, model: ModelReference, block: Block) -> BlockPart:
         return same_block(self.donors.models, model, block)
 
     def fold_keys(self, block: Block, key: str) -> list[str]:

@@ -20,7 +20,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from rotation_merge.architecture.model import TensorInfo
 from rotation_merge.averaging.methods import BLOCK, MODEL, STOCK, plan_of
 from rotation_merge.errors import RecipeError, not_written
-from rotation_merge.mergekit_plugin.planning.blocks import OutputBlock, Source, same_block
+from rotation_merge.mergekit_plugin.planning.blocks import BlockPart, OutputBlock, same_block
 from rotation_merge.mergekit_plugin.planning.delegate import Delegated
 from rotation_merge.mergekit_plugin.planning.donors import Donors
 from rotation_merge.mergekit_plugin.planning.keeping import check_keepable
@@ -105,12 +105,12 @@ class RotationMergePlanner(MergePlanner):
     def _plan_outside(
         self, module: str, place: str, sources: Sequence[InputSliceDefinition], reader: ConfigReader
     ) -> None:
-        found: dict[str, list[Source]] = {}
+        found: dict[str, list[BlockPart]] = {}
         for source in sources:
             architecture = self.models[source.model].architecture
             for block in architecture.blocks:
                 if block.module == module and block.place == place:
-                    found.setdefault(block.name, []).append(Source(source.model, architecture, block))
+                    found.setdefault(block.name, []).append(BlockPart(source.model, architecture, block))
         for same in found.values():
             self.plan_block(same, None, reader)
 
@@ -133,11 +133,11 @@ class RotationMergePlanner(MergePlanner):
                     where=f"slices, {source.model}",
                     remedy="mend layer_range",
                 )
-            found.append(Source(source.model, architecture, layers[index]))
+            found.append(BlockPart(source.model, architecture, layers[index]))
         self.plan_block(found, self._current_module_layers, cfg_reader.with_t(t))
         self._current_module_layers += 1
 
-    def plan_block(self, sources: list[Source], index: int | None, reader: ConfigReader) -> None:
+    def plan_block(self, sources: list[BlockPart], index: int | None, reader: ConfigReader) -> None:
         """All tensors of one output block."""
         self._blocks_planned += 1
         anchor = next((s for s in sources if s.model == self.recipe.base), None)

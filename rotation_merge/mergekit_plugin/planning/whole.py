@@ -68,7 +68,7 @@ def devices_of(options: MergeOptions) -> tuple[str, ...]:
     return tuple(f"{common.get_torch_accelerator_type()}:{number}" for number in range(count))
 
 
-class Given(WholeTask):
+class KnownAlignment(WholeTask):
     """An alignment that is known already."""
 
     alignment: Alignment = Field(repr=False)

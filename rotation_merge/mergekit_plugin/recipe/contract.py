@@ -9,7 +9,7 @@ from mergekit.common import ModelReference
 from mergekit.merge_methods.base import BasePolicy, InputContract, MergeMethod, ParameterScope, ParameterSpec
 
 from rotation_merge.mergekit_plugin.recipe.document import Document
-from rotation_merge.mergekit_plugin.recipe.places import Group, groups, reference
+from rotation_merge.mergekit_plugin.recipe.places import MergedTogether, groups, reference
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
 """Types of mergekit's parameters, in words."""
@@ -71,7 +71,7 @@ def check_contract(document: Document, delegate: MergeMethod) -> None:
 
 
 def _given(
-    document: Document, parameter: ParameterSpec, group: Group, base: ModelReference | None, delegate: str
+    document: Document, parameter: ParameterSpec, group: MergedTogether, base: ModelReference | None, delegate: str
 ) -> None:
     name, what = parameter.name, f"delegate {delegate} needs the parameter '{parameter.name}'"
     if parameter.scope == ParameterScope.SHARED:

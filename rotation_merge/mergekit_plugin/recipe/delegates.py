@@ -66,7 +66,7 @@ class Delegate:
 
 
 @dataclass(frozen=True)
-class Option:
+class DelegateOption:
     """One parameter of rotation_merge."""
 
     name: str
@@ -104,10 +104,10 @@ def _models(contract: InputContract) -> str:
     return words
 
 
-def options() -> list[Option]:
+def options() -> list[DelegateOption]:
     """Every parameter of rotation_merge itself."""
     return [
-        Option(
+        DelegateOption(
             key.name,
             PLACES[key.scope],
             ", ".join(value.words if isinstance(value, Kind) else str(value).lower() for value in key.values),

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from rotation_merge.mergekit_plugin.recipe.document import Document, Path
 from rotation_merge.mergekit_plugin.recipe.names import OPTIONS
-from rotation_merge.mergekit_plugin.recipe.places import Group, at, groups, reference
+from rotation_merge.mergekit_plugin.recipe.places import MergedTogether, at, groups, reference
 
 MATCHING = (*OPTIONS, "preset", "match_on")
 """Parameters that only say how donors are matched."""
@@ -37,7 +37,7 @@ def _above(entry: Path) -> list[Path]:
     return [entry[:length] for length in range(len(entry) - 1)]
 
 
-def _moved(group: Group, number: int) -> bool:
+def _moved(group: MergedTogether, number: int) -> bool:
     """Whether a file moves a model, and nothing of it is matched."""
     if group.settings[number].get("alignment") in (None, False, "none"):
         return False

@@ -106,7 +106,7 @@ def filters(setting: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Group:
+class MergedTogether:
     """Models that are merged with one another: those of a slice, or of the whole recipe or module.
 
     Attributes:
@@ -132,7 +132,7 @@ class Group:
         return [*self.models, base] if self.adds_base and base and base not in self.models else self.models
 
 
-def groups(value: Mapping[str, Any]) -> Iterator[Group]:
+def groups(value: Mapping[str, Any]) -> Iterator[MergedTogether]:
     """Every set of models that the delegate will see, as far as they can be read."""
     for path, part in outputs(value):
         shared = [_settings(part), *([_settings(value)] if path else [])]
@@ -146,13 +146,13 @@ def groups(value: Mapping[str, Any]) -> Iterator[Group]:
 
 def _group(
     value: Mapping[str, Any], path: Path, listed: Path, shared: list[Mapping[str, Any]], adds_base: bool
-) -> Iterator[Group]:
+) -> Iterator[MergedTogether]:
     entries = [(*listed, i) for i, _ in items(at(value, listed))]
     models = [reference(at(value, (*entry, "model"))) for entry in entries]
     known = [model for model in models if model is not None]
     if len(known) == len(models):
         sources = [at(value, entry) for entry in entries]
-        yield Group(path, entries, known, sources, list(map(_settings, sources)), shared, adds_base)
+        yield MergedTogether(path, entries, known, sources, list(map(_settings, sources)), shared, adds_base)
 
 
 def _settings(part: Any) -> Mapping[str, Any]:
