@@ -122,11 +122,11 @@ def merge_adapters(
     _check_rank(rank, energy, read)
     torch.manual_seed(seed)
     maps: dict[str, LowRankFactors] = {}
-    told: dict[str, MergedMap] = {}
+    maps_by_module: dict[str, MergedMap] = {}
     for module in sorted({module for adapter in read for module in adapter.maps}):
-        maps[module], told[module] = _merged([a.maps.get(module) for a in read], shares, rule, rank, energy)
+        maps[module], maps_by_module[module] = _merged([a.maps.get(module) for a in read], shares, rule, rank, energy)
     first = read[0]
-    return MergedAdapter(replace(first, maps=maps), tuple(a.path for a in read), told)
+    return MergedAdapter(replace(first, maps=maps), tuple(a.path for a in read), maps_by_module)
 
 
 def _merged(
@@ -163,7 +163,7 @@ def _merged(
     count = _count(s[:most], total, rank, energy)
     root = s[:count].sqrt()
     a, b = root[:, None] * v[:count], u[:, :count] * root
-    kept = float(s[:count].square().sum()) / total if total else 1.0
+    retained = float(s[:count].square().sum()) / total if total else 1.0
     shares: list[float | None] = []
     for part in parts:
         if part is None:
@@ -172,7 +172,7 @@ def _merged(
         own_a, own_b = part.flat()
         squared = float(((own_b.mT @ own_b) * (own_a @ own_a.mT)).sum())
         shares.append(float(((b.mT @ own_b) * (a @ own_a.mT)).sum()) / squared if squared else 1.0)
-    return like.with_flat(a, b), MergedMap(count, tuple(shares), kept, ratio)
+    return like.with_flat(a, b), MergedMap(count, tuple(shares), retained, ratio)
 
 
 def _ratio(cores: Sequence[Tensor]) -> float:
@@ -302,17 +302,19 @@ def _check_alike(read: Sequence[AdapterFactors], same_base: bool) -> None:
     first = read[0]
     for adapter in read[1:]:
         if adapter.form != first.form:
-            what = f"is in the format of {adapter.form}, {first.path} in that of {first.form}"
-            raise CheckpointError(what, where=adapter.path, remedy="convert one of them first")
+            problem = f"is in the format of {adapter.form}, {first.path} in that of {first.form}"
+            raise CheckpointError(problem, where=adapter.path, remedy="convert one of them first")
         if same_base and adapter.base != first.base:
-            what = f"is an adapter of {adapter.base}, {first.path} one of {first.base}"
+            problem = f"is an adapter of {adapter.base}, {first.path} one of {first.base}"
             remedy = "carry one of them first ('rotation-merge carry'); --force if the two are the same model"
-            raise CheckpointError(what, where=adapter.path, remedy=remedy)
+            raise CheckpointError(problem, where=adapter.path, remedy=remedy)
         for module, factors in adapter.maps.items():
-            other = first.maps.get(module)
-            if other is not None and other.shape != factors.shape:
-                what = f"changes '{module}' of shape {list(factors.shape)}, {first.path} of {list(other.shape)}"
-                raise CheckpointError(what, where=adapter.path, remedy="they belong to different models")
+            first_factors = first.maps.get(module)
+            if first_factors is not None and first_factors.shape != factors.shape:
+                problem = (
+                    f"changes '{module}' of shape {list(factors.shape)}, {first.path} of {list(first_factors.shape)}"
+                )
+                raise CheckpointError(problem, where=adapter.path, remedy="they belong to different models")
     if not any(set(first.maps) & set(adapter.maps) for adapter in read[1:]) and first.form != PEFT:
         raise CheckpointError(
             f"has no map in common with {first.path}", where=read[1].path, remedy="they belong to different models"

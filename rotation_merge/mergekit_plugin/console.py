@@ -55,19 +55,19 @@ def line(error: Exception) -> str:
             return str(_validation_error(error))
         case yaml.MarkedYAMLError():
             mark = error.problem_mark or error.context_mark
-            where = f"recipe, line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
-            return str(RecipeError(f"not valid YAML ({error.problem})", where=where, remedy="mend the syntax"))
+            place = f"recipe, line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
+            return str(RecipeError(f"not valid YAML ({error.problem})", where=place, remedy="mend the syntax"))
         case SafetensorError() | OSError():
             return str(_file_error(error))
     text = " ".join(f"{error}".split())
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
         return str(_out_of_memory(text, "the GPU" if type(error).__name__ == "OutOfMemoryError" else "this machine"))
     if "inline_container" in text:  # how torch reports that a pickle could not be written to its end
-        what = "a weight file cannot be written to its end, the disk may be full"
-        return str(RotationMergeError(what, remedy="free some space"))
+        problem = "a weight file cannot be written to its end, the disk may be full"
+        return str(RotationMergeError(problem, remedy="free some space"))
     if text == "'torch.storage.TypedStorage' object has no attribute 'execute'":  # mergekit's loader.py, Python 3.13
-        what = "mergekit cannot read pickled weights lazily on Python 3.13 and newer"
-        return str(RotationMergeError(what, remedy="leave out --lazy-unpickle"))
+        problem = "mergekit cannot read pickled weights lazily on Python 3.13 and newer"
+        return str(RotationMergeError(problem, remedy="leave out --lazy-unpickle"))
     if type(error) in (RuntimeError, ValueError) and text:
         return text
     return f"{type(error).__name__}: {text or 'no message'}; run again with -vv to see where"
@@ -81,9 +81,9 @@ _LESS = {
 
 def _out_of_memory(text: str, device: str) -> RotationMergeError:
     """What torch, or Python, says of a device that has not enough."""
-    wanted = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", text)
+    size = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", text)
     return RotationMergeError(
-        f"{device} ran out of memory" + (f" (tried to allocate {wanted[1]})" if wanted else ""),
+        f"{device} ran out of memory" + (f" (tried to allocate {size[1]})" if size else ""),
         remedy=f"match {_LESS[device]}, or run on fewer samples at once (--batch-size; fit: --checkpointing)",
     )
 
@@ -101,8 +101,8 @@ def _file_error(error: Exception) -> RotationMergeError:
     if isinstance(error, SafetensorError) and not any(mark in text for mark in ("I/O", "IoError", "os error")):
         return CheckpointError(f"a safetensors file is corrupt ({text})", remedy="download it again")
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
-        what, where = f"cannot be read or written ({error.strerror.lower()})", name_when_whole(error.filename)
-        return RotationMergeError(what, where=where, remedy="check the path and its permissions")
+        problem, path = f"cannot be read or written ({error.strerror.lower()})", name_when_whole(error.filename)
+        return RotationMergeError(problem, where=path, remedy="check the path and its permissions")
     return RotationMergeError(text, remedy="check the path and its permissions")
 
 
@@ -117,5 +117,5 @@ def _validation_error(error: ValidationError) -> RecipeError:
     from rotation_merge.mergekit_plugin.recipe.settings import explain
 
     first = error.errors()[0]
-    what, remedy = explain(first)
-    return RecipeError(what, where=f"recipe, {dotted(first['loc'])}" if first["loc"] else "recipe", remedy=remedy)
+    problem, remedy = explain(first)
+    return RecipeError(problem, where=f"recipe, {dotted(first['loc'])}" if first["loc"] else "recipe", remedy=remedy)

@@ -85,11 +85,13 @@ def extend_tokenizers(module: Any) -> None:
         folders = {model: _in_folder(model) for model in models}
         if isinstance(tokenizer_source, type(models[0])):
             tokenizer_source = _in_folder(tokenizer_source)
-        base, others = folders.get(base_model), [folders[model] for model in referenced_models]
-        info = stock(base, others, tokenizer_source=tokenizer_source, **kwargs)
-        for kept in (info.permutations, info.original_vocabs):
-            if kept is not None:
-                kept.update({model: kept.pop(folder) for model, folder in folders.items() if folder in kept})
+        base, referenced = folders.get(base_model), [folders[model] for model in referenced_models]
+        info = stock(base, referenced, tokenizer_source=tokenizer_source, **kwargs)
+        for by_model in (info.permutations, info.original_vocabs):
+            if by_model is not None:
+                by_model.update(
+                    {model: by_model.pop(folder) for model, folder in folders.items() if folder in by_model}
+                )
         return info
 
     module.build_tokenizer = build_tokenizer
@@ -228,10 +230,10 @@ def _ours_in(path: str) -> list[bool]:
     if "rotation" not in text.lower():
         return []
     try:
-        found = ours_in(text)
+        matches = ours_in(text)
     except RecipeError:
-        found = [re.search(rf"^\w+:\s*['\"]?{METHOD}\b|^merge_method:\s*['\"]?\w*rotation", text, re.M) is not None]
-    return found if any(found) else []
+        matches = [re.search(rf"^\w+:\s*['\"]?{METHOD}\b|^merge_method:\s*['\"]?\w*rotation", text, re.M) is not None]
+    return matches if any(matches) else []
 
 
 def extend_genome(module: Any) -> None:

@@ -61,13 +61,13 @@ def _check_names() -> None:
     for place, names in BUILT_ON.items():
         module, _, owner = place.partition(":")
         try:
-            found = import_module(module)
-            held = getattr(found, owner) if owner else found
+            imported = import_module(module)
+            namespace = getattr(imported, owner) if owner else imported
         except (ImportError, AttributeError) as error:
             raise unfit(str(error)) from error
-        fields = {**getattr(held, "__annotations__", {}), **getattr(held, "model_fields", {})}
+        fields = {**getattr(namespace, "__annotations__", {}), **getattr(namespace, "model_fields", {})}
         for name in names:
-            if not hasattr(held, name) and name not in fields:
+            if not hasattr(namespace, name) and name not in fields:
                 raise unfit(f"{place.replace(':', '.')} has no '{name}'")
 
 

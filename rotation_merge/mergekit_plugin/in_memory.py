@@ -152,8 +152,8 @@ class Planned:
 
 def _block_label(name: str) -> str:
     """What the tensors of a layer share: their names up to the layer's number."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found[0] if found else name
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else name
 
 
 def opened_views(views: Sequence[View]) -> list[OpenedModel]:
@@ -197,17 +197,17 @@ def merge_views(
     delegate = delegate_of(method)
     names = [model.name for model in opened]
     models = Models(MergeOptions(quiet=True, random_seed=seed))
-    held = []
+    held_models = []
     for i, held_model in enumerate(opened):
         model = HeldModel(held_model, ModelReference.parse(held_model.name))
         model.statistics = statistics[i] if statistics else None
         model.samples = samples[i] if samples else None
         models[model.reference] = model
-        held.append(model)
+        held_models.append(model)
     for name in parameters or {}:
         if name in BY_NAME and name not in MERGING and name not in [p.name for p in delegate.spec.parameters]:
-            what = f"'{name}' says how models are aligned, and these are averaged as they lie"
-            raise RecipeError(what, remedy="give it to rotation_merge.align, and average what the alignment applies")
+            problem = f"'{name}' says how models are aligned, and these are averaged as they lie"
+            raise RecipeError(problem, remedy="give it to rotation_merge.align, and average what the alignment applies")
     shared = {name.rstrip("_") if keyword.iskeyword(name[:-1]) else name: x for name, x in (parameters or {}).items()}
     value = {
         "merge_method": METHOD,
@@ -217,22 +217,22 @@ def merge_views(
         ],
         "parameters": {**_needed(delegate, shared), **STILL, **shared, "delegate": method},
     }
-    planned, notes = _plan(Document(value), models, held)
+    planned, notes = _plan(Document(value), models, held_models)
     first = views[0]
 
     def compute(block: Block, info: TensorInfo, dtype: torch.dtype | None) -> Tensor | None:
         stored = [first.opened.dtypes.get(name) for name in info.names]
         pieces = []
-        for name, own in zip(info.names, stored, strict=True):
-            if own is not None and not own.is_floating_point:
+        for name, stored_dtype in zip(info.names, stored, strict=True):
+            if stored_dtype is not None and not stored_dtype.is_floating_point:
                 pieces.append(first[name])
             elif name in planned:
                 pieces.append(planned[name])
         if len(pieces) < len(info.names):
             return None
         tensor = torch.stack(pieces) if info.stacked else pieces[0]
-        kept = dtype or first.dtype or stored[0]
-        return tensor.to(kept) if tensor.is_floating_point() and kept is not None else tensor
+        result_dtype = dtype or first.dtype or stored[0]
+        return tensor.to(result_dtype) if tensor.is_floating_point() and result_dtype is not None else tensor
 
     return View(first.opened, compute, first.dtype, first.left_out, (*first.notes, *notes))
 
@@ -251,11 +251,11 @@ def delegate_of(method: str) -> MergeMethod:
 
 def _needed(delegate: MergeMethod, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Equal weights where the delegate asks for weights and none are given."""
-    asked = [p for p in delegate.spec.parameters if p.name == "weight" and p.scope != ParameterScope.SHARED]
-    return {"weight": 1.0} if asked and asked[0].required and "weight" not in parameters else {}
+    specs = [p for p in delegate.spec.parameters if p.name == "weight" and p.scope != ParameterScope.SHARED]
+    return {"weight": 1.0} if specs and specs[0].required and "weight" not in parameters else {}
 
 
-def _plan(document: Document, models: Models, held: Sequence[HeldModel]) -> tuple[Planned, list[str]]:
+def _plan(document: Document, models: Models, held_models: Sequence[HeldModel]) -> tuple[Planned, list[str]]:
     """The tasks of a merge of models in memory, and what there is to say of it.
 
     Raises:
@@ -264,27 +264,27 @@ def _plan(document: Document, models: Models, held: Sequence[HeldModel]) -> tupl
     try:
         recipe = Recipe.of(document)
         session = Session(recipe, models, Run(watched=False))
-        session.recipe = replace(recipe, config=_in_slices(recipe.config, held))
+        session.recipe = replace(recipe, config=_in_slices(recipe.config, held_models))
         config = SessionConfiguration.of(session)
         options = models.options
         planner = RotationMergePlanner(config, architecture_info(config, options), options, SimpleNamespace())
-        return Planned(planner.plan_in_memory(), held), session.run.notes
+        return Planned(planner.plan_in_memory(), held_models), session.run.notes
     except RotationMergeError as error:
-        where = re.sub(r"\.?parameters\b\.?", "", error.where or "") or None
-        raise type(error)(error.what, where=where, remedy=error.remedy) from None
+        place = re.sub(r"\.?parameters\b\.?", "", error.where or "") or None
+        raise type(error)(error.what, where=place, remedy=error.remedy) from None
 
 
-def _in_slices(config: MergeConfiguration, held: Sequence[HeldModel]) -> MergeConfiguration:
+def _in_slices(config: MergeConfiguration, held_models: Sequence[HeldModel]) -> MergeConfiguration:
     """The same with all layers of all models as slices, whose numbers mergekit then asks no file for."""
     modules = {}
-    for module in held[0].architecture.layers_key:
+    for module in held_models[0].architecture.layers_key:
         sources = [
             InputSliceDefinition(
                 model=entry.model,
                 layer_range=(0, len(model.architecture.layers(module))),
                 parameters=entry.parameters,
             )
-            for entry, model in zip(config.models or [], held, strict=True)
+            for entry, model in zip(config.models or [], held_models, strict=True)
         ]
         modules[module] = OutputModuleDefinition(slices=[OutputSliceDefinition(sources=sources)])
     return config.model_copy(update={"models": None, "modules": modules})

@@ -93,8 +93,8 @@ def _run(
         base = session.models[recipe.base]
         tell, tensors = listener(), len(base.names)
         apart = Apart(base.modules, written=lambda count: tell("writing tensors", count, max(count, tensors)))
-        kept = kept_beside(out_path, lambda: _mark(session, options), devices_of(options)[0])
-        with kept as done.ledger, staged(out_path) as staging, _as_it_is_here(apart):
+        ledger = kept_beside(out_path, lambda: _mark(session, options), devices_of(options)[0])
+        with ledger as done.ledger, staged(out_path) as staging, _as_it_is_here(apart):
             with unchanged(_read(config)):
                 stock(
                     SessionConfiguration.of(session), staging, _quiet_about_tokenizers(config, options), config_source
@@ -125,8 +125,8 @@ def _run(
                 from rotation_merge.model.heads import write_heads
 
                 donors = [m for m in config.referenced_models() if m != recipe.base]
-                found = {m: (session.models[m], done.transforms_of(str(m))) for m in donors}
-                write_heads(staging, session.models[recipe.base], found, done.folded, report, done.heads)
+                moved_donors = {m: (session.models[m], done.transforms_of(str(m))) for m in donors}
+                write_heads(staging, session.models[recipe.base], moved_donors, done.folded, report, done.heads)
             if recipe.report:
                 from rotation_merge.report.html import write_page
 
@@ -141,7 +141,7 @@ def _run(
 
 def _read(config: MergeConfiguration) -> list[ModelReference]:
     """The models that a merge reads: those it merges, and what they are fine-tunes of."""
-    origins = [given.get("finetuned_from") for _, given in entries(config)]
+    origins = [settings.get("finetuned_from") for _, settings in entries(config)]
     named = [ModelReference.model_validate(name) for name in origins if name not in (None, "none")]
     return [*config.referenced_models(), *named]
 
@@ -150,7 +150,7 @@ def _mark(session: Session, options: MergeOptions) -> str:
     """What a merge is of: the files of its models, and those that the recipe names; the recipe; what it is run with."""
     config, donors = session.recipe.config, session.donors
     origins = [donor.origin for donor in donors.found.values() if donor.origin is not None] if donors else []
-    models = [session.models[one] for one in dict.fromkeys([*config.referenced_models(), *origins])]
+    models = [session.models[reference] for reference in dict.fromkeys([*config.referenced_models(), *origins])]
     recipe = config.to_yaml()
     words = (str(event.value) for event in yaml.parse(recipe) if isinstance(event, yaml.ScalarEvent))
     return mark_of(models, words, recipe=recipe, seed=options.random_seed, lora_dtype=options.lora_merge_dtype)
@@ -182,8 +182,8 @@ def prove_files(session: Session, place: str) -> None:
     from rotation_merge.run.proof import prove
 
     recipe, done = session.recipe, session.run
-    for given in done.alignment_files.values():
-        donor, file = given.matched, given.file
+    for alignment_file in done.alignment_files.values():
+        donor, file = alignment_file.matched, alignment_file.file
         pair = open_pair(
             str(recipe.base),
             donor,
@@ -201,8 +201,8 @@ def prove_files(session: Session, place: str) -> None:
             shifted = any(spaces[name].head for name in alignment.transforms if name in spaces)
             proof = prove(donor, moved, shifted)
         if proof.failed:
-            what = f"changes what {donor} computes ({proof.words})"
-            raise AlignmentError(what, where=file, remedy="write it again with 'rotation-merge align'")
+            problem = f"changes what {donor} computes ({proof.words})"
+            raise AlignmentError(problem, where=file, remedy="write it again with 'rotation-merge align'")
         done.note(f"`{donor}`, moved by {file}: {proof.words}.")
 
 
@@ -210,7 +210,7 @@ def fingerprints(session: Session) -> dict[str, str]:
     """Of every model that was read, the base first; taken from the tensors as the merge loaded them."""
     recipe, marks = session.recipe, session.run.marks
     origins = [ModelReference.model_validate(name) for name in marks]
-    found = {}
+    prints = {}
     for reference in dict.fromkeys([recipe.base, *recipe.config.referenced_models(), *origins]):
         mark = marks.get(str(reference))
         if mark is not None:
@@ -218,8 +218,8 @@ def fingerprints(session: Session) -> dict[str, str]:
             whole = [name for name in model.architecture.named() if name in model]
             part = sum(name in mark for name in whole)
             words = "" if part == len(whole) else f" (of the {part} of {len(whole)} tensors that were read)"
-            found[str(reference)] = mark.hexdigest(model.config) + words
-    return found
+            prints[str(reference)] = mark.hexdigest(model.config) + words
+    return prints
 
 
 @dataclass(frozen=True)

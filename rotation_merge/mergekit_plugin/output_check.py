@@ -39,8 +39,10 @@ def complete(config: MergeConfiguration, folder: str, options: MergeOptions) -> 
         copied = copy_companions(folder, parents, without)
         return copied, [defect for defect in check_folder(folder, parents) if defect.kind not in without]
     except Exception as error:  # of readers and of transformers, of every kind
-        what = f"could not be looked at ({short(error)})"
-        return [], [Defect("not checked", what, os.path.basename(folder), "run 'rotation-merge doctor'", fatal=False)]
+        problem = f"could not be looked at ({short(error)})"
+        return [], [
+            Defect("not checked", problem, os.path.basename(folder), "run 'rotation-merge doctor'", fatal=False)
+        ]
 
 
 def vocabulary_note(config: MergeConfiguration, folder: str, options: MergeOptions) -> str | None:
@@ -63,10 +65,10 @@ def vocabulary_note(config: MergeConfiguration, folder: str, options: MergeOptio
         if len(names) == 1:
             alone.setdefault(names[0], []).append(f"'{token}'")
     shared = sum(len(names) == len(known) for names in holders.values())
-    some = sum(1 < len(names) < len(known) for names in holders.values())
+    partial = sum(1 < len(names) < len(known) for names in holders.values())
     parts = [f"Vocabulary of {len(result.ids)} tokens: rows of the {shared} that all models have are averaged"]
     parts += [f"{len(tokens)} are only `{name}`'s, with its rows ({named(tokens)})" for name, tokens in alone.items()]
-    parts += [f"{some} are some models' (the others count with the base's row, or with the mean)"] if some else []
+    parts += [f"{partial} are some models' (the others count with the base's row, or with the mean)"] if partial else []
     return f"{'; '.join(parts)}."
 
 

@@ -29,8 +29,8 @@ def replaced(*functions: tuple[ModuleType | type, str, Replacement]) -> Iterator
     with _lock:
         if _running == 0:
             _real.extend((module, name, getattr(module, name)) for module, name, _ in functions)
-            for (module, name, real), (_, _, other) in zip(_real, functions, strict=True):
-                setattr(module, name, _switch(real, other))
+            for (module, name, real), (_, _, replacement) in zip(_real, functions, strict=True):
+                setattr(module, name, _switch(real, replacement))
         _running += 1
     token = _ours.set(True)
     try:
@@ -44,9 +44,9 @@ def replaced(*functions: tuple[ModuleType | type, str, Replacement]) -> Iterator
                 setattr(module, name, real)
 
 
-def _switch(real: Callable[..., Any], other: Replacement) -> Callable[..., Any]:
+def _switch(real: Callable[..., Any], replacement: Replacement) -> Callable[..., Any]:
     @functools.wraps(real)
     def switch(*args: Any, **kwargs: Any) -> Any:
-        return other(real, *args, **kwargs) if _ours.get() else real(*args, **kwargs)
+        return replacement(real, *args, **kwargs) if _ours.get() else real(*args, **kwargs)
 
     return switch

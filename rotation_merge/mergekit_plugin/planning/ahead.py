@@ -32,20 +32,20 @@ class Job(Protocol):
 class Ahead:
     """The blocks of one merge, matched side by side in the order in which mergekit asks for them: that of labels."""
 
-    def __init__(self, one: bool) -> None:
+    def __init__(self, single: bool) -> None:
         """
         Args:
-            one: only one block at a time (`--low-cpu-memory`).
+            single: only one block at a time (`--low-cpu-memory`).
         """
-        self.one, self.weights = one, 1
-        self._left: dict[str, Job] = {}
+        self.single, self.weights = single, 1
+        self._waiting: dict[str, Job] = {}
         self._running: dict[str, Future[BlockMatch]] = {}
         self._whole: dict[str, Alignment | None] = {}
         self._workers: Workers | None = None
 
     def add(self, job: Job, weights: int) -> None:
         """A block of so many weights will be asked for."""
-        self._left[job.key] = job
+        self._waiting[job.key] = job
         self.weights = max(self.weights, weights)
 
     def result(self, job: Job, whole: Alignment | None) -> BlockMatch:
@@ -55,23 +55,23 @@ class Ahead:
             AlignmentError: as matching does.
         """
         if self._workers is None:
-            self._workers = Workers(1 if self.one else workers_for(self.weights))
+            self._workers = Workers(1 if self.single else workers_for(self.weights))
             torch.set_num_threads(max(1, torch.get_num_threads() - self._workers.count))
-            self._left = dict(sorted(self._left.items(), key=lambda item: item[1].label))
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].label))
         self._whole[job.donor_name] = whole
-        if job.key in self._left:
+        if job.key in self._waiting:
             self._begin(job, self._workers)
-        following = [other for other in self._left.values() if self._can_begin(other)]
-        for other in following[: self._workers.count + 1 - len(self._running)]:
-            self._begin(other, self._workers)
+        following = [queued for queued in self._waiting.values() if self._can_begin(queued)]
+        for queued in following[: self._workers.count + 1 - len(self._running)]:
+            self._begin(queued, self._workers)
         try:
-            found = self._running.pop(job.key).result()
+            block_match = self._running.pop(job.key).result()
         except BaseException:
             self.end()
             raise
-        if not self._left and not self._running:
+        if not self._waiting and not self._running:
             self._workers.close()
-        return found
+        return block_match
 
     def end(self) -> None:
         """Nothing is asked for any more, whoever ended the merge: what still runs stops."""
@@ -82,5 +82,5 @@ class Ahead:
         return job.whole is None or job.donor_name in self._whole
 
     def _begin(self, job: Job, workers: Workers) -> None:
-        del self._left[job.key]
+        del self._waiting[job.key]
         self._running[job.key] = workers.submit(job.match, self._whole.get(job.donor_name))

@@ -28,10 +28,10 @@ def same_block(models: Models, model: ModelReference, block: Block) -> BlockPart
         CheckpointError: there is none.
     """
     architecture = models[model].architecture
-    for other in architecture.blocks:
-        same = (other.module, other.place, other.index) == (block.module, block.place, block.index)
-        if same and (block.index is not None or other.name == block.name):
-            return BlockPart(model, architecture, other)
+    for candidate in architecture.blocks:
+        same = (candidate.module, candidate.place, candidate.index) == (block.module, block.place, block.index)
+        if same and (block.index is not None or candidate.name == block.name):
+            return BlockPart(model, architecture, candidate)
     raise CheckpointError(f"has no block like {block.name}", where=str(model), remedy="the models differ in depth")
 
 

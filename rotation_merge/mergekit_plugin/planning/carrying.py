@@ -76,15 +76,15 @@ def carried(
     config = transfer_config(recipe, reader, model, match, options.random_seed or 0)
     if origin is None:
         if config.resizes:
-            what = "'widths' and 'layers_map' are of what fine-tuning changed"
-            raise RecipeError(what, where=str(model), remedy="name its base ('finetuned_from')")
+            problem = "'widths' and 'layers_map' are of what fine-tuning changed"
+            raise RecipeError(problem, where=str(model), remedy="name its base ('finetuned_from')")
         if config.method == "weights":
             return Carried()
         remedy = "name the model that it was tuned from ('finetuned_from')"
         raise RecipeError(f"'carry: {config.method}' carries what fine-tuning changed", where=str(model), remedy=remedy)
     if not config.needs_samples and not config.resizes:
-        what = "how much of its change arrives in function is not measured; 'scale: auto' measures it on samples"
-        run.note(f"`{model}`: {what}.")
+        note = "how much of its change arrives in function is not measured; 'scale: auto' measures it on samples"
+        run.note(f"`{model}`: {note}.")
         return Carried(scale=1.0 if config.factor is None else config.factor)
     if not shares_vocabulary and config.needs_samples:
         raise RecipeError(
@@ -138,7 +138,7 @@ def added_as_it_is(
     if not near.shared:
         return False, ""
     words = f"`{model}`: {origin.reference} and {base.reference} share their coordinates ({near.words})"
-    asked = [name for scope in reader.parameter_sources(model) for name in scope or () if name in ASKS]
-    if asked:
-        return False, f"{words}: what it changed could be added as it is, but '{asked[0]}' asks for more."
+    options = [name for scope in reader.parameter_sources(model) for name in scope or () if name in ASKS]
+    if options:
+        return False, f"{words}: what it changed could be added as it is, but '{options[0]}' asks for more."
     return True, f"{words}: what it changed is added as it is."

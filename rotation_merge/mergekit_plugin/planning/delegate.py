@@ -55,7 +55,7 @@ class DelegateTask(KeyedTask):
 class Helper(Protocol):
     """Plans what a delegate takes beside the models' tensors."""
 
-    def needs(self, wanted: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
+    def needs(self, request: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
         """For every model that counts what its part of one output tensor is merged with; empty where there is nothing.
 
         Raises:
@@ -69,12 +69,12 @@ class Helped:
 
     Attributes:
         tasks: whose results, put together, are `Source.held`.
-        made: the head of its statistics file.
+        metadata: the head of its statistics file.
         split: whether the results are of all stacked pieces, of which each tensor takes its own.
     """
 
     tasks: tuple[Task, ...] = ()
-    made: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     split: bool = False
 
 
@@ -86,41 +86,41 @@ class Delegated:
         self.log = MergeLog(str(self.base))
         donors.run.told_later(lambda: method.words(self.log))
 
-    def task(self, wanted: Wanted) -> DelegateTask:
+    def task(self, request: Wanted) -> DelegateTask:
         """
         Raises:
             RotationMergeError: a parameter means nothing, weights are of no use, or statistics are missing.
         """
-        self.method.check(wanted.parameters)
+        self.method.check(request.parameters)
         if not self.plan.negative:
-            wanted.check_shares(self.method.spec.name)
-        models = wanted.models(self.base)
+            request.check_shares(self.method.spec.name)
+        models = request.models(self.base)
         if self.plan.base:
             models = [self.base, *(model for model in models if model != self.base)]
-        helped = self.helper.needs(wanted, models) if self.helper is not None else {}
+        helped = self.helper.needs(request, models) if self.helper is not None else {}
         if helped and self.plan.statistics:
             models = [model for model in models if model in helped]
-            self.log.with_statistics.update(wanted.info.names)
-        block = wanted.moves.out.anchor.block
-        linear = linear_map(block, wanted.info) if self.plan.maps_only else None
+            self.log.with_statistics.update(request.info.names)
+        block = request.moves.out.anchor.block
+        linear = linear_map(block, request.info) if self.plan.maps_only else None
         parts = [helped.get(model, Helped()) for model in models]
         merge = partial(
             merge_tensor,
             self.method,
             Target(
-                block.tensor(wanted.info.key) or wanted.info,
+                block.tensor(request.info.key) or request.info,
                 linear is not None,
-                wanted.piece if wanted.info.stacked else None,
+                request.piece if request.info.stacked else None,
                 self.log,
             ),
-            [(model, float(wanted.shares[model]), part) for model, part in zip(models, parts, strict=True)],
-            dict(wanted.parameters),
+            [(model, float(request.shares[model]), part) for model, part in zip(models, parts, strict=True)],
+            dict(request.parameters),
             linear is not None and linear.reads < linear.gives,
-            wanted.label,
+            request.label,
         )
         needs = {f"{i}:{j}": task for i, part in enumerate(parts) for j, task in enumerate(part.tasks)}
-        key = f"merge:{wanted.key}"
-        return DelegateTask(key=key, label=wanted.label, work=merge, needs={"tensors": wanted.gather, **needs})
+        key = f"merge:{request.key}"
+        return DelegateTask(key=key, label=request.label, work=merge, needs={"tensors": request.gather, **needs})
 
 
 class MergedSource:
@@ -190,13 +190,13 @@ def merge_tensor(
         return first
     sources = []
     for number, (model, share, helped) in enumerate(parts):
-        held: dict[str, Any] = {}
+        results_of_model: dict[str, Any] = {}
         for i in range(len(helped.tasks)):
-            held |= results[f"{number}:{i}"]
+            results_of_model |= results[f"{number}:{i}"]
         if helped.split and target.piece is not None:
-            held = {name: value[target.piece] for name, value in held.items()}
+            results_of_model = {name: value[target.piece] for name, value in results_of_model.items()}
         weight = tensors[model].mT if flipped else tensors[model]
-        sources.append(Source(weight, share, held, helped.made))
+        sources.append(Source(weight, share, results_of_model, helped.metadata))
     try:
         if target.linear and first.ndim == 3:
             rows = [[_row(source, i) for source in sources] for i in range(len(first))]
@@ -209,5 +209,5 @@ def merge_tensor(
 
 
 def _row(source: Source, row: int) -> Source:
-    held = {name: value[row] for name, value in source.held.items()}
-    return Source(source.weight[row], source.share, held, source.made)
+    row_results = {name: value[row] for name, value in source.held.items()}
+    return Source(source.weight[row], source.share, row_results, source.made)

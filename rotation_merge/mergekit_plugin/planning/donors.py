@@ -93,7 +93,7 @@ class Donors:
         """
         self = cls(recipe, models, options, run)
         if torch.device(devices_of(options)[0]).type == "cpu" and not options.multi_gpu:
-            self.ahead = Ahead(one=options.low_cpu_memory)
+            self.ahead = Ahead(single=options.low_cpu_memory)
             run.endings.append(self.ahead.end)
         readers: dict[ModelReference, ConfigReader] = {}
         for name, module in (config.modules or {}).items():
@@ -113,8 +113,8 @@ class Donors:
             for model, reader in readers.items():
                 donor = self._settle(model, reader)
                 match = AlignConfig() if donor.checked is None else donor.checked.options
-                own = carried(recipe, reader, options, run, model, donor.origin, match, donor.rows is None)
-                self.found[model] = replace(donor, carried=own)
+                carrying = carried(recipe, reader, options, run, model, donor.origin, match, donor.rows is None)
+                self.found[model] = replace(donor, carried=carrying)
         for model, donor in self.found.items():
             how = "block by block" if donor.whole is None else f"by {type(donor.whole).__name__}"
             options = "with all others" if donor.checked is None else donor.checked.options
@@ -129,8 +129,8 @@ class Donors:
     def dtype(self) -> torch.dtype | None:
         """The type of fewest digits that the recipe rounds to; None: everything stays what it is stored in."""
         named = (self.recipe.config.dtype, self.recipe.config.out_dtype)
-        found = [dtype for name in named if (dtype := dtype_from_name(name)) is not None]
-        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+        dtypes = [dtype for name in named if (dtype := dtype_from_name(name)) is not None]
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
     @property
     def _base(self) -> Model:
@@ -154,8 +154,8 @@ class Donors:
             unmoved, words = added_as_it_is(self.recipe, reader, model, self._base, self.models[origin])
         if unmoved and path is None:
             self.recipe.relations[model] = UNMOVED
-        asked = self.recipe.varying(reader, model) if path is None else NOTHING
-        checked = self._check(origin or model, model, asked)
+        varying = self.recipe.varying(reader, model) if path is None else NOTHING
+        checked = self._check(origin or model, model, varying)
         if origin is None:
             check_forward(self._base.member, self.models[model].member)
         if words and path is None:
@@ -164,9 +164,9 @@ class Donors:
         options = checked.options
         rows = self._rows(origin or model, carried=origin is not None) if origin or options.residual != "none" else None
         if path is not None:
-            given = self._given(path, origin or model, self.name(model, origin))
-            self.run.transforms[str(model)] = given.alignment.transforms
-            return Donor(origin, given, rows, checked)
+            known = self._known_alignment(path, origin or model, self.name(model, origin))
+            self.run.transforms[str(model)] = known.alignment.transforms
+            return Donor(origin, known, rows, checked)
         match = self._match(model, origin, reader)
         by_block = options.residual == "none" and not self._spans(model, options)
         if by_block and match is match_model and plan_of(self.recipe.delegate).unit != MODEL:
@@ -205,14 +205,14 @@ class Donors:
             RotationMergeError: the two do not meet, or something is asked for that needs weights of one shape.
         """
         recipe, base = self.recipe, str(self.recipe.base)
-        own = plan_of(recipe.delegate).one_shape
-        kept = next(
+        one_shape = plan_of(recipe.delegate).one_shape
+        option = next(
             (name for name in ("heads_of", "save_alignment") if recipe.value(name) not in ("base", None, False)), ""
         )
-        if own or kept:
-            what = f"delegate {recipe.delegate.spec.name}" if own else f"'{kept}'"
+        if one_shape or option:
+            culprit = f"delegate {recipe.delegate.spec.name}" if one_shape else f"'{option}'"
             raise RecipeError(
-                f"has another shape than {base}, {what} needs models of one shape",
+                f"has another shape than {base}, {culprit} needs models of one shape",
                 where=str(model),
                 remedy="leave it out, or carry first ('rotation-merge carry') and merge what that writes",
             )
@@ -239,9 +239,9 @@ class Donors:
         how = how or (BOTH if way == "activations" else WEIGHTS)
         if how == WEIGHTS:
             return match_model
-        if any(ours != own for pairs in self.layers.get(model, {}).values() for ours, own in pairs):
-            what = f"'match_on: {how}' matches whole models, and the slices pair this one's layers differently"
-            raise RecipeError(what, where=str(model), remedy="leave it out")
+        if any(ours != donor_layer for pairs in self.layers.get(model, {}).values() for ours, donor_layer in pairs):
+            problem = f"'match_on: {how}' matches whole models, and the slices pair this one's layers differently"
+            raise RecipeError(problem, where=str(model), remedy="leave it out")
         from rotation_merge.matching.match_on import OnSamples
 
         names, seed = (str(self.recipe.base), str(origin or model)), self.options.random_seed or 0
@@ -267,8 +267,8 @@ class Donors:
         settled: dict[ModelReference, CheckedPair] = {}
         for model, reader in readers.items():
             if self.recipe.of_model("match_on", reader, model) not in (None, WEIGHTS):
-                what = "'anchor: mean' aligns all models together, on weights"
-                raise RecipeError(what, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
+                problem = "'anchor: mean' aligns all models together, on weights"
+                raise RecipeError(problem, where=str(model), remedy="leave out 'match_on', or 'anchor: mean'")
             if self._origin(model, reader) or self.recipe.of_model("alignment", reader, model):
                 raise RecipeError(
                     "'anchor: mean' aligns whole models and does not go with finetuned_from or alignment",
@@ -278,14 +278,14 @@ class Donors:
             check_adapter(self.models[model])
             checked = self._check(model, model, self.recipe.varying(reader, model), whole=True)
             check_forward(self._base.member, self.models[model].member)
-            settled[model], mine = checked, checked.options
-            if options is not None and self._by_block(mine) != self._by_block(options):
+            settled[model], model_options = checked, checked.options
+            if options is not None and self._by_block(model_options) != self._by_block(options):
                 raise RecipeError(
                     "'anchor: mean' needs the same options for all donors",
                     where=str(model),
                     remedy="set them once, under the recipe's parameters",
                 )
-            options = mine
+            options = model_options
             self._fold(checked.folded)
         if options is None:
             return
@@ -329,12 +329,12 @@ class Donors:
         check_adapter(self.models[origin])
         return origin
 
-    def _given(self, path: str, donor: ModelReference, name: str) -> KnownAlignment:
+    def _known_alignment(self, path: str, donor: ModelReference, name: str) -> KnownAlignment:
         file = load_alignment(local_file(path, self.options.transformers_cache), self._architecture)
         marks = self._base.fingerprint, self.models[donor].fingerprint
         check_fingerprints(file, path, *marks, (str(self.recipe.base), str(donor)))
-        asked = residual_of(file.alignment.transforms, file.alignment.folded)
-        self._check(donor, donor, NOTHING.with_residual(asked), whole=asked != "none")
+        residual = residual_of(file.alignment.transforms, file.alignment.folded)
+        self._check(donor, donor, NOTHING.with_residual(residual), whole=residual != "none")
         self._fold(file.alignment.folded)
         self.run.moved_by(name, GivenFile(path, str(donor), file.metadata))
         rows_in(file.metadata, path)
@@ -376,16 +376,16 @@ class Donors:
         Args:
             read: where its tensors are taken from; None: the model itself.
         """
-        own = self.models[model]
+        donor = self.models[model]
         for module in self._architecture.layers_key:
-            ours, theirs = (len(a.layers(module)) for a in (self._architecture, own.architecture))
-            if ours != theirs:
+            ours, donor_layers = (len(a.layers(module)) for a in (self._architecture, donor.architecture))
+            if ours != donor_layers:
                 raise CheckpointError(
-                    f"has {theirs} layers, {self.recipe.base} has {ours}",
+                    f"has {donor_layers} layers, {self.recipe.base} has {ours}",
                     where=str(model),
                     remedy="whole models can only be aligned layer by layer; use 'residual: none' with slices",
                 )
-        return Renamed(read or own, own.architecture, self._architecture)
+        return Renamed(read or donor, donor.architecture, self._architecture)
 
     @staticmethod
     def name(model: ModelReference | str, origin: ModelReference | str | None) -> str:

@@ -46,27 +46,27 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
     Returns:
         The files.
     """
-    kept, donors = session.run.kept_transforms, session.donors
-    if kept is None or donors is None:
+    transforms, donors = session.run.kept_transforms, session.donors
+    if transforms is None or donors is None:
         return []
     base = session.models[session.recipe.base]
     architecture = resolve(base.config, base.names, str(base.reference), keep_unknown=True, untie=session.recipe.untie)
-    asked = session.recipe.value("save_alignment")
-    path = os.path.join(folder, ALIGNMENT) if asked is True else os.path.abspath(str(asked))
+    setting = session.recipe.value("save_alignment")
+    path = os.path.join(folder, ALIGNMENT) if setting is True else os.path.abspath(str(setting))
     os.makedirs(os.path.dirname(path), exist_ok=True)
     files: list[str] = []
     for model, donor in donors.found.items():
         name = donors.name(model, donor.origin)
-        if name not in kept:
+        if name not in transforms:
             continue
         files.append(numbered(path, len(files) + 1)[-1])
         matched = donor.origin or model
-        folded = needed_folds(kept[name], architecture, donors.folded)
-        given = session.run.alignment_files.get(name)
+        folded = needed_folds(transforms[name], architecture, donors.folded)
+        alignment_file = session.run.alignment_files.get(name)
         options = asdict(donor.checked.options) if donor.checked is not None else {}
         rows = [row for row in session.run.rows() if row.donor == name]
-        found = {"figures": figures(rows, session.run.whole.get(name))}
-        made = given.metadata if given else {**head(base.reference, matched, options), **found}
+        measured = {"figures": figures(rows, session.run.whole.get(name))}
+        metadata = alignment_file.metadata if alignment_file else {**head(base.reference, matched, options), **measured}
         rows_of_classes = donor.checked.rows if donor.checked is not None else {}
         basis = Basis(
             base.config,
@@ -77,7 +77,7 @@ def keep_alignments(session: Session, folder: str) -> list[str]:
             anchor_biases(architecture, base.stored, folded),
             rows_of_classes,
         )
-        Alignment(kept[name], folded, basis=basis).save(files[-1], {**made, KEPT_BY: "save_alignment"})
+        Alignment(transforms[name], folded, basis=basis).save(files[-1], {**metadata, KEPT_BY: "save_alignment"})
         LOG.info("transforms of %s kept in %s", name, files[-1])
     return files
 

@@ -35,8 +35,8 @@ def check_meaning(config: MergeConfiguration, donors: Donors) -> None:
         if plan.unit == MODEL and donor.origin is None:
             _one_vocabulary(donors, model, f"{name} runs all models on one set of token ids", "use another delegate")
         if plan.statistics and donor.carried.carrying is not None:
-            what = f"its change is carried on samples, and {name} has statistics of the donor before that"
-            raise RecipeError(what, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
+            problem = f"its change is carried on samples, and {name} has statistics of the donor before that"
+            raise RecipeError(problem, where=str(model), remedy=CARRY_FIRST.format("measure and merge"))
         if by_row and rearranged:
             _one_vocabulary(donors, model, f"{name} weighs the row of every token", "use delegate regmean or kfac")
         if plan.no_changes and donor.origin is not None:
@@ -52,9 +52,9 @@ def check_pool(donors: Donors) -> None:
     for model in donors.found:
         why = "delegate ot_fusion compares activations on the same tokens"
         _one_vocabulary(donors, model, why, "leave 'data' out: plans then come from weights")
-        if any(ours != own for pairs in donors.layers.get(model, {}).values() for ours, own in pairs):
-            what = "delegate ot_fusion compares activations of whole models, and the slices pair layers differently"
-            raise RecipeError(what, where=str(model), remedy="leave 'data' out: plans then come from weights")
+        if any(ours != donor_layer for pairs in donors.layers.get(model, {}).values() for ours, donor_layer in pairs):
+            problem = "delegate ot_fusion compares activations of whole models, and the slices pair layers differently"
+            raise RecipeError(problem, where=str(model), remedy="leave 'data' out: plans then come from weights")
 
 
 def _one_vocabulary(donors: Donors, model: ModelReference, why: str, remedy: str) -> None:
@@ -68,11 +68,11 @@ def _check_layers(config: MergeConfiguration, donors: Donors) -> None:
     base = donors.models[donors.recipe.base]
     for name, module in (config.modules or {}).items():
         count = len(base.architecture.layers(name))
-        taken: dict[ModelReference, list[int]] = {}
+        layers_of: dict[ModelReference, list[int]] = {}
         for piece in module.slices or []:
             for source in piece.sources:
-                taken.setdefault(source.model, []).extend(range(*source.layer_range))
-        for model, layers in taken.items():
+                layers_of.setdefault(source.model, []).extend(range(*source.layer_range))
+        for model, layers in layers_of.items():
             if count and layers != list(range(count)):
                 raise RecipeError(
                     f"delegate refit runs whole models, the slices take layers {layers} of {count}",

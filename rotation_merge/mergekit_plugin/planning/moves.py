@@ -101,7 +101,7 @@ class Moves:
         block = move.frame
         framed = block.tensor(info.key) or info
         if move.carrying is not None:
-            return self._given(move, info, framed)
+            return self._carried_tensor(move, info, framed)
         matched = move.transforms is not None or move.whole is not None
         moving = matched and _touches(framed, block, whole=move.whole is not None)
         folding = self.fold is not None and self.fold.touches(block, framed)
@@ -110,7 +110,7 @@ class Moves:
         if not moving and not folding and not unseen and move.origin is None and not adapted:
             return self.loads(move.source, [info.key])[info.key]
         keys = self.folded_from(block, unseen or [info.key])
-        given = keys if move.origin is not None else self.folded_from(block, holders(block, unseen))
+        needed = keys if move.origin is not None else self.folded_from(block, holders(block, unseen))
         recipe = self.donors.recipe
         base = self._same_block(recipe.base, block)
         carried = move.origin is not None
@@ -123,7 +123,7 @@ class Moves:
             transforms=move.transforms if moving or unseen else None,
             whole=move.whole if moving or unseen else None,
             fold=self.fold,
-            anchor=self.loads(base, given),
+            anchor=self.loads(base, needed),
             origin=self.loads(move.origin, keys) if move.origin is not None else {},
             run=self.donors.run if carried else None,
             donor_name=str(source.model),
@@ -133,7 +133,7 @@ class Moves:
         )
         return (task,) * len(names)
 
-    def _given(self, move: Move, info: TensorInfo, framed: TensorInfo) -> tuple[Task, ...]:
+    def _carried_tensor(self, move: Move, info: TensorInfo, framed: TensorInfo) -> tuple[Task, ...]:
         """The anchor's tensor as samples say that the source changes it."""
         names = self.out.names(info)
         base = self._same_block(self.donors.recipe.base, move.frame)
@@ -154,9 +154,9 @@ class Moves:
         """What a model with an adapter stores a tensor in; None of other models, whose tensors come in it."""
         if source.model.lora is None:
             return None
-        own = source.block.tensor(info.key) or info
+        model_info = source.block.tensor(info.key) or info
         dtypes = self.donors.models[source.model].dtypes
-        return next((dtypes[name] for name in (*own.names, *own.tied) if name in dtypes), None)
+        return next((dtypes[name] for name in (*model_info.names, *model_info.tied) if name in dtypes), None)
 
     def loads(self, source: BlockPart, keys: Iterable[str]) -> Loads:
         """Loads of some tensors of a source's block, labelled by the names they have in the output."""
@@ -167,26 +167,26 @@ class Moves:
         result: Loads = {}
         for key in keys:
             info = self.out.anchor.block.tensor(key) or source.block.tensor(key)
-            own = source.block.tensor(key) or info
-            if info is None or own is None or not self.out.has(source, info):
+            model_info = source.block.tensor(key) or info
+            if info is None or model_info is None or not self.out.has(source, info):
                 continue
             result[key] = tuple(
                 LabelledLoad(
                     model=source.model,
                     tensor=name,
                     device=device,
-                    tied_names=own.tied or None,
+                    tied_names=model_info.tied or None,
                     label=label,
                     run=run,
                     rows=rows.get(name),
                 )
-                for name, label in zip(own.names, self.out.names(info), strict=True)
+                for name, label in zip(model_info.names, self.out.names(info), strict=True)
             )
         return result
 
     def folded_from(self, block: Block, keys: Iterable[str]) -> list[str]:
         """The tensors that some folded ones are made of."""
-        return list(dict.fromkeys(made for key in keys for made in self.fold_keys(block, key)))
+        return list(dict.fromkeys(source for key in keys for source in self.fold_keys(block, key)))
 
     def _same_block(self, model: ModelReference, block: Block) -> BlockPart:
         return same_block(self.donors.models, model, block)

@@ -105,13 +105,13 @@ class RotationMergePlanner(MergePlanner):
     def _plan_outside(
         self, module: str, place: str, sources: Sequence[InputSliceDefinition], reader: ConfigReader
     ) -> None:
-        found: dict[str, list[BlockPart]] = {}
+        blocks: dict[str, list[BlockPart]] = {}
         for source in sources:
             architecture = self.models[source.model].architecture
             for block in architecture.blocks:
                 if block.module == module and block.place == place:
-                    found.setdefault(block.name, []).append(BlockPart(source.model, architecture, block))
-        for same in found.values():
+                    blocks.setdefault(block.name, []).append(BlockPart(source.model, architecture, block))
+        for same in blocks.values():
             self.plan_block(same, None, reader)
 
     def plan_layer(
@@ -122,7 +122,7 @@ class RotationMergePlanner(MergePlanner):
         cfg_reader: ConfigReader,
         module_name: str,
     ) -> None:
-        found = []
+        parts = []
         for source in sources:
             architecture = self.models[source.model].architecture
             layers = architecture.layers(module_name)
@@ -133,8 +133,8 @@ class RotationMergePlanner(MergePlanner):
                     where=f"slices, {source.model}",
                     remedy="mend layer_range",
                 )
-            found.append(BlockPart(source.model, architecture, layers[index]))
-        self.plan_block(found, self._current_module_layers, cfg_reader.with_t(t))
+            parts.append(BlockPart(source.model, architecture, layers[index]))
+        self.plan_block(parts, self._current_module_layers, cfg_reader.with_t(t))
         self._current_module_layers += 1
 
     def plan_block(self, sources: list[BlockPart], index: int | None, reader: ConfigReader) -> None:
@@ -192,9 +192,9 @@ class RotationMergePlanner(MergePlanner):
             t=reader.t,
         )
         shares = {model: float(values["weight"]) for model, values in per_input.items()}
-        found = self._with_vocabulary(weight, gather, reader)
+        gathered = self._with_vocabulary(weight, gather, reader)
         self._tensors.append(
-            (weight, self.delegated.task(Wanted(info, piece, found, name, moves, reader, shares, shared)))
+            (weight, self.delegated.task(Wanted(info, piece, gathered, name, moves, reader, shares, shared)))
         )
 
     def _plan_merge(

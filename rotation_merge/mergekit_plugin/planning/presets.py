@@ -21,15 +21,15 @@ def settle_presets(recipe: Recipe, models: Models, donors: Iterable[ModelReferen
     for donor in donors:
         if donor == recipe.base:
             continue
-        found = str(preset)
-        words = f"Preset {found}"
+        preset_name = str(preset)
+        words = f"Preset {preset_name}"
         if donor in models.unlike:
-            found = "far"
+            preset_name = "far"
         elif preset == "auto":
             cosine = likeness(models[recipe.base], models[donor])
-            found = "near" if cosine >= RELATED else "far"
-            words = f"Preset auto: {found} for `{donor}` (mean cosine of matrices to the base's {cosine:.2f})"
-        recipe.relations[donor] = found
-        options = ", ".join(f"{name}: {value}" for name, value in PRESETS[found].items())
+            preset_name = "near" if cosine >= RELATED else "far"
+            words = f"Preset auto: {preset_name} for `{donor}` (mean cosine of matrices to the base's {cosine:.2f})"
+        recipe.relations[donor] = preset_name
+        options = ", ".join(f"{name}: {value}" for name, value in PRESETS[preset_name].items())
         if run is not None:
             run.note(f"{words}: {options}, unless the recipe says otherwise.")

@@ -153,15 +153,15 @@ def _usual(donors: Donors, model: ModelReference) -> str:
 
 def _pooled(recipe: Recipe, teachers: Sequence[Teacher]) -> bool:
     """Whether there is one pool of samples: as the recipe says, else where all models have the same ones."""
-    wanted = recipe.value("targets")
+    targets = recipe.value("targets")
     same = len({teacher.data for teacher in teachers}) == 1 and teachers[0].data != SELF and len(teachers) > 1
-    if same and wanted == "own":
+    if same and targets == "own":
         raise RecipeError(
             f"'targets: own' needs samples of each model's own, all have '{teachers[0].data}'",
             where="parameters",
             remedy="write 'data' under each model, or 'targets: mean'",
         )
-    return same if wanted is None else bool(wanted == "mean")
+    return same if targets is None else bool(targets == "mean")
 
 
 def _read_each(teachers: Sequence[Teacher], donors: Donors, seed: int) -> list[Teacher]:
@@ -170,16 +170,16 @@ def _read_each(teachers: Sequence[Teacher], donors: Donors, seed: int) -> list[T
 
 def _read_once(teachers: Sequence[Teacher], donors: Donors, seed: int) -> list[Teacher]:
     """The same, samples that several models name read once."""
-    found: list[Teacher] = []
+    result: list[Teacher] = []
     for number, teacher in enumerate(teachers):
-        known = teacher.data != SELF and any(other.data == teacher.data for other in found)
-        found.append(replace(teacher, batches=[]) if known else _read(teacher, donors, seed + number))
-    return found
+        known = teacher.data != SELF and any(earlier.data == teacher.data for earlier in result)
+        result.append(replace(teacher, batches=[]) if known else _read(teacher, donors, seed + number))
+    return result
 
 
 def _read(teacher: Teacher, donors: Donors, seed: int) -> Teacher:
-    if (held := donors.models[teacher.model].samples) is not None:
-        return replace(teacher, batches=together(unpadded(held, teacher.data), AT_ONCE * LENGTH))
+    if (known := donors.models[teacher.model].samples) is not None:
+        return replace(teacher, batches=together(unpadded(known, teacher.data), AT_ONCE * LENGTH))
     if teacher.data == SELF:
         return teacher
     path = local_path(donors.models[teacher.model].reference.model.path)
@@ -188,8 +188,8 @@ def _read(teacher: Teacher, donors: Donors, seed: int) -> Teacher:
     samples = read_batches(teacher.data, path, kind, teacher.samples + beyond, AT_ONCE, LENGTH, seed)
     held_out = None
     if beyond and samples.examples >= 2 * HELD_OUT:
-        kept = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
-        samples, rest = parted(samples, kept)
-        held_out = rest if rest.task in JUDGED else None
+        count = min(teacher.samples, samples.examples - max(HELD_OUT, samples.examples // 4))
+        samples, remaining = parted(samples, count)
+        held_out = remaining if remaining.task in JUDGED else None
     batches = together(unpadded(samples.batches, teacher.data), AT_ONCE * LENGTH)
     return replace(teacher, batches=batches, samples=samples.examples, held_out=held_out)

@@ -77,10 +77,10 @@ class RefitModels:
     def _report(self, result: Refitted) -> None:
         run, lesson = self.donors.run, self.lesson
         before, after = (fmean([getattr(m, name) for m in result.maps] or [0.0]) for name in ("before", "after"))
-        whose = "the mean of all models' answers" if lesson.pooled else "each sample's own model"
+        target = "the mean of all models' answers" if lesson.pooled else "each sample's own model"
         sources = ", ".join(f"`{t.model}` {t.data}" for t in lesson.teachers)
         run.note(
-            f"Refit solved {len(result.maps)} linear maps, layer by layer, towards {whose} (ridge {lesson.ridge:g}, "
+            f"Refit solved {len(result.maps)} linear maps, layer by layer, towards {target} (ridge {lesson.ridge:g}, "
             f"from the {lesson.start_in_words}; samples: {sources}). The error of their outputs fell "
             f"from {before:.3f} to {after:.3f} of the target, on average over these samples."
         )
@@ -108,8 +108,8 @@ class _Work:
         self.recipe = self.donors.recipe
         self.base = self.donors.models[self.recipe.base]
         self.states = Store(self.lesson.spill)
-        kept = self.lesson.spill or self.base.module is not None  # of models in memory
-        self.results = Store(self.lesson.spill) if kept else Store(gettempdir(), ELSEWHERE)
+        beside_states = self.lesson.spill or self.base.module is not None  # of models in memory
+        self.results = Store(self.lesson.spill) if beside_states else Store(gettempdir(), ELSEWHERE)
         self.donors.run.endings.append(self.results.close)
         self.sources = [self._source(t, alignments.get(str(t.model))) for t in self.lesson.teachers]
         anchor = self._source(Teacher(self.recipe.base, 1.0, "", 0), None)
@@ -122,30 +122,32 @@ class _Work:
         self.large = {info.name for info in tensors if len(info.axes) > 1 and not info.stacked}
 
     def refit(self, progress: Progress) -> Refitted:
-        lesson, own = self.lesson, self.base.architecture
+        lesson, architecture = self.lesson, self.base.architecture
         parts = [first_apart(self._samples(number)) for number in range(len(lesson.teachers))]
         batches = [batch for part in parts for batch in part]
         shares = [t.share for t in lesson.teachers]
         if lesson.pooled:
-            given = [batches for _ in parts]
-            who = [[(k, i, share) for k, share in enumerate(shares)] for i in range(len(batches))]
+            inputs = [batches for _ in parts]
+            assignment = [[(k, i, share) for k, share in enumerate(shares)] for i in range(len(batches))]
             weights = [1.0] * len(batches)
         else:
-            given = parts
-            who = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
+            inputs = parts
+            assignment = [[(k, i, 1.0)] for k, part in enumerate(parts) for i in range(len(part))]
             weights = [shares[k] * len(shares) for k, part in enumerate(parts) for _ in part]
         self.runners = [
-            self._runner(str(number), self.donors.models[teacher.model].transformers_config, source, some)
-            for number, (teacher, source, some) in enumerate(zip(lesson.teachers, self.sources, given, strict=True))
+            self._runner(str(number), self.donors.models[teacher.model].transformers_config, source, model_batches)
+            for number, (teacher, source, model_batches) in enumerate(
+                zip(lesson.teachers, self.sources, inputs, strict=True)
+            )
         ]
         config = self.base.transformers_config
         held_out = [(t.share, t.held_out) for t in lesson.teachers if t.held_out is not None]
         judged = [] if self.recipe.value("heads_of") == "each" else held_out  # whose heads are not the merge's
         beside = [batch for _, data in judged for batch in data.batches]
         self.merge = self._runner("merge", config, self.start, [*batches, *beside], self._rounded)
-        answers = Teachers(self.runners, [*who, *([] for _ in beside)], self.states)
+        answers = Teachers(self.runners, [*assignment, *([] for _ in beside)], self.states)
         result = Refit(
-            *(self.merge, own, answers, [*weights, *(0.0 for _ in beside)], lesson.ridge, self._write),
+            *(self.merge, architecture, answers, [*weights, *(0.0 for _ in beside)], lesson.ridge, self._write),
             *(self.recipe.excluded, progress),
             alpha=lesson.alpha,
             by_own_maps=answers.by_own_maps,
@@ -213,8 +215,8 @@ class _Work:
 
         All layers have been run on these samples, by the merge and by the donors.
         """
-        own, run, exclude = self.base.architecture, self.donors.run, self.recipe.exclude
-        heads, first = head_names(own), 0
+        architecture, run, exclude = self.base.architecture, self.donors.run, self.recipe.exclude
+        heads, first = head_names(architecture), 0
         body = Either(self.anchor, _Stored(self.results), self.written.__contains__)
 
         def skip(name: str) -> bool:
@@ -235,7 +237,7 @@ class _Work:
                 teacher_run.follow(runner, 0, is_head)
                 answers = Teachers([teacher_run], [[(0, i, 1.0)] for i in range(count)], self.states)
                 shares, ridge = [1.0] * count, self.lesson.ridge
-                Refit(merge, own, answers, shares, ridge, write, skip, alike=body_refit.alike).run()
+                Refit(merge, architecture, answers, shares, ridge, write, skip, alike=body_refit.alike).run()
             first += count
         if any(run.heads.values()):
             run.note(
@@ -245,14 +247,14 @@ class _Work:
 
     def _source(self, teacher: Teacher, alignment: Alignment | None) -> TensorSource:
         """A model in the anchor's coordinates, by the anchor's names."""
-        model, own = self.donors.models[teacher.model], self.base.architecture
+        model, architecture = self.donors.models[teacher.model], self.base.architecture
         mark = self.donors.run.marks.setdefault(str(teacher.model), Fingerprint())
-        source: TensorSource = WithTied(self.donors.source(teacher.model, model.watched(mark)), own)
+        source: TensorSource = WithTied(self.donors.source(teacher.model, model.watched(mark)), architecture)
         folded = self.donors.folded
         if alignment is None:
-            return folded_source(own, source, folded, self.donors.dtype)
+            return folded_source(architecture, source, folded, self.donors.dtype)
         alignment = replace(alignment, folded=folded)
-        return aligned_source(own, source, alignment, WithTied(self.base, own), self.donors.dtype)
+        return aligned_source(architecture, source, alignment, WithTied(self.base, architecture), self.donors.dtype)
 
     def _samples(self, number: int) -> list[Batch]:
         """The samples that a teacher brings."""
@@ -270,14 +272,14 @@ class _Work:
     def _runner(
         self, prefix: str, config: Any, source: TensorSource, batches: list[Batch], fill: Fill = lambda _, x: x
     ) -> Runner:
-        own, untie = self.base.architecture, self.recipe.untie
-        return Runner(config, source, own, batches, self.states, prefix, self.exact, self.device, fill, untie)
+        architecture, untie = self.base.architecture, self.recipe.untie
+        return Runner(config, source, architecture, batches, self.states, prefix, self.exact, self.device, fill, untie)
 
     def _dtype(self, name: str) -> torch.dtype:
         """What a tensor of the output is stored in."""
         stored = self.base.dtypes
-        found = dtype_from_name(self.recipe.config.dtype) or stored.get(name) or next(iter(stored.values()))
-        return cast(torch.dtype, found)
+        dtype = dtype_from_name(self.recipe.config.dtype) or stored.get(name) or next(iter(stored.values()))
+        return cast(torch.dtype, dtype)
 
     @property
     def exact(self) -> torch.dtype:
@@ -297,10 +299,10 @@ class _Work:
         return tensor if solved else tensor.to(self._dtype(info.name))
 
     def _write(self, name: str, tensor: Tensor) -> Tensor:
-        kept = tensor.to("cpu", self._dtype(name)) if tensor.is_floating_point() else tensor
-        self.results.put(name, [kept])
+        stored = tensor.to("cpu", self._dtype(name)) if tensor.is_floating_point() else tensor
+        self.results.put(name, [stored])
         self.written.add(name)
-        return kept.to(tensor)
+        return stored.to(tensor)
 
 
 class LayerwiseAnswers:

@@ -81,6 +81,6 @@ def session_of(config: MergeConfiguration, options: MergeOptions) -> Session:
         RecipeError: the recipe is at fault.
     """
     if isinstance(config, SessionConfiguration) and config._session is not None:
-        found: Session = config._session
-        return found
+        session: Session = config._session
+        return session
     return Session.of(Recipe.read(config), options, watched=False)

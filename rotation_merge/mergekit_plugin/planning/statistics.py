@@ -48,48 +48,48 @@ class Books:
     plan: Plan
     name: str
     models: Models
-    found: dict[ModelReference, Statistics] = field(default_factory=dict)
+    opened: dict[ModelReference, Statistics] = field(default_factory=dict)
 
-    def of(self, model: ModelReference, given: str | None) -> Statistics:
+    def of(self, model: ModelReference, setting: str | None) -> Statistics:
         """A model's statistics.
 
         Args:
-            given: what the recipe says.
+            setting: what the recipe says.
 
         Raises:
             StatisticsError: there are none, they are of other weights or do not hold what the delegate needs.
         """
-        if model not in self.found:
-            held = self.models[model].statistics
-            self.found[model] = self._open(self.models[model], given) if held is None else held
-        return self.found[model]
+        if model not in self.opened:
+            statistics = self.models[model].statistics
+            self.opened[model] = self._open(self.models[model], setting) if statistics is None else statistics
+        return self.opened[model]
 
-    def _open(self, model: Model, given: str | None) -> Statistics:
-        path = self._place(model, given)
-        where, command = str(model.reference), self._command(model, given, path is not None)
+    def _open(self, model: Model, setting: str | None) -> Statistics:
+        path = self._place(model, setting)
+        model_name, command = str(model.reference), self._command(model, setting, path is not None)
         if path is None:
-            what = f"there are no statistics at '{given}'" if given else "there are no statistics beside it"
-            raise StatisticsError(f"{what}, delegate {self.name} needs them", where=where, remedy=command)
-        found = Statistics.open(path)
-        found.check(self.plan.statistics, model.fingerprint, where, command)
-        return found
+            problem = f"there are no statistics at '{setting}'" if setting else "there are no statistics beside it"
+            raise StatisticsError(f"{problem}, delegate {self.name} needs them", where=model_name, remedy=command)
+        statistics = Statistics.open(path)
+        statistics.check(self.plan.statistics, model.fingerprint, model_name, command)
+        return statistics
 
     @staticmethod
-    def _place(model: Model, given: str | None) -> str | None:
+    def _place(model: Model, setting: str | None) -> str | None:
         reference = model.reference
         folder = reference.lora.path if reference.lora is not None else reference.model.path
         beside = folder if os.path.isdir(folder) else str(model.loader.index.base_path)
-        places = [os.path.join(beside, NAME)] if given is None else [given, os.path.join(beside, given)]
-        if given is not None and HubFile.of(given) is not None and not os.path.isfile(places[1]):
-            return local_file(given, model.options.transformers_cache)
+        places = [os.path.join(beside, NAME)] if setting is None else [setting, os.path.join(beside, setting)]
+        if setting is not None and HubFile.of(setting) is not None and not os.path.isfile(places[1]):
+            return local_file(setting, model.options.transformers_cache)
         return next((place for place in places if os.path.isfile(place)), None)
 
-    def _command(self, model: Model, given: str | None, found: bool) -> str:
+    def _command(self, model: Model, setting: str | None, exists: bool) -> str:
         """How to make a model's statistics, and have the recipe find them."""
         kinds = "" if self.plan.statistics == "gram" else f" --kinds {self.plan.statistics}"
-        out = f" --out {given}" if given and not found else ""
-        told = ", and name the file that it writes under 'statistics'" if given and found else ""
-        return f"run 'rotation-merge measure {model.reference} --data DATA{kinds}{out}'{told}"
+        out = f" --out {setting}" if setting and not exists else ""
+        hint = ", and name the file that it writes under 'statistics'" if setting and exists else ""
+        return f"run 'rotation-merge measure {model.reference} --data DATA{kinds}{out}'{hint}"
 
 
 class CarriedStatistics:
@@ -107,11 +107,11 @@ class CarriedStatistics:
             head = ", and the head, which is tied to the embedding ('untie: true' frees it)," if tied else ""
             self.run.note(f"{note}{head} keep the average.")
 
-    def needs(self, wanted: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
-        info, moves = wanted.info, wanted.moves
+    def needs(self, request: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
+        info, moves = request.info, request.moves
         if self.plan.maps_only and linear_map(moves.out.anchor.block, info) is None:
             return {}
-        books = self._books(models, wanted.reader)
+        books = self._books(models, request.reader)
         if self._no_parameter(info, moves, books):
             return {}
         called = [model for model in models if not self._uncalled(books[model], info, moves, model)]
@@ -125,24 +125,24 @@ class CarriedStatistics:
         Raises:
             StatisticsError: names every model whose statistics are of no use, with the command that makes them.
         """
-        found, wrong = {}, []
+        books, wrong = {}, []
         for model in models:
             try:
-                found[model] = self._book(model, reader)
+                books[model] = self._book(model, reader)
             except StatisticsError as error:
                 wrong.append(error)
         if len(wrong) == 1:
             raise wrong[0]
         if wrong:
-            what, remedy = "; ".join(f"{e.where}: {e.what}" for e in wrong), "; ".join(str(e.remedy) for e in wrong)
-            raise StatisticsError(what, remedy=remedy)
-        return found
+            problem, remedy = "; ".join(f"{e.where}: {e.what}" for e in wrong), "; ".join(str(e.remedy) for e in wrong)
+            raise StatisticsError(problem, remedy=remedy)
+        return books
 
     def _book(self, model: ModelReference, reader: ConfigReader) -> Statistics:
-        given = self.recipe.of_model("statistics", reader, model)
-        book = self.books.of(model, given)
+        setting = self.recipe.of_model("statistics", reader, model)
+        book = self.books.of(model, setting)
         source, count = str(book.metadata.get("data")), int(book.metadata.get("samples") or 0)
-        self.run.used(f"statistics of {model}", source, count, None if given else str(book.path))
+        self.run.used(f"statistics of {model}", source, count, None if setting else str(book.path))
         return book
 
     def _uncalled(self, book: Statistics, info: TensorInfo, moves: Moves, model: ModelReference) -> bool:
@@ -151,12 +151,12 @@ class CarriedStatistics:
 
     def _no_parameter(self, info: TensorInfo, moves: Moves, books: Mapping[ModelReference, Statistics]) -> bool:
         """Whether no gradient could reach a tensor of any model, which then gets the mean."""
-        found = self.plan.statistics == "fisher" and all(
+        buffers = self.plan.statistics == "fisher" and all(
             set(self._names(info, moves, name)) <= set(book.metadata.get("buffers", ())) for name, book in books.items()
         )
-        if found:
+        if buffers:
             self.run.note(f"Delegate {self.name}: buffers, which no gradient reaches, keep the average.")
-        return found
+        return buffers
 
     @staticmethod
     def _names(info: TensorInfo, moves: Moves, model: ModelReference) -> tuple[str, ...]:
@@ -166,8 +166,8 @@ class CarriedStatistics:
         move, names = moves.found[model], self._names(info, moves, model)
         framed = move.frame.tensor(info.key) or info
         shared = book.inputs.get(names[0], names[0]) if self.plan.statistics == "gram" else names[0]
-        mine = linear_map(move.frame, framed) if self.plan.maps_only else None
-        feeds = [] if mine is None else feeding_keys(mine)
+        mapped = linear_map(move.frame, framed) if self.plan.maps_only else None
+        feeds = [] if mapped is None else feeding_keys(mapped)
         keys = moves.folded_from(move.frame, feeds)
         biases = moves.folded_from(move.frame, self._biases(move, framed))
         work = CarryStatistics(
@@ -194,9 +194,9 @@ class CarriedStatistics:
 
     def _biases(self, move: Move, info: TensorInfo) -> list[str]:
         """Keys of biases that a map reads and the donor is given anew, where its statistics follow (see `carry.py`)."""
-        one = read_by(move.frame, info)
+        value_bias = read_by(move.frame, info)
         matched = move.origin is None and (move.transforms is not None or move.whole is not None)
-        if one is None or one.values is None or not matched:
+        if value_bias is None or value_bias.values is None or not matched:
             return []
         if self.plan.statistics == "fisher":
             self.run.note(
@@ -204,7 +204,7 @@ class CarriedStatistics:
                 "biases are set."
             )
             return []
-        return [one.values.key]
+        return [value_bias.values.key]
 
 
 @dataclass(frozen=True)
@@ -241,10 +241,10 @@ class CarryStatistics:
         try:
             if self.kind == "fisher":
                 return {"fisher": self._fisher(maps)}
-            one = linear_map(self.block, self.info)
-            if one is None:
+            linear = linear_map(self.block, self.info)
+            if linear is None:
                 raise StatisticsError(f"'{self.info.name}' is not a linear map")
-            return self._of_map(one, maps, self._feeding(one, values), self._shift(one, maps, values))
+            return self._of_map(linear, maps, self._feeding(linear, values), self._shift(linear, maps, values))
         except RotationMergeError as error:
             raise StatisticsError(error.what, where=error.where or self.model_name, remedy=error.remedy) from error
 
@@ -261,11 +261,11 @@ class CarryStatistics:
         return carried_fisher(self.info, in_order(tensor, self.rows).to(self.device), maps)
 
     def _shift(
-        self, one: LinearMap, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]
+        self, linear: LinearMap, maps: Mapping[str, SpaceTransform], values: Mapping[str, Tensor | None]
     ) -> Tensor | None:
         """What the anchor's bias of values adds to all that the map reads."""
-        found = read_by(self.block, one.info) if self.biases else None
-        if found is None or found.space.name not in maps:
+        reader = read_by(self.block, linear.info) if self.biases else None
+        if reader is None or reader.space.name not in maps:
             return None
 
         def of(side: str, loads: Loads, key: str) -> Tensor | None:
@@ -275,29 +275,32 @@ class CarryStatistics:
             return tensors[key] if self.fold is None else self.fold.tensor(self.block, info, tensors.get)
 
         def moved(key: str) -> Tensor | None:
-            own, info = of("biases", self.biases, key), self.block.tensor(key)
-            return None if own is None or info is None else transform_tensor(own, info, maps)
+            bias, info = of("biases", self.biases, key), self.block.tensor(key)
+            return None if bias is None or info is None else transform_tensor(bias, info, maps)
 
-        shift = shifted(found, moved, lambda key: of("anchor", self.anchor, key))
-        return None if shift is None else along(found, one.info, one.reads, shift.to(self.device))
+        shift = shifted(reader, moved, lambda key: of("anchor", self.anchor, key))
+        return None if shift is None else along(reader, linear.info, linear.reads, shift.to(self.device))
 
     def _of_map(
-        self, one: LinearMap, maps: Mapping[str, SpaceTransform], feeding: Feeding, shift: Tensor | None
+        self, linear: LinearMap, maps: Mapping[str, SpaceTransform], feeding: Feeding, shift: Tensor | None
     ) -> dict[str, Tensor]:
         gram = self.statistics.gram(self.names[0])
         if gram is None:
-            what, remedy = f"hold nothing of tensor '{self.names[0]}'", "if transformers runs it in parts, use 'refit'"
-            raise StatisticsError(what, where=self.statistics.path, remedy=f"measure again; {remedy}")
-        found = carried_gram(one, gram.to(self.device), maps, feeding, shift)
+            problem, remedy = (
+                f"hold nothing of tensor '{self.names[0]}'",
+                "if transformers runs it in parts, use 'refit'",
+            )
+            raise StatisticsError(problem, where=self.statistics.path, remedy=f"measure again; {remedy}")
+        result = carried_gram(linear, gram.to(self.device), maps, feeding, shift)
         key = f"{self.names[0]}.gradient"
         if self.kind == "kfac" and key in self.statistics:
             behind = self.names[0] in self.statistics.behind
             gradient = self.statistics[key]
             for dim in (0, 1):
                 gradient = in_order(gradient, self.rows and (dim, self.rows[1]))
-            found["gradient"] = carried_gradient(one, gradient.to(self.device), behind, maps, feeding)
-        return found
+            result["gradient"] = carried_gradient(linear, gradient.to(self.device), behind, maps, feeding)
+        return result
 
-    def _feeding(self, one: LinearMap, values: Mapping[str, Tensor | None]) -> Feeding:
+    def _feeding(self, linear: LinearMap, values: Mapping[str, Tensor | None]) -> Feeding:
         tensors = loaded("feeds", self.feeds, self.block, values)
-        return feeding({key: tensor.to(self.device) for key, tensor in tensors.items()}, one, self.fold)
+        return feeding({key: tensor.to(self.device) for key, tensor in tensors.items()}, linear, self.fold)

@@ -41,10 +41,10 @@ class Unchecked(BaseModel):
     def __get_pydantic_core_schema__(cls, *_: Any) -> CoreSchema:
         fields = {}
         for name, info in cls.model_fields.items():
-            found: CoreSchema = core_schema.any_schema()
+            schema: CoreSchema = core_schema.any_schema()
             if not info.is_required():
-                found = core_schema.with_default_schema(found, **_default(info))
-            fields[name] = core_schema.model_field(found, frozen=True)
+                schema = core_schema.with_default_schema(schema, **_default(info))
+            fields[name] = core_schema.model_field(schema, frozen=True)
         return core_schema.model_schema(cls, core_schema.model_fields_schema(fields), frozen=True)
 
 
@@ -123,10 +123,10 @@ def loaded(side: str, loads: Loads, block: Block, values: Mapping[str, Tensor | 
     """One model's tensors by key, stacked where they are stored in pieces; absent ones left out."""
     result = {}
     for key, pieces in loads.items():
-        found = [values[f"{side}:{key}:{i}"] for i in range(len(pieces))]
-        present = [tensor for tensor in found if tensor is not None]
+        pieces_read = [values[f"{side}:{key}:{i}"] for i in range(len(pieces))]
+        present = [tensor for tensor in pieces_read if tensor is not None]
         info = block.tensor(key)
-        if info is not None and len(present) == len(found):
+        if info is not None and len(present) == len(pieces_read):
             result[key] = torch.stack(present) if info.stacked else present[0]
     return result
 
@@ -216,9 +216,9 @@ class MoveTensor(KeyedTask):
         if stored is None:
             return None
         if self.origin and stored.is_floating_point():
-            donor = self._in_slices(stored, values, lambda given: self._transport(maps, given, self.scale))
+            donor = self._in_slices(stored, values, lambda pieces: self._transport(maps, pieces, self.scale))
         else:
-            donor = self._in_slices(stored, values, lambda given: self._moved(maps, given))
+            donor = self._in_slices(stored, values, lambda pieces: self._moved(maps, pieces))
         if donor.is_floating_point():
             donor = donor.to(self.dtype or stored.dtype)
         if donor is not stored:
@@ -247,18 +247,22 @@ class MoveTensor(KeyedTask):
     def _moved(self, maps: Mapping[str, SpaceTransform], values: Values) -> Tensor:
         """The donor's tensor in the anchor's coordinates, with the anchor's unseen biases."""
 
-        def own(key: str) -> Tensor | None:
+        def donor_tensor(key: str) -> Tensor | None:
             info = self.info if key == self.info.key else self.block.tensor(key)
-            found = None if info is None else self._tensor("donor", self.loads, values, info)
-            return None if info is None or found is None else transform_tensor(found, info, maps)
+            tensor = None if info is None else self._tensor("donor", self.loads, values, info)
+            return None if info is None or tensor is None else transform_tensor(tensor, info, maps)
 
-        def given(key: str) -> Tensor | None:
+        def anchor_tensor(key: str) -> Tensor | None:
             info = self.block.tensor(key)
             return None if info is None else self._tensor("anchor", self.anchor, values, info)
 
-        found = with_biases(self.block, self.info, own, given, maps) if self.anchor else own(self.info.key)
-        assert found is not None
-        return found
+        tensor = (
+            with_biases(self.block, self.info, donor_tensor, anchor_tensor, maps)
+            if self.anchor
+            else donor_tensor(self.info.key)
+        )
+        assert tensor is not None
+        return tensor
 
     def _transport(self, maps: Mapping[str, SpaceTransform], values: Values, scale: float) -> Tensor:
         donor = self._tensor("donor", self.loads, values)
@@ -278,8 +282,8 @@ class MoveTensor(KeyedTask):
         axis = self.info.vocabulary_axis
         if self.rows is None or axis is None:
             return anchor.float() + moved
-        mine, theirs = (rows.to(moved.device) for rows in self.rows)
-        return anchor.float().index_add(axis, mine, moved.index_select(axis, theirs))
+        anchor_rows, donor_rows = (rows.to(moved.device) for rows in self.rows)
+        return anchor.float().index_add(axis, anchor_rows, moved.index_select(axis, donor_rows))
 
     def _fits(self, anchor: Tensor, origin: Tensor) -> bool:
         """Whether the shapes agree, up to the length of a vocabulary whose shared tokens are known."""
@@ -361,9 +365,9 @@ class FiniteTensor(Unchecked, ReturnTensor):
     """A tensor of a model that is merged in memory, which must be numbers."""
 
     def execute(self, tensor: Tensor) -> Tensor:
-        found: Tensor = super().execute(tensor)
-        check_output(found, self.weight_info.name)
-        return found
+        result: Tensor = super().execute(tensor)
+        check_output(result, self.weight_info.name)
+        return result
 
 
 def check_output(tensor: Tensor, name: str) -> None:

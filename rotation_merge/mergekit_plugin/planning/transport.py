@@ -123,12 +123,12 @@ class PlanBlock:
     ) -> Plans:
         maps = {**(whole.transforms if whole else {}), **(transforms or {})}
         if anchor is not None and donor is not None:
-            ours, theirs = activation_points(self.block, anchor, {}), activation_points(self.block, donor, maps)
+            ours, donor_points = activation_points(self.block, anchor, {}), activation_points(self.block, donor, maps)
         else:
             tensors = loaded("tensors", self.loads, self.block, values)
             ours = weight_points(self.block, tensors if self.fold is None else self.fold.block(self.block, tensors))
-            theirs = weight_points(self.block, dict(self._donor(values, streams or {})))
-        return block_plans(self.block, theirs, ours, self.how.hard, self.how.regularisation)
+            donor_points = weight_points(self.block, dict(self._donor(values, streams or {})))
+        return block_plans(self.block, donor_points, ours, self.how.hard, self.how.regularisation)
 
     def _donor(self, values: Mapping[str, Any], streams: Plans) -> Iterator[tuple[str, Tensor]]:
         """The donor's tensors, aligned, and what they read after the stream's plan."""
@@ -150,13 +150,13 @@ class Transport:
         self.blocks: dict[tuple[int, ModelReference], DelegateTask] = {}
         self.data: str | None = None
 
-    def needs(self, wanted: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
-        if wanted.parameters["stream"] == "transport" and self.recipe.value("heads_of") == "each":
-            what = "'heads_of: each' puts the body under every donor's head, which no plan of the stream moves"
-            raise RecipeError(what, where="parameters", remedy="add 'stream: identity'")
-        self._settle_data(wanted.reader, wanted.shares)
+    def needs(self, request: Wanted, models: Sequence[ModelReference]) -> dict[ModelReference, Helped]:
+        if request.parameters["stream"] == "transport" and self.recipe.value("heads_of") == "each":
+            problem = "'heads_of: each' puts the body under every donor's head, which no plan of the stream moves"
+            raise RecipeError(problem, where="parameters", remedy="add 'stream: identity'")
+        self._settle_data(request.reader, request.shares)
         donors = [model for model in models if model != self.recipe.base]
-        return {model: Helped(self._plans(model, wanted.info, wanted.moves, wanted.parameters)) for model in donors}
+        return {model: Helped(self._plans(model, request.info, request.moves, request.parameters)) for model in donors}
 
     def _settle_data(self, reader: ConfigReader, models: Iterable[ModelReference]) -> None:
         """The samples of all models, which are one pool.
@@ -164,14 +164,14 @@ class Transport:
         Raises:
             RecipeError: models have samples of their own.
         """
-        found = {self.recipe.of_model("data", reader, model) for model in models}
-        if len(found) > 1:
+        files = {self.recipe.of_model("data", reader, model) for model in models}
+        if len(files) > 1:
             raise RecipeError(
                 "delegate ot_fusion compares activations on the same samples, and models have 'data' of their own",
                 where="parameters",
                 remedy="write 'data' once, under the recipe's parameters",
             )
-        self.data = None if None in found else str(found.pop())
+        self.data = None if None in files else str(files.pop())
         if self.data is not None:
             check_pool(self.donors)
             self.run.used("matching of activations", self.data, SAMPLES)
@@ -193,8 +193,8 @@ class Transport:
 
     def _how(self, parameters: Mapping[str, Any]) -> How:
         default = REGULARISATION["weights" if self.data is None else "activations"]
-        given = parameters["regularisation"]
-        return How(parameters["plan"] == "hard", default if given is None else given)
+        regularisation = parameters["regularisation"]
+        return How(parameters["plan"] == "hard", default if regularisation is None else regularisation)
 
     def _watched(self, model: ModelReference) -> dict[str, Task]:
         """Activations of the anchor and of a donor, where there are samples."""
@@ -218,7 +218,10 @@ class Transport:
             donor, base = self.donors.found[model], self.models[self.recipe.base]
             sources: list[TensorSource] = [base, self.donors.source(model)]
             if (rows := shared_rows([base, self.models[model]])) is not None:
-                sources = [Rows(base.architecture, source, own) for source, own in zip(sources, rows, strict=True)]
+                sources = [
+                    Rows(base.architecture, source, model_rows)
+                    for source, model_rows in zip(sources, rows, strict=True)
+                ]
             self.streams[model] = DelegateTask(
                 key=f"streams:{model}",
                 label="",

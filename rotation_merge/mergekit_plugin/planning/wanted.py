@@ -58,6 +58,6 @@ class Wanted:
         """
         for model, share in self.shares.items():
             if share < 0:
-                what = f"its weight is {share:g} (tensor '{self.label}')"
+                problem = f"its weight is {share:g} (tensor '{self.label}')"
                 remedy = f"delegate {delegate} takes none below 0; 'delegate: linear' does"
-                raise RecipeError(what, where=str(model), remedy=remedy)
+                raise RecipeError(problem, where=str(model), remedy=remedy)

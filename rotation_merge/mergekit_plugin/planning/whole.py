@@ -103,8 +103,8 @@ class MatchWhole(WholeTask):
             progress_bar(f"Aligning {self.donor_name}", self.quiet) as progress,
             named(self.anchor_name, self.donor_name),
         ):
-            own = self.run.ledger.under(self.donor_name)
-            alignment = match(self.architecture, anchor, donor, self.options, progress, ledger=own)
+            ledger = self.run.ledger.under(self.donor_name)
+            alignment = match(self.architecture, anchor, donor, self.options, progress, ledger=ledger)
         if not alone:  # where every device finds it
             alignment = replace(alignment, transforms={n: t.to(CPU) for n, t in alignment.transforms.items()})
         self.run.aligned(self.donor_name, alignment)
@@ -126,16 +126,16 @@ class MatchMean(WholeTask):
         sources = {name: _on(source, self.devices[0]) for name, source in self.sources.items()}
         over = HERE if len(self.devices) == 1 else Devices(self.devices)
         with progress_bar("Aligning to the mean", self.quiet) as progress:
-            given = (self.architecture, sources, self.base, self.options, progress, over)
-            found = match_to_mean(*given, ledger=self.run.ledger)
-        for name, alignment in found.items():
+            arguments = (self.architecture, sources, self.base, self.options, progress, over)
+            alignments = match_to_mean(*arguments, ledger=self.run.ledger)
+        for name, alignment in alignments.items():
             self.run.aligned(name, alignment)
-        rounds = max((int(str(alignment.summary["rounds"])) for alignment in found.values()), default=0)
+        rounds = max((int(str(alignment.summary["rounds"])) for alignment in alignments.values()), default=0)
         self.run.note(
             f"All {len(sources)} models were aligned to their running mean ('anchor: mean'), in {rounds} rounds, and "
             f"are expressed in the coordinates of `{self.base}`; distances are those to it."
         )
-        return found
+        return alignments
 
 
 class Pick(WholeTask):
@@ -153,8 +153,8 @@ class Pick(WholeTask):
 
 def _on(source: object, device: str) -> TensorSource:
     """A task's source, its tensors moved to a device as they are read."""
-    found = cast(TensorSource, source)
-    return found if device == "cpu" else OnDevice(found, torch.device(device))
+    tensors = cast(TensorSource, source)
+    return tensors if device == "cpu" else OnDevice(tensors, torch.device(device))
 
 
 @contextmanager
@@ -166,11 +166,11 @@ def progress_bar(title: str, quiet: bool) -> Iterator[Progress]:
     tell = listener()
     with tqdm.tqdm(desc=title, disable=quiet, leave=True) as bar:
 
-        def show(what: str, done: float, total: float) -> None:
-            tell(what, done, total)
-            if getattr(bar, "desc", None) != f"{title} ({what})":
+        def show(step: str, done: float, total: float) -> None:
+            tell(step, done, total)
+            if getattr(bar, "desc", None) != f"{title} ({step})":
                 bar.reset(total)
-                bar.set_description(f"{title} ({what})", refresh=False)
+                bar.set_description(f"{title} ({step})", refresh=False)
             bar.update(done - bar.n)
             bar.n = done
 

@@ -67,21 +67,21 @@ def check_contract(document: Document, delegate: MergeMethod) -> None:
             )
         for parameter in delegate.spec.parameters:
             if parameter.required and not any(parameter.name in settings for settings in group.shared):
-                _given(document, parameter, group, base, delegate.spec.name)
+                _check_required(document, parameter, group, base, delegate.spec.name)
 
 
-def _given(
+def _check_required(
     document: Document, parameter: ParameterSpec, group: MergedTogether, base: ModelReference | None, delegate: str
 ) -> None:
-    name, what = parameter.name, f"delegate {delegate} needs the parameter '{parameter.name}'"
+    name, problem = parameter.name, f"delegate {delegate} needs the parameter '{parameter.name}'"
     if parameter.scope == ParameterScope.SHARED:
-        document.fault(("parameters",), what, f"add '{name}: ...' under parameters")
+        document.fault(("parameters",), problem, f"add '{name}: ...' under parameters")
         return
     for i, model in enumerate(group.inputs(base)):
         if model == base and parameter.scope == ParameterScope.NON_BASE:
             continue
         if i >= len(group.models):
             remedy = f"list {model} under 'models' with its own '{name}' (0 leaves it out)"
-            document.fault(("base_model",), f"{what} for {model}, the base", remedy)
+            document.fault(("base_model",), f"{problem} for {model}, the base", remedy)
         elif name not in group.settings[i]:
-            document.fault(group.entries[i], f"{what} for {model}", f"add 'parameters: {{{name}: ...}}'")
+            document.fault(group.entries[i], f"{problem} for {model}", f"add 'parameters: {{{name}: ...}}'")

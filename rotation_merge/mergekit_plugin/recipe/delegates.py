@@ -78,10 +78,10 @@ class DelegateOption:
 
 def delegates() -> list[Delegate]:
     """Everything that can do the averaging, by name."""
-    found = []
+    entries = []
     for spec in (get(name).spec for name in names()):
         parameters = {p: p.name + ("" if p.scope == ParameterScope.SHARED else "*") for p in spec.parameters}
-        found.append(
+        entries.append(
             Delegate(
                 spec.name,
                 spec.pretty_name or spec.name,
@@ -93,7 +93,7 @@ def delegates() -> list[Delegate]:
                 spec.name in OWN,
             )
         )
-    return found
+    return entries
 
 
 def _models(contract: InputContract) -> str:

@@ -37,8 +37,8 @@ class Fault:
 
     def __str__(self) -> str:
         place = f"{self.line}:{self.column}: " if self.line else ""
-        where = f"{self.where}: " if self.where else ""
-        return f"{place}{where}{self.what}" + (f"; {self.remedy}" if self.remedy else "")
+        place_name = f"{self.where}: " if self.where else ""
+        return f"{place}{place_name}{self.what}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 @dataclass
@@ -55,9 +55,9 @@ class Document:
     faults: list[Fault] = field(default_factory=list)
     config: Any = field(default=None, repr=False)
 
-    def fault(self, path: Path, what: str, remedy: str = "", error: bool = True) -> None:
+    def fault(self, path: Path, problem: str, remedy: str = "", error: bool = True) -> None:
         """Note a fault at a path, or at the nearest part of it that the text has."""
-        fault = Fault(what, dotted(path), remedy, *self.position(path), self.number, error)
+        fault = Fault(problem, dotted(path), remedy, *self.position(path), self.number, error)
         if fault not in self.faults:
             self.faults.append(fault)
 
@@ -78,8 +78,8 @@ class Document:
 
     def raised(self, path: Path, error: RotationMergeError) -> None:
         """Note what an exception says; the model it names is kept in front."""
-        where = f"{error.where}: " if error.where else ""
-        self.fault(path, f"{where}{error.what}", error.remedy or "")
+        place = f"{error.where}: " if error.where else ""
+        self.fault(path, f"{place}{error.what}", error.remedy or "")
 
     def position(self, path: Path) -> tuple[int, int]:
         while path and path not in self.marks:
@@ -111,13 +111,13 @@ def documents(text: str) -> list[Document]:
         raise RecipeError("it is nested too deeply", where="recipe", remedy="write it with fewer levels") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "recipe"
         problem = getattr(error, "problem", None) or str(error)
-        raise RecipeError(f"not valid YAML: {problem}", where=where, remedy="check indentation and quotes") from error
-    found = [entry for entry in zip(nodes, walked, values, strict=True) if entry[2] is not None]
-    if not found:
+        raise RecipeError(f"not valid YAML: {problem}", where=place, remedy="check indentation and quotes") from error
+    complete = [entry for entry in zip(nodes, walked, values, strict=True) if entry[2] is not None]
+    if not complete:
         raise RecipeError("the recipe is empty", remedy="see the recipes directory for examples")
-    return [_document(*entry, i) for i, entry in enumerate(found, 1)]
+    return [_document(*entry, i) for i, entry in enumerate(complete, 1)]
 
 
 MOST_VALUES = 100_000
@@ -170,11 +170,11 @@ def _document(node: yaml.Node, walked: list[Step], value: Any, number: int) -> D
 def _walk(node: yaml.Node, path: Path) -> Iterator[Step]:
     """Every path below a node, its mark, and whether its key stands there a second time."""
     if isinstance(node, yaml.MappingNode):
-        seen = set()
+        paths = set()
         for key, value in node.value:
             below = (*path, str(key.value))
-            yield below, _mark(key), below in seen
-            seen.add(below)
+            yield below, _mark(key), below in paths
+            paths.add(below)
             yield from _walk(value, below)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):

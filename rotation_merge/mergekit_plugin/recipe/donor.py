@@ -28,7 +28,7 @@ def entries(config: MergeConfiguration) -> Iterator[tuple[ModelReference, Mappin
 
 def carried_donors(config: MergeConfiguration) -> set[ModelReference]:
     """Models whose task vector is carried over, into the anchor's vocabulary."""
-    return {model for model, given in entries(config) if given.get("finetuned_from") not in (None, "none")}
+    return {model for model, settings in entries(config) if settings.get("finetuned_from") not in (None, "none")}
 
 
 def says_unlike(parameters: Any) -> bool:
@@ -38,8 +38,8 @@ def says_unlike(parameters: Any) -> bool:
 
 def unlike_donors(config: MergeConfiguration) -> frozenset[ModelReference]:
     """Models whose task vector is carried over from a base that may have other shapes than the anchor."""
-    asked = {model for model, given in entries(config) if says_unlike(given)}
-    return frozenset(asked & carried_donors(config))
+    unlike = {model for model, settings in entries(config) if says_unlike(settings)}
+    return frozenset(unlike & carried_donors(config))
 
 
 @dataclass(frozen=True)

@@ -12,24 +12,24 @@ MATCHING = (*OPTIONS, "preset", "match_on")
 """Parameters that only say how donors are matched."""
 
 
-def check_idle(document: Document, theirs: Collection[str]) -> None:
+def check_idle(document: Document, delegate_names: Collection[str]) -> None:
     """Collect options beside `alignment`, and options for all donors where files move every one of them.
 
     Where slices bring together layers of different places, what a file does not hold is matched: options count there.
 
     Args:
-        theirs: parameters of the delegate, which reads those of the same name.
+        delegate_names: parameters of the delegate, which reads those of the same name.
     """
     base = reference(document.value.get("base_model"))
-    found = list(groups(document.value))
-    moved = {entry: _moved(group, i) for group in found for i, entry in enumerate(group.entries)}
-    donors = {e for group in found for e, model in zip(group.entries, group.models, strict=True) if model != base}
+    all_groups = list(groups(document.value))
+    moved = {entry: _moved(group, i) for group in all_groups for i, entry in enumerate(group.entries)}
+    donors = {e for group in all_groups for e, model in zip(group.entries, group.models, strict=True) if model != base}
     for entry in sorted(donors, key=str):
         if moved[entry]:
-            _fault(document, (*entry, "parameters"), theirs, "the file under 'alignment' moves this donor")
+            _fault(document, (*entry, "parameters"), delegate_names, "the file under 'alignment' moves this donor")
     for scope in sorted({path for entry in donors for path in _above(entry)}, key=str):
         if all(moved[entry] for entry in donors if entry[: len(scope)] == scope):
-            _fault(document, (*scope, "parameters"), theirs, "files under 'alignment' move every donor")
+            _fault(document, (*scope, "parameters"), delegate_names, "files under 'alignment' move every donor")
 
 
 def _above(entry: Path) -> list[Path]:
@@ -45,7 +45,7 @@ def _moved(group: MergedTogether, number: int) -> bool:
     return all(span == spans[0] for span in spans)
 
 
-def _fault(document: Document, path: Path, theirs: Collection[str], why: str) -> None:
+def _fault(document: Document, path: Path, delegate_names: Collection[str], why: str) -> None:
     for name in at(document.value, path) or {}:
-        if name in MATCHING and name not in theirs:
+        if name in MATCHING and name not in delegate_names:
             document.fault((*path, str(name)), f"'{name}' does nothing: {why}", "leave out one of the two")

@@ -101,8 +101,8 @@ def varies(setting: Any) -> bool:
 def filters(setting: Any) -> list[str]:
     """The filters of a setting, those that match everything left out."""
     conditions = setting if isinstance(setting, list) else [setting]
-    found = [c.get("filter") for c in conditions if isinstance(c, Mapping)]
-    return [text for text in found if text not in (None, "*")]
+    texts = [c.get("filter") for c in conditions if isinstance(c, Mapping)]
+    return [text for text in texts if text not in (None, "*")]
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ def groups(value: Mapping[str, Any]) -> Iterator[MergedTogether]:
         if isinstance(part.get("models"), list):
             yield from _group(value, (*path, "models"), (*path, "models"), shared, True)
         for i, piece in items(part.get("slices")):
-            here = (*path, "slices", i)
+            slice_path = (*path, "slices", i)
             if isinstance(piece, Mapping):
-                yield from _group(value, here, (*here, "sources"), [_settings(piece), *shared], False)
+                yield from _group(value, slice_path, (*slice_path, "sources"), [_settings(piece), *shared], False)
 
 
 def _group(
@@ -156,8 +156,8 @@ def _group(
 
 
 def _settings(part: Any) -> Mapping[str, Any]:
-    found = part.get("parameters") if isinstance(part, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    settings = part.get("parameters") if isinstance(part, Mapping) else None
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def reference(value: Any) -> ModelReference | None:

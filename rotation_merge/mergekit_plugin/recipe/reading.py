@@ -143,8 +143,8 @@ def read(document: Document, config: MergeConfiguration | None = None) -> Recipe
     value, config = document.value, config or document.config
     assert config is not None
     assert config.base_model is not None
-    given = at(value, ("parameters",)) or {}
-    values = {name: BY_NAME[name].check(given[name]) for name in names(RECIPE, EACH) if name in given}
+    settings = at(value, ("parameters",)) or {}
+    values = {name: BY_NAME[name].check(settings[name]) for name in names(RECIPE, EACH) if name in settings}
     delegate = delegates.get(values.get("delegate") or BY_NAME["delegate"].default)
     parts = (values.get("exclude") or "").split(",")
     exclude = tuple(part.strip() for part in parts if part.strip())

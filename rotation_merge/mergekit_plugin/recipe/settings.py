@@ -82,9 +82,9 @@ def check_settings(document: Document) -> None:
 def tokenizer_source(value: Mapping[str, Any]) -> tuple[Path, str | None]:
     """Where a recipe says whose tokenizer the result gets, and the model named there; None for `base` or `union`."""
     for path in (("tokenizer", "source"), ("tokenizer_source",)):
-        found = at(value, path)
-        if found is not None and found not in ("base", "union"):
-            named = reference(found)
+        source = at(value, path)
+        if source is not None and source not in ("base", "union"):
+            named = reference(source)
             return path, named.model.path if named is not None else None
     return (), None
 
@@ -111,32 +111,32 @@ def _types(document: Document) -> None:
     try:
         document.config = MergeConfiguration.__pydantic_validator__.validate_python(content)
     except ValidationError as error:
-        seen: set[Path] = set()
-        for found in error.errors():
-            path = existing(document.value, tuple(found["loc"]))
-            if path not in seen and not any(known[: len(path)] == path for known in seen):
-                seen.add(path)
-                document.fault(path, *explain(found))
+        reported: set[Path] = set()
+        for problem in error.errors():
+            path = existing(document.value, tuple(problem["loc"]))
+            if path not in reported and not any(known[: len(path)] == path for known in reported):
+                reported.add(path)
+                document.fault(path, *explain(problem))
     except (RuntimeError, TypeError, ValueError) as error:
         document.fault((), str(error), "see mergekit's documentation")
 
 
-def explain(found: Mapping[str, Any]) -> tuple[str, str]:
+def explain(error: Mapping[str, Any]) -> tuple[str, str]:
     """One of pydantic's errors in a user's words: what is wrong, and the remedy."""
-    place = found["loc"]
-    if found["type"] == "missing":
+    place = error["loc"]
+    if error["type"] == "missing":
         return f"'{place[-1]}' is missing", f"add '{place[-1]}: ...'"
     if "parameters" in place[:-1]:
         return "this is not a value", "write a number or a word, a list of them, or a list of {filter: ..., value: ...}"
     expected = {"list_type": "a list", "dict_type": "a mapping of keys to values", "string_type": "a word"}
-    if found["type"].startswith("model") or found["type"] in expected:
-        word = expected.get(found["type"], "a mapping of keys to values")
+    if error["type"].startswith("model") or error["type"] in expected:
+        word = expected.get(error["type"], "a mapping of keys to values")
         if place[-1] in ("model", "base_model"):
             word = "a directory or org/name"
-        model = isinstance(found.get("input"), str) and len(found["loc"]) > 1 and found["loc"][-2] == "models"
-        write = f"write '- model: {found['input']}'" if model else f"it is {str(found.get('input'))[:60]!r}"
+        model = isinstance(error.get("input"), str) and len(error["loc"]) > 1 and error["loc"][-2] == "models"
+        write = f"write '- model: {error['input']}'" if model else f"it is {str(error.get('input'))[:60]!r}"
         return f"{word} is expected here", write
-    return f"{found['msg'][:1].lower()}{found['msg'][1:]}", "see mergekit's documentation"
+    return f"{error['msg'][:1].lower()}{error['msg'][1:]}", "see mergekit's documentation"
 
 
 def _dtype(document: Document, key: str) -> None:
@@ -147,8 +147,8 @@ def _dtype(document: Document, key: str) -> None:
         document.fault((key,), f"{key} is {value!r}, which does not exist", nearest(str(value), DTYPES))
         return
     if dtype is not None and not dtype.is_floating_point:
-        what = f"{key} is {value!r}, weights are floating-point numbers"
-        document.fault((key,), what, f"choose one of: {', '.join(DTYPES)}")
+        problem = f"{key} is {value!r}, weights are floating-point numbers"
+        document.fault((key,), problem, f"choose one of: {', '.join(DTYPES)}")
 
 
 def _chat_template(document: Document) -> None:
@@ -176,16 +176,16 @@ def _delegate(document: Document) -> MergeMethod | None:
 
 def _parameters(document: Document, path: Path, ours: tuple[str, ...], delegate: MergeMethod | None) -> None:
     settings = at(document.value, path)
-    own = {spec.name: spec for spec in delegate.spec.parameters} if delegate else {}
+    specs = {spec.name: spec for spec in delegate.spec.parameters} if delegate else {}
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
-        here = (*path, str(name))
-        if name in ours or name in own:
-            _setting(document, here, name, value, own.get(name), delegate)
+        setting_path = (*path, str(name))
+        if name in ours or name in specs:
+            _setting(document, setting_path, name, value, specs.get(name), delegate)
         elif name in BY_NAME:
-            document.fault(here, f"parameter '{name}' does not belong here", _where(name))
+            document.fault(setting_path, f"parameter '{name}' does not belong here", _where(name))
         elif delegate is not None and name not in LEGACY:
-            what = f"there is no parameter '{name}' (delegate {delegate.spec.name})"
-            document.fault(here, what, nearest(str(name), [*own, *ours]))
+            problem = f"there is no parameter '{name}' (delegate {delegate.spec.name})"
+            document.fault(setting_path, problem, nearest(str(name), [*specs, *ours]))
 
 
 def _where(name: str) -> str:
@@ -201,14 +201,14 @@ def _setting(
     key = BY_NAME.get(name)
     if key is not None and key.scope != BLOCK and varies(value):
         if name != "delegate":  # of which it has been said that it is no method
-            what = f"parameter '{name}' holds for the whole model, lists and filters do not fit it"
+            problem = f"parameter '{name}' holds for the whole model, lists and filters do not fit it"
             remedy = "write ranges such as '0-5,11' in one string" if name == "layers" else "give one value"
-            document.fault(path, what, remedy)
+            document.fault(path, problem, remedy)
         return
     idle = key is not None and key.delegates and delegate is not None and delegate.spec.name not in key.delegates
     if key is not None and delegate is not None and idle and not _on_samples(document, path):
-        what = f"parameter '{name}' does nothing with delegate {delegate.spec.name}"
-        document.fault(path, what, f"leave it out; it is read by delegate {', '.join(key.delegates)}")
+        problem = f"parameter '{name}' does nothing with delegate {delegate.spec.name}"
+        document.fault(path, problem, f"leave it out; it is read by delegate {', '.join(key.delegates)}")
     for place, item in [(path, value), *(((*path, i), item) for i, item in items(value) if isinstance(value, list))]:
         _keys(document, place, item, tuple(ConditionalParameter.model_fields))
     for leaf, place in leaves(value, path):
@@ -222,9 +222,11 @@ def _on_samples(document: Document, path: Path) -> bool:
     """Whether a parameter says on which samples a donor is carried to the anchor, or donors are matched."""
     if path[-1] not in ("data", "samples"):
         return False
-    found = [at(document.value, place) or {} for place, _ in scopes(document.value)]
-    carried = found if path[:-1] == ("parameters",) else [at(document.value, path[:-1]) or {}]
-    return any("match_on" in settings for settings in found) or any("finetuned_from" in own for own in carried)
+    all_settings = [at(document.value, place) or {} for place, _ in scopes(document.value)]
+    carried = all_settings if path[:-1] == ("parameters",) else [at(document.value, path[:-1]) or {}]
+    return any("match_on" in settings for settings in all_settings) or any(
+        "finetuned_from" in options for options in carried
+    )
 
 
 def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delegate: MergeMethod | None = None) -> None:
@@ -245,11 +247,11 @@ def check_value(name: str, value: Any, spec: ParameterSpec | None = None, delega
     try:
         valid = spec.validate(value)
     except ValidationError:
-        what = f"parameter '{name}' is {value!r}"
+        problem = f"parameter '{name}' is {value!r}"
         if name not in BY_NAME:
-            raise RecipeError(what, remedy=f"it must be {wanted(spec)}") from None
+            raise RecipeError(problem, remedy=f"it must be {wanted(spec)}") from None
         raise RecipeError(
-            f"{what}, which also holds for delegate {delegate.spec.name}: its own '{name}' is {wanted(spec)}",
+            f"{problem}, which also holds for delegate {delegate.spec.name}: its own '{name}' is {wanted(spec)}",
             remedy=f"write {wanted(spec)}, or choose a delegate without '{name}'",
         ) from None
     if isinstance(valid, float) and not math.isfinite(valid):
@@ -263,12 +265,12 @@ def _slices(document: Document) -> None:
     anchor = reference(document.value.get("base_model"))
     for path, part in outputs(document.value):
         for i, piece in items(part.get("slices")):
-            here = (*path, "slices", i)
-            own = reference(piece.get("base_model")) if isinstance(piece, Mapping) else None
-            if own is not None and own != anchor:
-                what = f"base_model is {own}, that of the recipe is {anchor}"
-                document.fault(here, what, "all slices share one anchor; remove the slice's own base_model")
-            _lengths(document, here, [(j, source) for j, source in items(at(piece, ("sources",)))])
+            slice_path = (*path, "slices", i)
+            anchor_named = reference(piece.get("base_model")) if isinstance(piece, Mapping) else None
+            if anchor_named is not None and anchor_named != anchor:
+                problem = f"base_model is {anchor_named}, that of the recipe is {anchor}"
+                document.fault(slice_path, problem, "all slices share one anchor; remove the slice's own base_model")
+            _lengths(document, slice_path, [(j, source) for j, source in items(at(piece, ("sources",)))])
 
 
 def _lengths(document: Document, path: Path, sources: list[tuple[int, Any]]) -> None:
@@ -283,8 +285,8 @@ def _lengths(document: Document, path: Path, sources: list[tuple[int, Any]]) -> 
             return
         lengths.append(span[1] - span[0])
     if len(set(lengths)) != 1:
-        what = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
-        document.fault(path, what, "give every source of a slice the same number of layers")
+        problem = f"its sources have {', '.join(map(str, lengths))} layers" if lengths else "it has no sources"
+        document.fault(path, problem, "give every source of a slice the same number of layers")
 
 
 def check_words(document: Document, architecture: Architecture, tensors: Iterable[str]) -> None:
@@ -301,10 +303,10 @@ def check_words(document: Document, architecture: Architecture, tensors: Iterabl
                 AlignConfig(layers=normal("layers", leaf)).check_layers(architecture)
             except RecipeError as error:
                 document.fault(place, error.what, error.remedy or "")
-    here = ("parameters", "exclude")
-    for word in str(at(document.value, here) or "").split(","):
+    option_path = ("parameters", "exclude")
+    for word in str(at(document.value, option_path) or "").split(","):
         if word.strip() and not any(word.strip() in name for name in known):
-            document.fault(here, f"no tensor's name holds '{word.strip()}'", _like(word.strip(), known))
+            document.fault(option_path, f"no tensor's name holds '{word.strip()}'", _like(word.strip(), known))
 
 
 def _like(word: str, names: list[str]) -> str:
@@ -326,6 +328,6 @@ def check_filters(document: Document, blocks: Iterable[str]) -> None:
         for option, setting in items(at(document.value, path)):
             for text in filters(setting) if option in OPTIONS else ():
                 if not any(text in name for name in known):
-                    what = f"the filter '{text}' of '{option}' matches no block"
+                    problem = f"the filter '{text}' of '{option}' matches no block"
                     remedy = f"options of the alignment hold for whole blocks, which are called like '{example}'"
-                    document.fault((*path, option), what, remedy)
+                    document.fault((*path, option), problem, remedy)

@@ -38,10 +38,10 @@ def checked_file(path: str) -> Iterator[None]:
     with open(path, encoding="utf-8") as file:
         text = file.read()
     try:
-        found = documents(text)
+        recipes = documents(text)
     except RecipeError as error:
         raise RecipeError(error.what, where=f"{path}, {error.where}", remedy=error.remedy) from error
-    ours = [document for document in found if is_ours(document.value)]
+    ours = [document for document in recipes if is_ours(document.value)]
     for document in ours:
         check_settings(document)
     more = sum(fault.error for document in ours for fault in document.faults) - 1
