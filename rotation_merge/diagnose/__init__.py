@@ -43,9 +43,9 @@ def check_text(text: str, refused: Mapping[str, RotationMergeError] = MappingPro
         RecipeError: the text is not YAML.
     """
     options = MergeOptions()
-    found = documents(text)
+    parsed = documents(text)
     names: set[str] = set()
-    for document in found:
+    for document in parsed:
         if not isinstance(document.value, dict):
             continue
         if "genome" in document.value:
@@ -58,7 +58,7 @@ def check_text(text: str, refused: Mapping[str, RotationMergeError] = MappingPro
         name = document.value.get("name")
         if isinstance(name, str):
             names.add(name)
-    faults = [fault for document in found for fault in document.faults]
+    faults = [fault for document in parsed for fault in document.faults]
     return sorted(faults, key=lambda f: (f.document, f.line, f.column))
 
 
@@ -69,9 +69,9 @@ def absent_models(text: str) -> list[str]:
         RecipeError: the text is not YAML.
     """
     values = [document.value for document in documents(text) if isinstance(document.value, dict)]
-    made = {value.get("name") for value in values}
+    merge_names = {value.get("name") for value in values}
     names = []
-    for name in (name for value in values for _, name in references(value) if name not in made):
+    for name in (name for value in values for _, name in references(value) if name not in merge_names):
         try:
             reference = parse_reference(name)
         except RotationMergeError:  # said where the recipe is checked
@@ -103,8 +103,8 @@ def _check_evolve(document: Document) -> None:
     try:
         EvolMergeConfiguration.model_validate(document.value)
     except ValidationError as error:
-        for one in error.errors():
-            document.fault(tuple(one["loc"]), one["msg"], "see mergekit's documentation")
+        for problem in error.errors():
+            document.fault(tuple(problem["loc"]), problem["msg"], "see mergekit's documentation")
     _check_genome_models(document)
 
 

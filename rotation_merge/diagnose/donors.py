@@ -36,10 +36,10 @@ def donors_of(path: str) -> list[RecipeDonor]:
     result = []
     models = Models(MergeOptions(), recipe.unsupported)
     settle_presets(recipe, models, [m.model for m in config.models or []])
-    own = own_heads(models[m.model] for m in config.models or []) if recipe.value("heads_of") == "each" else ()
+    head_tensors = own_heads(models[m.model] for m in config.models or []) if recipe.value("heads_of") == "each" else ()
 
     def excluded(tensor: str) -> bool:
-        return tensor in own or recipe.excluded(tensor)
+        return tensor in head_tensors or recipe.excluded(tensor)
 
     for donor in config.models or []:
         if donor.model == recipe.base:
@@ -51,9 +51,11 @@ def donors_of(path: str) -> list[RecipeDonor]:
         words = not (config.tokenizer or config.tokenizer_source)
         names = str(recipe.base), str(donor.model)
         unlike = says_unlike(donor.parameters)
-        found = RecipeDonor(*names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported, unlike)
+        recipe_donor = RecipeDonor(
+            *names, options, recipe.untie, origin, file, excluded, words, recipe.unsupported, unlike
+        )
         how, data, count = (recipe.of_model(name, reader, donor.model) for name in ("match_on", "data", "samples"))
-        result.append(replace(found, match_on=how or WEIGHTS, data=data or "", samples=count, own=own))
+        result.append(replace(recipe_donor, match_on=how or WEIGHTS, data=data or "", samples=count, own=head_tensors))
     if not result:
         raise RecipeError("names no donor under 'models'", where=path, remedy="give two models instead")
     return result
@@ -69,23 +71,23 @@ def carried_recipe(
     donor: RecipeDonor,
     scale: float,
     matched: AlignConfig | None = None,
-    seen: Mapping[str, Any] | None = None,
+    match_values: Mapping[str, Any] | None = None,
 ) -> str:
     """A recipe for the anchor plus a multiple of one donor's task vector, carried over as the recipe at `path` says.
 
     Args:
         matched: what to match in the place of what the recipe says, files of transforms included.
-        seen: in that case: 'match_on' and its samples.
+        match_values: in that case: 'match_on' and its samples.
     """
     recipe = Recipe.of(last_recipe(path, "give two models instead"))
     config = recipe.config
     settle_presets(recipe, Models(MergeOptions(), recipe.unsupported), [m.model for m in config.models or []])
-    own = next(m.parameters or {} for m in config.models or [] if str(m.model) == donor.name)
-    preset = next((RELATIONS[found] for model, found in recipe.relations.items() if str(model) == donor.name), {})
-    values = {**preset, **(config.parameters or {}), **own}
+    model_values = next(m.parameters or {} for m in config.models or [] if str(m.model) == donor.name)
+    preset = next((RELATIONS[relation] for model, relation in recipe.relations.items() if str(model) == donor.name), {})
+    values = {**preset, **(config.parameters or {}), **model_values}
     options = {name: values[name] for name in OPTIONS if name in values} if matched is None else asdict(matched)
     finding = () if matched is None else ("alignment", "match_on")
-    values = {**{name: value for name, value in values.items() if name not in finding}, **(seen or {})}
+    values = {**{name: value for name, value in values.items() if name not in finding}, **(match_values or {})}
     chosen = [name for name in OF_MODEL if name in values]
     document = MergeConfiguration.model_validate(
         {
@@ -125,8 +127,12 @@ def what_is_measured(
         sources: of data.
     """
     opened = Models(MergeOptions())
-    names = [name for one in donors for name in (one.anchor, one.name, one.origin) if name is not None]
-    files = [*models, *sources, *(file for one in donors for file in (one.file, one.data) if file)]
-    facts = [(one.name, one.options, one.untie, one.file, one.match_on, one.own) for one in donors if len(models) > 1]
-    found = [opened[parse_reference(name)] for name in dict.fromkeys(names)]
-    return mark_of(found, files, donors=facts, sources=[*sources], **options)
+    names = [name for donor in donors for name in (donor.anchor, donor.name, donor.origin) if name is not None]
+    files = [*models, *sources, *(file for donor in donors for file in (donor.file, donor.data) if file)]
+    facts = [
+        (donor.name, donor.options, donor.untie, donor.file, donor.match_on, donor.own)
+        for donor in donors
+        if len(models) > 1
+    ]
+    loaded = [opened[parse_reference(name)] for name in dict.fromkeys(names)]
+    return mark_of(loaded, files, donors=facts, sources=[*sources], **options)

@@ -47,26 +47,26 @@ def draft_of(model: str) -> tuple[dict[str, Any], list[str]]:
     fits = kin(opened.config, opened.shapes) if len(doubts) > len(_ALWAYS) else []
     if not fits:
         return content, doubts
-    own = {key: content[key] for key in ("family", "title", "classes", "model_types")}
-    others = [f"check: names and shapes would also be those of {', '.join(fits[1:])}"] if fits[1:] else []
+    labels = {key: content[key] for key in ("family", "title", "classes", "model_types")}
+    notes = [f"check: names and shapes would also be those of {', '.join(fits[1:])}"] if fits[1:] else []
     first = f"check: names and shapes are those of {fits[0]}; the file says that this is one more model of it"
-    return {**own, "extends": fits[0]}, [first, *others, *_ALWAYS]
+    return {**labels, "extends": fits[0]}, [first, *notes, *_ALWAYS]
 
 
 def kin(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Families whose files describe every tensor of a checkpoint, by name and shape: the one that it is of first."""
-    known, found = find(config), []
+    known, families = find(config), []
     for spec in shipped().values():
-        seen = {**config, "architectures": spec.classes[:1], "model_type": (spec.model_types or [""])[0]}
+        family_config = {**config, "architectures": spec.classes[:1], "model_type": (spec.model_types or [""])[0]}
         try:
-            architecture = resolve(config if spec is known else seen, list(shapes), spec.family)
+            architecture = resolve(config if spec is known else family_config, list(shapes), spec.family)
             for info in architecture.tensors():
                 if (shape := shapes.get(info.name)) is not None:
                     check_shape(info, (len(info.names), *shape) if info.stacked else shape)
         except (RotationMergeError, TypeError, LookupError):  # entries of the config that another family needs
             continue
-        found.append(spec.family)
-    return sorted(found, key=lambda family: known is None or family != known.family)
+        families.append(spec.family)
+    return sorted(families, key=lambda family: known is None or family != known.family)
 
 
 def drafted(
@@ -87,8 +87,10 @@ def drafted(
     width = int(config.get("hidden_size") or Counter(s[-1] for s in inner.values() if len(s) > 1).most_common(1)[0][0])
     doubts: list[str] = []
     often = Counter(match["rest"] for match in layers if match["path"] == stack)
-    some = {name for name, count in often.items() if count < len({m["index"] for m in layers if m["path"] == stack})}
-    layer = _layer(inner, config, width, doubts, some)
+    optional = {
+        name for name, count in often.items() if count < len({m["index"] for m in layers if m["path"] == stack})
+    }
+    layer = _layer(inner, config, width, doubts, optional)
     before, after = _outside(outer, width, int(config.get("vocab_size") or 0), doubts)
     kind = str(config.get("model_type") or "mine")
     name = (config.get("architectures") or ["MyModel"])[0]
@@ -126,17 +128,17 @@ def _spaces(
         heads["kv_heads"] = "num_key_value_heads"
     if config.get("rope_parameters") or config.get("rope_theta"):
         heads["rotary"] = {"layout": "half"}
-    said = str(layer)
-    if "attn.q_norm" in said or "attn.q_gain" in said:
-        heads["norm"] = "rms_head" if "attn.q_norm" in said else "rms_all"
-    neurons = {"gated": True} if "ffn.gate" in said else {"activation": "hidden_act"}
-    found = {"attn": heads, "ffn": {"kind": "ffn", "size": "intermediate_size", **neurons}}
-    if "experts.index" in said:
+    layer_text = str(layer)
+    if "attn.q_norm" in layer_text or "attn.q_gain" in layer_text:
+        heads["norm"] = "rms_head" if "attn.q_norm" in layer_text else "rms_all"
+    neurons = {"gated": True} if "ffn.gate" in layer_text else {"activation": "hidden_act"}
+    spaces = {"attn": heads, "ffn": {"kind": "ffn", "size": "intermediate_size", **neurons}}
+    if "experts.index" in layer_text:
         sizes = {shape[0] for name, shape in inner.items() if re.search(r"experts\.\d+\..*(gate|up)_proj|\.w1", name)}
         size = next((key for key in _EXPERT_SIZES if config.get(key) in sizes), _EXPERT_SIZES[0])
         count = next((key for key in _EXPERT_COUNTS if config.get(key)), _EXPERT_COUNTS[0])
-        found["experts"] = {"kind": "experts", "count": count, "size": size, "gated": "experts.gate" in said}
-    return found
+        spaces["experts"] = {"kind": "experts", "count": count, "size": size, "gated": "experts.gate" in layer_text}
+    return spaces
 
 
 _EXPERT_SIZES = ("moe_intermediate_size", "intermediate_size")
@@ -154,12 +156,12 @@ def _layer(
     config: Mapping[str, Any],
     width: int,
     doubts: list[str],
-    some: Collection[str] = (),
+    optional: Collection[str] = (),
 ) -> dict[str, Any]:
     """Norms, linear maps and other tensors of a layer.
 
     Args:
-        some: tensors that not every layer has.
+        optional: tensors that not every layer has.
     """
     linear: dict[str, Any] = {}
     norms: dict[str, Any] = {}
@@ -187,15 +189,15 @@ def _layer(
         after |= {stem for stem in norms if "post_attention" in stem}
     for stem, reader in zip([stem for stem in norms if stem not in after], _readers(linear), strict=False):
         norms[stem]["reads"] = reader
-    for name in sorted({_EACH.sub("experts.{e}.", name) for name in some}):
+    for name in sorted({_EACH.sub("experts.{e}.", name) for name in optional}):
         stem = name.removesuffix(".weight")
         if stem in norms:
             norms[stem]["optional"] = True
         for section, key in ((linear, stem), (tensors, name)):
             if key in section:
                 section[key] = {"axes": section[key], "optional": True}
-    if some:
-        names = ", ".join(sorted({_EACH.sub("experts.{e}.", name) for name in some}))
+    if optional:
+        names = ", ".join(sorted({_EACH.sub("experts.{e}.", name) for name in optional}))
         doubts.append(f"check: tensors that some layers alone have are optional ('when' says which do): {names}")
     return {"norms": norms, "linear": linear, "tensors": tensors}
 
@@ -204,23 +206,23 @@ def _by_shape(stem: str, shape: tuple[int, ...], config: Mapping[str, Any], widt
     """Axes of a map whose name says nothing: a router's, of neurons, or such that keep their coordinates."""
     counts = {config.get(key) for key in _EXPERT_COUNTS}
     neurons = config.get("intermediate_size")
-    axes, what = ["fixed", "fixed"], "to keep its coordinates"
+    axes, reading = ["fixed", "fixed"], "to keep its coordinates"
     if shape[1] == width and shape[0] in counts:
-        axes, what = ["experts.index", "residual.read"], "for the router of experts"
+        axes, reading = ["experts.index", "residual.read"], "for the router of experts"
     elif neurons != width and shape == (neurons, width):
-        axes, what = ["ffn.in", "residual.read"], "for a map into neurons"
+        axes, reading = ["ffn.in", "residual.read"], "for a map into neurons"
     elif neurons != width and shape == (width, neurons):
-        axes, what = ["residual.write", "ffn.out"], "for a map out of neurons"
-    doubts.append(f"check: '{stem}.weight' {list(shape)} is taken {what}")
+        axes, reading = ["residual.write", "ffn.out"], "for a map out of neurons"
+    doubts.append(f"check: '{stem}.weight' {list(shape)} is taken {reading}")
     return axes
 
 
 def _axes(stem: str) -> list[Any] | None:
     fused = next((axes for rule, axes in FUSED.items() if re.search(rule, stem)), None)
-    found = fused or next((list(axes) for rule, axes in RULES if re.search(rule, stem)), None)
-    if found is None or "experts.{e}." not in stem:
-        return found
-    return ["experts.index", *(axis.replace("ffn.", "experts.") for axis in map(str, found))]
+    matched_axes = fused or next((list(axes) for rule, axes in RULES if re.search(rule, stem)), None)
+    if matched_axes is None or "experts.{e}." not in stem:
+        return matched_axes
+    return ["experts.index", *(axis.replace("ffn.", "experts.") for axis in map(str, matched_axes))]
 
 
 def _readers(linear: Mapping[str, list[Any]]) -> list[list[str]]:

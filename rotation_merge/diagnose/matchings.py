@@ -77,24 +77,24 @@ def matchings(text: str | None) -> list[Matching]:
     Raises:
         RecipeError: a name is not known, or comes twice; too many.
     """
-    found = [PLAIN]
+    chosen_matchings = [PLAIN]
     for word in (text or "aligned").split(","):
-        name, given, file = (part.strip() for part in word.partition("="))
-        if name == PLAIN.name and not given:
+        name, equals, file = (part.strip() for part in word.partition("="))
+        if name == PLAIN.name and not equals:
             continue
-        if given and (not file or not name):
+        if equals and (not file or not name):
             raise RecipeError(f"'{word.strip()}' names no file", where="--compare", remedy="write learned=FILE")
-        if not given and name != ALIGNED.name and name not in NAMED:
+        if not equals and name != ALIGNED.name and name not in NAMED:
             known = nearest(name, [PLAIN.name, ALIGNED.name, *NAMED])
             raise RecipeError(f"there is no matching '{name}'", where="--compare", remedy=f"{known}; a file: name=FILE")
-        if any(name == other.name for other in found):
+        if any(name == known.name for known in chosen_matchings):
             raise RecipeError(f"'{name}' comes twice", where="--compare", remedy="give each curve a name of its own")
         chosen = ALIGNED if name == ALIGNED.name else _named(name)
-        found.append(Matching(name, file=file) if given else chosen)
-    if len(found) > MOST_CURVES:
+        chosen_matchings.append(Matching(name, file=file) if equals else chosen)
+    if len(chosen_matchings) > MOST_CURVES:
         remedy = f"a picture holds {MOST_CURVES} curves, the plain one among them"
-        raise RecipeError(f"{len(found)} matchings", where="--compare", remedy=remedy)
-    return found
+        raise RecipeError(f"{len(chosen_matchings)} matchings", where="--compare", remedy=remedy)
+    return chosen_matchings
 
 
 def _named(name: str) -> Matching:
@@ -115,15 +115,17 @@ class Moved:
     def one_gauge(self) -> bool:
         """Whether all donors fit one anchor, and so one another."""
         first = dict(self.anchors[0].named_parameters())
-        for other in self.anchors[1:]:
-            own = dict(other.named_parameters())
-            if own.keys() != first.keys() or not all(torch.allclose(own[name], first[name]) for name in own):
+        for anchor in self.anchors[1:]:
+            parameters = dict(anchor.named_parameters())
+            if parameters.keys() != first.keys() or not all(
+                torch.allclose(parameters[name], first[name]) for name in parameters
+            ):
                 return False
         return True
 
 
 def moved(
-    given: str,
+    recipe_path: str,
     anchor: Any,
     donors: Sequence[RecipeDonor],
     matching: Matching,
@@ -134,7 +136,7 @@ def moved(
     """The models that a matching makes, in memory.
 
     Args:
-        given: the recipe, where donors come from one.
+        recipe_path: the recipe, where donors come from one.
         anchor: loaded, as it is.
         source: samples to match on where none are named and the models write no text.
         ledger: where what matching finds is kept, and looked for.
@@ -144,7 +146,7 @@ def moved(
     ends = []
     for number, donor in enumerate(map(matching.of, donors)):
         if donor.origin is not None:
-            ends.append(_carried(given, donor, matching))
+            ends.append(_carried(recipe_path, donor, matching))
         elif matching is PLAIN:
             ends.append((anchor, load(donor.name, like=None if donor.own else donor.anchor)))
         else:
@@ -159,7 +161,7 @@ def opened(donor: RecipeDonor) -> Pair:
         RotationMergeError: they do not.
     """
     options = donor.options if donor.file is None else NOTHING
-    kept = donor.own.__contains__ if donor.own else None
+    excluded = donor.own.__contains__ if donor.own else None
     carried = donor.origin is not None  # its adapter may be of that base
     return open_pair(
         donor.anchor,
@@ -167,7 +169,7 @@ def opened(donor: RecipeDonor) -> Pair:
         options,
         donor.untie,
         unsupported=donor.unsupported,
-        excluded=kept,
+        excluded=excluded,
         any_base=carried,
     )
 
@@ -193,10 +195,10 @@ def _finder(donor: RecipeDonor) -> Match:
 
 def _carried(recipe: str, donor: RecipeDonor, matching: Matching) -> tuple[Any, Any]:
     """The anchor, and the anchor with the donor's task vector added: carried over, or as it is."""
-    ends, seen = [], None
+    ends, match_values = [], None
     if matching.match_on != WEIGHTS:
-        seen = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
+        match_values = {"match_on": matching.match_on, "data": donor.data, "samples": donor.samples}
     for scale in (0.0, 1.0):
-        state = merged_state(carried_recipe(recipe, donor, scale, matching.options, seen))
+        state = merged_state(carried_recipe(recipe, donor, scale, matching.options, match_values))
         ends.append(load(donor.anchor, state=state, changed={"tie_word_embeddings": False} if donor.untie else None))
     return ends[0], ends[1]

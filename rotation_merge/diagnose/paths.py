@@ -41,7 +41,7 @@ class Paths:
     from and to that model, under its head and config, as a merged body is that stands under several heads.
 
     Attributes:
-        given: the recipe, where donors come from one.
+        recipe_path: the recipe, where donors come from one.
         sources: of data; where models keep their heads, one for each model, the anchor's first.
         points: models on each path.
         reading: limit, batch_size and length of the data.
@@ -49,7 +49,7 @@ class Paths:
         ledger: where what is found is kept, and looked for.
     """
 
-    given: str
+    recipe_path: str
     donors: Sequence[RecipeDonor]
     sources: Sequence[str]
     points: int
@@ -95,9 +95,9 @@ class Paths:
         data = self._data(anchor)
         curves: dict[tuple[Place, int], list[Curve]] = {}
         for matching in matchings:
-            own = self.ledger.under(matching.name)
-            models = moved(self.given, anchor, self.donors, matching, self.tick, self.sources[0], own)
-            for key, curve in self._curves(models, data, matching.name, own):
+            ledger = self.ledger.under(matching.name)
+            models = moved(self.recipe_path, anchor, self.donors, matching, self.tick, self.sources[0], ledger)
+            for key, curve in self._curves(models, data, matching.name, ledger):
                 curves.setdefault(key, []).append(curve)
         turns = self._turns(anchor, data, matchings) if each else {}
         return [
@@ -117,11 +117,11 @@ class Paths:
     def check(self, matchings: Sequence[Matching], each: bool) -> None:
         """All that can be wrong with models and matchings, by their headers."""
         if self.own and len(self.sources) != len(self.names):
-            what = f"{len(self.names)} models keep heads of their own, data are given {len(self.sources)} times"
-            raise RecipeError(what, where="--data", remedy="give it once for each model, in their order")
+            problem = f"{len(self.names)} models keep heads of their own, data are given {len(self.sources)} times"
+            raise RecipeError(problem, where="--data", remedy="give it once for each model, in their order")
         if self.own and any(donor.origin is not None for donor in self.donors):
-            what = "a task vector has no head of its own to be measured under"
-            raise RecipeError(what, where=self.given, remedy="leave out 'heads_of', or 'finetuned_from'")
+            problem = "a task vector has no head of its own to be measured under"
+            raise RecipeError(problem, where=self.recipe_path, remedy="leave out 'heads_of', or 'finetuned_from'")
         for donor, matching in itertools.product(self.donors, matchings):
             if donor.origin is None:
                 opened(matching.of(donor))
@@ -134,8 +134,8 @@ class Paths:
         alike = all(d.options == first and not isinstance(d.options, VaryingOptions) for d in self.donors)
         bound = any(d.origin or d.file or m.file for d in self.donors for m in matchings)
         if each and (bound or not alike):
-            what = "the models cannot be the anchor in turn: a file or a base binds them, or options differ"
-            raise RecipeError(what, where=self.given, remedy="measure without --anchors each")
+            problem = "the models cannot be the anchor in turn: a file or a base binds them, or options differ"
+            raise RecipeError(problem, where=self.recipe_path, remedy="measure without --anchors each")
 
     def _curves(
         self, models: Moved, data: Sequence[Data], name: str, ledger: Ledger
@@ -154,9 +154,9 @@ class Paths:
                 LOG.warning("%s: norms are folded for some donors only; no path between them is measured", name)
                 return
             for number in self.tasks((first, second)):
-                found = ledger.under(f"{first}-{second}/{number}")
-                own = (a if number == first else b) if self.own else None
-                how = self.points, name, self.tick, found, own, self._kept(own)
+                place_ledger = ledger.under(f"{first}-{second}/{number}")
+                head_model = (a if number == first else b) if self.own else None
+                how = self.points, name, self.tick, place_ledger, head_model, self._kept(head_model)
                 yield ((first, second), number), path(a, b, data[number], *how)
 
     def _kept(self, model: Any) -> set[str]:
@@ -167,22 +167,22 @@ class Paths:
         self, anchor: Any, data: Sequence[Data], matchings: Sequence[Matching]
     ) -> dict[tuple[Place, int, str], dict[str, float]]:
         """The barriers with every other model as the anchor, by path, number of the data and matching."""
-        found: dict[tuple[Place, int, str], dict[str, float]] = {}
+        barriers: dict[tuple[Place, int, str], dict[str, float]] = {}
         for turn in range(1, len(self.names)):
-            name, others = self.names[turn], [n for i, n in enumerate(self.names) if i != turn]
-            donors = [replace(self.donors[0], anchor=name, name=other) for other in others]
+            name, donor_names = self.names[turn], [n for i, n in enumerate(self.names) if i != turn]
+            donors = [replace(self.donors[0], anchor=name, name=donor_name) for donor_name in donor_names]
             now = load(name)
             if not self.own and labels(now.config.to_dict()) != labels(anchor.config.to_dict()):
                 data = [read_batches(source, name, now, **self.reading) for source in self.sources]
             for matching in (m for m in matchings if m is not PLAIN):
-                own = self.ledger.under(f"{name}/{matching.name}")
-                models = moved(self.given, now, donors, matching, self.tick, self.sources[0], own)
-                rest = models.donors
-                everyone = [*rest[:turn], models.anchors[0], *rest[turn:]]
-                still = Moved([everyone[0]] * len(rest), everyone[1:])
-                for (place, number), curve in self._curves(still, data, matching.name, own):
-                    found.setdefault((place, number, matching.name), {})[name] = curve.barrier()
-        return found
+                ledger = self.ledger.under(f"{name}/{matching.name}")
+                models = moved(self.recipe_path, now, donors, matching, self.tick, self.sources[0], ledger)
+                aligned = models.donors
+                everyone = [*aligned[:turn], models.anchors[0], *aligned[turn:]]
+                still = Moved([everyone[0]] * len(aligned), everyone[1:])
+                for (place, number), curve in self._curves(still, data, matching.name, ledger):
+                    barriers.setdefault((place, number, matching.name), {})[name] = curve.barrier()
+        return barriers
 
     def _barrier(
         self,
@@ -205,11 +205,11 @@ class Paths:
 
 
 @torch.no_grad()
-def mean(models: Sequence[Any], kept: Collection[str] = ()) -> Any:
+def mean(models: Sequence[Any], excluded: Collection[str] = ()) -> Any:
     """The model whose weights are the mean of all, but for those that stay the first's; it computes with its config."""
     centre = copy.deepcopy(models[0])
     each = [dict(model.named_parameters()) for model in models]
     for name, parameter in centre.named_parameters():
-        if name not in kept:
+        if name not in excluded:
             parameter.copy_(sum(weights[name] for weights in each) / len(each))
     return centre

@@ -80,36 +80,38 @@ def prove(path: Path, config: Mapping[str, Any] | None = None) -> list[Finding]:
     with Scratch() as folder:
         model = _Tiny(spec, {**config_of(spec), **_USUAL, **(config or {})}, Path(folder))
         architecture = model.architecture()
-        found = [model.tried(what, architecture, options) for what, options in LOCAL.items()]
+        findings = [model.tried(trial, architecture, options) for trial, options in LOCAL.items()]
         for group in architecture.residual_groups[1:]:
-            found.append(model.tried(f"residual: {group}", architecture, AlignConfig(residual=group)))
-        if not all(trial.holds for trial in found):
-            found += [model.tried(what, architecture, options) for what, options in ALONE.items()]
-        wrong = {what: change for what, change in MISTAKES.items() if matters(change, architecture)}
-        return found + [model.mistaken(spec, change, what) for what, change in wrong.items()]
+            findings.append(model.tried(f"residual: {group}", architecture, AlignConfig(residual=group)))
+        if not all(trial.holds for trial in findings):
+            findings += [model.tried(trial, architecture, options) for trial, options in ALONE.items()]
+        wrong = {mistake: change for mistake, change in MISTAKES.items() if matters(change, architecture)}
+        return findings + [model.mistaken(spec, change, mistake) for mistake, change in wrong.items()]
 
 
-def hints(found: Sequence[Finding]) -> list[str]:
+def hints(findings: Sequence[Finding]) -> list[str]:
     """What to look at in a file that is wrong, by which trials fail."""
-    holds = {finding.what: finding.holds for finding in found}
+    holds = {finding.what: finding.holds for finding in findings}
     attention, neurons = holds.get("attention alone", True), holds.get("neurons and experts alone", True)
-    streams = [held for what, held in holds.items() if what.startswith("residual: ")]
-    said = []
+    streams = [holding for trial, holding in holds.items() if trial.startswith("residual: ")]
+    advice = []
     if not attention and not holds.get("wrong rotary layout", True):
-        said.append("with the other rotary layout outputs stay as they are: change 'layout'")
+        advice.append("with the other rotary layout outputs stay as they are: change 'layout'")
     elif not attention:
-        said.append("attention: look at 'norm' of queries and keys, at 'dims' of rotary embedding, at sinks and gates")
+        advice.append(
+            "attention: look at 'norm' of queries and keys, at 'dims' of rotary embedding, at sinks and gates"
+        )
     if not holds.get("order of heads alone", True):
-        said.append("heads: label what has an entry for each head ('head', 'kv_head'), or write \"order\": \"fixed\"")
+        advice.append("heads: label what has an entry for each head ('head', 'kv_head'), or write \"order\": \"fixed\"")
     if not neurons:
-        said.append("neurons: look at the order of gate and up, at 'gated', 'activation' and \"scale\": \"fixed\"")
+        advice.append("neurons: look at the order of gate and up, at 'gated', 'activation' and \"scale\": \"fixed\"")
     if attention and neurons and not holds.get("residual: rotation", True) and all(streams[:-1]):
-        said.append(
+        advice.append(
             "rotations: a norm's output goes back into the stream, or is read by more than stands in its 'reads'"
         )
     elif attention and neurons and not all(streams):
-        said.append("streams: a tensor that reads or writes one is taken to keep its coordinates ('fixed')")
-    return said
+        advice.append("streams: a tensor that reads or writes one is taken to keep its coordinates ('fixed')")
+    return advice
 
 
 class _Tiny:
@@ -135,8 +137,8 @@ class _Tiny:
         model.save_pretrained(folder)
         self.config = transformers.AutoConfig.from_pretrained(folder).to_dict()
         self.state = load_tensors(folder / "model.safetensors")
-        given = random_batch(model, torch.Generator().manual_seed(1))
-        self.given = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+        batch = random_batch(model, torch.Generator().manual_seed(1))
+        self.batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         try:
             self.expected = self.outputs(self.state)
         except RuntimeError as error:  # sizes that its config class accepts and its forward does not
@@ -158,8 +160,8 @@ class _Tiny:
         model = self.cls.from_pretrained(self.folder, dtype=torch.float64, attn_implementation="eager").eval()
         model.config._experts_implementation = "eager"
         with torch.no_grad(), exactly():
-            found = model(**self.given)
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+            outputs = model(**self.batch)
+        return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
 
     def differs(self, architecture: Architecture, options: AlignConfig) -> float:
         """Largest difference that a random element of the groups makes; infinite where nothing moved."""
@@ -168,23 +170,23 @@ class _Tiny:
         after = dict(aligned_tensors(architecture, self.state, Alignment(gauge, folded)))
         if all(torch.equal(after[name], self.state[name]) for name in after):
             return torch.inf
-        found = self.outputs(self.state | after)
-        return max(float((found[n] - self.expected[n]).abs().nan_to_num(torch.inf).max()) for n in self.expected)
+        outputs = self.outputs(self.state | after)
+        return max(float((outputs[n] - self.expected[n]).abs().nan_to_num(torch.inf).max()) for n in self.expected)
 
-    def tried(self, what: str, architecture: Architecture, options: AlignConfig) -> Finding:
+    def tried(self, trial: str, architecture: Architecture, options: AlignConfig) -> Finding:
         difference = self.differs(architecture, options)
-        return Finding(what, difference, difference <= TOLERANCE)
+        return Finding(trial, difference, difference <= TOLERANCE)
 
-    def mistaken(self, spec: ArchitectureSpec, change: Callable[[Any], Any], what: str) -> Finding:
+    def mistaken(self, spec: ArchitectureSpec, change: Callable[[Any], Any], mistake: str) -> Finding:
         """The file got wrong: refused, or other outputs."""
         registry._extra[spec.family] = ArchitectureSpec.model_validate(changed(spec.model_dump(), change))
         try:
             difference = self.differs(self.architecture(), LOCAL["heads, neurons and experts"])
         except (RotationMergeError, CheckpointError):
-            return Finding(what, None, True)
+            return Finding(mistake, None, True)
         finally:
             registry._extra[spec.family] = spec
-        return Finding(what, difference, difference > SHOWS)
+        return Finding(mistake, difference, difference > SHOWS)
 
 
 def _randomise(model: torch.nn.Module) -> None:
@@ -210,8 +212,8 @@ def wrong_rotary(entry: Any) -> Any:
     if "layout" not in entry:
         return entry
     layout = entry["layout"]
-    other = {"half": "interleaved", "interleaved": "half"}
-    return {**entry, "layout": other.get(layout, f"'half' if ({layout}) == 'interleaved' else 'interleaved'")}
+    swapped = {"half": "interleaved", "interleaved": "half"}
+    return {**entry, "layout": swapped.get(layout, f"'half' if ({layout}) == 'interleaved' else 'interleaved'")}
 
 
 def wrong_split(entry: Any) -> Any:
@@ -272,14 +274,14 @@ def _acts(part: Any) -> tuple[str, str]:
 def exactly() -> Iterator[None]:
     """Keep float64 where transformers computes norms, softmax and routers in float32 on purpose."""
     functional, tensor = torch.nn.functional.softmax, torch.Tensor
-    kept = {name: getattr(tensor, name) for name in ("to", "float", "type", "softmax", "__matmul__")}
+    plain_methods = {name: getattr(tensor, name) for name in ("to", "float", "type", "softmax", "__matmul__")}
 
     def whole(self: Tensor, *args: Any, **kwargs: Any) -> bool:
         return self.dtype == torch.float64 and (torch.float32 in args or kwargs.get("dtype") == torch.float32)
 
     def cast(name: str) -> Any:
         def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self if whole(self, *args, **kwargs) else kept[name](self, *args, **kwargs)
+            return self if whole(self, *args, **kwargs) else plain_methods[name](self, *args, **kwargs)
 
         return method
 
@@ -291,16 +293,16 @@ def exactly() -> Iterator[None]:
 
         return method
 
-    def product(self: Tensor, other: Tensor) -> Tensor:  # of what was counted, in float32, and what stayed
-        kind = torch.promote_types(self.dtype, other.dtype)
-        return kept["__matmul__"](kept["to"](self, kind), kept["to"](other, kind))
+    def product(self: Tensor, factor: Tensor) -> Tensor:  # of what was counted, in float32, and what stayed
+        kind = torch.promote_types(self.dtype, factor.dtype)
+        return plain_methods["__matmul__"](plain_methods["to"](self, kind), plain_methods["to"](factor, kind))
 
     changed = {
         "__matmul__": product,
         "to": cast("to"),
         "type": cast("type"),
-        "float": lambda self: self if self.dtype == torch.float64 else kept["float"](self),
-        "softmax": softmax(kept["softmax"]),
+        "float": lambda self: self if self.dtype == torch.float64 else plain_methods["float"](self),
+        "softmax": softmax(plain_methods["softmax"]),
     }
     for name, method in changed.items():
         setattr(tensor, name, method)
@@ -308,6 +310,6 @@ def exactly() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, method in kept.items():
+        for name, method in plain_methods.items():
             setattr(tensor, name, method)
         torch.nn.functional.softmax = functional

@@ -72,17 +72,17 @@ def check_sources(
             _whole(document, path, model)
     base = opened.get(str(document.value.get("base_model")))
     for path, name in files(document.value):
-        kept = HubFile.of(name)
-        if kept is not None and (held := kept.cached(options.transformers_cache)) is not None:
+        hub_file = HubFile.of(name)
+        if hub_file is not None and (cached := hub_file.cached(options.transformers_cache)) is not None:
             if base is not None and path[-1] == "alignment":
-                _read(document, path, held, base[1])
-        elif kept is not None:
+                _read(document, path, cached, base[1])
+        elif hub_file is not None:
             absent = True
             remedy = "the merge downloads it; check again afterwards"
             document.fault(path, f"{name}: {HUB_NOTE.replace('its files are', 'it is')}", remedy, error=False)
         elif not os.path.exists(name):
-            made = "write it with 'rotation-merge align --alignment FILE'"
-            document.fault(path, f"{name}: no such file", made if path[-1] == "alignment" else "check the path")
+            advice = "write it with 'rotation-merge align --alignment FILE'"
+            document.fault(path, f"{name}: no such file", advice if path[-1] == "alignment" else "check the path")
         elif base is not None and path[-1] == "alignment":
             _read(document, path, name, base[1])
     if base is not None:
@@ -226,27 +226,32 @@ def _unlike(document: Document, path: Path) -> bool:
 def _shapes(
     document: Document, path: Path, info: TensorInfo, anchor: Model, model: Model, resizes: bool, recipe: Recipe | None
 ) -> None:
-    ours, theirs = anchor.shapes.get(info.name), model.shapes.get(info.name)
-    if ours is None or theirs is None or ours == theirs or (recipe is not None and recipe.excluded(info.name)):
+    ours, donor_shape = anchor.shapes.get(info.name), model.shapes.get(info.name)
+    if (
+        ours is None
+        or donor_shape is None
+        or ours == donor_shape
+        or (recipe is not None and recipe.excluded(info.name))
+    ):
         return
-    what = f"{model.reference}: tensor '{info.name}' is {list(theirs)}, in {anchor.reference} {list(ours)}"
+    problem = f"{model.reference}: tensor '{info.name}' is {list(donor_shape)}, in {anchor.reference} {list(ours)}"
     if info.vocabulary_axis is not None:
         if resizes or recipe is None:
             return
         remedy = "add 'tokenizer: {source: base}' so that mergekit brings the vocabularies together"
     else:
         remedy = "only tensors of equal shape can be merged; 'exclude' copies one from base_model"
-    document.fault(path, what, remedy)
+    document.fault(path, problem, remedy)
 
 
 def _residual(document: Document, anchor: Model) -> None:
     for path, _ in scopes(document.value):
         settings = at(document.value, path)
-        asked = settings.get("residual") if isinstance(settings, Mapping) else None
-        if not isinstance(asked, str):
+        group = settings.get("residual") if isinstance(settings, Mapping) else None
+        if not isinstance(group, str):
             continue
         try:
-            residual_groups(anchor.architecture, asked, str(anchor.reference))
+            residual_groups(anchor.architecture, group, str(anchor.reference))
         except RotationMergeError as error:
             document.raised((*path, "residual"), error)
 
@@ -275,12 +280,12 @@ def _plan(document: Document, session: Session, options: MergeOptions) -> None:
 
 def _warn(document: Document, planner: Any) -> None:
     """What makes a merge of the donors questionable."""
-    said = set[str]()
+    warned = set[str]()
     for model, donor in planner.donors.found.items():
         path = next((path for path, name in references(document.value) if name == str(model)), ())
         for note in (*donor.checked.warnings, *donor.checked.notes()) if donor.checked else ():
-            if note not in said:
-                said.add(note)
+            if note not in warned:
+                warned.add(note)
                 document.fault(path, note, error=False)
 
 

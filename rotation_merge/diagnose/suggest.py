@@ -35,15 +35,15 @@ class Suggestion:
     @property
     def words(self) -> str:
         """One line."""
-        found = f"{self.donor}: its matrices and the base's have a mean cosine of {self.cosine:.2f}"
+        cosine_text = f"{self.donor}: its matrices and the base's have a mean cosine of {self.cosine:.2f}"
         if self.preset == "auto":
-            return f"{found}; 'preset: auto' is '{self.suggested}' here"
+            return f"{cosine_text}; 'preset: auto' is '{self.suggested}' here"
         if self.preset == self.suggested:
-            return f"{found}; 'preset: {self.preset}' fits"
+            return f"{cosine_text}; 'preset: {self.preset}' fits"
         if self.preset in ("near", "far"):
-            return f"{found}; 'preset: {self.suggested}' fits better than '{self.preset}'"
+            return f"{cosine_text}; 'preset: {self.suggested}' fits better than '{self.preset}'"
         kind = "a fine-tune of one base" if self.suggested == "near" else "in other coordinates, or of another base"
-        return f"{found}: {kind}; 'preset: {self.suggested}' is made for that"
+        return f"{cosine_text}: {kind}; 'preset: {self.suggested}' is made for that"
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Lengths:
     def words(self) -> str:
         """One line."""
         each = ", ".join(f"{model} {length:.3g}" for model, length in self.lengths.items())
-        found = f"lengths of changes to {self.base} in a few matrices: {each} (ratio {self.ratio:.2g})"
+        lengths_text = f"lengths of changes to {self.base} in a few matrices: {each} (ratio {self.ratio:.2g})"
         if self.ratio <= RATIO:
-            return found
+            return lengths_text
         if self.evened:
-            return f"{found}; {self.delegate} brings them to their geometric mean ('lengths: keep' leaves them)"
-        return f"{found}; the longest decides, and {self.delegate} leaves them so: give it less 'weight'"
+            return f"{lengths_text}; {self.delegate} brings them to their geometric mean ('lengths: keep' leaves them)"
+        return f"{lengths_text}; the longest decides, and {self.delegate} leaves them so: give it less 'weight'"
 
 
 def lengths_of_changes(path: str) -> Lengths | None:
@@ -84,8 +84,8 @@ def lengths_of_changes(path: str) -> Lengths | None:
     config, method = recipe.config, recipe.delegate
     donors = [model for model in config.models or [] if model.model != recipe.base]
     plain = not any({"finetuned_from", "alignment"} & set(donor.parameters or {}) for donor in donors)
-    here = not any(is_absent(model) for model in [recipe.base, *(donor.model for donor in donors)])
-    if method.spec.contract.base is not BasePolicy.REQUIRED or len(donors) < 2 or not (plain and here):
+    is_local = not any(is_absent(model) for model in [recipe.base, *(donor.model for donor in donors)])
+    if method.spec.contract.base is not BasePolicy.REQUIRED or len(donors) < 2 or not (plain and is_local):
         return None
     models = Models(MergeOptions(), recipe.unsupported)
     try:
@@ -107,7 +107,7 @@ def suggestions(path: str) -> list[Suggestion]:
         config = recipe.config
     except (RotationMergeError, ValueError):
         return []
-    models, found = Models(MergeOptions(), recipe.unsupported), []
+    models, results = Models(MergeOptions(), recipe.unsupported), []
     preset = recipe.value("preset")
     for donor in config.models or []:
         values = {**(config.parameters or {}), **(donor.parameters or {})}
@@ -120,6 +120,6 @@ def suggestions(path: str) -> list[Suggestion]:
             continue
         if math.isnan(cosine):
             continue
-        given = preset or ("own" if set(OPTIONS) & set(values) else None)
-        found.append(Suggestion(str(donor.model), "near" if cosine >= RELATED else "far", cosine, given))
-    return found
+        preset_used = preset or ("own" if set(OPTIONS) & set(values) else None)
+        results.append(Suggestion(str(donor.model), "near" if cosine >= RELATED else "far", cosine, preset_used))
+    return results

@@ -146,7 +146,7 @@ def _of_document(document: Document, tensor: str, path: str) -> Trace:
         cpu = torch.device("cpu")
         ((_, values),) = Executor([gather], math_device=cpu, storage_device=cpu).run(quiet=True)
     shared, each = (getattr(tasks[tensor], name, {}) for name in ("parameters", "input_parameters"))
-    given = [
+    inputs = [
         DelegateInput(
             str(model), *_distances(session, model, known, value, values.get(recipe.base)), _plain(each, model)
         )
@@ -154,14 +154,14 @@ def _of_document(document: Document, tensor: str, path: str) -> Trace:
     ]
     report = session.run.report(recipe.base, recipe.delegate.spec.name, "")
     rows = [] if known is None else _rows(report, known)
-    return Trace(tensor, [] if known is None else _axes(known), rows, report.delegate, dict(shared.items()), given)
+    return Trace(tensor, [] if known is None else _axes(known), rows, report.delegate, dict(shared.items()), inputs)
 
 
 def _info(model: Model, tensor: str) -> TensorInfo:
     known = model.architecture.named()
     if tensor not in known:
-        what, where = f"the model has no tensor '{tensor}'", str(model.reference)
-        raise RecipeError(what, where=where, remedy=nearest_three(tensor, known))
+        problem, model_name = f"the model has no tensor '{tensor}'", str(model.reference)
+        raise RecipeError(problem, where=model_name, remedy=nearest_three(tensor, known))
     return known[tensor]
 
 
@@ -181,17 +181,17 @@ def _gather(task: Task) -> AlignedGather | None:
     """What collects the models' tensors for a task."""
     if isinstance(task, AlignedGather):
         return task
-    found = (_gather(inner) for inner in task.arguments().values())
-    return next((gather for gather in found if gather is not None), None)
+    gathers = (_gather(inner) for inner in task.arguments().values())
+    return next((gather for gather in gathers if gather is not None), None)
 
 
 def _distances(
-    session: Session, model: ModelReference, info: TensorInfo | None, given: Tensor, anchor: Tensor | None
+    session: Session, model: ModelReference, info: TensorInfo | None, value: Tensor, anchor: Tensor | None
 ) -> tuple[float | None, float | None]:
     base = session.recipe.base
     stored = None if info is None else _stored(session.models[base], info)
-    own = None if info is None else _stored(session.models[model], info)
-    return _distance(own, stored), _distance(given, stored if anchor is None else anchor)
+    model_tensor = None if info is None else _stored(session.models[model], info)
+    return _distance(model_tensor, stored), _distance(value, stored if anchor is None else anchor)
 
 
 def _stored(model: Model, info: TensorInfo) -> Tensor | None:
@@ -199,11 +199,11 @@ def _stored(model: Model, info: TensorInfo) -> Tensor | None:
     return None if name is None or info.stacked else model[name]
 
 
-def _distance(one: Tensor | None, other: Tensor | None) -> float | None:
-    if one is None or other is None or one.shape != other.shape:
+def _distance(tensor: Tensor | None, reference: Tensor | None) -> float | None:
+    if tensor is None or reference is None or tensor.shape != reference.shape:
         return None
-    norm = float(other.double().norm())
-    return float((one.double() - other.double()).norm()) / norm if norm else 0.0
+    norm = float(reference.double().norm())
+    return float((tensor.double() - reference.double()).norm()) / norm if norm else 0.0
 
 
 def _plain(parameters: Any, model: ModelReference) -> dict[str, Any]:

@@ -156,12 +156,12 @@ def averaging(
     operations, memory = 0.0, 0
     for block in architecture.blocks:
         for info in block.tensors:
-            one = linear_map(block, info)
+            linear = linear_map(block, info)
             shape = _shape(info, shapes)
-            if one is None or len(shape) != 2 + one.stacked:
+            if linear is None or len(shape) != 2 + linear.stacked:
                 continue
-            outputs, inputs = shape[one.gives], shape[one.reads]
-            count = shape[0] if one.stacked else 1
+            outputs, inputs = shape[linear.gives], shape[linear.reads]
+            count = shape[0] if linear.stacked else 1
             only = {**values, "sides": "one"} if info.vocabulary_axis is not None else values
             operations += count * method.operations((outputs, inputs), models, only)
             memory = max(memory, WIDE * ((2 * models + 4) * outputs * inputs + 2 * min(outputs, inputs) ** 2))

@@ -21,19 +21,19 @@ def diagnose(case: Case, progress: Progress | None = None) -> list[Cause]:
     Raises:
         RotationMergeError: what is to be looked at cannot be read.
     """
-    found = list(of_integrity(case))
+    causes = list(of_integrity(case))
     if case.patient is not None:
         try:
             case.patient.check_files()
             case.patient.architecture  # noqa: B018  (names, shapes and config are read and checked)
         except RotationMergeError as error:
             damaged = Cause("damaged", 0.97, error.what, error.where or case.name, error.remedy or "merge again")
-            return found if any(cause.likelihood >= CERTAIN for cause in found) else [damaged, *found]
-    found += of_pairs(case, progress)
-    if "do not fit" not in [cause.name for cause in found]:
-        found += of_span(case, progress)
-    explained = any(cause.name in SPOILS for cause in found)
-    found += of_weights(case, progress, norms=not explained)
+            return causes if any(cause.likelihood >= CERTAIN for cause in causes) else [damaged, *causes]
+    causes += of_pairs(case, progress)
+    if "do not fit" not in [cause.name for cause in causes]:
+        causes += of_span(case, progress)
+    explained = any(cause.name in SPOILS for cause in causes)
+    causes += of_weights(case, progress, norms=not explained)
     if not explained:
-        found += of_activations(case, [cause.name for cause in found])
-    return sorted(dict.fromkeys(found), key=lambda cause: -cause.likelihood)
+        causes += of_activations(case, [cause.name for cause in causes])
+    return sorted(dict.fromkeys(causes), key=lambda cause: -cause.likelihood)

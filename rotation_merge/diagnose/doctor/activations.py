@@ -30,17 +30,17 @@ def of_activations(case: Case, known: Collection[str]) -> Iterator[Cause]:
     names += case.parents if case.merged is not None or case.dtype == "float16" else []
     if "do not fit" in known or not names or not all(_runs(name) for name in names):
         return
-    found = {}
+    spreads = {}
     for name in names:
         try:
-            found[name] = _spreads(load(name))
+            spreads[name] = _spreads(load(name))
         except RotationMergeError as error:
             if name == case.merged:
                 yield Cause("damaged", 0.97, error.what, name, error.remedy or "merge again")
             return
-    yield from _overflow(case, found)
-    if case.merged is not None and len(found) > 1:
-        yield from _faded(case.merged, found)
+    yield from _overflow(case, spreads)
+    if case.merged is not None and len(spreads) > 1:
+        yield from _faded(case.merged, spreads)
 
 
 def _runs(name: str) -> bool:
@@ -49,12 +49,12 @@ def _runs(name: str) -> bool:
 
 def _spreads(model: Any) -> dict[str, tuple[float, float]]:
     """By layer: the spread of its output over features, median over the tokens, and its largest number."""
-    found: dict[str, tuple[float, float]] = {}
+    spread_of: dict[str, tuple[float, float]] = {}
 
     def look(name: str, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
         if isinstance(states, Tensor) and states.is_floating_point():
-            found[name] = float(states.std(-1).median()), float(states.abs().max())
+            spread_of[name] = float(states.std(-1).median()), float(states.abs().max())
 
     layers = [block.name for block in architecture_of(model).blocks if block.index is not None]
     modules = dict(model.named_modules())
@@ -69,36 +69,36 @@ def _spreads(model: Any) -> dict[str, tuple[float, float]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return spread_of
 
 
-def _overflow(case: Case, found: dict[str, dict[str, tuple[float, float]]]) -> Iterator[Cause]:
+def _overflow(case: Case, spreads: dict[str, dict[str, tuple[float, float]]]) -> Iterator[Cause]:
     if case.dtype != "float16":
         return
     most = torch.finfo(torch.float16).max
-    for name, layers in found.items():
+    for name, layers in spreads.items():
         layer = next((layer for layer, (_, largest) in layers.items() if not largest <= most), None)
         if layer is not None:
-            what = f"states reach {layers[layer][1]:.3g} in {layer}, float16 ends at {most:.0f}"
-            yield Cause("dtype overflow", 0.97, what, name, "merge and run with 'dtype: bfloat16'")
+            problem = f"states reach {layers[layer][1]:.3g} in {layer}, float16 ends at {most:.0f}"
+            yield Cause("dtype overflow", 0.97, problem, name, "merge and run with 'dtype: bfloat16'")
             return
 
 
-def _faded(merged: str, found: dict[str, dict[str, tuple[float, float]]]) -> Iterator[Cause]:
-    parents = [layers for name, layers in found.items() if name != merged]
+def _faded(merged: str, spreads: dict[str, dict[str, tuple[float, float]]]) -> Iterator[Cause]:
+    parents = [layers for name, layers in spreads.items() if name != merged]
     shares = {}
-    for layer, (spread, _) in found[merged].items():
-        theirs = [layers[layer][0] for layers in parents if layer in layers]
-        if theirs and sum(theirs) > 0:
-            shares[layer] = spread * len(theirs) / sum(theirs)
+    for layer, (spread, _) in spreads[merged].items():
+        parent_spreads = [layers[layer][0] for layers in parents if layer in layers]
+        if parent_spreads and sum(parent_spreads) > 0:
+            shares[layer] = spread * len(parent_spreads) / sum(parent_spreads)
     if not shares:
         return
     least, most = min(shares, key=lambda n: shares[n]), max(shares, key=lambda n: shares[n])
     first = next((layer for layer, share in shares.items() if share < FADED), None)
     if first is not None:
-        what = f"outputs fade to {shares[least]:.2f} of the parents' in {least}, first below {FADED} here"
+        problem = f"outputs fade to {shares[least]:.2f} of the parents' in {least}, first below {FADED} here"
         remedy = "align the models first ('preset: far'), then 'delegate: refit' or 'rotation-merge polish'"
-        yield Cause("vanished variance", 0.75, what, first, remedy)
+        yield Cause("vanished variance", 0.75, problem, first, remedy)
     elif shares[most] > SWOLLEN:
-        what = f"outputs swell to {shares[most]:.2f} of the parents'"
-        yield Cause("scale", 0.7, what, most, "lower the weights of the models, or the method's 'lambda'")
+        problem = f"outputs swell to {shares[most]:.2f} of the parents'"
+        yield Cause("scale", 0.7, problem, most, "lower the weights of the models, or the method's 'lambda'")

@@ -124,8 +124,8 @@ def open_case(name: str, parents: Sequence[str] = ()) -> Case:
     path = next((os.path.join(name, file) for file in RECIPES if os.path.isfile(os.path.join(name, file))), None)
     if path is not None:
         return _of_recipe(path, name, parents)
-    given = [read_report(os.path.join(name, REPORT_FILE)).anchor] if _reported(name) else []
-    return _here(name, name, [*parents, *given], {}, {})
+    anchors = [read_report(os.path.join(name, REPORT_FILE)).anchor] if _reported(name) else []
+    return _here(name, name, [*parents, *anchors], {}, {})
 
 
 def _reported(folder: str) -> bool:
@@ -135,17 +135,17 @@ def _reported(folder: str) -> bool:
 def _of_recipe(path: str, merged: str | None, parents: Sequence[str]) -> Case:
     try:
         with open(path, encoding="utf-8") as file:
-            found = [document.value for document in documents(file.read())]
+            values = [document.value for document in documents(file.read())]
     except UnicodeDecodeError as error:
         raise RecipeError("is no text", where=path, remedy="give a recipe or a merged model's directory") from error
-    value = found[-1]
+    value = values[-1]
     if not isinstance(value, dict) or "merge_method" not in value:
         raise RecipeError("names no merge_method", where=path, remedy="give a recipe that mergekit-yaml runs")
     try:
         config = MergeConfiguration.model_validate({k: v for k, v in value.items() if k not in MULTI_KEYS})
     except ValidationError as error:
-        what, remedy = explain(error.errors()[0])
-        raise RecipeError(what, where=path, remedy=remedy) from error
+        problem, remedy = explain(error.errors()[0])
+        raise RecipeError(problem, where=path, remedy=remedy) from error
     except (RuntimeError, ValueError) as error:
         raise RecipeError(str(error), where=path, remedy="see mergekit's documentation") from error
     base = [config.base_model] if config.base_model is not None else []

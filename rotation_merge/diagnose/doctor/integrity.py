@@ -15,5 +15,5 @@ FATAL, NOTED = 0.97, 0.3
 def of_integrity(case: Case) -> Iterator[Cause]:
     """What headers and small files tell of the merged model's folder."""
     for defect in case.defects:
-        where = os.path.join(case.name, defect.where)
-        yield Cause(defect.kind, FATAL if defect.fatal else NOTED, defect.what, where, defect.remedy)
+        path = os.path.join(case.name, defect.where)
+        yield Cause(defect.kind, FATAL if defect.fatal else NOTED, defect.what, path, defect.remedy)

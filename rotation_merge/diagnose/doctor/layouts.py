@@ -52,15 +52,15 @@ def layouts_in(info: TensorInfo, merged: Tensor, parents: Tensor) -> Iterator[Fo
         if not axis.parts:
             continue
         views = zip(*(split_axis(tensor, dim, axis) for tensor in (merged, parents)), axis.pieces, strict=True)
-        for ours, theirs, piece in views:
+        for ours, parents_view, piece in views:
             if len(piece) != 1:
                 continue
             part = piece[0]
             if part.space.kind == "attention" and part.role in HEADS:
-                units = (_units(view, dim, part) for view in (ours, theirs))
+                units = (_units(view, dim, part) for view in (ours, parents_view))
                 yield part.space, part.role, _of_heads(part, info.name, *units)
             elif part.space.kind == "ffn" and merged.ndim > 1:
-                rows = (view.movedim(dim, 0).flatten(1) for view in (ours, theirs))
+                rows = (view.movedim(dim, 0).flatten(1) for view in (ours, parents_view))
                 yield part.space, part.role, _of_neurons(part, info.name, *rows)
 
 
@@ -86,8 +86,8 @@ def _of_heads(part: Part, name: str, merged: Tensor, parents: Tensor) -> Layout 
     moved = [i for i, j in enumerate(order) if i != j]
     if not moved:
         return None
-    here, there = (float(torch.stack([alike[i, o[i]] for i in moved]).mean()) for o in (range(len(order)), order))
-    return Layout("heads", *place, order, here, there) if there >= ALIKE and there >= here + BETTER else None
+    before, after = (float(torch.stack([alike[i, o[i]] for i in moved]).mean()) for o in (range(len(order)), order))
+    return Layout("heads", *place, order, before, after) if after >= ALIKE and after >= before + BETTER else None
 
 
 def _rope_orders(part: Part, size: int) -> list[tuple[int, ...]]:
@@ -116,15 +116,15 @@ def _of_neurons(part: Part, name: str, merged: Tensor, parents: Tensor) -> Layou
     return Layout("neurons", part.space.name, part.role, name, tuple(best.indices.tolist()), before, after)
 
 
-def _cosine(one: Tensor, other: Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0))
+def _cosine(merged: Tensor, parents: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(merged.flatten(), parents.flatten(), dim=0))
 
 
-def _cosines(ours: Tensor, theirs: Tensor) -> Tensor:
+def _cosines(ours: Tensor, parents: Tensor) -> Tensor:
     """Of each row of the first with each of the second."""
     tiny = torch.finfo(torch.float32).tiny
-    ours, theirs = (x / x.norm(dim=1, keepdim=True).clamp(min=tiny) for x in (ours, theirs))
-    return ours @ theirs.T
+    ours, parents = (x / x.norm(dim=1, keepdim=True).clamp(min=tiny) for x in (ours, parents))
+    return ours @ parents.T
 
 
 def move_nothing(space: Space, orders: Mapping[tuple[str, str], Layout | None]) -> bool:
@@ -136,11 +136,13 @@ def move_nothing(space: Space, orders: Mapping[tuple[str, str], Layout | None]) 
     if any(layout is not None and layout.kind == "rope" for layout in orders.values()):
         return False
     if space.kind == "ffn":
-        found = [layout.order for layout in orders.values() if layout is not None]
-        return len(found) == len(orders) and all(_agree(found[0], order) for order in found)
+        permutations = [layout.order for layout in orders.values() if layout is not None]
+        return len(permutations) == len(orders) and all(_agree(permutations[0], order) for order in permutations)
     groups, each = space.sizes["groups"], space.sizes["per_group"]
     still = {"q": groups * each, "o": groups * each, "k": groups, "v": groups}
-    known = [(role, tuple(range(still[role])) if own is None else own.order) for (role, _), own in orders.items()]
+    known = [
+        (role, tuple(range(still[role])) if layout is None else layout.order) for (role, _), layout in orders.items()
+    ]
     heads = {order for role, order in known if role in "qo"}
     shared = {order for role, order in known if role in "kv"}
     shared |= {tuple(head // each for head in order[::each]) for order in heads}
@@ -148,7 +150,7 @@ def move_nothing(space: Space, orders: Mapping[tuple[str, str], Layout | None]) 
     return together and len(heads) <= 1 and len(shared) <= 1
 
 
-def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+def _agree(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     """Whether two orders of neurons, found from samples, are the same but for neurons that resemble others."""
-    same = sum(a == b for a, b in zip(one, other, strict=False))
-    return len(one) == len(other) and same >= 0.8 * len(one)
+    same = sum(a == b for a, b in zip(first, second, strict=False))
+    return len(first) == len(second) and same >= 0.8 * len(first)

@@ -93,28 +93,28 @@ def _vocabulary(case: Case, anchor: Model, donor: Model) -> Iterator[Cause]:
 
 
 def _config(anchor: Model, donor: Model) -> Iterator[Cause]:
-    for found in differences(anchor.config, donor.config):
-        if found.name.endswith("eos_token_id"):
+    for difference in differences(anchor.config, donor.config):
+        if difference.name.endswith("eos_token_id"):
             continue  # see `_vocabulary`
-        if found.name.endswith("max_position_embeddings"):
+        if difference.name.endswith("max_position_embeddings"):
             name, likelihood = "context length", 0.3
             remedy = "use the base of the shorter context, or test the merge on long inputs"
-        elif found.field.why == POSITIONS:
+        elif difference.field.why == POSITIONS:
             name, likelihood = "RoPE base", 0.7
             remedy = "merge models of one RoPE base and scaling, or copy attention from the base (exclude: self_attn)"
         else:
             name, likelihood = "config", 0.4
             remedy = "merge models that agree in it, or take the one with more weight as the base"
-        yield Cause(name, likelihood, f"{found}: {found.field.why}", str(donor.reference), remedy)
+        yield Cause(name, likelihood, f"{difference}: {difference.field.why}", str(donor.reference), remedy)
 
 
 def _tied(anchor: Model, donor: Model) -> Iterator[Cause]:
     heads = [model.tied_head for model in (anchor, donor)]
     if (heads[0] is None) == (heads[1] is None):
         return
-    tied, own = (anchor, donor) if heads[0] else (donor, anchor)
+    tied, untied = (anchor, donor) if heads[0] else (donor, anchor)
     yield Cause(
-        *("tied head", 0.8, f"its head is its embeddings' tensor, {own.reference} has a head of its own"),
+        *("tied head", 0.8, f"its head is its embeddings' tensor, {untied.reference} has a head of its own"),
         str(tied.reference),
         "set 'untie: true' in a rotation_merge recipe, or make the head a tensor of its own first",
     )

@@ -53,11 +53,15 @@ class Parent:
             if index not in self.layers:
                 return None
             index = self.layers[index]
-        own = self._blocks.get((block.module, block.place, index))
-        found = None if own is None else own.tensor(info.key)
-        if own is None or found is None:
+        parent_block = self._blocks.get((block.module, block.place, index))
+        parent_info = None if parent_block is None else parent_block.tensor(info.key)
+        if parent_block is None or parent_info is None:
             return None
-        return self.source.tensor(own, found) if isinstance(self.source, Aligned) else read_tensor(found, self.source)
+        return (
+            self.source.tensor(parent_block, parent_info)
+            if isinstance(self.source, Aligned)
+            else read_tensor(parent_info, self.source)
+        )
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,12 @@ class ParentSpan:
             averaged.
     """
 
-    found: list[Parent] = field(default_factory=list)
+    members: list[Parent] = field(default_factory=list)
     complete: bool = True
 
     def tensors(self, block: Block, info: TensorInfo, shape: tuple[int, ...]) -> list[Tensor]:
         """What of them meets a tensor of the merge that has this shape."""
-        tensors = (parent.tensor(block, info) for parent in self.found)
+        tensors = (parent.tensor(block, info) for parent in self.members)
         return [tensor for tensor in tensors if tensor is not None and tuple(tensor.shape) == shape]
 
 
@@ -97,18 +101,18 @@ def parents_of(case: Case, progress: Progress | None = None) -> ParentSpan:
 def _sliced(case: Case) -> dict[str, dict[int | None, int]]:
     """Models of a recipe with slices, each with its layers by those of the merge; of a recipe of ours the first of each
     slice, which nothing moves."""
-    found: dict[str, dict[int | None, int]] = {}
+    layers_of: dict[str, dict[int | None, int]] = {}
     modules: Any = case.recipe.get("modules") or {}
     for slices in [case.recipe.get("slices"), *(module.get("slices") for module in modules.values())]:
         begin = 0
         for piece in slices or []:
             sources = piece["sources"][:1] if case.method == METHOD else piece["sources"]
             for source in sources:
-                known = found.setdefault(str(parse_reference(str(source["model"]))), {})
+                known = layers_of.setdefault(str(parse_reference(str(source["model"]))), {})
                 for offset, layer in enumerate(range(*source["layer_range"])):
                     known.setdefault(begin + offset, layer)
             begin += len(range(*piece["sources"][0]["layer_range"]))
-    return found
+    return layers_of
 
 
 def _moved(case: Case, progress: Progress | None) -> ParentSpan:
@@ -123,14 +127,14 @@ def _moved(case: Case, progress: Progress | None) -> ParentSpan:
         return ParentSpan([Parent(anchor.architecture, anchor)], complete)
     folded = next((alignment.folded for _, _, alignment in pairs if alignment.folded), ())
     layout = pairs[0][1].architecture
-    found = [Parent(layout, aligned_source(layout, pairs[0][1].sources[0], Alignment({}, folded)))]
+    members = [Parent(layout, aligned_source(layout, pairs[0][1].sources[0], Alignment({}, folded)))]
     for donor, pair, alignment in pairs:
         sources = [pair.sources[1]]
         if donor.origin is not None:  # whose change was carried: the fine-tune moves as its base does
             sources.append(open_pair(donor.origin, donor.name, NOTHING, donor.untie, any_base=True).sources[1])
         whole = Alignment(alignment.transforms, folded)
-        found += [Parent(pair.architecture, aligned_source(pair.architecture, s, whole)) for s in sources]
-    return ParentSpan(found, complete)
+        members += [Parent(pair.architecture, aligned_source(pair.architecture, s, whole)) for s in sources]
+    return ParentSpan(members, complete)
 
 
 def _alignment(case: Case, donor: RecipeDonor, progress: Progress | None) -> tuple[Pair, Alignment] | None:
@@ -139,14 +143,14 @@ def _alignment(case: Case, donor: RecipeDonor, progress: Progress | None) -> tup
     if donor.unlike or donor.match_on != WEIGHTS or settings.get("anchor") == "mean" or donor.name not in case.models:
         return None
     options, names = NOTHING if donor.file else donor.options, (donor.anchor, donor.matched)
-    rest: dict[str, Any] = {
+    extras: dict[str, Any] = {
         "untie": donor.untie,
         "words": donor.words,
         "unsupported": donor.unsupported,
         "excluded": donor.excluded,
     }
     try:
-        pair = open_pair(*names, options, any_base=True, **rest)
+        pair = open_pair(*names, options, any_base=True, **extras)
         if donor.file:
             return pair, read_alignment(pair, donor.file, donor.untie)
         cost = estimate(pair.architecture, pair.anchor.shapes, pair.checked.options, 4, 4).seconds

@@ -78,12 +78,12 @@ def of_span(case: Case, progress: Progress | None = None) -> Iterator[Cause]:
     if case.patient is None or not case.parents:
         return
     parents = parents_of(case, progress)
-    seen = compare(case.patient.architecture.blocks, case.patient, parents, progress)
-    yield from _permuted(case.name, seen)
+    comparison = compare(case.patient.architecture.blocks, case.patient, parents, progress)
+    yield from _permuted(case.name, comparison)
     if parents.complete and not _scales_itself(case):
-        yield from _scaled(case.name, seen)
+        yield from _scaled(case.name, comparison)
         if _delegate(case) not in SOLVED:
-            yield from _unlike(seen)
+            yield from _unlike(comparison)
 
 
 def _of_parents(case: Case, progress: Progress | None) -> Iterator[Cause]:
@@ -123,14 +123,14 @@ def compare(
             pair = _pair(block, info, merged, parents)
             if pair is None:
                 continue
-            tensor, theirs = pair
-            result.tensors.append(_beside(info.name, block.name, tensor, theirs))
-            for space, role, layout in layouts_in(info, tensor, torch.stack(theirs).mean(0)):
+            tensor, parent_tensors = pair
+            result.tensors.append(_beside(info.name, block.name, tensor, parent_tensors))
+            for space, role, layout in layouts_in(info, tensor, torch.stack(parent_tensors).mean(0)):
                 orders.setdefault(space.name, (space, {}))[1][role, info.name] = layout
-        for space, found in orders.values():
-            permuted = [layout for layout in found.values() if layout is not None]
+        for space, by_tensor in orders.values():
+            permuted = [layout for layout in by_tensor.values() if layout is not None]
             result.ordered |= {layout.tensor for layout in permuted}
-            result.layouts += [] if move_nothing(space, found) else permuted
+            result.layouts += [] if move_nothing(space, by_tensor) else permuted
     return result
 
 
@@ -141,15 +141,15 @@ def _pair(
     tensor = read_tensor(info, merged) if len(info.axes) > 1 else None
     if tensor is None or not tensor.is_floating_point() or not bool(tensor.any()):
         return None
-    theirs = [own.float() for own in parents.tensors(block, info, tuple(tensor.shape))]
-    theirs = [own for own in theirs if bool(own.any())]
-    return (tensor.float(), theirs) if theirs and bool(torch.isfinite(tensor).all()) else None
+    parent_tensors = [parent_tensor.float() for parent_tensor in parents.tensors(block, info, tuple(tensor.shape))]
+    parent_tensors = [parent_tensor for parent_tensor in parent_tensors if bool(parent_tensor.any())]
+    return (tensor.float(), parent_tensors) if parent_tensors and bool(torch.isfinite(tensor).all()) else None
 
 
 def _beside(name: str, layer: str, merged: Tensor, parents: list[Tensor]) -> Beside:
-    own = torch.stack([parent.flatten() for parent in parents])
+    flat_parents = torch.stack([parent.flatten() for parent in parents])
     flat = merged.flatten()
-    gram, inner = (own @ own.T).double(), (own @ flat).double()
+    gram, inner = (flat_parents @ flat_parents.T).double(), (flat_parents @ flat).double()
     weights = torch.linalg.lstsq(gram, inner[:, None], driver="gelsd").solution[:, 0]
     norm = float(flat.norm())
     within = max(0.0, float(weights @ inner)) ** 0.5
@@ -170,49 +170,51 @@ CONVERTED = (
 ORDERED = "what stands beside them kept its order: take these tensors from a parent, or merge again"
 
 
-def _permuted(name: str, seen: Comparison) -> Iterator[Cause]:
+def _permuted(name: str, comparison: Comparison) -> Iterator[Cause]:
     """Tensors that are the parents' in another order, which those that they work with are not."""
     for kind, (title, words) in WORDS.items():
-        found = [layout for layout in seen.layouts if layout.kind == kind]
-        if not found:
+        layouts = [layout for layout in comparison.layouts if layout.kind == kind]
+        if not layouts:
             continue
-        worst = max(found, key=lambda layout: layout.after - layout.before)
-        parts = named(dict.fromkeys(HEADS.get(layout.role, "neurons") for layout in found))
-        spaces = len({layout.space for layout in found})
-        what = (
+        worst = max(layouts, key=lambda layout: layout.after - layout.before)
+        parts = named(dict.fromkeys(HEADS.get(layout.role, "neurons") for layout in layouts))
+        spaces = len({layout.space for layout in layouts})
+        problem = (
             f"{parts} of {spaces} layer{'s' if spaces > 1 else ''} are the parents' {words}: '{worst.tensor}' has a "
             f"cosine of {worst.before:.2f} to theirs as it stands, {worst.after:.2f} put in order"
         )
-        yield Cause(title, 0.98, what, worst.tensor if spaces == 1 else name, CONVERTED if kind == "rope" else ORDERED)
+        yield Cause(
+            title, 0.98, problem, worst.tensor if spaces == 1 else name, CONVERTED if kind == "rope" else ORDERED
+        )
 
 
-def _scaled(name: str, seen: Comparison) -> Iterator[Cause]:
+def _scaled(name: str, comparison: Comparison) -> Iterator[Cause]:
     """Tensors that are the parents' times a number."""
-    found = [beside for beside in seen.tensors if beside.scaled]
-    if not found:
+    scaled = [beside for beside in comparison.tensors if beside.scaled]
+    if not scaled:
         return
-    share = median(beside.share for beside in found)
+    share = median(beside.share for beside in scaled)
     remedy = "divide them by it, or merge again with weights that add up to 1"
-    if len(found) > (1 - MOST) * len(seen.tensors):
-        what = f"all weights are {share:.2f} times what the parents give ({len(found)} matrices looked at)"
-        yield Cause("scale", 0.98, what, name, remedy)
-    elif len(found) < MOST * len(seen.tensors) or len(found) == 1:
-        worst = min(found, key=lambda beside: min(beside.share, 1 / beside.share))
-        what = f"{_some(found)} {share:.2f} times what the parents give, all others once"
-        yield Cause("scale", 0.9, what, worst.name, remedy)
+    if len(scaled) > (1 - MOST) * len(comparison.tensors):
+        problem = f"all weights are {share:.2f} times what the parents give ({len(scaled)} matrices looked at)"
+        yield Cause("scale", 0.98, problem, name, remedy)
+    elif len(scaled) < MOST * len(comparison.tensors) or len(scaled) == 1:
+        worst = min(scaled, key=lambda beside: min(beside.share, 1 / beside.share))
+        problem = f"{_some(scaled)} {share:.2f} times what the parents give, all others once"
+        yield Cause("scale", 0.9, problem, worst.name, remedy)
 
 
-def _unlike(seen: Comparison) -> Iterator[Cause]:
+def _unlike(comparison: Comparison) -> Iterator[Cause]:
     """Single tensors that have nothing of the parents'."""
-    looked_at = [beside for beside in seen.tensors if beside.name not in seen.ordered]
-    found = [beside for beside in looked_at if beside.cosine < LOST]
-    if not found or sum(beside.cosine > KEPT for beside in looked_at) < (1 - MOST) * len(looked_at):
+    looked_at = [beside for beside in comparison.tensors if beside.name not in comparison.ordered]
+    unlike = [beside for beside in looked_at if beside.cosine < LOST]
+    if not unlike or sum(beside.cosine > KEPT for beside in looked_at) < (1 - MOST) * len(looked_at):
         return
-    worst = min(found, key=lambda beside: beside.cosine)
-    what = f"{_some(found)} unlike the parents' (cosine to their span {worst.cosine:.2f}, all others above {KEPT})"
-    yield Cause("unlike its parents", 0.9, what, worst.name, "take them from a parent, or merge again")
+    worst = min(unlike, key=lambda beside: beside.cosine)
+    problem = f"{_some(unlike)} unlike the parents' (cosine to their span {worst.cosine:.2f}, all others above {KEPT})"
+    yield Cause("unlike its parents", 0.9, problem, worst.name, "take them from a parent, or merge again")
 
 
-def _some(found: list[Beside]) -> str:
-    names = named(f"'{beside.name}'" for beside in found)
-    return f"{names} {'is' if len(found) == 1 else 'are'}"
+def _some(tensors: list[Beside]) -> str:
+    names = named(f"'{beside.name}'" for beside in tensors)
+    return f"{names} {'is' if len(tensors) == 1 else 'are'}"

@@ -55,8 +55,8 @@ def _values(case: Case, name: str, model: Model, progress: Progress | None) -> I
             yield Cause("NaN", 1.0, f"tensor '{tensor_name}' holds NaN", name, remedy)
             return
         if largest == float("inf") or (case.dtype == "float16" and largest > HALF):
-            what = f"tensor '{tensor_name}' reaches {largest:.3g}, float16 ends at {HALF:.0f}"
-            yield Cause("dtype overflow", 1.0, what, name, "merge with 'dtype: bfloat16', or float32")
+            problem = f"tensor '{tensor_name}' reaches {largest:.3g}, float16 ends at {HALF:.0f}"
+            yield Cause("dtype overflow", 1.0, problem, name, "merge with 'dtype: bfloat16', or float32")
             return
 
 
@@ -96,9 +96,9 @@ def _sum(case: Case) -> Iterator[Cause]:
     parameters = case.recipe.get("parameters") or {}
     if parameters.get("normalize", True) is not False:
         return
-    given = [(model.get("parameters") or {}).get("weight") for model in case.recipe.get("models") or []]
-    weights = [float(weight) for weight in given if isinstance(weight, int | float)]
-    if len(weights) == len(given) and weights and abs(sum(weights) - 1) > 0.05 and case.method != "task_arithmetic":
+    entries = [(model.get("parameters") or {}).get("weight") for model in case.recipe.get("models") or []]
+    weights = [float(weight) for weight in entries if isinstance(weight, int | float)]
+    if len(weights) == len(entries) and weights and abs(sum(weights) - 1) > 0.05 and case.method != "task_arithmetic":
         remedy = "make them add up to 1, or leave out 'normalize: false'"
         yield Cause("scale", 0.75, f"the weights add up to {sum(weights):.3g}", case.name, remedy)
 
@@ -107,22 +107,24 @@ def _norms(case: Case) -> Iterator[Cause]:
     """Layers whose matrices are shorter than the parents' (what averaging unlike ones does), or longer."""
     if (len(case.parents) < 2 and case.patient is None) or not case.parents or not _comparable(case):
         return
-    found: dict[str, float] = {}
+    ratio_of: dict[str, float] = {}
     for layer, names in _by_layer(case.models[case.parents[0]]).items():
         ratios = [ratio for name in names[:OF_A_LAYER] if (ratio := _ratio(case, name)) is not None]
         if ratios:
-            found[layer] = sum(ratios) / len(ratios)
-    if not found:
+            ratio_of[layer] = sum(ratios) / len(ratios)
+    if not ratio_of:
         return
-    least, most = min(found, key=lambda n: found[n]), max(found, key=lambda n: found[n])
-    if found[least] < SHRUNK:
-        count = sum(ratio < SHRUNK for ratio in found.values())
-        what = f"weights of {count} of {len(found)} layers shrink to {found[least]:.2f} of the parents' or more"
+    least, most = min(ratio_of, key=lambda n: ratio_of[n]), max(ratio_of, key=lambda n: ratio_of[n])
+    if ratio_of[least] < SHRUNK:
+        count = sum(ratio < SHRUNK for ratio in ratio_of.values())
+        problem = (
+            f"weights of {count} of {len(ratio_of)} layers shrink to {ratio_of[least]:.2f} of the parents' or more"
+        )
         remedy = "align the models first ('preset: far'), or repair the scales ('delegate: refit')"
-        yield Cause("vanished variance", 0.65, what, least, remedy)
-    elif found[most] > GROWN:
-        what = f"weights grow to {found[most]:.2f} of the parents'"
-        yield Cause("scale", 0.7, what, most, "lower the weights of the models, or the method's 'lambda'")
+        yield Cause("vanished variance", 0.65, problem, least, remedy)
+    elif ratio_of[most] > GROWN:
+        problem = f"weights grow to {ratio_of[most]:.2f} of the parents'"
+        yield Cause("scale", 0.7, problem, most, "lower the weights of the models, or the method's 'lambda'")
 
 
 def _comparable(case: Case) -> bool:

@@ -33,10 +33,10 @@ def check_folder(folder: str, parents: Sequence[str] = ()) -> list[Defect]:
     Args:
         parents: folders of the models that it was merged from, the base first; others are not looked at.
     """
-    contents, others = Contents(folder), [Contents(parent) for parent in parents]
-    defects = list(dict.fromkeys(_defects(contents, others)))
+    contents, parent_contents = Contents(folder), [Contents(parent) for parent in parents]
+    defects = list(dict.fromkeys(_defects(contents, parent_contents)))
     if any(defect.fatal for defect in defects):
-        inherited = {defect.key for parent in others for defect in _defects(parent, ())}
+        inherited = {defect.key for parent in parent_contents for defect in _defects(parent, ())}
         defects = [defect.inherited() if defect.key in inherited else defect for defect in defects]
     return sorted(defects, key=lambda defect: not defect.fatal)
 

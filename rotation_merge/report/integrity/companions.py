@@ -45,8 +45,8 @@ def _matching(contents: Contents, patterns: Collection[str]) -> list[str]:
 
 def _lacking(kind: str, contents: Contents, parent: Contents, names: Sequence[str], fatal: bool = True) -> Defect:
     copies = tuple(FileCopy(name, parent.path(name)) for name in names if name not in contents.names)
-    what = f"a parent has {named(copy.file for copy in copies)}"
-    return Defect(kind, what, copies[0].file if copies else names[0], REMEDY, fatal, copies)
+    problem = f"a parent has {named(copy.file for copy in copies)}"
+    return Defect(kind, problem, copies[0].file if copies else names[0], REMEDY, fatal, copies)
 
 
 def _tokenizer(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
@@ -58,8 +58,8 @@ def _tokenizer(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defe
         if parent is not None:
             yield _lacking("no tokenizer", contents, parent, _matching(parent, TOKENIZER_FILES))
         elif any(_matching(parent, VOCABULARY_FILES) for parent in parents):
-            what = "there is none, and those of the parents are of another vocabulary size"
-            yield Defect("no tokenizer", what, "tokenizer.json", "copy the one that the merge was made with")
+            problem = "there is none, and those of the parents are of another vocabulary size"
+            yield Defect("no tokenizer", problem, "tokenizer.json", "copy the one that the merge was made with")
     elif parent is not None and TOKENIZER_CONFIG in parent.names and TOKENIZER_CONFIG not in contents.names:
         yield _lacking("no tokenizer config", contents, parent, [TOKENIZER_CONFIG])
     source = next((parent for parent in parents if templates_of(parent)), None)
@@ -68,8 +68,8 @@ def _tokenizer(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defe
         if files:
             yield _lacking("no chat template", contents, source, files, fatal=source is parents[0])
         elif TOKENIZER_CONFIG in contents.names:
-            what = f"a parent has one in its {TOKENIZER_CONFIG}"
-            yield Defect("no chat template", what, TOKENIZER_CONFIG, "take it over", fatal=source is parents[0])
+            problem = f"a parent has one in its {TOKENIZER_CONFIG}"
+            yield Defect("no chat template", problem, TOKENIZER_CONFIG, "take it over", fatal=source is parents[0])
 
 
 def _processors(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:

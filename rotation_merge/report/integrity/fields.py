@@ -38,14 +38,14 @@ def check_fields(contents: Contents, parents: Sequence[Contents]) -> Iterator[De
         return
     config = contents.config
     if not config:
-        what = contents.damaged.get(CONFIG, "there is none")
-        yield Defect("no config", what, CONFIG, "copy the base's, or merge again")
+        problem = contents.damaged.get(CONFIG, "there is none")
+        yield Defect("no config", problem, CONFIG, "copy the base's, or merge again")
         return
     if not config.get("architectures"):
         known = next((parent.config["architectures"] for parent in parents if parent.config.get("architectures")), None)
         corrections = (JsonEntries(CONFIG, {"architectures": known}),) if known else ()
-        what = "'architectures' names no class, which vLLM and llama.cpp's converter need"
-        yield Defect("no architecture", what, CONFIG, "name the model's class", corrections=corrections)
+        problem = "'architectures' names no class, which vLLM and llama.cpp's converter need"
+        yield Defect("no architecture", problem, CONFIG, "name the model's class", corrections=corrections)
     for path, part in _parts(config):
         yield from _layer_lists(path, part)
         yield from _heads(path, part)
@@ -67,15 +67,15 @@ def _layer_lists(path: str, part: Mapping[str, Any]) -> Iterator[Defect]:
     count, kinds = part.get("num_hidden_layers"), part.get("layer_types")
     if isinstance(kinds, list) and isinstance(count, int) and len(kinds) != count:
         corrections = (JsonEntries(CONFIG, {f"{path}layer_types": kinds[:count]}),) if len(kinds) > count else ()
-        what = f"{path}layer_types has {len(kinds)} entries, num_hidden_layers is {count}"
-        yield Defect("layer types", what, CONFIG, "give each layer its type", corrections=corrections)
+        problem = f"{path}layer_types has {len(kinds)} entries, num_hidden_layers is {count}"
+        yield Defect("layer types", problem, CONFIG, "give each layer its type", corrections=corrections)
 
 
 def _heads(path: str, part: Mapping[str, Any]) -> Iterator[Defect]:
     heads, groups = (part.get(key) for key in HEADS)
     if isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
-        what = f"{path}num_attention_heads is {heads}, which {groups} num_key_value_heads do not divide"
-        yield Defect("head count", what, CONFIG, "take both from the base's config")
+        problem = f"{path}num_attention_heads is {heads}, which {groups} num_key_value_heads do not divide"
+        yield Defect("head count", problem, CONFIG, "take both from the base's config")
 
 
 def _rope(path: str, part: Mapping[str, Any]) -> Iterator[Defect]:
@@ -84,9 +84,9 @@ def _rope(path: str, part: Mapping[str, Any]) -> Iterator[Defect]:
         return
     scalings = {"": part[key]} if not any(isinstance(v, Mapping) for v in part[key].values()) else part[key]
     for name, scaling in scalings.items():
-        if isinstance(scaling, Mapping) and (what := _wrong_scaling(scaling, part)):
+        if isinstance(scaling, Mapping) and (problem := _wrong_scaling(scaling, part)):
             place = f"{path}{key}{f'.{name}' if name else ''}"
-            yield Defect("RoPE", f"{place}: {what}", CONFIG, "take it from the base's config")
+            yield Defect("RoPE", f"{place}: {problem}", CONFIG, "take it from the base's config")
 
 
 def _wrong_scaling(scaling: Mapping[str, Any], part: Mapping[str, Any]) -> str | None:
@@ -112,15 +112,15 @@ def _dtype(contents: Contents) -> Iterator[Defect]:
     key = next((key for key in DTYPE if isinstance(contents.config.get(key), str)), None)
     if key and floats and contents.config[key] not in floats and not contents.config.get("quantization_config"):
         most = floats.most_common(1)[0][0]
-        what = f"{key} is {contents.config[key]}, the weights are {named(floats)}"
+        problem = f"{key} is {contents.config[key]}, the weights are {named(floats)}"
         corrections = (JsonEntries(CONFIG, {key: most}),)
-        yield Defect("dtype", what, CONFIG, "set it ('--mend')", fatal=False, corrections=corrections)
+        yield Defect("dtype", problem, CONFIG, "set it ('--mend')", fatal=False, corrections=corrections)
     roles: dict[str, set[str]] = defaultdict(set)
     for name, kind in kinds.items():
         roles[re.sub(r"\.\d+\.", ".N.", name)].add(kind)
     if mixed := sorted(role for role, dtypes in roles.items() if len(dtypes) > 1):
-        what = f"{named(sorted(roles[mixed[0]]))} in the layers' '{mixed[0]}'"
-        yield Defect("mixed dtypes", what, CONFIG, "merge again with one 'dtype'", fatal=False)
+        problem = f"{named(sorted(roles[mixed[0]]))} in the layers' '{mixed[0]}'"
+        yield Defect("mixed dtypes", problem, CONFIG, "merge again with one 'dtype'", fatal=False)
 
 
 def _codes(contents: Contents) -> Iterator[Defect]:
@@ -129,12 +129,12 @@ def _codes(contents: Contents) -> Iterator[Defect]:
     stated = contents.config.get("quantization_config")
     if quantised and not stated:
         name, kind = next(iter(quantised.items()))
-        what = f"{len(quantised)} matrices are {kind} codes, '{name}' first, and there is no quantization_config"
-        yield Defect("quantised weights", what, CONFIG, "put it back, or dequantise the model")
+        problem = f"{len(quantised)} matrices are {kind} codes, '{name}' first, and there is no quantization_config"
+        yield Defect("quantised weights", problem, CONFIG, "put it back, or dequantise the model")
     elif stated and contents.tensors and not quantised:
         corrections = (JsonEntries(CONFIG, {"quantization_config": None}),)
-        what = "quantization_config is there, and all weights are plain numbers"
-        yield Defect("quantised weights", what, CONFIG, "remove it ('--mend')", corrections=corrections)
+        problem = "quantization_config is there, and all weights are plain numbers"
+        yield Defect("quantised weights", problem, CONFIG, "remove it ('--mend')", corrections=corrections)
 
 
 def _unlike_parents(contents: Contents, parents: Sequence[Contents]) -> Iterator[Defect]:
@@ -142,32 +142,34 @@ def _unlike_parents(contents: Contents, parents: Sequence[Contents]) -> Iterator
     settings = [settings_of(each) for each in (contents, *parents)]
     if len(settings) < 2 or not all(hasattr(each, "to_dict") for each in settings):
         return
-    ours, *others = (each.to_dict() for each in settings)
-    unlike = [{entry.name: entry for entry in differences(other, ours)} for other in others]
-    same_depth = any(all(ours.get(key) == other.get(key) for key in LAYERS) for other in others)
+    ours, *parent_settings = (each.to_dict() for each in settings)
+    unlike = [{entry.name: entry for entry in differences(parent, ours)} for parent in parent_settings]
+    same_depth = any(all(ours.get(key) == parent.get(key) for key in LAYERS) for parent in parent_settings)
     for name, entry in unlike[0].items():
         last = name.rpartition(".")[2]
         decides = entry.field.forward or last.endswith("eps")
         if decides and all(name in each for each in unlike) and (last != "layer_types" or same_depth):
             yield _unlike(contents, name, entry.donor, entry.anchor, entry.field.why)
-    parts = [dict(_parts(other)) for other in others]
+    parts = [dict(_parts(parent)) for parent in parent_settings]
     for path, part in _parts(ours):
         for key in (key for key in COUNTS if part.get(key) is not None):
-            values = [other.get(path, {}).get(key) for other in parts]
-            same_width = any(other.get(path, {}).get("hidden_size") == part.get("hidden_size") for other in parts)
+            values = [parent_parts.get(path, {}).get(key) for parent_parts in parts]
+            same_width = any(
+                parent_parts.get(path, {}).get("hidden_size") == part.get("hidden_size") for parent_parts in parts
+            )
             if part[key] not in values and same_width:
                 yield _unlike(contents, path + key, part[key], values[0], "rows are cut into heads by it")
 
 
 def _unlike(contents: Contents, name: str, value: Any, base: Any, why: str) -> Defect:
     corrections = (JsonEntries(CONFIG, {name: base}),) if _in(contents.config, name) else ()
-    what = f"'{name}' is {value!r}, in the base {base!r}: {why}"
-    return Defect("config unlike parents", what, CONFIG, "take the base's ('--mend')", corrections=corrections)
+    problem = f"'{name}' is {value!r}, in the base {base!r}: {why}"
+    return Defect("config unlike parents", problem, CONFIG, "take the base's ('--mend')", corrections=corrections)
 
 
 def _in(config: Any, path: str) -> bool:
     """Whether a config has an entry at this path."""
-    key, _, rest = path.partition(".")
+    key, _, below = path.partition(".")
     if not isinstance(config, Mapping) or key not in config:
         return False
-    return not rest or _in(config[key], rest)
+    return not below or _in(config[key], below)

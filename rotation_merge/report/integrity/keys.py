@@ -140,8 +140,10 @@ def _loading(headers: _Headers) -> Loading | Defect | None:
     classes = config.get("architectures")
     model_class = getattr(transformers, classes[0], None) if classes else _base_class(settings)
     if model_class is None:
-        what = f"transformers {transformers.__version__} has no {classes[0] if classes else config.get('model_type')}"
-        return Defect("unknown architecture", what, CONFIG, "set 'architectures' to the model's class")
+        problem = (
+            f"transformers {transformers.__version__} has no {classes[0] if classes else config.get('model_type')}"
+        )
+        return Defect("unknown architecture", problem, CONFIG, "set 'architectures' to the model's class")
     if (loading := _exact(model_class, settings, headers)) is not None:
         return loading
     state = {name: torch.empty(shape, dtype=_dtype(dtype), device="meta") for name, dtype, shape in headers.tensors}
@@ -157,8 +159,8 @@ def _loading(headers: _Headers) -> Loading | Defect | None:
             )
     except Exception as error:
         if "automatic conversion" in str(error):  # of tensors that transformers brings together
-            what = f"{model_class.__name__} cannot bring the tensors together that are stored apart"
-            return Defect("wrong shape", what, CONFIG, "mend the config's sizes, or merge again")
+            problem = f"{model_class.__name__} cannot bring the tensors together that are stored apart"
+            return Defect("wrong shape", problem, CONFIG, "mend the config's sizes, or merge again")
         return Defect("config that makes no model", short(error), CONFIG, "mend it")
     return _loading_into(
         model,
@@ -264,15 +266,15 @@ def _vocabulary(
     if loading.embedding not in mismatched:
         return
     (rows, *width), (size, *model_width) = mismatched[loading.embedding]
-    others = {n for n, (a, b) in mismatched.items() if a[:1] == (rows,) and b[:1] == (size,) and a[1:] == b[1:]}
+    resized = {n for n, (a, b) in mismatched.items() if a[:1] == (rows,) and b[:1] == (size,) and a[1:] == b[1:]}
     if width != model_width:
         return
-    for name in others:
+    for name in resized:
         del mismatched[name]
     paths = list(entry_paths(contents.config, ("vocab_size",), size))
     corrections = (JsonEntries(CONFIG, dict.fromkeys(paths, rows)),) if len(paths) == 1 else ()
-    what = f"vocab_size is {size}, '{loading.embedding}' has {rows} rows"
-    yield Defect("vocabulary size", what, CONFIG, f"set it to {rows} ('--mend')", corrections=corrections)
+    problem = f"vocab_size is {size}, '{loading.embedding}' has {rows} rows"
+    yield Defect("vocabulary size", problem, CONFIG, f"set it to {rows} ('--mend')", corrections=corrections)
 
 
 def _layers(
@@ -285,17 +287,17 @@ def _layers(
         unread = unread_layers.get(stack, {})
         absent = [index for index, names in layers.items() if names <= missing]
         extra = [index for index in unread if index not in layers and len(unread[index]) * 2 > len(layers[0])]
-        counted, held = len(layers), len(layers) - len(absent) + len(extra)
-        last = absent == list(range(held, counted)) if absent else extra == list(range(counted, held))
-        if not (absent or extra) or (absent and extra) or not last or not held:
+        counted, stored = len(layers), len(layers) - len(absent) + len(extra)
+        last = absent == list(range(stored, counted)) if absent else extra == list(range(counted, stored))
+        if not (absent or extra) or (absent and extra) or not last or not stored:
             continue
         missing -= set().union(*(layers[index] for index in absent))
         unexpected -= set().union(*(unread[index] for index in extra))
         paths = list(entry_paths(contents.config, LAYERS, counted))
-        entries = dict.fromkeys(paths, held) | (_shortened(contents.config, counted, held) if absent else {})
+        entries = dict.fromkeys(paths, stored) | (_shortened(contents.config, counted, stored) if absent else {})
         corrections = (JsonEntries(CONFIG, entries),) if len(paths) == 1 else ()
-        what = f"{paths[0] if paths else 'the number of layers'} is {counted}, the files hold {held} of {stack}"
-        yield Defect("layer count", what, CONFIG, "set it ('--mend'), or merge again", corrections=corrections)
+        problem = f"{paths[0] if paths else 'the number of layers'} is {counted}, the files hold {stored} of {stack}"
+        yield Defect("layer count", problem, CONFIG, "set it ('--mend'), or merge again", corrections=corrections)
 
 
 def _by_layer(names: frozenset[str]) -> dict[str, dict[int, set[str]]]:
@@ -304,13 +306,13 @@ def _by_layer(names: frozenset[str]) -> dict[str, dict[int, set[str]]]:
     for name in names:
         if match := LAYER.match(name):
             layers.setdefault(match["stack"], {}).setdefault(int(match["index"]), set()).add(name)
-    return {stack: dict(sorted(found.items())) for stack, found in layers.items()}
+    return {stack: dict(sorted(by_number.items())) for stack, by_number in layers.items()}
 
 
-def _shortened(config: Mapping[str, Any], counted: int, held: int) -> dict[str, Any]:
+def _shortened(config: Mapping[str, Any], counted: int, stored: int) -> dict[str, Any]:
     """Lists of an entry a layer, cut to the layers that there are."""
     return {
-        key: value[:held]
+        key: value[:stored]
         for key, value in config.items()
         if isinstance(value, list) and len(value) == counted and "layer" in key
     }
@@ -337,8 +339,8 @@ def _prefix(
         for file in files
     )
     old, new = next(iter(names.items()))
-    what = f"{len(names)} tensors are called as '{old}', the model has '{new}'"
-    yield Defect("prefix", what, named(files), "rename them ('--mend')", corrections=corrections if fits else ())
+    problem = f"{len(names)} tensors are called as '{old}', the model has '{new}'"
+    yield Defect("prefix", problem, named(files), "rename them ('--mend')", corrections=corrections if fits else ())
 
 
 def _prefixes(unexpected: set[str], missing: set[str]) -> tuple[str, str]:
@@ -350,7 +352,7 @@ def _prefixes(unexpected: set[str], missing: set[str]) -> tuple[str, str]:
     ends = {name.partition(".")[2]: name for name in missing}
     for name in unexpected:
         steps = name.split(".")
-        shorter = next((rest for k in range(1, len(steps)) if (rest := ".".join(steps[k:])) in missing), None)
+        shorter = next((suffix for k in range(1, len(steps)) if (suffix := ".".join(steps[k:])) in missing), None)
         if shorter is not None:
             pairs[name.removesuffix(shorter), ""] += 1
         elif name in ends:
@@ -386,19 +388,19 @@ def _differences(
 ) -> Iterator[Defect]:
     """What no single entry explains."""
     if missing:
-        what = f"{len(missing)} tensors of {loading.model_class} are not stored: {named(sorted(missing))}"
-        yield Defect("missing tensors", what, _place(contents), "merge again, or '--mend-weights' takes a parent's",
+        problem = f"{len(missing)} tensors of {loading.model_class} are not stored: {named(sorted(missing))}"
+        yield Defect("missing tensors", problem, _place(contents), "merge again, or '--mend-weights' takes a parent's",
                      corrections=_taken(contents, parents, missing))  # fmt: skip
     if unexpected:
-        what = f"{loading.model_class} does not read {len(unexpected)} tensors: {named(sorted(unexpected))}"
-        yield Defect("unexpected tensors", what, _place(contents), "'--mend-weights' drops them",
+        problem = f"{loading.model_class} does not read {len(unexpected)} tensors: {named(sorted(unexpected))}"
+        yield Defect("unexpected tensors", problem, _place(contents), "'--mend-weights' drops them",
                      corrections=_dropped(contents, sorted(unexpected)))  # fmt: skip
     if mismatched:
         name, (stored, expected) = next(iter(sorted(mismatched.items())))
-        what = f"{len(mismatched)} tensors, '{name}' first: {list(stored)}, config.json makes it {list(expected)}"
+        problem = f"{len(mismatched)} tensors, '{name}' first: {list(stored)}, config.json makes it {list(expected)}"
         entries = _sizes(contents, parents)
         corrections = (JsonEntries(CONFIG, entries),) if entries else ()
-        yield Defect("wrong shape", what, CONFIG, "mend the config's sizes", corrections=corrections)
+        yield Defect("wrong shape", problem, CONFIG, "mend the config's sizes", corrections=corrections)
 
 
 def _place(contents: Contents) -> str:
@@ -433,13 +435,13 @@ def _sizes(contents: Contents, parents: Sequence[Contents]) -> dict[str, Any]:
     return dict(_changes(contents.config, parent.config))
 
 
-def _changes(config: Mapping[str, Any], other: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key in {**config, **other}:
-        ours, theirs = config.get(key), other.get(key)
-        if isinstance(ours, dict) and isinstance(theirs, dict) and key not in SIZES:
-            yield from _changes(ours, theirs, f"{before}{key}.")
-        elif key in SIZES and ours != theirs:
-            yield before + key, theirs
+def _changes(config: Mapping[str, Any], expected: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key in {**config, **expected}:
+        ours, value = config.get(key), expected.get(key)
+        if isinstance(ours, dict) and isinstance(value, dict) and key not in SIZES:
+            yield from _changes(ours, value, f"{before}{key}.")
+        elif key in SIZES and ours != value:
+            yield before + key, value
 
 
 def _stored_head(contents: Contents, loading: Loading) -> Iterator[Defect]:
@@ -447,7 +449,7 @@ def _stored_head(contents: Contents, loading: Loading) -> Iterator[Defect]:
     heads = [name for name in loading.tied if name in contents.tensors]
     embedding = None if loading.embedding is None else _stored_name(contents, loading.embedding)
     if heads and embedding is not None and embedding not in heads:
-        what = f"'{heads[0]}' is stored, and config.json ties it to '{embedding}': its weights count twice"
+        problem = f"'{heads[0]}' is stored, and config.json ties it to '{embedding}': its weights count twice"
         remedy = "'--mend-weights' drops it; if it is a head of its own, set 'tie_word_embeddings': false"
         file = os.path.basename(contents.tensors[heads[0]].file)
-        yield Defect("tied head stored", what, file, remedy, fatal=False, corrections=_dropped(contents, heads))
+        yield Defect("tied head stored", problem, file, remedy, fatal=False, corrections=_dropped(contents, heads))

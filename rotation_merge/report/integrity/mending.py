@@ -126,14 +126,14 @@ def _with_entries(path: str, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rewrite(
-    path: str, names: Mapping[str, str], dropped: Sequence[str] = (), taken: Mapping[str, str] | None = None
+    path: str, names: Mapping[str, str], dropped: Sequence[str] = (), additions: Mapping[str, str] | None = None
 ) -> None:
     """A safetensors file with tensors renamed, dropped, or added from other files, read and written in pieces."""
     entries, start = safetensors_entries(path)
     sources = {names.get(name, name): (path, entry, start) for name, entry in entries.items() if name not in dropped}
-    for name, other in (taken or {}).items():
-        others, begin = safetensors_entries(other)
-        sources[name] = (other, others[name], begin)
+    for name, origin in (additions or {}).items():
+        source_entries, begin = safetensors_entries(origin)
+        sources[name] = (origin, source_entries[name], begin)
     head: dict[str, Any] = {"__metadata__": {"format": "pt", **safetensors_metadata(path)}}
     place = 0
     ordered = sorted(sources.items(), key=lambda source: (source[1][0] != path, source[1][1]["data_offsets"][0]))

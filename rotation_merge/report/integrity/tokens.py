@@ -101,8 +101,8 @@ def check_tokens(contents: Contents, parents: Sequence[Contents]) -> Iterator[De
         yield from _ids_beyond(contents, rows)
     if vocabulary.twice is not None:
         first, second = vocabulary.twice
-        what = f"'{first}' and '{second}' have the id {vocabulary.ids[first]}"
-        yield Defect("id twice", what, _file(contents), "copy a parent's tokenizer")
+        problem = f"'{first}' and '{second}' have the id {vocabulary.ids[first]}"
+        yield Defect("id twice", problem, _file(contents), "copy a parent's tokenizer")
     if vocabulary.whole:
         yield from _unknown_names(contents, vocabulary)
         yield from _end_of_text(contents, vocabulary)
@@ -116,9 +116,9 @@ def _file(contents: Contents) -> str:
 def _beyond(vocabulary: Vocabulary, rows: int) -> Iterator[Defect]:
     if above := {token: number for token, number in vocabulary.ids.items() if number >= rows}:
         token, number = max(above.items(), key=lambda pair: pair[1])
-        what = f"{len(above)} tokens have ids up to {number} ('{token}'), the embeddings have {rows} rows"
+        problem = f"{len(above)} tokens have ids up to {number} ('{token}'), the embeddings have {rows} rows"
         remedy = "merge with a 'tokenizer' that gives them rows, or copy the tokenizer of the base"
-        yield Defect("token beyond the vocabulary", what, TOKENIZER, remedy)
+        yield Defect("token beyond the vocabulary", problem, TOKENIZER, remedy)
 
 
 def _stated(content: Any, usual: Mapping[str, list[Any]], before: str = "") -> Iterator[tuple[str, int]]:
@@ -153,8 +153,8 @@ def _ids_beyond(contents: Contents, rows: int) -> Iterator[Defect]:
         if above:
             words = named(f"{key} {number}" for key, number in above.items())
             corrections = _corrected(contents, file, above)
-            what = f"{words}: embeddings have {rows} rows"
-            yield Defect("special id beyond the vocabulary", what, file, "set what the tokenizer says ('--mend')",
+            problem = f"{words}: embeddings have {rows} rows"
+            yield Defect("special id beyond the vocabulary", problem, file, "set what the tokenizer says ('--mend')",
                          corrections=corrections)  # fmt: skip
 
 
@@ -189,8 +189,8 @@ def _unknown_names(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defec
         listed |= {name: key for name in names if isinstance(name, str)}
     roles = {name: role for role, name in _special(contents).items()} | listed
     if unknown := [f"{role} '{name}'" for name, role in roles.items() if name not in vocabulary.ids]:
-        what = f"{named(unknown)}: the tokenizer has no such token, and would add it behind the vocabulary"
-        yield Defect("unknown special token", what, TOKENIZER_CONFIG, "copy tokenizer.json and this of one model")
+        problem = f"{named(unknown)}: the tokenizer has no such token, and would add it behind the vocabulary"
+        yield Defect("unknown special token", problem, TOKENIZER_CONFIG, "copy tokenizer.json and this of one model")
 
 
 def _ends(contents: Contents) -> set[int]:
@@ -205,20 +205,20 @@ def _end_of_text(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]
     if name is None or name not in vocabulary.ids or not ends or vocabulary.ids[name] in ends:
         return
     number, file = vocabulary.ids[name], GENERATION if GENERATION in contents.names else CONFIG
-    what = f"eos_token_id is {named(map(str, sorted(ends)))}, the tokenizer's '{name}' is {number}: text may not end"
+    problem = f"eos_token_id is {named(map(str, sorted(ends)))}, the tokenizer's '{name}' is {number}: text may not end"
     corrections = (JsonEntries(file, {"eos_token_id": sorted({number, *ends})}),)
-    yield Defect("end of text", what, file, "add it ('--mend')", fatal=False, corrections=corrections)
+    yield Defect("end of text", problem, file, "add it ('--mend')", fatal=False, corrections=corrections)
 
 
 def templates_of(contents: Contents) -> dict[str, str]:
     """Chat templates by the files that they stand in."""
-    found = {name: contents.text(name) for name in contents.names if name.endswith(".jinja")}
+    templates = {name: contents.text(name) for name in contents.names if name.endswith(".jinja")}
     for file in (TOKENIZER_CONFIG, TEMPLATE_JSON):
         template = contents.mapping(file).get("chat_template")
         if isinstance(template, list):
             template = next((entry.get("template") for entry in template if isinstance(entry, dict)), None)
-        found[file] = template if isinstance(template, str) else None
-    return {name: template for name, template in sorted(found.items()) if template}
+        templates[file] = template if isinstance(template, str) else None
+    return {name: template for name, template in sorted(templates.items()) if template}
 
 
 def _templates(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]:
@@ -233,8 +233,8 @@ def _templates(contents: Contents, vocabulary: Vocabulary) -> Iterator[Defect]:
             continue
         tokens = list(dict.fromkeys(SPECIAL.findall(template)))
         if vocabulary.whole and (unknown := [token for token in tokens if token not in vocabulary.ids]):
-            what = f"writes {named(unknown)}, which the tokenizer cuts into pieces"
-            yield Defect("template of other tokens", what, file, "take template and tokenizer of one model",
+            problem = f"writes {named(unknown)}, which the tokenizer cuts into pieces"
+            yield Defect("template of other tokens", problem, file, "take template and tokenizer of one model",
                          fatal=False)  # fmt: skip
         yield from _turns(contents, vocabulary, file, template, tokens)
 
@@ -250,5 +250,5 @@ def _turns(
     ids = [vocabulary.ids[token] for token in closing]
     place = GENERATION if GENERATION in contents.names else CONFIG
     corrections = (JsonEntries(place, {"eos_token_id": sorted({*ends, *ids[-1:]})}),)
-    what = f"ends turns with {named(closing)} (id {ids[-1]}), eos_token_id is {named(map(str, sorted(ends)))}"
-    yield Defect("turns do not end", what, file, "add its id ('--mend')", fatal=False, corrections=corrections)
+    problem = f"ends turns with {named(closing)} (id {ids[-1]}), eos_token_id is {named(map(str, sorted(ends)))}"
+    yield Defect("turns do not end", problem, file, "add its id ('--mend')", fatal=False, corrections=corrections)

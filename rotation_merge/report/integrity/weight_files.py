@@ -60,8 +60,8 @@ def _index(contents: Contents) -> Iterator[Defect]:
             yield Defect("no index", f"{len(contents.shards)} shards, and no index names them", name,
                          "write it ('--mend')", corrections=(written,))  # fmt: skip
         elif single is not None and contents.shards:
-            what = f"{single} and {named(contents.shards)} are both there"
-            yield Defect("two sets of weights", what, single, "move away what is not the model")
+            problem = f"{single} and {named(contents.shards)} are both there"
+            yield Defect("two sets of weights", problem, single, "move away what is not the model")
         return
     if not contents.weight_map:
         mended = (JsonFile(index, index_of(contents)),) if contents.shards and contents.whole_files else ()
@@ -70,8 +70,8 @@ def _index(contents: Contents) -> Iterator[Defect]:
     if absent := sorted(set(contents.weight_map.values()) - contents.names):
         yield Defect("missing shard", f"names {named(absent)}, which is not there", index, AGAIN)
     if single is not None and single not in contents.weight_map.values():
-        what = f"{single} and {index} are both there"
-        yield Defect("two sets of weights", what, single, "move away what is not the model")
+        problem = f"{single} and {index} are both there"
+        yield Defect("two sets of weights", problem, single, "move away what is not the model")
     known = contents.tensors.keys()
     if contents.whole_files:
         yield from _disagreements(contents, index)
@@ -79,31 +79,31 @@ def _index(contents: Contents) -> Iterator[Defect]:
     unnamed = {name: header for name in stray if (header := contents.header(name)) and not header.keys() & known}
     if unnamed and contents.whole_files:
         corrections = (JsonFile(index, index_of(contents, unnamed)),)
-        what = f"does not name {named(unnamed)}, which no other file stands for"
-        yield Defect("index disagrees", what, index, "write it anew ('--mend')", corrections=corrections)
+        problem = f"does not name {named(unnamed)}, which no other file stands for"
+        yield Defect("index disagrees", problem, index, "write it anew ('--mend')", corrections=corrections)
     elif stray:
-        what = f"no index names {named(stray)}"
-        yield Defect("stray shard", what, stray[0], "remove what is of another model", fatal=False)
+        problem = f"no index names {named(stray)}"
+        yield Defect("stray shard", problem, stray[0], "remove what is of another model", fatal=False)
 
 
 def _disagreements(contents: Contents, index: str) -> Iterator[Defect]:
     """An index that is not that of its shards."""
     places = {name: tensor.file for name, tensor in contents.tensors.items()}
     if wrong := [name for name, place in contents.weight_map.items() if place != places.get(name)]:
-        what = f"names {len(wrong)} tensors at a file that does not hold them, '{wrong[0]}' first"
+        problem = f"names {len(wrong)} tensors at a file that does not hold them, '{wrong[0]}' first"
     elif wrong := [name for name in places if name not in contents.weight_map]:
-        what = f"does not name {len(wrong)} tensors of its shards, '{wrong[0]}' first"
+        problem = f"does not name {len(wrong)} tensors of its shards, '{wrong[0]}' first"
     if wrong:
         corrections = (JsonFile(index, index_of(contents)),)
-        yield Defect("index disagrees", what, index, "write it anew ('--mend')", corrections=corrections)
+        yield Defect("index disagrees", problem, index, "write it anew ('--mend')", corrections=corrections)
         return
     metadata = contents.mapping(index).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     size = sum(_bytes(contents, name) for name in contents.by_file)
     if index.startswith(STEMS[0]) and stated is not None and stated != size:
-        what = f"total_size is {stated}, its shards hold {size} bytes"
+        problem = f"total_size is {stated}, its shards hold {size} bytes"
         corrected = JsonEntries(index, {"metadata.total_size": size})
-        yield Defect("wrong total size", what, index, "set it ('--mend')", fatal=False, corrections=(corrected,))
+        yield Defect("wrong total size", problem, index, "set it ('--mend')", fatal=False, corrections=(corrected,))
 
 
 def _twice(contents: Contents) -> Iterator[Defect]:
@@ -111,8 +111,8 @@ def _twice(contents: Contents) -> Iterator[Defect]:
     for file, tensors in contents.by_file.items():
         for name in tensors:
             if name in holders:
-                what = f"'{name}' is in {holders[name]}, too"
-                yield Defect("tensor twice", what, file, "remove what is not of the model")
+                problem = f"'{name}' is in {holders[name]}, too"
+                yield Defect("tensor twice", problem, file, "remove what is not of the model")
                 return
             holders[name] = file
 
@@ -125,7 +125,7 @@ def _format(contents: Contents) -> Iterator[Defect]:
         if name.endswith(".safetensors") and safetensors_metadata(contents.path(name)).get("format") is None
     ]
     if unmarked:
-        what = "its header lacks 'format', which transformers 4 refuses"
+        problem = "its header lacks 'format', which transformers 4 refuses"
         corrections = tuple(map(ShardHeader, unmarked))
         remedy = "set it ('--mend')"
-        yield Defect("no format", what, named(unmarked), remedy, fatal=False, corrections=corrections)
+        yield Defect("no format", problem, named(unmarked), remedy, fatal=False, corrections=corrections)
