@@ -239,7 +239,11 @@ class Donors:
         how = how or (BOTH if way == "activations" else WEIGHTS)
         if how == WEIGHTS:
             return match_model
-        if any(ours != donor_layer for pairs in self.layers.get(model, {}).values() for ours, donor_layer in pairs):
+        if any(
+            anchor_layer != donor_layer
+            for pairs in self.layers.get(model, {}).values()
+            for anchor_layer, donor_layer in pairs
+        ):
             problem = f"'match_on: {how}' matches whole models, and the slices pair this one's layers differently"
             raise RecipeError(problem, where=str(model), remedy="leave it out")
         from rotation_merge.matching.match_on import OnSamples
@@ -378,10 +382,10 @@ class Donors:
         """
         donor = self.models[model]
         for module in self._architecture.layers_key:
-            ours, donor_layers = (len(a.layers(module)) for a in (self._architecture, donor.architecture))
-            if ours != donor_layers:
+            anchor_layers, donor_layers = (len(a.layers(module)) for a in (self._architecture, donor.architecture))
+            if anchor_layers != donor_layers:
                 raise CheckpointError(
-                    f"has {donor_layers} layers, {self.recipe.base} has {ours}",
+                    f"has {donor_layers} layers, {self.recipe.base} has {anchor_layers}",
                     where=str(model),
                     remedy="whole models can only be aligned layer by layer; use 'residual: none' with slices",
                 )

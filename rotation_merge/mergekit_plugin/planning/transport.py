@@ -86,8 +86,8 @@ class PlanStreams:
 
         def points(stream: str) -> tuple[Tensor | None, Tensor | None]:
             if anchor is not None and donor is not None:
-                ours = stream_points(self.architecture, stream, anchor, {})
-                return ours, stream_points(self.architecture, stream, donor, transforms)
+                anchor_points = stream_points(self.architecture, stream, anchor, {})
+                return anchor_points, stream_points(self.architecture, stream, donor, transforms)
             sources = [self.anchor, self.donor]
             if self.folded:
                 sources = [Folded(self.architecture, source, self.folded) for source in sources]
@@ -123,12 +123,17 @@ class PlanBlock:
     ) -> Plans:
         maps = {**(whole.transforms if whole else {}), **(transforms or {})}
         if anchor is not None and donor is not None:
-            ours, donor_points = activation_points(self.block, anchor, {}), activation_points(self.block, donor, maps)
+            anchor_points, donor_points = (
+                activation_points(self.block, anchor, {}),
+                activation_points(self.block, donor, maps),
+            )
         else:
             tensors = loaded("tensors", self.loads, self.block, values)
-            ours = weight_points(self.block, tensors if self.fold is None else self.fold.block(self.block, tensors))
+            anchor_points = weight_points(
+                self.block, tensors if self.fold is None else self.fold.block(self.block, tensors)
+            )
             donor_points = weight_points(self.block, dict(self._donor(values, streams or {})))
-        return block_plans(self.block, donor_points, ours, self.how.hard, self.how.regularisation)
+        return block_plans(self.block, donor_points, anchor_points, self.how.hard, self.how.regularisation)
 
     def _donor(self, values: Mapping[str, Any], streams: Plans) -> Iterator[tuple[str, Tensor]]:
         """The donor's tensors, aligned, and what they read after the stream's plan."""
