@@ -112,27 +112,27 @@ def command(
     if gguf is not None:
         check_gguf(donor, gguf_type)
     options = match_options(values)
-    device, there = devices(device, ray)
+    device, worker_device = devices(device, ray)
     pair = open_pair(anchor, donor, options, untie, device, widths=widths)
     progress = Progress()
     proof: Proof | None = None
     on = [] if match_on == WEIGHTS else [match_on, data or "self", str(samples or 64), str(seed)]
     mark = mark_of((pair.anchor, pair.donor), on, on=on, options=asdict(options), untie=untie, widths=widths)
     with kept_beside(out or str(alignment_file), lambda: mark, device) as ledger:
-        with unchanged([pair.anchor.reference, pair.donor.reference]), spread(ray, there) as over:
+        with unchanged([pair.anchor.reference, pair.donor.reference]), spread(ray, worker_device) as over:
             how = matcher(match_on, anchor, donor, data or "self", samples or 64, seed, device, over)
             alignment, report = match_pair(pair, progress, how, ledger)
         if out is not None:
-            found: list[Proof] = []
+            proofs: list[Proof] = []
 
             def check(staging: str) -> tuple[bool, str]:
-                found.append(prove(donor, staging, options.shift_head))
-                return not found[0].failed, found[0].words
+                proofs.append(prove(donor, staging, options.shift_head))
+                return not proofs[0].failed, proofs[0].words
 
             write_aligned(
                 pair, alignment, report, out, Storage(shard_bytes, dtype, untie), progress, check if verify else None
             )
-            proof = found[0] if found else None
+            proof = proofs[0] if proofs else None
             if html:
                 from rotation_merge.report.html import write_page
 
@@ -163,8 +163,8 @@ def command(
         say(note)
     say(f"{report.verdict(name)[:1].upper()}{report.verdict(name)[1:]}.")
     if out is not None:
-        seen = proof.words if proof is not None else f"'rotation-merge verify {donor} {out}' checks its outputs"
-        say(f"Written to {out}; {seen}.", "green")
+        verification = proof.words if proof is not None else f"'rotation-merge verify {donor} {out}' checks its outputs"
+        say(f"Written to {out}; {verification}.", "green")
     if alignment_file is not None:
         say(f"Transforms written to {alignment_file}.", "green")
     for words in written:

@@ -55,7 +55,11 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         if not any(parameter.name == "verbose" for parameter in command.params):
             say_more = click.Option(
-                ["-v", "--verbose"], count=True, expose_value=False, hidden=True, callback=lambda *given: talk(given[2])
+                ["-v", "--verbose"],
+                count=True,
+                expose_value=False,
+                hidden=True,
+                callback=lambda *arguments: talk(arguments[2]),
             )
             command.params.append(say_more)
         return command

@@ -68,9 +68,9 @@ class Along(Progress):
         self.models, self._done = 0, 0
         self._began = self._said = time.perf_counter()
 
-    def __call__(self, what: str, done: float, total: float) -> None:
-        if not what.startswith(PATH):
-            super().__call__(what, done, total)
+    def __call__(self, activity: str, done: float, total: float) -> None:
+        if not activity.startswith(PATH):
+            super().__call__(activity, done, total)
             return
         now = time.perf_counter()
         self._done += done > 0
@@ -78,8 +78,8 @@ class Along(Progress):
             self._began = now
         super().__call__("models on the paths", self._done, self.models)
         if self._done >= ENOUGH and now - self._said > EVERY and not sys.stderr.isatty():
-            left = (now - self._began) / self._done * (self.models - self._done)
-            note(f"{self._done} of {self.models} models on the paths, about {seconds_text(left)} left ...")
+            remaining = (now - self._began) / self._done * (self.models - self._done)
+            note(f"{self._done} of {self.models} models on the paths, about {seconds_text(remaining)} left ...")
             self._said = now
 
 
@@ -158,11 +158,11 @@ def command(
     from rotation_merge.files.ledger import kept_beside
 
     config, options = config_of(BarrierConfig, values), match_options(values)
-    wanted = matchings(compare)
+    chosen = matchings(compare)
     if plot is not None:
         check_plot(plot)
     described = options != AlignConfig() or alignment or match_on != WEIGHTS
-    if described and "aligned" not in [matching.name for matching in wanted]:
+    if described and "aligned" not in [matching.name for matching in chosen]:
         remedy = "name it in --compare, too, or leave them out"
         raise RecipeError("the options of matching describe the curve 'aligned'", where="--compare", remedy=remedy)
     donors = _donors(models, options, untie, alignment, match_on)
@@ -172,15 +172,15 @@ def command(
     reading = {"limit": config.limit, "batch_size": config.batch_size, "length": config.length}
     if save is not None:
         _check_directory(save)
-    read = [*sources, *(matching.file for matching in wanted if matching.file)]
-    how = {"wanted": wanted, "points": config.points, "anchors": anchors, "reading": reading}
+    read = [*sources, *(matching.file for matching in chosen if matching.file)]
+    how = {"wanted": chosen, "points": config.points, "anchors": anchors, "reading": reading}
     mark = partial(what_is_measured, models, donors, read, **how)
     with kept_beside(os.path.join(save, FILE) if save else plot, mark) as ledger:
         paths = Paths(models[0], donors, sources, config.points, reading, progress, ledger)
-        progress.models = paths.models(wanted, anchors == "each")
+        progress.models = paths.models(chosen, anchors == "each")
         pictures = _pictures(plot, sum(len(paths.tasks(place)) for place in paths.places)) if plot else []
         click.get_current_context().with_resource(writing([Output(picture, "--plot") for picture in pictures]))
-        barriers = paths.barriers(wanted, anchors == "each")
+        barriers = paths.barriers(chosen, anchors == "each")
     progress.close()
     if save is not None:
         _save(barriers, save)
@@ -204,8 +204,8 @@ def _donors(
     if alignment is not None and len(models) != 2:
         raise click.UsageError("--alignment is for two models; a recipe names the file under its donor")
     if match_on != WEIGHTS and (alignment is not None or len(models) == 1):
-        what = "a file of maps" if alignment is not None else "a recipe"
-        raise RotationMergeError(f"{what} says what maps there are", remedy="leave out --match-on")
+        origin = "a file of maps" if alignment is not None else "a recipe"
+        raise RotationMergeError(f"{origin} says what maps there are", remedy="leave out --match-on")
     if len(models) > 1:
         return [RecipeDonor(models[0], d, options, untie, file=alignment, match_on=match_on) for d in models[1:]]
     if len(models) == 1 and is_document(models[0]):
@@ -220,8 +220,8 @@ def _with_heads(models: tuple[str, ...], donors: list[RecipeDonor]) -> list[Reci
 
     if len(models) == 1:
         raise RotationMergeError("a recipe says whose heads there are", remedy="leave out --heads-of")
-    own = own_heads(map(open_model, models))
-    return [replace(donor, own=own) for donor in donors]
+    heads = own_heads(map(open_model, models))
+    return [replace(donor, own=heads) for donor in donors]
 
 
 def _pictures(plot: str, count: int) -> list[str]:
@@ -261,8 +261,8 @@ def _show(barrier: Barrier) -> None:
     words = [f"{curve.barrier():.4f} {curve.name}" for curve in curves]
     words[0] = f"{curves[0].barrier():.4f} {_unit(barrier)} {curves[0].name}"
     say(f"Barrier: {', '.join(words)}.")
-    for said in barrier.words():
-        say(f"{said[:1].upper()}{said[1:]}.")
+    for sentence in barrier.words():
+        say(f"{sentence[:1].upper()}{sentence[1:]}.")
 
 
 def _figures(curve: Curve, form: str) -> tuple[str, ...]:
@@ -288,9 +288,9 @@ def show_all(barriers: list[Barrier]) -> None:
 
 
 def _cell(barrier: Barrier, name: str) -> str:
-    found = barrier.to_dict()["measures"].get(name)
-    if found is None:
+    measure = barrier.to_dict()["measures"].get(name)
+    if measure is None:
         return ""
-    if "mean_over_anchors" in found:
-        return f"{found['mean_over_anchors']:.4f} ± {found['spread_over_anchors']:.4f}"
-    return f"{found['barrier']:.4f}"
+    if "mean_over_anchors" in measure:
+        return f"{measure['mean_over_anchors']:.4f} ± {measure['spread_over_anchors']:.4f}"
+    return f"{measure['barrier']:.4f}"

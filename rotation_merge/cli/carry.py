@@ -82,18 +82,18 @@ def command(
     places = [out] if len(work) == 1 else [os.path.join(out, os.path.basename(os.path.abspath(w))) for w in work]
     if len(work) > 1:
         check_outputs([Output(place, "OUT", FOLDER) for place in places], inputs_of(context))
-    given = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    given_options = {name for name in values if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     check_dtype(dtype)
     storage = Storage(parse_size(shard_size), dtype, untie)
     device = usable_device(device)
     match = match_options(values)
-    match = match if "residual" in given else replace(match, residual="largest")
+    match = match if "residual" in given_options else replace(match, residual="largest")
     config = TransferConfig(
         **config_values(TransferConfig, values), alignment=values["alignment"], match=match, untie=untie
     )
-    if "steps" in given and "method" not in given:
+    if "steps" in given_options and "method" not in given_options:
         config = replace(config, method="distil")
-    _check_use(config, given)
+    _check_use(config, given_options)
     check_places(work, places)
     jobs = dict(zip(places, work, strict=True))
     on = [] if config.matched_on == WEIGHTS else [config.matched_on, config.data, str(config.samples), str(config.seed)]
@@ -105,7 +105,7 @@ def command(
     force = bool(context.params["force"])
     progress = Progress()
     with kept_beside(out, mark, device) as ledger:
-        execution = Execution(device, storage, ledger, force, force or bool({"data", "judge"} & given))
+        execution = Execution(device, storage, ledger, force, force or bool({"data", "judge"} & given_options))
         results = carry(jobs, old, new, config, execution, progress)
     progress.close()
     if as_json:
@@ -120,16 +120,20 @@ def command(
     return 0
 
 
-def _check_use(config: TransferConfig, given: set[str]) -> None:
+def _check_use(config: TransferConfig, given_options: set[str]) -> None:
     """Refuse options that would do nothing.
 
     Args:
-        given: names of the options that the user gave.
+        given_options: names of the options that the user gave.
     """
-    if "steps" in given and config.method != "distil":
+    if "steps" in given_options and config.method != "distil":
         remedy = "add --carry distil, or leave --steps out"
         raise RotationMergeError(f"--carry {config.method} takes no steps", remedy=remedy)
-    if given & {"data", "samples", "judge", "controls"} and not config.needs_samples and config.matched_on == WEIGHTS:
+    if (
+        given_options & {"data", "samples", "judge", "controls"}
+        and not config.needs_samples
+        and config.matched_on == WEIGHTS
+    ):
         raise RotationMergeError("weights are carried without samples", remedy="add --scale auto, or --carry refit")
-    if config.alignment is not None and "match_on" in given:
+    if config.alignment is not None and "match_on" in given_options:
         raise RotationMergeError("the file under --alignment says the maps", remedy="leave out --match-on")

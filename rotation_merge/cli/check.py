@@ -44,7 +44,7 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
     if as_json:
         facts: dict[str, Any] = {
             "faults": [asdict(fault) for fault in faults],
-            "presets": [asdict(one) for one in suggested],
+            "presets": [asdict(preset) for preset in suggested],
         }
         facts |= {"changes": asdict(changes)} if changes is not None else {}
         if needs is not None:
@@ -57,8 +57,8 @@ def command(recipe: str, offline: bool, as_json: bool) -> int:
     if bad:
         say(f"{len(bad)} fault{'s' if len(bad) > 1 else ''}")
         return 1
-    for one in suggested:
-        say(one.words)
+    for preset in suggested:
+        say(preset.words)
     if needs is not None:
         say(f"{needs.words}; nearness and fingerprints need weights, and were not looked at")
         say(

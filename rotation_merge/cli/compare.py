@@ -35,13 +35,13 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
     pair = open_pair(anchor, donor, options, untie)
     progress = Progress()
     alignment, _ = match_pair(pair, progress)
-    found = list(gaps(pair.architecture, *pair.matched, alignment))
+    measured_gaps = list(gaps(pair.architecture, *pair.matched, alignment))
     progress.close()
     if as_json:
-        facts = {"anchor": anchor, "donor": donor, "summary": parted(found), "warnings": pair.checked.warnings}
-        print_json({**facts, "gaps": [asdict(gap) for gap in found]})
+        facts = {"anchor": anchor, "donor": donor, "summary": parted(measured_gaps), "warnings": pair.checked.warnings}
+        print_json({**facts, "gaps": [asdict(gap) for gap in measured_gaps]})
         return 0
-    shown_gaps = [g for g in found if g.kind in ("block", "model") or by == "space"]
+    shown_gaps = [g for g in measured_gaps if g.kind in ("block", "model") or by == "space"]
     rows = [
         (
             g.block,
@@ -60,6 +60,6 @@ def command(anchor: str, donor: str, untie: bool, by: str, as_json: bool, **valu
         say(f"Warning: {warning}", "yellow")
     for note in pair.notes():
         say(note)
-    summary = parted(found)
+    summary = parted(measured_gaps)
     say(f"{summary[:1].upper()}{summary[1:]}.")
     return 0

@@ -52,12 +52,14 @@ def command(
     if corrected or out:
         case = open_case(out or patient, case.parents)
     progress = Progress()
-    found = diagnose(case, progress)
+    causes = diagnose(case, progress)
     progress.close()
-    likely = any(cause.likelihood >= LIKELY for cause in found)
+    likely = any(cause.likelihood >= LIKELY for cause in causes)
     if as_json:
         facts = {"merged": case.merged, "parents": case.parents, "absent": case.absent, "method": case.method}
-        print_json({**facts, "mended": corrected, "causes": [{**asdict(cause), "word": cause.word} for cause in found]})
+        print_json(
+            {**facts, "mended": corrected, "causes": [{**asdict(cause), "word": cause.word} for cause in causes]}
+        )
         return 1 if likely else 0
     for line in corrected:
         say(f"mended {line}", "green")
@@ -65,10 +67,10 @@ def command(
         note(f"{name} is not here: what lies between it and the others was not looked at.")
     if not case.parents and case.merged is not None:
         note("What it was merged from is not known: only the merge itself was looked at. Name its parents behind it.")
-    for number, cause in enumerate(found, 1):
+    for number, cause in enumerate(causes, 1):
         say(f"{number}. {cause.name} ({cause.word}): {cause.where}: {cause.what}", "red" if likely else "yellow")
         say(f"   {cause.remedy}")
-    if not found:
+    if not causes:
         say(
             "Nothing was found that spoils a merge; 'rotation-merge merge' measures whether another is better.", "green"
         )

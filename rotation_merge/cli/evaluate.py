@@ -49,24 +49,24 @@ def command(
     from rotation_merge.run.functions import load
     from rotation_merge.run.measuring import keep_figures
 
-    config, found = config_of(EvaluateConfig, values), []
+    config, table_rows = config_of(EvaluateConfig, values), []
     for name in models:
         model = load(name, like=models[0])
         for source in sources:
             data = read_batches(source, name, model, config.limit, config.batch_size, config.length)
             scores = score(model, data)
             facts = {"model": name, "data": source, "task": data.task, "examples": data.examples}
-            found.append({**facts, "loss": scores.loss, **scores.figures})
+            table_rows.append({**facts, "loss": scores.loss, **scores.figures})
             if keep:
                 keep_figures(name, "pixel_values" in data.batches[0], facts, {"loss": scores.loss, **scores.figures})
     if as_json:
-        print_json(found)
+        print_json(table_rows)
         return 0
-    shown_figures = [figure for figure in TITLES if any(figure in row for row in found)]
+    shown_figures = [figure for figure in TITLES if any(figure in row for row in table_rows)]
     rows = [
         [row["model"], row["data"], row["examples"], f"{row['loss']:.4f}"]
         + [f"{row[figure]:.4f}" if figure in row else "" for figure in shown_figures]
-        for row in found
+        for row in table_rows
     ]
     headers = ["model", "data", "examples", "loss", *(TITLES[figure] for figure in shown_figures)]
     table("", headers, rows, numbers=range(2, len(headers)))

@@ -89,8 +89,8 @@ def command(
     options = config_of(FitConfig, values, state=Path(f"{out}.unfinished"))
     reading = {"limit": limit, "batch_size": batch_size, "length": length}
     places = _places(device, devices)
-    with joined(places[0]) as (together, own):
-        options, places = replace(options, half=own.startswith("cuda")), [own, *places[1:]]
+    with joined(places[0]) as (together, own_device):
+        options, places = replace(options, half=own_device.startswith("cuda")), [own_device, *places[1:]]
         return _learn(names, match, options, out, data, reading, places, untie, as_json, first=together.rank == 0)
 
 
@@ -128,9 +128,9 @@ def _learn(
             say(f"Warning: {warning}", "yellow")
     at = zip(names, itertools.cycle(places), strict=False)
     loaded = [narrowed(load(name), stored_dtype(name)).to(place) for name, place in at]
-    found = read_batches(data, names[0], loaded[0], **reading)
+    data_set = read_batches(data, names[0], loaded[0], **reading)
     if options.objective != "distill":
-        check_labels(found.batches, loaded[0], found.task, data)
+        check_labels(data_set.batches, loaded[0], data_set.task, data)
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
     with tqdm.tqdm(desc="Learning", total=options.steps, disable=as_json or not first) as bar:
 
@@ -138,10 +138,10 @@ def _learn(
             bar.update(done - bar.n)
             bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
 
-        result = fit(loaded[0], loaded[1:], found.batches, match, options, watch, seen_on(data))
+        result = fit(loaded[0], loaded[1:], data_set.batches, match, options, watch, seen_on(data))
     if not first:
         return 0
-    files = write(names, result, out, {**described(found, data), "seed": options.seed}, untie)
+    files = write(names, result, out, {**described(data_set, data), "seed": options.seed}, untie)
     if as_json:
         print_json({"files": files, **result.report.to_dict()})
         return 0
@@ -154,9 +154,9 @@ def _learn(
 
 def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple[list[str], AlignConfig, bool]:
     """Anchor and donors, what to match, and whether to untie: of a recipe, or as the command line says."""
-    given = match_options(values)
+    options = match_options(values)
     if len(models) > 1:
-        return list(models), given, untie
+        return list(models), options, untie
     if not is_document(models[0]):
         raise click.UsageError("give a recipe (a YAML file), or an anchor and its donors")
     from rotation_merge.diagnose import donors_of
@@ -180,7 +180,7 @@ def _what(models: tuple[str, ...], values: dict[str, Any], untie: bool) -> tuple
     return [pairs[0].anchor, *(donor.name for donor in pairs)], pairs[0].options, pairs[0].untie
 
 
-def write(names: list[str], result: Any, out: str, made: dict[str, Any], untie: bool) -> list[str]:
+def write(names: list[str], result: Any, out: str, training: dict[str, Any], untie: bool) -> list[str]:
     """One alignment file for each donor, under the checkpoint's names of spaces."""
     from rotation_merge.matching.engine import renamed
     from rotation_merge.matching.open_pair import open_pair, write_alignment
@@ -189,7 +189,7 @@ def write(names: list[str], result: Any, out: str, made: dict[str, Any], untie: 
     for file, donor, alignment in zip(files, names[1:], result.alignments, strict=True):
         pair = open_pair(names[0], donor, result.match, untie)
         transforms = renamed(alignment.transforms, result.architecture, pair.architecture)
-        facts = {**made, "learned": result.report.to_dict()}
+        facts = {**training, "learned": result.report.to_dict()}
         write_alignment(pair, replace(alignment, transforms=transforms), file, result.match, facts=facts)
     return files
 

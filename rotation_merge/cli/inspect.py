@@ -66,13 +66,13 @@ def command(
     the report, and runs the recipe if the models are still there. Reports, cards and files identify models by
     fingerprints. These tell weights apart; they do not protect against forgery.
     """
-    asked = {name: value for name in (*ABOUT, *ALONE, "prove") if (value := values.pop(name))}
-    if "html" in asked:
-        asked.pop("report", None)
-    if len(asked) > 1:
-        first, second, *_ = asked
+    questions = {name: value for name in (*ABOUT, *ALONE, "prove") if (value := values.pop(name))}
+    if "html" in questions:
+        questions.pop("report", None)
+    if len(questions) > 1:
+        first, second, *_ = questions
         raise RotationMergeError(f"--{first} and --{second} cannot be combined", remedy="use one at a time")
-    question, value = next(iter(asked.items()), ("", None))
+    question, value = next(iter(questions.items()), ("", None))
     if config is not None and question != "prove":
         raise RotationMergeError("--config needs --prove", remedy="leave it out, or add --prove FILE")
     if question in (*ALONE, "prove"):
@@ -175,8 +175,12 @@ class _DonorHeaders:
 def _estimate(donor: RecipeDonor) -> Estimate:
     """What matching a donor (or the model it was tuned from) to the anchor costs; its files are looked at, too."""
     if donor.unlike:
-        what = f"is carried from {donor.origin}, which may have other shapes than {donor.anchor}: there is no estimate"
-        raise RecipeError(what, where=donor.name, remedy="'rotation-merge check' says whether the recipe is fit to run")
+        problem = (
+            f"is carried from {donor.origin}, which may have other shapes than {donor.anchor}: there is no estimate"
+        )
+        raise RecipeError(
+            problem, where=donor.name, remedy="'rotation-merge check' says whether the recipe is fit to run"
+        )
     headers = _headers(donor)
     anchor = headers.anchor
     dtype = str(anchor.config.get("dtype") or anchor.config.get("torch_dtype") or "float32")

@@ -61,13 +61,17 @@ def command(
         seed=seed,
     )
     merged.save(out)
-    shares, ranks = merged.shares(), [found.rank for found in merged.maps.values()]
+    shares, ranks = merged.shares(), [merged_map.rank for merged_map in merged.maps.values()]
     if as_json:
-        maps = {module: vars(found) for module, found in merged.maps.items()}
+        maps = {module: vars(merged_map) for module, merged_map in merged.maps.items()}
         print_json({"out": out, "shares": dict(zip(sources, shares, strict=True)), "maps": maps})
         return 0
     lowest = [
-        min((found.shares[index], module) for module, found in merged.maps.items() if found.shares[index] is not None)
+        min(
+            (merged_map.shares[index], module)
+            for module, merged_map in merged.maps.items()
+            if merged_map.shares[index] is not None
+        )
         for index in range(len(sources))
     ]
     rows = [

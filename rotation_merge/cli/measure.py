@@ -71,19 +71,22 @@ def command(
         by_layer = not fits(checkpoint.shapes, device)
     loaded, runs = in_layers(checkpoint, config, data, device) if by_layer else (load(model).to(device), True)
     limit = config.samples or (SAMPLES if data in SOURCES else None)
-    found = read_batches(data, model, loaded, limit, config.batch_size, config.length, config.seed)
+    data_set = read_batches(data, model, loaded, limit, config.batch_size, config.length, config.seed)
     if config.labels == "data":
-        check_labels(found.batches, loaded, found.task, data)
+        check_labels(data_set.batches, loaded, data_set.task, data)
     progress = Progress()
-    made = record(checkpoint, loaded if runs else None, found, data, config, place, progress, device)
+    summary = record(checkpoint, loaded if runs else None, data_set, data, config, place, progress, device)
     progress.close()
     if as_json:
-        print_json({"file": str(place), **made})
+        print_json({"file": str(place), **summary})
         return 0
-    say(f"Statistics of {model} on {made['samples']} samples ({made['tokens']} tokens) written to {place}.", "green")
-    if made["narrow"]:
+    say(
+        f"Statistics of {model} on {summary['samples']} samples ({summary['tokens']} tokens) written to {place}.",
+        "green",
+    )
+    if summary["narrow"]:
         say(
-            f"{len(made['narrow'])} Grams are singular (fewer rows than coordinates), the first "
-            f"is that of {made['narrow'][0]}: use a ridge, or measure on more samples."
+            f"{len(summary['narrow'])} Grams are singular (fewer rows than coordinates), the first "
+            f"is that of {summary['narrow'][0]}: use a ridge, or measure on more samples."
         )
     return 0

@@ -95,7 +95,7 @@ def command(
     if subsets and len(names) < 3:
         raise click.UsageError("--subsets is for three or more models")
     out = out.rstrip(os.sep) or os.sep  # what lies beside it has its name and more
-    given = seconds(budget)
+    time_limit = seconds(budget)
     context = click.get_current_context()
     written_too = NEW_MODEL.outputs(f"{out}{POLISHED}", "--polish") if polish else []
     context.with_resource(writing([*outputs_of(context), *written_too], os.path.isdir(f"{out}.unfinished")))
@@ -116,7 +116,7 @@ def command(
         out,
         sources,
         samples=samples,
-        budget=given,
+        budget=time_limit,
         seed=seed,
         length=length,
         batch_size=batch_size,
@@ -125,7 +125,7 @@ def command(
         subsets=subsets or 0,
     )
     line = StatusLine()
-    with Clock(given, line.say, line.status, began) as clock:
+    with Clock(time_limit, line.say, line.status, began) as clock:
         search = Search(config, clock)
         outcome = search.outcome_of(force)
         written = outcome.verdict.worth_it or anyway
@@ -139,8 +139,8 @@ def command(
         trained = _polished(search, out) if written and polish else None
         search.clean(written)
     if as_json:
-        made = {"written": out if written else None, "gguf": gguf if written else None, "polished": trained}
-        print_json({**outcome.to_dict(), **made})
+        outputs = {"written": out if written else None, "gguf": gguf if written else None, "polished": trained}
+        print_json({**outcome.to_dict(), **outputs})
     else:
         _show(outcome, out if written else None)
         if written and gguf is not None:
@@ -191,9 +191,9 @@ def _show(outcome: Outcome, out: str | None) -> None:
     table("Tried, on the samples that chose:", headers, verdict.attempt_rows(), [*range(1, len(headers))])
     for name, why in verdict.left_out.items():
         note(f"not tried: {name} ({why})")
-    first, *others = verdict.sentences()
+    first, *details = verdict.sentences()
     say(first)
-    for words in others:
+    for words in details:
         say(words, "yellow")
     parent = verdict.best_parent
     if not verdict.worth_it and verdict.ensemble is not None and verdict.ensemble.score < parent.score:

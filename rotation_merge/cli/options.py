@@ -99,8 +99,8 @@ def config_of(config: type[C], values: dict[str, Any], **more: Any) -> C:
 def config_values(config: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
     """What a command's options say to a config: those that are given, numbers as numbers."""
     known = config.options()
-    said = {name: value for name, value in values.items() if name in known and value not in (None, "")}
-    return {name: _number(value) if known[name].kind is float else value for name, value in said.items()}
+    options = {name: value for name, value in values.items() if name in known and value not in (None, "")}
+    return {name: _number(value) if known[name].kind is float else value for name, value in options.items()}
 
 
 def _number(text: str) -> float | str:
@@ -204,11 +204,11 @@ def usable_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(name)
-        torch.zeros(1, device=found).item()
+        torch_device = torch.device(name)
+        torch.zeros(1, device=torch_device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RotationMergeError(f"device '{name}' cannot be used", remedy="use --device cpu, or auto") from error
-    return str(found)
+    return str(torch_device)
 
 
 def match_options(values: dict[str, Any]) -> AlignConfig:

@@ -109,11 +109,11 @@ def polished(
     read = [*(Input(name, "model") for name in (merged, *teachers)), *(Input(source, DATA) for source in sources)]
     check_outputs([Output(out, "OUT", FOLDER)], read)
     if read_modules(local_path(merged)):
-        what = "is a folder of sentence-transformers, whose modules are not trained"
-        raise RotationMergeError(what, where=merged, remedy="merge with 'delegate: regmean'")
+        problem = "is a folder of sentence-transformers, whose modules are not trained"
+        raise RotationMergeError(problem, where=merged, remedy="merge with 'delegate: regmean'")
     if ways.lora and not ways.merge_lora and parse_reference(merged).lora is not None:
-        what = "is a base with an adapter, which a new adapter cannot name as its base"
-        raise RotationMergeError(what, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
+        problem = "is a base with an adapter, which a new adapter cannot name as its base"
+        raise RotationMergeError(problem, where=merged, remedy="add '--merge-lora', or leave '--lora' out")
     progress = Progress()
     with Unfinished(out) as work:
         answered = _ask(work.path, merged, teachers, sources, ways.samples, ways.length, ways.seed, device)
@@ -153,8 +153,8 @@ def _ask(
         if not path.exists() or Answered(path).mark != mark:
             model = load(teacher, like=merged).to(device)
             size = max(1, min(TOGETHER // len(teachers), samples // 4))
-            found = read_batches(source, teacher, model, samples, size, length, seed + number)
-            batches = [{k: v.to(device) for k, v in b.items()} for b in unpadded(found.batches, source)]
+            data_set = read_batches(source, teacher, model, samples, size, length, seed + number)
+            batches = [{k: v.to(device) for k, v in b.items()} for b in unpadded(data_set.batches, source)]
             write_answers(model, batches, path, mark, teacher)
             del model
         result.append(Answered(path))
@@ -170,13 +170,13 @@ def _check_words(merged: str, teachers: tuple[str, ...]) -> None:
     from rotation_merge.model.checkpoint import open_model
     from rotation_merge.model.vocabulary import moved_tokens, shared_rows
 
-    own, *others = (open_model(name, "merge") for name in (merged, *teachers))
-    own.check_files()
-    for other in others:
-        other.check_files()
-        if shared_rows([own, other]) is not None or moved_tokens(own, other)[0]:
-            what, remedy = f"its tokens are not those of {merged}", "give teachers with the merge's tokenizer"
-            raise RotationMergeError(what, where=str(other.reference), remedy=remedy)
+    merged_model, *teacher_models = (open_model(name, "merge") for name in (merged, *teachers))
+    merged_model.check_files()
+    for teacher in teacher_models:
+        teacher.check_files()
+        if shared_rows([merged_model, teacher]) is not None or moved_tokens(merged_model, teacher)[0]:
+            problem, remedy = f"its tokens are not those of {merged}", "give teachers with the merge's tokenizer"
+            raise RotationMergeError(problem, where=str(teacher.reference), remedy=remedy)
 
 
 def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeReport) -> None:
@@ -198,8 +198,8 @@ def _write(student: Any, merged: str, out: str, adapter: bool, record: MergeRepo
             model.to(stored_dtype(merged)).save_pretrained(staging)
             source = local_path(merged)
             for name in sorted(os.listdir(source)):
-                wanted = name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json")
-                if wanted and not os.path.exists(os.path.join(staging, name)):
+                copied = name.endswith(KEPT) and name not in OWN and not name.endswith(".index.json")
+                if copied and not os.path.exists(os.path.join(staging, name)):
                     shutil.copyfile(os.path.join(source, name), os.path.join(staging, name))
         record.write(os.path.join(staging, REPORT_FILE))
         with open(os.path.join(staging, "README.md"), "w", encoding="utf-8") as file:
@@ -214,10 +214,10 @@ def _record(
     from rotation_merge.model.checkpoint import parse_reference
     from rotation_merge.model.origin import origins
 
-    run, what = Run(), f"a LoRA of rank {ways.lora}" if ways.lora else "all weights"
+    run, weights = Run(), f"a LoRA of rank {ways.lora}" if ways.lora else "all weights"
     run.note(
-        f"This model was **trained**: `{merged}` was distilled for {ways.steps} steps ({what}), every sample answered "
-        f"by its own teacher, by rotation_merge. {report.verdict()[:1].upper()}{report.verdict()[1:]}."
+        f"This model was **trained**: `{merged}` was distilled for {ways.steps} steps ({weights}), every sample "
+        f"answered by its own teacher, by rotation_merge. {report.verdict()[:1].upper()}{report.verdict()[1:]}."
     )
     for teacher, source in zip(teachers, sources, strict=True):
         run.used(f"answers of {teacher}", source, ways.samples)

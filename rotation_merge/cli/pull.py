@@ -41,16 +41,16 @@ def command(repo: str, folder: str, include: tuple[str, ...], no_weights: bool, 
     name, _, revision = repo.partition("@")
     check_repository(name)
     watch = (lambda _: None) if as_json else (lambda place: note(f"{place} ..."))
-    found = pull(name, revision or None, folder, not no_weights, watch, include)
+    pulled = pull(name, revision or None, folder, not no_weights, watch, include)
     if as_json:
-        statistics = [{**entry.to_dict(), "command": entry.command} for entry in found.statistics]
-        facts = {"files": list(found.files), "versions": found.versions, "statistics": statistics}
-        print_json({"folder": folder, "repository": found.repo, **facts})
+        statistics = [{**entry.to_dict(), "command": entry.command} for entry in pulled.statistics]
+        facts = {"files": list(pulled.files), "versions": pulled.versions, "statistics": statistics}
+        print_json({"folder": folder, "repository": pulled.repo, **facts})
         return 0
-    say(f"{len(found.files)} files of {found.repo} checked; written to {folder}.", "green")
-    if "recipe.yml" in found.files and found.statistics:
-        _say_measurements(folder, found.statistics)
-    elif "recipe.yml" in found.files:
+    say(f"{len(pulled.files)} files of {pulled.repo} checked; written to {folder}.", "green")
+    if "recipe.yml" in pulled.files and pulled.statistics:
+        _say_measurements(folder, pulled.statistics)
+    elif "recipe.yml" in pulled.files:
         again = f"'mergekit-yaml {folder}/recipe.yml OTHER' makes it again"
         say(f"{again}; 'rotation-merge verify {folder} OTHER' compares.")
     return 0

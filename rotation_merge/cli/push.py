@@ -100,21 +100,21 @@ def _summarise(plan: Draft, items: Sequence[Item]) -> None:
     from rotation_merge.share.contents import is_weights
 
     weights = [item for item in items if is_weights(item.place)]
-    others = [item.place for item in items if item not in weights]
+    other_places = [item.place for item in items if item not in weights]
     size = bytes_text(sum(item.size for item in items))
-    say(f"{plan.repo} would hold {len(items)} files, {size}: {len(weights)} of weights, {named(others)}.")
+    say(f"{plan.repo} would hold {len(items)} files, {size}: {len(weights)} of weights, {named(other_places)}.")
     for name, target in plan.names.items():
         say(f"  {name} is called {target}")
 
 
-def _say_left(left: Sequence[str]) -> None:
+def _say_left(left_out: Sequence[str]) -> None:
     from rotation_merge.share.contents import is_statistics
 
-    statistics = [place for place in left if is_statistics(place)]
+    statistics = [place for place in left_out if is_statistics(place)]
     if statistics:
         say(f"Statistics stay here: {named(statistics)}. --with-data publishes them, too.")
-    if others := [place for place in left if place not in statistics]:
-        say(f"Left out, because they are not part of a merge: {named(others)}. --include PATTERN publishes them, too.")
+    if omitted := [place for place in left_out if place not in statistics]:
+        say(f"Left out, because they are not part of a merge: {named(omitted)}. --include PATTERN publishes them, too.")
 
 
 def _say_unpublished(plan: Draft) -> None:

@@ -136,12 +136,12 @@ def _rich_table(title: str, headers: Sequence[str], cells: list[list[str]], numb
     from rich.console import Console
     from rich.table import Table
 
-    made = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i, header in enumerate(headers):
-        made.add_column(header, justify="right" if i in numbers else "left", overflow="fold")
+        table.add_column(header, justify="right" if i in numbers else "left", overflow="fold")
     for line in cells:
-        made.add_row(*line)
-    Console(markup=False, highlight=False).print(made)
+        table.add_row(*line)
+    Console(markup=False, highlight=False).print(table)
 
 
 def say(text: str, style: str | None = None) -> None:
@@ -189,14 +189,14 @@ class Progress:
         self._bar: Any = None
         self._what = ""
 
-    def __call__(self, what: str, done: float, total: float) -> None:
+    def __call__(self, activity: str, done: float, total: float) -> None:
         if not sys.stderr.isatty():
             return
         from tqdm import tqdm
 
-        if self._bar is None or what != self._what:
+        if self._bar is None or activity != self._what:
             self.close()
-            self._bar, self._what = tqdm(total=total, desc=printable(what), leave=False), what
+            self._bar, self._what = tqdm(total=total, desc=printable(activity), leave=False), activity
         self._bar.total = total
         self._bar.n = done
         self._bar.refresh()

@@ -66,11 +66,11 @@ def command(
         from rotation_merge.run.written import SELF
 
         if data == SELF and isinstance(a, LayerwiseModel):
-            what = "is too large to be held whole, as writing text itself would need"
-            raise CheckpointError(what, where=model_a, remedy="give --data a file")
+            problem = "is too large to be held whole, as writing text itself would need"
+            raise CheckpointError(problem, where=model_a, remedy="give --data a file")
         inputs += read_batches(data, model_a, a.model, limit=32).batches
-    expected, found = a.on(inputs), b.on(inputs)
-    worst = largest_difference(expected, found, (model_a, model_b), probabilities)
+    expected, actual = a.on(inputs), b.on(inputs)
+    worst = largest_difference(expected, actual, (model_a, model_b), probabilities)
     coarsest = coarser(stored_dtype(model_a), stored_dtype(model_b))
     rounding = own_rounding(a, inputs, expected, coarsest, seed, probabilities) if tolerance is None else 0.0
     allowed = ROUNDINGS * rounding if tolerance is None else tolerance

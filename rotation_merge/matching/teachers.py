@@ -22,12 +22,12 @@ MOST = 64
 
 
 @torch.no_grad()
-def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, where: str | None = None) -> None:
+def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, label: str | None = None) -> None:
     """Run a teacher over its samples and keep what it says, whole or not at all.
 
     Args:
         mark: what tells these answers from others in the same place.
-        where: what the model is called.
+        label: what the model is called.
 
     Raises:
         RotationMergeError: it answers with NaN, or there is no space.
@@ -37,7 +37,7 @@ def write_answers(model: Any, batches: Sequence[Batch], path: Path, mark: str, w
         for name, tensor in batch.items():
             tensors[f"{number}.batch.{name}"] = tensor.clone(memory_format=torch.contiguous_format)
         answers = answer(model(**unlabelled(batch)))
-        check_answers(model, answers.values(), where)
+        check_answers(model, answers.values(), label)
         for name, tensor in answers.items():
             tensors[f"{number}.answer.{name}"] = tensor.contiguous()
     try:

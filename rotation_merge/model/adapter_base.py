@@ -36,7 +36,7 @@ def check_own_base(model: Model, further_bases: Iterable[Model] = (), remedy: st
     check_base(model.adapter, [*further_bases, plain], str(model.reference), remedy)
 
 
-def check_base(adapter: Adapter, bases: Iterable[Model], where: str, remedy: str) -> None:
+def check_base(adapter: Adapter, bases: Iterable[Model], label: str, remedy: str) -> None:
     """Refuse an adapter that was trained on none of some bases: told by the weights that the report beside it names,
     where it was carried before, by those of the base that its config names, where that is here, else by that name.
 
@@ -52,9 +52,9 @@ def check_base(adapter: Adapter, bases: Iterable[Model], where: str, remedy: str
     base_names = " or ".join(str(base.reference) for base in bases)
     if mark is not None and mark not in (base.fingerprint for base in bases):
         problem = f"was carried to {name}, whose weights were not those of {base_names}"
-        raise CheckpointError(problem, where=where, remedy=remedy)
+        raise CheckpointError(problem, where=label, remedy=remedy)
     if mark is None and not any(_is_called(base, str(name)) for base in bases):
-        raise CheckpointError(f"is an adapter of {name}, not of {base_names}", where=where, remedy=remedy)
+        raise CheckpointError(f"is an adapter of {name}, not of {base_names}", where=label, remedy=remedy)
 
 
 def _is_called(base: Model, name: str) -> bool:

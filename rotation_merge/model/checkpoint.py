@@ -278,12 +278,12 @@ class Model:
     @cached_property
     def member(self) -> Member:
         """The model as `check_pair` sees it."""
-        where = str(self.reference)
+        name = str(self.reference)
         unsure = self.adapter is not None and not self.adapter.config.get("base_model_name_or_path")
         codes = quantised(self.folder)
-        notes = [self.note, f"`{where}` {codes}." if codes else "", f"`{where}`: {NO_BASE}." if unsure else ""]
+        notes = [self.note, f"`{name}` {codes}." if codes else "", f"`{name}`: {NO_BASE}." if unsure else ""]
         note = " ".join(filter(None, notes))
-        return Member(where, self.config, self.architecture, self.shapes, self.tied, note)
+        return Member(name, self.config, self.architecture, self.shapes, self.tied, note)
 
     @cached_property
     def tied(self) -> tuple[str, str] | None:
@@ -374,10 +374,10 @@ class Model:
         return in_order(self.stored[name], self.rows.get(name))
 
 
-def _log_architecture(architecture: Architecture, where: str) -> None:
+def _log_architecture(architecture: Architecture, model: str) -> None:
     streams = ", ".join(f"{name} up to {groups[-1]}" for name, groups in architecture.stream_groups.items())
-    LOG.info("%s: %s, %d blocks; %s", where, architecture.family, len(architecture.blocks), streams or "no stream")
-    LOG.debug("%s: tensors are named with base %r and %s", where, architecture.base, architecture.spelling)
+    LOG.info("%s: %s, %d blocks; %s", model, architecture.family, len(architecture.blocks), streams or "no stream")
+    LOG.debug("%s: tensors are named with base %r and %s", model, architecture.base, architecture.spelling)
 
 
 def parse_reference(path: str) -> ModelReference:

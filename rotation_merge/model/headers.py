@@ -341,7 +341,7 @@ def codes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
     return code_types
 
 
-def check_codes(code_types: Mapping[str, str], names: Iterable[str], where: str) -> None:
+def check_codes(code_types: Mapping[str, str], names: Iterable[str], label: str) -> None:
     """Refuse quantised weights whose config does not declare a quantisation.
 
     Args:
@@ -363,7 +363,7 @@ def check_codes(code_types: Mapping[str, str], names: Iterable[str], where: str)
     raise CheckpointError(
         f"its weights are quantised ({kind}, the first is '{name}'), which config.json does not say; they are codes, "
         "and have no axes to turn",
-        where=where,
+        where=label,
         remedy=f"name the model in full precision, or {numbers}",
     )
 

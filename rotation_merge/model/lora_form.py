@@ -13,7 +13,7 @@ from rotation_merge.model.lora import WHOLE, AdapterEntry, AdapterWeights, Parse
 from rotation_merge.model.sources import ComposedTensor, other_form
 
 
-def taken_apart(written: AdapterWeights, parsed: Parsed, stored: Architecture, where: str) -> AdapterWeights:
+def taken_apart(written: AdapterWeights, parsed: Parsed, stored: Architecture, label: str) -> AdapterWeights:
     """The adapter with what its base holds apart (queries, keys and values; gates and values) taken apart, its modules
     by the names that they have there; as it is, where there is nothing of the kind.
 
@@ -32,7 +32,7 @@ def taken_apart(written: AdapterWeights, parsed: Parsed, stored: Architecture, w
         return written
     if parsed.saved:
         problem = f"stores '{next(iter(parsed.saved))}' whole, and in one piece modules that the new base splits"
-        raise CheckpointError(problem, where=where, remedy=WHOLE)
+        raise CheckpointError(problem, where=label, remedy=WHOLE)
     tensors = dict(written.tensors)
     modules: list[str] = []
     ranks: dict[str, int] = {}

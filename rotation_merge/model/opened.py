@@ -206,15 +206,15 @@ def open_like(model: ModelLike, name: str = "", config: Any = None, untie: bool 
     )
 
 
-def check_names(first: OpenedModel, other: OpenedModel) -> None:
+def check_names(first: OpenedModel, second: OpenedModel) -> None:
     """Both models have the same tensors, but for what they do not read and heads that may be tied."""
-    spare = {*first.unread, *other.unread}
-    if first.member.tied is not None and first.member.tied == other.member.tied:
+    spare = {*first.unread, *second.unread}
+    if first.member.tied is not None and first.member.tied == second.member.tied:
         spare.add(first.member.tied[0])  # a second copy of the embedding
-    if odd := sorted((set(first.names) ^ set(other.names)) - spare):
-        what = f"tensor '{odd[0]}' is only in one of {first.name} and {other.name}"
+    if odd := sorted((set(first.names) ^ set(second.names)) - spare):
+        problem = f"tensor '{odd[0]}' is only in one of {first.name} and {second.name}"
         remedy = "give models of one class, both as folders or both as modules"
-        raise CheckpointError(what, where=other.name, remedy=remedy)
+        raise CheckpointError(problem, where=second.name, remedy=remedy)
 
 
 def _in_memory(

@@ -105,9 +105,9 @@ def _take_place(staging: str, target: str, before: dict[str, tuple[int, int]], o
         if staging_kept is None:
             raise
         problem = error.what if isinstance(error, RotationMergeError) else f"cannot be written ({short(error)})"
-        where = error.where if isinstance(error, RotationMergeError) else out_path
+        place = error.where if isinstance(error, RotationMergeError) else out_path
         remedy = f"the old files are unchanged, and the new ones are kept in {staging_kept}"
-        raise RotationMergeError(problem, where=where, remedy=remedy) from error
+        raise RotationMergeError(problem, where=place, remedy=remedy) from error
 
 
 def _keep(staging: str, target: str) -> str | None:

@@ -97,9 +97,9 @@ def _in_place_of_cache(folder: str) -> Iterator[None]:
     from mergekit.io.tasks import LoaderCache
 
     cache, offline = constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE
-    held = set(os.listdir(folder))
+    present = set(os.listdir(folder))
     for name in os.listdir(cache) if os.path.isdir(cache) else ():
-        if name not in held:
+        if name not in present:
             os.symlink(os.path.join(os.path.abspath(cache), name), os.path.join(folder, name))
     constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = folder, True
     try:

@@ -56,20 +56,20 @@ class Average:
 
 
 class Extrapolated:
-    """A source moved along its difference to another: ``other + scale (source - other)``, in float32 at least."""
+    """A source moved along its difference to a reference r: ``r + scale (source - r)``, in float32 at least."""
 
-    def __init__(self, source: TensorSource, other: TensorSource, scale: float) -> None:
-        self.source, self.other, self.scale = source, other, scale
+    def __init__(self, source: TensorSource, reference: TensorSource, scale: float) -> None:
+        self.source, self.reference, self.scale = source, reference, scale
 
     def __contains__(self, name: object) -> bool:
-        return name in self.source and name in self.other
+        return name in self.source and name in self.reference
 
     def __getitem__(self, name: str, /) -> Tensor:
         tensor = self.source[name]
         if not tensor.is_floating_point():
             return tensor
         work = torch.promote_types(tensor.dtype, torch.float32)
-        return torch.lerp(self.other[name].to(tensor.device, work), tensor.to(work), self.scale)
+        return torch.lerp(self.reference[name].to(tensor.device, work), tensor.to(work), self.scale)
 
 
 class Either:

@@ -51,9 +51,9 @@ class Widening:
         CheckpointError: a size is smaller than the model's, or cannot change without changing what it computes.
     """
 
-    def __init__(self, narrow: Architecture, wide: Architecture, tied: str | None, where: str, anchor: str) -> None:
+    def __init__(self, narrow: Architecture, wide: Architecture, tied: str | None, donor: str, anchor: str) -> None:
         self.narrow, self.wide = narrow, wide
-        self.names = where, anchor
+        self.names = donor, anchor
         self.tied = None if tied is None else stem_of(tied)
         wide_spaces = wide.spaces()
         grown = {

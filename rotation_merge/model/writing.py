@@ -76,11 +76,11 @@ def write_checkpoint(
         writer = Spliced(*body, staging) if body else TensorWriter(staging, max_shard_size=storage.shard_size)
 
         def save(name: str, tensor: Tensor) -> None:
-            kept = stored(tensor, dtype or like.dtypes.get(name))
+            storable = stored(tensor, dtype or like.dtypes.get(name))
             if module_of(name, like.modules) is None:
-                writer.save_tensor(name, kept, clone=True)
+                writer.save_tensor(name, storable, clone=True)
             else:
-                apart[name] = kept.clone()
+                apart[name] = storable.clone()
             written.add(name)
 
         with unchanged([like.reference]):

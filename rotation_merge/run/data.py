@@ -151,11 +151,11 @@ def parted(data: Data, count: int) -> tuple[Data, Data]:
     by_rows = sum(len(next(iter(batch.values()))) for batch in data.batches) == data.examples
     before: list[Batch] = []
     after: list[Batch] = []
-    seen = 0
+    offset = 0
     for batch in data.batches:
         rows = len(next(iter(batch.values()))) if by_rows else 1
-        cut = min(max(count - seen, 0), rows)
-        seen += rows
+        cut = min(max(count - offset, 0), rows)
+        offset += rows
         if cut == rows:
             before.append(batch)
         elif cut == 0:

@@ -127,14 +127,14 @@ def hand_out_answers(config: Any) -> None:
                 setattr(part, key, False)
 
 
-def _relabel(model: nn.Module, config: dict[str, Any], where: str) -> None:
+def _relabel(model: nn.Module, config: dict[str, Any], name: str) -> None:
     """Put a loaded model's classes into the order that another's config gives them, where it names the same ones."""
     own_config = cast(Any, model).config.to_dict()
     ours, own_labels = labels(config), labels(own_config)
     if ours != own_labels and sorted(ours) == sorted(own_labels):
         shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
         member = Member(type(model).__name__, own_config, architecture_of(model), shapes)
-        take_rows(model, label_rows(replace(member, name=where, config=config), member))
+        take_rows(model, label_rows(replace(member, name=name, config=config), member))
 
 
 @torch.no_grad()
@@ -156,7 +156,7 @@ def architecture_of(model: nn.Module, untie: bool = False) -> Architecture:
     return resolve(config, list(model.state_dict()), type(model).__name__, untie=untie)
 
 
-def model_class(names: Sequence[str] | None, where: str | None = None) -> Any:
+def model_class(names: Sequence[str] | None, label: str | None = None) -> Any:
     """transformers' class of a model, as its config names it.
 
     Raises:
@@ -167,7 +167,7 @@ def model_class(names: Sequence[str] | None, where: str | None = None) -> Any:
     kind = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
     if kind is None or not hasattr(kind, "from_pretrained"):
         problem = f"transformers has no class {names[0] if names else ''}"
-        raise CheckpointError(problem, where=where, remedy="update transformers")
+        raise CheckpointError(problem, where=label, remedy="update transformers")
     return kind
 
 
@@ -234,7 +234,7 @@ def floating_outputs(model: Any, answer: Any) -> Batch:
     return tensors
 
 
-def check_answers(model: Any, tensors: Iterable[Tensor], where: str | None = None) -> None:
+def check_answers(model: Any, tensors: Iterable[Tensor], label: str | None = None) -> None:
     """Check that a model's outputs are not NaN.
 
     Raises:
@@ -242,7 +242,7 @@ def check_answers(model: Any, tensors: Iterable[Tensor], where: str | None = Non
     """
     if any(bool(tensor.isnan().any()) for tensor in tensors):
         problem, remedy = f"{type(model).__name__} answers with NaN", "repair or replace the checkpoint"
-        raise CheckpointError(problem, where=where, remedy=remedy)
+        raise CheckpointError(problem, where=label, remedy=remedy)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class DenseMap(nn.Module):
         return activated
 
 
-def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mapping[str, Tensor], where: str) -> Any:
+def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mapping[str, Tensor], label: str) -> Any:
     """A loaded transformer with its sentence-transformers modules, whose `forward` gives embeddings.
 
     Tokens (n, length) become `text_embeds` (n, size); pairs of texts (n, 2, length) the cosine of their embeddings as
@@ -40,14 +40,14 @@ def with_modules(model: nn.Module, modules: list[dict[str, Any]], tensors: Mappi
         CheckpointError: an activation or a shape that does not fit.
     """
     like = next(model.parameters())
-    model = with_empty_modules(model, modules, where)
+    model = with_empty_modules(model, modules, label)
     for module in dense(modules):
-        _fill(model.get_submodule(module["path"]), module, tensors, where)
+        _fill(model.get_submodule(module["path"]), module, tensors, label)
         model.get_submodule(module["path"]).to(like)
     return model
 
 
-def with_empty_modules(model: nn.Module, modules: list[dict[str, Any]], where: str | None = None) -> Any:
+def with_empty_modules(model: nn.Module, modules: list[dict[str, Any]], label: str | None = None) -> Any:
     """As `with_modules`, without setting the weights of dense maps.
 
     Raises:
@@ -57,7 +57,7 @@ def with_empty_modules(model: nn.Module, modules: list[dict[str, Any]], where: s
         kind = getattr(nn, module["activation"], None)
         if kind is None:
             problem = f"the activation {module['activation']} of its module {module['path']} is not known"
-            raise CheckpointError(problem, where=where, remedy="use one of torch.nn")
+            raise CheckpointError(problem, where=label, remedy="use one of torch.nn")
         linear = nn.Linear(module["in"], module["out"], bias=module["bias"])
         model.add_module(module["path"], DenseMap(linear, kind()))
     setattr(cast(Any, model).config, KEY, modules)
@@ -70,7 +70,7 @@ def _embedding_class(kind: type) -> type:
     return type(kind.__name__, (kind,), {"forward": _forward, "sentence_encoder": kind})
 
 
-def _forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **given: Any) -> ModelOutput:
+def _forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **extra: Any) -> ModelOutput:
     shape, modules = input_ids.shape, getattr(self.config, KEY)
     ids = input_ids.reshape(-1, shape[-1])
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.reshape(-1, shape[-1])
@@ -88,7 +88,7 @@ def _forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None,
 
 
 @torch.no_grad()
-def _fill(dense_map: nn.Module, module: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> None:
+def _fill(dense_map: nn.Module, module: Mapping[str, Any], tensors: Mapping[str, Tensor], label: str) -> None:
     """Give a dense map its weights."""
     path = f"{module['path']}.linear"
     weight, bias = tensors.get(f"{path}.weight"), tensors.get(f"{path}.bias")
@@ -97,11 +97,11 @@ def _fill(dense_map: nn.Module, module: Mapping[str, Any], tensors: Mapping[str,
         problem = (
             f"the weight of its module {module['path']} is {shape}, its config says {module['out']} x {module['in']}"
         )
-        raise CheckpointError(problem, where=where, remedy="download it again")
+        raise CheckpointError(problem, where=label, remedy="download it again")
     linear = cast(nn.Linear, dense_map.get_submodule("linear"))
     if (linear.bias is None) != (bias is None):
         problem = f"the bias of its module {module['path']} is {'missing' if bias is None else 'not in its config'}"
-        raise CheckpointError(problem, where=where, remedy="download it again")
+        raise CheckpointError(problem, where=label, remedy="download it again")
     linear.weight.copy_(weight)
     if bias is not None:
         linear.bias.copy_(bias)

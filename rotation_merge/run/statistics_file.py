@@ -210,12 +210,12 @@ class InMemoryTensors:
 
 
 def write_statistics(
-    path: Path | str, tensors: Mapping[str, DeferredTensor], meta: Mapping[str, str], where: Path | str | None = None
+    path: Path | str, tensors: Mapping[str, DeferredTensor], meta: Mapping[str, str], label: Path | str | None = None
 ) -> None:
     """Write a safetensors file, one tensor in memory at a time; it takes its place when it is whole.
 
     Args:
-        where: what to call it in errors, if not by its path.
+        label: what to call it in errors, if not by its path.
 
     Raises:
         StatisticsError: it cannot be written, or a number is none; nothing is left behind.
@@ -238,7 +238,7 @@ def write_statistics(
                     f"'{key}' would hold NaN or infinity",
                     "look at the model's weights, and at the samples",
                 )
-                raise StatisticsError(problem, where=str(where or path), remedy=remedy)
+                raise StatisticsError(problem, where=str(label or path), remedy=remedy)
             file.write(tensor.numpy().tobytes())
 
 

@@ -56,7 +56,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _columns(columns: Mapping[str, Sequence[str]], where: str) -> tuple[list[str], str | None]:
+def _columns(columns: Mapping[str, Sequence[str]], source: str) -> tuple[list[str], str | None]:
     """The columns of texts, and that of labels."""
     known = {name.lower(): name for name in columns}
     label = next((known[name] for name in LABELS if name in known), None)
@@ -73,7 +73,7 @@ def _columns(columns: Mapping[str, Sequence[str]], where: str) -> tuple[list[str
     if not texts:
         names = ", ".join(columns)
         raise DataError(
-            f"columns are {names}; none holds texts", where=where, remedy="call one 'text' (and one 'label')"
+            f"columns are {names}; none holds texts", where=source, remedy="call one 'text' (and one 'label')"
         )
     if label is None:
         numbers = [name for name in columns if name not in wordy]

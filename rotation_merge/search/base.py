@@ -43,18 +43,18 @@ class TaskVectorBase:
     changes: SampledChanges
 
 
-def find_base(models: Sequence[str], given: str | None = None) -> TaskVectorBase | None:
+def find_base(models: Sequence[str], base_name: str | None = None) -> TaskVectorBase | None:
     """The base of all models; None where nothing says which it is, or it is not here.
 
     Args:
-        given: as the user named it.
+        base_name: as the user named it.
 
     Raises:
         RotationMergeError: the named one is missing, does not fit, or is not what a model was tuned from.
     """
     opened = {name: checkpoint_of(name) for name in models}
-    if given is not None:
-        return _opened(given, "as given", opened)
+    if base_name is not None:
+        return _opened(base_name, "as given", opened)
     for name, why in _named(models, opened):
         if (base := _tried(name, why, opened)) is not None:
             return base
@@ -73,10 +73,12 @@ def _opened(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase:
         pair = open_pair(name, model, NOTHING)
         check_forward(pair.checked.anchor, pair.checked.donor)
         if (cosine := likeness(pair.anchor, pair.donor)) < RELATED:
-            what = f"is no base of {model}: the mean cosine of their matrices is {cosine:.2f}"
-            raise CheckpointError(what, where=name, remedy="name the model that all were tuned from, or leave it out")
-    others = {model: opened for model, opened in models.items() if model != name}
-    return TaskVectorBase(name, why, sampled_changes(base, others))
+            problem = f"is no base of {model}: the mean cosine of their matrices is {cosine:.2f}"
+            raise CheckpointError(
+                problem, where=name, remedy="name the model that all were tuned from, or leave it out"
+            )
+    tuned_models = {model: opened for model, opened in models.items() if model != name}
+    return TaskVectorBase(name, why, sampled_changes(base, tuned_models))
 
 
 def _tried(name: str, why: str, models: Mapping[str, Model]) -> TaskVectorBase | None:

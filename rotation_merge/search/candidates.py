@@ -150,19 +150,19 @@ class Planner:
 
     def left_out(self) -> dict[str, str]:
         """What is not tried whatever time there is, and why."""
-        found = {}
+        reasons = {}
         if self.relation == SHARED:
-            found["aligned merges"] = "the models share their coordinates, alignment leaves them where they are"
+            reasons["aligned merges"] = "the models share their coordinates, alignment leaves them where they are"
         if self.other_ids:
             kinds = ("refits",) if self.relation == SHARED else ("refits", "learned alignments", "matching on samples")
-            found[", ".join(kinds)] = "the models' token ids differ"
+            reasons[", ".join(kinds)] = "the models' token ids differ"
         if why := self._no_changes():
-            found["averages of task vectors"] = why
+            reasons["averages of task vectors"] = why
         elif len(self._tuned) == 1:
-            found[", ".join(name for name in CHANGES if name != "task_arithmetic")] = "there is one task vector alone"
+            reasons[", ".join(name for name in CHANGES if name != "task_arithmetic")] = "there is one task vector alone"
         if len(self.models) == 2 and self.relation != FAR and self.cosine >= PARALLEL:
-            found["slerp"] = f"between matrices with a cosine of {self.cosine:.2f} it is the plain average"
-        return found
+            reasons["slerp"] = f"between matrices with a cosine of {self.cosine:.2f} it is the plain average"
+        return reasons
 
     def _no_changes(self) -> str:
         """Why no changes of a base are merged; empty where they are."""
@@ -182,19 +182,19 @@ class Planner:
         if self._no_changes() or self.base is None:
             return {}
         tuned = self._tuned
-        found = {}
+        candidates = {}
         for name, values in CHANGES.items():
             if len(tuned) > 1 or name == "task_arithmetic":
                 scale = SCALES.get(name, 1 / math.sqrt(len(tuned)) if name == "task_arithmetic" else 1.0)
                 candidate = self._candidate(name, {"delegate": name, **options}, dict.fromkeys(tuned, values))
-                made = replace(candidate, anchor=self.base.name, models=tuple(tuned), weights="one")
-                found[name] = made.scaled(round(scale, 3))
-        return found
+                variant = replace(candidate, anchor=self.base.name, models=tuple(tuned), weights="one")
+                candidates[name] = variant.scaled(round(scale, 3))
+        return candidates
 
     def _named(self) -> dict[str, Candidate]:
-        own = {model: {"data": self.data[model]} for model in self.models}
+        data_options = {model: {"data": self.data[model]} for model in self.models}
         plain = PLAIN if self.relation == SHARED else LOCAL
-        found = {
+        candidates = {
             "plain": self._candidate("plain", PLAIN),
             "local": self._candidate("heads, neurons", LOCAL),
             "regmean": self._candidate("regmean", {"delegate": "regmean", **plain}, needs="statistics"),
@@ -202,34 +202,38 @@ class Planner:
         }
         if len(self.models) == 2 and self.relation != FAR and self.cosine < PARALLEL:
             slerp = self._candidate("slerp", {"delegate": "slerp", "t": 0.5, **plain})
-            found["slerp"] = replace(slerp, weights="none")
+            candidates["slerp"] = replace(slerp, weights="none")
         moves = any(groups[-1] != "none" for groups in self.architecture.stream_groups.values())
         if moves:
-            found["whole"] = self._candidate("whole model", self._whole)
+            candidates["whole"] = self._candidate("whole model", self._whole)
         if self.other_ids:
-            return found
+            return candidates
         if moves:
-            found["seen"] = self._candidate("whole model, by activations", {**self._whole, "match_on": BOTH}, own)
+            candidates["seen"] = self._candidate(
+                "whole model, by activations", {**self._whole, "match_on": BOTH}, data_options
+            )
         refit = {"delegate": "refit", **self.refit}
-        found["refit"] = self._candidate("refit, plain", {**refit, **PLAIN}, own)
+        candidates["refit"] = self._candidate("refit, plain", {**refit, **PLAIN}, data_options)
         if moves:
-            found["refit whole"] = self._candidate("refit, whole model", {**refit, **self._whole}, own)
+            candidates["refit whole"] = self._candidate("refit, whole model", {**refit, **self._whole}, data_options)
         if self.learned:
-            found["learned"] = self._candidate("learned", {"untie": True} if self.tied else {}, needs="fit")
-        return found
+            candidates["learned"] = self._candidate("learned", {"untie": True} if self.tied else {}, needs="fit")
+        return candidates
 
     def _parts(self) -> list[Candidate]:
         """The whole model's alignment in one part of it, and the other way round."""
         parts = {FIRST_PART: {"ffn": "none"}, "FFN alone": {"attention": "none", "heads": "none"}}
         parts |= {name: {"layers": layers} for name, layers in _halves(self.architecture)}
-        found = [self._candidate(name, {**self._whole, **options}) for name, options in parts.items()]
+        candidates = [self._candidate(name, {**self._whole, **options}) for name, options in parts.items()]
         short = shortened(self.models)
-        for other in self.models[1:]:
-            rest = (other, *(model for model in self.models if model != other))
-            found.append(
-                replace(self._candidate(f"whole model, anchor {short[other]}", self._whole), anchor=other, models=rest)
+        for anchor in self.models[1:]:
+            ordered = (anchor, *(model for model in self.models if model != anchor))
+            candidates.append(
+                replace(
+                    self._candidate(f"whole model, anchor {short[anchor]}", self._whole), anchor=anchor, models=ordered
+                )
             )
-        return found
+        return candidates
 
     @property
     def _whole(self) -> dict[str, Any]:

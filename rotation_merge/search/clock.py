@@ -87,7 +87,7 @@ class Clock:
         finally:
             self._step, self._deadline = before, deadline
 
-    def tick(self, what: str, done: float, total: float) -> None:
+    def tick(self, activity: str, done: float, total: float) -> None:
         """Progress of the present work.
 
         Raises:
@@ -95,7 +95,7 @@ class Clock:
         """
         step = self._step
         if step is not None:
-            step.tick(what, done, total)
+            step.tick(activity, done, total)
         if self._deadline is not None and time.perf_counter() > self._deadline:
             raise OutOfTime("ran out of time", remedy="give a longer --budget")
 
@@ -110,18 +110,20 @@ class Clock:
 class _Step:
     def __init__(self, name: str, expected: float | None) -> None:
         self.name, self.expected, self.began = name, expected, time.perf_counter()
-        self.what, self.done, self.total, self.since = "", 0.0, 0.0, self.began
+        self.activity, self.done, self.total, self.since = "", 0.0, 0.0, self.began
 
-    def tick(self, what: str, done: float, total: float) -> None:
-        if what != self.what:
-            self.what, self.since = what, time.perf_counter()
+    def tick(self, activity: str, done: float, total: float) -> None:
+        if activity != self.activity:
+            self.activity, self.since = activity, time.perf_counter()
         self.done, self.total = done, total
 
     def words(self) -> str:
         spent = time.perf_counter() - self.began
-        what = f", {self.what} {self.done:.0f} of {self.total:.0f}" if self.what and self.total else ""
-        left = self._left(spent)
-        return f"{self.name}{what}, {spent:.0f} s so far" + (f", about {left:.0f} s left" if left >= 1 else "")
+        activity = f", {self.activity} {self.done:.0f} of {self.total:.0f}" if self.activity and self.total else ""
+        remaining = self._left(spent)
+        return f"{self.name}{activity}, {spent:.0f} s so far" + (
+            f", about {remaining:.0f} s left" if remaining >= 1 else ""
+        )
 
     def _left(self, spent: float) -> float:
         """Seconds: as expected, and where the present part is slower than that, by how far it is."""

@@ -49,11 +49,11 @@ class SearchConfig(MergeConfig):
 
     def key(self) -> str:
         """Stands for what is merged with what: the models, the samples, and their files as they are."""
-        asked = {name: value for name, value in asdict(self).items() if name not in ("budget", "out", "subsets")}
+        options = {name: value for name, value in asdict(self).items() if name not in ("budget", "out", "subsets")}
         models = [*self.models, *([self.base] if self.base else [])]
         files = [path for model in models for path in _weights(model)] + list(filter(os.path.exists, self.data))
         stamps = [os.stat(path).st_mtime_ns for path in files]
-        return hashlib.blake2b(json.dumps([asked, stamps]).encode(), digest_size=4).hexdigest()
+        return hashlib.blake2b(json.dumps([options, stamps]).encode(), digest_size=4).hexdigest()
 
 
 def usual_data(model: str) -> str:

@@ -62,27 +62,27 @@ class Costs:
         plain = self.done.get("plain", 0.0)
         self.kinds.setdefault(candidate.kind, []).append((expected, max(seconds - plain, 0.0)))
 
-    def expected(self, candidate: Candidate, left: float) -> float:
+    def expected(self, candidate: Candidate, remaining: float) -> float:
         """Seconds that a candidate will take.
 
         Args:
-            left: of the budget, of which learning takes half.
+            remaining: of the budget, of which learning takes half.
         """
         plain = self.done.get("plain")
         if plain is None:
-            return self._matching(candidate) + self.judging + self._work(candidate, left)
+            return self._matching(candidate) + self.judging + self._work(candidate, remaining)
         known = [(before, took) for before, took in self.kinds.get(candidate.kind, ()) if before > 0.1]
         rate = known[-1][1] / known[-1][0] if known and candidate.kind != "learned" else 1.0
-        return plain + rate * self._work(candidate, left)
+        return plain + rate * self._work(candidate, remaining)
 
-    def _work(self, candidate: Candidate, left: float) -> float:
+    def _work(self, candidate: Candidate, remaining: float) -> float:
         """Seconds beyond what a plain merge of the same models takes."""
         read = self.per_token * self.tokens * len(candidate.models)
         write = WRITING * read if self.written else 0.0
         matching = self._matching(candidate)
         matching -= min(matching, self._plain)
         extra = {
-            "learned": left / 2,
+            "learned": remaining / 2,
             "refit": REFIT * read + write,
             "seen": REFIT * read + write + (SEEN - 1) * matching,
             "regmean": STATISTICS * read + write,
@@ -107,5 +107,5 @@ class Costs:
         return self._seconds(AlignConfig(**chosen)) * (len(candidate.models) - 1)
 
     def _seconds(self, options: AlignConfig) -> float:
-        found = estimate(self.architecture, dict(self.shapes), options, 4, 4)
-        return found.seconds if self.relation == FAR else found.near_seconds
+        estimated = estimate(self.architecture, dict(self.shapes), options, 4, 4)
+        return estimated.seconds if self.relation == FAR else estimated.near_seconds

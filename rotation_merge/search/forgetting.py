@@ -39,8 +39,8 @@ class Forgetting:
         ids = self_written(model, name, texts, length, seed)
         batches = [{"input_ids": part, "labels": part} for part in ids.split(batch_size)]
         judge = Judge([Data(batches, "next token", len(ids))], labelled=True)
-        found = cls(judge, deciding.measure(model, name))
-        return cls(judge, found.measured(model, found.base))
+        forgetting = cls(judge, deciding.measure(model, name))
+        return cls(judge, forgetting.measured(model, forgetting.base))
 
     def measured(self, model: Any, figures: Figures) -> Figures:
         """What a model is worth, with its loss on the base's text."""

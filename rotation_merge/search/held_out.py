@@ -41,8 +41,8 @@ def split(samples: Sequence[Data], seed: int) -> Sets:
         batches = _in_parts(data)
         count = len(batches)
         if count < PARTS:
-            what = f"{data.examples} samples are too few to hold some out"
-            raise DataError(what, where=data.source or None, remedy=f"give {PARTS} or more")
+            problem = f"{data.examples} samples are too few to hold some out"
+            raise DataError(problem, where=data.source or None, remedy=f"give {PARTS} or more")
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
         half = max(1, round(count * HELD_OUT / 2))
         for part, rows in zip(parts, (order[2 * half :], order[:half], order[half : 2 * half]), strict=True):

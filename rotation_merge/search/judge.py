@@ -75,8 +75,8 @@ class Predictions:
 
     def logs(self) -> Iterator[Tensor]:
         """Log-probabilities in the anchor's order of tokens, (some positions, classes) at a time."""
-        for some in self.positions.split(AT_ONCE):
-            logs = self.logits.index_select(0, some).float().log_softmax(-1).clamp_min(LEAST_LOG)
+        for chunk in self.positions.split(AT_ONCE):
+            logs = self.logits.index_select(0, chunk).float().log_softmax(-1).clamp_min(LEAST_LOG)
             yield logs if self.columns is None else _in_columns(logs, self.columns)
 
 
@@ -95,14 +95,14 @@ def answers(model: Any, batch: Batch, task: str, columns: Tensor | None = None) 
     outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
     logits = _cosines(outputs) if task == "embedding" else getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
-        what = f"{type(model).__name__} has no logits to be judged by"
-        raise DataError(what, remedy="name models with their head, or use barrier")
+        problem = f"{type(model).__name__} has no logits to be judged by"
+        raise DataError(problem, remedy="name models with their head, or use barrier")
     if task in FLOATS:
         rows = torch.arange(len(logits))
         return Predictions(logits.float(), rows, rows)
     if logits.shape[-1] == 1:
-        what = f"{type(model).__name__} gives one number, which says nothing without a score to compare it with"
-        raise DataError(what, remedy="give data with labels or scores")
+        problem = f"{type(model).__name__} gives one number, which says nothing without a score to compare it with"
+        raise DataError(problem, remedy="give data with labels or scores")
     counting = _counting(batch, task, logits)
     if task == "next token":
         logits = logits[:, : counting.shape[1]]
@@ -153,7 +153,7 @@ class Judge:
         self.sets, self.labelled, self.readers = sets, labelled, readers or {}
         self.task = sets[0].task
         self.by_bytes = self.task == "next token" and any(reader.by_text for reader in self.readers.values())
-        self.wanted: list[list[Tensor]] = []
+        self.targets: list[list[Tensor]] = []
         self._read: dict[tuple[str, int], tuple[Data, list[Tensor] | None]] = {}
 
     @property
@@ -173,15 +173,15 @@ class Judge:
         differently. Without labels, their answers are from here on what is wanted."""
         tallies = {name: _Tally(self, name) for name in models}
         together = None if self.by_bytes else _Tally(self, "")
-        self.wanted = [[] for _ in self.sets]
+        self.targets = [[] for _ in self.sets]
         for i, j in self._order():
-            given = [self._answers(model, name, i, j) for name, model in models.items()]
+            parent_answers = [self._answers(model, name, i, j) for name, model in models.items()]
             if not self.labelled:
-                self.wanted[i].append(self._kept(given[i]))
-            for tally, one in zip(tallies.values(), given, strict=True):
-                tally.add(i, j, one)
+                self.targets[i].append(self._kept(parent_answers[i]))
+            for tally, predictions in zip(tallies.values(), parent_answers, strict=True):
+                tally.add(i, j, predictions)
             if together is not None:
-                together.add(i, j, _Ensemble(given))
+                together.add(i, j, _Ensemble(parent_answers))
         figures = {name: tally.figures() for name, tally in tallies.items()}
         return figures, None if together is None else together.figures()
 
@@ -221,17 +221,19 @@ class Judge:
     def _answers(self, model: Any, name: str, i: int, j: int) -> Predictions:
         data = self.data(name, i)[0]
         reader = self.readers.get(name)
-        given = answers(model, data.batches[j], data.task, None if reader is None else reader.columns)
+        predictions = answers(model, data.batches[j], data.task, None if reader is None else reader.columns)
         if self.labelled or data.task in FLOATS:
-            return given
+            return predictions
         positions = sum(b["input_ids"].numel() if "input_ids" in b else 1 for d in self.sets for b in d.batches)
-        step = math.ceil(positions * given.logits.shape[-1] / MOST_KEPT)
-        return Predictions(given.logits, given.positions[::step], given.examples[::step], given.columns)
+        step = math.ceil(positions * predictions.logits.shape[-1] / MOST_KEPT)
+        return Predictions(
+            predictions.logits, predictions.positions[::step], predictions.examples[::step], predictions.columns
+        )
 
-    def _kept(self, given: Predictions) -> Tensor:
+    def _kept(self, predictions: Predictions) -> Tensor:
         if self.task in FLOATS:
-            return given.logits
-        return torch.cat([logs.half() for logs in given.logs()])
+            return predictions.logits
+        return torch.cat([logs.half() for logs in predictions.logs()])
 
     def labels(self, i: int, j: int, reader: str) -> Tensor:
         """The labels that count."""
@@ -242,10 +244,10 @@ class Judge:
     def numbers(self, i: int) -> Tensor:
         """What the answers to a set of samples should be: labels, or without any the parent's own answers."""
         labels = [b["labels"].float().reshape(len(b["labels"]), -1) for b in self.sets[i].batches if self.labelled]
-        wanted = torch.cat(labels if self.labelled else self.wanted[i])
-        if len(wanted) < 2:
+        targets = torch.cat(labels if self.labelled else self.targets[i])
+        if len(targets) < 2:
             raise DataError("embeddings are compared within a batch", remedy="--batch-size 2, or more")
-        return wanted
+        return targets
 
 
 @dataclass(frozen=True)
@@ -256,15 +258,15 @@ class _Ensemble:
 
     @property
     def logits(self) -> Tensor:
-        return torch.stack([one.logits for one in self.models]).mean(0)
+        return torch.stack([predictions.logits for predictions in self.models]).mean(0)
 
     @property
     def examples(self) -> Tensor:
         return self.models[0].examples
 
     def logs(self) -> Iterator[Tensor]:
-        for some in zip(*(one.logs() for one in self.models), strict=True):
-            yield torch.logsumexp(torch.stack(some), 0) - math.log(len(some))
+        for member_logs in zip(*(predictions.logs() for predictions in self.models), strict=True):
+            yield torch.logsumexp(torch.stack(member_logs), 0) - math.log(len(member_logs))
 
 
 class _Tally:
@@ -284,34 +286,34 @@ class _Tally:
         self.right = self.positions = 0.0
         self.values: list[list[Tensor]] = [[] for _ in range(count)]
 
-    def add(self, i: int, j: int, given: Predictions | _Ensemble) -> None:
+    def add(self, i: int, j: int, predictions: Predictions | _Ensemble) -> None:
         """The answers to batch j of set i."""
         if self.judge.task in FLOATS:
-            self.values[i].append(given.logits)
+            self.values[i].append(predictions.logits)
             return
-        losses = self._losses(i, j, given)
+        losses = self._losses(i, j, predictions)
         read = self.judge.data(self.reader, i)[1]
-        count = int(given.examples.max()) + 1 if len(given.examples) else 0
+        count = int(predictions.examples.max()) + 1 if len(predictions.examples) else 0
         zeros = torch.zeros(count, dtype=torch.float64)
-        sums = zeros.index_add(0, given.examples, losses)
-        sizes = zeros.index_add(0, given.examples, torch.ones_like(losses)) if read is None else read[j][:count]
+        sums = zeros.index_add(0, predictions.examples, losses)
+        sizes = zeros.index_add(0, predictions.examples, torch.ones_like(losses)) if read is None else read[j][:count]
         self.examples[i] += (sums / sizes.clamp_min(1)).tolist()
         self.losses[i] += float(sums.sum())
         self.sizes[i] += float(sizes.sum())
 
-    def _losses(self, i: int, j: int, given: Predictions | _Ensemble) -> Tensor:
+    def _losses(self, i: int, j: int, predictions: Predictions | _Ensemble) -> Tensor:
         """The loss at every position, float64."""
         losses, first = [torch.zeros(0, dtype=torch.float64)], 0
         labels = self.judge.labels(i, j, self.reader) if self.judge.labelled else None
-        for logs in given.logs():
+        for logs in predictions.logs():
             part = slice(first, first + len(logs))
             first = part.stop
             if labels is not None:
                 losses.append(-logs.gather(1, labels[part, None])[:, 0].double())
                 self.right += float((logs.argmax(-1) == labels[part]).sum())
             else:
-                wanted = self.judge.wanted[i][j][part].float().log_softmax(-1)
-                losses.append((wanted.exp() * (wanted - logs)).sum(-1).double())
+                target_logs = self.judge.targets[i][j][part].float().log_softmax(-1)
+                losses.append((target_logs.exp() * (target_logs - logs)).sum(-1).double())
         self.positions += first
         return torch.cat(losses)
 
@@ -319,9 +321,9 @@ class _Tally:
         """What has been added so far."""
         judge = self.judge
         if judge.task in FLOATS:
-            found = [of_floats(torch.cat(v), judge.numbers(i), judge.task) for i, v in enumerate(self.values)]
-            scores = [one.loss for one in found]
-            accuracy = sum(one.main for one in found) / len(found) if judge.labelled else None
+            per_set = [of_floats(torch.cat(v), judge.numbers(i), judge.task) for i, v in enumerate(self.values)]
+            scores = [figures.loss for figures in per_set]
+            accuracy = sum(figures.main for figures in per_set) / len(per_set) if judge.labelled else None
             return Figures(sum(scores) / len(scores), accuracy, scores)
         scores = [loss / max(size, 1) for loss, size in zip(self.losses, self.sizes, strict=True)]
         counts = judge.labelled and not judge.by_bytes and self.positions
@@ -331,7 +333,11 @@ class _Tally:
 
 def hopeless(examples: Sequence[Sequence[float]], best: Sequence[Sequence[float]]) -> bool:
     """Whether a model is surely worse than the best one, by the losses of the examples that both have seen."""
-    apart = [x - y for own, theirs in zip(examples, best, strict=False) for x, y in zip(own, theirs, strict=False)]
+    apart = [
+        x - y
+        for losses, best_losses in zip(examples, best, strict=False)
+        for x, y in zip(losses, best_losses, strict=False)
+    ]
     if len(apart) < LEAST_EXAMPLES:
         return False
     values = torch.tensor(apart, dtype=torch.float64)

@@ -90,10 +90,10 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """For programs; without the losses of single examples."""
-        found = asdict(self)
-        single = [found["ensemble"], found["best"], found["plain"], *found["parents"].values(), found["base"]]
-        for figures in [*single, *(tried["figures"] for tried in found["tried"])]:
+        facts = asdict(self)
+        single = [facts["ensemble"], facts["best"], facts["plain"], *facts["parents"].values(), facts["base"]]
+        for figures in [*single, *(tried["figures"] for tried in facts["tried"])]:
             if figures is not None:
                 del figures["examples"]
         verdict = self.verdict
-        return {**found, "best_parent": verdict.best_parent.name, "worth_it": verdict.worth_it}
+        return {**facts, "best_parent": verdict.best_parent.name, "worth_it": verdict.worth_it}

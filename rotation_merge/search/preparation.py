@@ -121,9 +121,9 @@ class Preparation:
             base = self._base(relation)
             loaded = {model: load(model, like=models[0]) for model in models}
         with self.clock.step("reading the samples"):
-            given = [] if self.made_up else self._given(loaded[models[0]])
-            per_token = self._pace(loaded[models[0]], given)
-            sets = self._sampled(loaded, per_token) if self.made_up else self._split(given, per_token)
+            samples = [] if self.made_up else self._given(loaded[models[0]])
+            per_token = self._pace(loaded[models[0]], samples)
+            sets = self._sampled(loaded, per_token) if self.made_up else self._split(samples, per_token)
             readers = self._readers([*sets.deciding, *sets.reported])
         by_text = any(reader.by_text for reader in readers.values())
         labelled = by_text if self.made_up else all(data.task not in UNLABELLED for data in sets.deciding)
@@ -220,10 +220,10 @@ class Preparation:
         if any(cosine < RELATED for cosine in relations.values()):
             return FAR
         layers = sorted({block.index for block in architecture.blocks if block.index is not None})
-        some = sorted({layers[(len(layers) - 1) * i // (LOOKED_AT - 1)] for i in range(LOOKED_AT)}) if layers else []
-        if not some:
+        probed = sorted({layers[(len(layers) - 1) * i // (LOOKED_AT - 1)] for i in range(LOOKED_AT)}) if layers else []
+        if not probed:
             return NEAR
-        options = AlignConfig(heads="permutation", layers=",".join(map(str, some)))
+        options = AlignConfig(heads="permutation", layers=",".join(map(str, probed)))
         for model in self.config.models[1:]:
             pair = open_pair(self.config.models[0], model, options)
             before, after = match_pair(pair, self.clock.tick)[1].relative_distances(str(pair.donor.reference))
@@ -234,8 +234,8 @@ class Preparation:
     def _given(self, model: Any) -> list[Data]:
         config = self.config
         if len(config.data) not in (1, len(config.models)):
-            what = f"{len(config.data)} data for {len(config.models)} models"
-            raise DataError(what, remedy="give one, or one for each")
+            problem = f"{len(config.data)} data for {len(config.models)} models"
+            raise DataError(problem, remedy="give one, or one for each")
         limit = config.samples * 2
         return [
             read_batches(
@@ -245,11 +245,11 @@ class Preparation:
         ]
 
     @torch.no_grad()
-    def _pace(self, model: Any, given: Sequence[Data]) -> float:
+    def _pace(self, model: Any, samples: Sequence[Data]) -> float:
         """Seconds that a model takes to read a token (or an image): of a first batch."""
         config = self.config
-        if given:
-            data = with_batches(given[0], given[0].batches[:1])
+        if samples:
+            data = with_batches(samples[0], samples[0].batches[:1])
         elif config.data[0] == SELF:
             vocabulary = model.config.get_text_config().vocab_size
             ids = torch.arange(config.batch_size * config.length).view(config.batch_size, -1) % vocabulary
@@ -263,9 +263,9 @@ class Preparation:
         model(**inputs)
         return (time.perf_counter() - begin) / tokens_in([replace(data, batches=[batch])])
 
-    def _split(self, given: Sequence[Data], per_token: float) -> Sets:
+    def _split(self, samples: Sequence[Data], per_token: float) -> Sets:
         """The parts of the samples, with as many held-out batches as there is time for to measure the models on."""
-        sets = split(given, self.config.seed)
+        sets = split(samples, self.config.seed)
         held_out = [*sets.deciding, *sets.reported]
         share = self._share(per_token * len(self.config.models) * tokens_in(held_out))
         if share >= 1:
@@ -274,13 +274,13 @@ class Preparation:
         def fewer(data: Data) -> Data:
             return with_batches(data, data.batches[: max(1, int(share * len(data.batches)))])
 
-        found = Sets(sets.training, [*map(fewer, sets.deciding)], [*map(fewer, sets.reported)])
-        count = sum(data.examples for data in (*found.deciding, *found.reported))
+        reduced = Sets(sets.training, [*map(fewer, sets.deciding)], [*map(fewer, sets.reported)])
+        count = sum(data.examples for data in (*reduced.deciding, *reduced.reported))
         self.say(
             f"short of time: {count} of {sum(data.examples for data in held_out)} held-out samples judge; a longer "
             "--budget judges better"
         )
-        return found
+        return reduced
 
     def _share(self, seconds: float) -> float:
         """What part of so many seconds of measuring there is time for."""

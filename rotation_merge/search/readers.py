@@ -56,12 +56,12 @@ class TextReader(Reader):
 
     Attributes:
         anchor: the tokenizer by which the samples were read.
-        own: this model's.
+        tokenizer: this model's.
         longest: so many tokens it can take; None: any number.
     """
 
     anchor: Any = field(default=None, repr=False)
-    own: Any = field(default=None, repr=False)
+    tokenizer: Any = field(default=None, repr=False)
     longest: int | None = None
     by_text = True
 
@@ -83,28 +83,28 @@ class TextReader(Reader):
             name for name, x in batch.items() if name not in (*PER_TOKEN, "labels") and x.shape[: ids.ndim] == shape
         }
         if labelled or beside or task == "masked token":
-            what = f"{self.name} divides text into other tokens, and these samples have answers for single tokens"
-            raise DataError(what, remedy="give text for language models, or examples with one label each")
-        made = [self._ids(text) for text in texts(batch, self.anchor)]
-        longest = max(len(row) for row, _ in made)
-        rows = torch.zeros(len(made), longest, dtype=torch.long)
+            problem = f"{self.name} divides text into other tokens, and these samples have answers for single tokens"
+            raise DataError(problem, remedy="give text for language models, or examples with one label each")
+        encoded = [self._ids(text) for text in texts(batch, self.anchor)]
+        longest = max(len(row) for row, _ in encoded)
+        rows = torch.zeros(len(encoded), longest, dtype=torch.long)
         mask = torch.zeros_like(rows)
-        for i, (row, _) in enumerate(made):
+        for i, (row, _) in enumerate(encoded):
             rows[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
         lead = shape[:-1]
-        found = {**{n: x for n, x in batch.items() if n not in PER_TOKEN}, "input_ids": rows.view(*lead, longest)}
-        found["attention_mask"] = mask.view(*lead, longest)
+        inputs = {**{n: x for n, x in batch.items() if n not in PER_TOKEN}, "input_ids": rows.view(*lead, longest)}
+        inputs["attention_mask"] = mask.view(*lead, longest)
         if task == "next token":
-            found["labels"] = rows.masked_fill(mask == 0, IGNORED).view(*lead, longest)
-        return found, torch.tensor([size for _, size in made], dtype=torch.float64)
+            inputs["labels"] = rows.masked_fill(mask == 0, IGNORED).view(*lead, longest)
+        return inputs, torch.tensor([size for _, size in encoded], dtype=torch.float64)
 
     def _ids(self, text: str) -> tuple[list[int], int]:
         """A text's tokens, and how many bytes those after the first say, which something stands before."""
-        ids = self.own(text, truncation=self.longest is not None, max_length=self.longest)["input_ids"] or [0]
+        ids = self.tokenizer(text, truncation=self.longest is not None, max_length=self.longest)["input_ids"] or [0]
         whole = len(text.encode())
         if self.longest is not None and len(ids) == self.longest:
-            whole = min(whole, len(self.own.decode(ids, skip_special_tokens=True).encode()))
-        first = 0 if ids[0] in self.own.all_special_ids else len(self.own.decode(ids[:1]).encode())
+            whole = min(whole, len(self.tokenizer.decode(ids, skip_special_tokens=True).encode()))
+        first = 0 if ids[0] in self.tokenizer.all_special_ids else len(self.tokenizer.decode(ids[:1]).encode())
         return list(ids), max(whole - first, 1)
 
 
@@ -112,7 +112,7 @@ def texts(batch: Batch, tokenizer: Any) -> list[str]:
     """What a batch says, row by row; characters that a window cuts in two are left out."""
     ids = batch["input_ids"].flatten(0, -2)
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten(0, -2)
-    rows = [row[kept == 1].tolist() for row, kept in zip(ids, mask, strict=True)]
+    rows = [row[row_mask == 1].tolist() for row, row_mask in zip(ids, mask, strict=True)]
     return [tokenizer.decode(row, skip_special_tokens=True).strip("\ufffd") for row in rows]
 
 
@@ -126,29 +126,30 @@ def readers_of(names: Sequence[str], sets: Sequence[Data]) -> dict[str, Reader]:
     """
     tokenizers = {name: tokenizer_of(name) for name in names}
     anchor = tokenizers[names[0]]
-    said = [text for data in sets for batch in data.batches for text in texts(batch, anchor)]
+    all_texts = [text for data in sets for batch in data.batches for text in texts(batch, anchor)]
     ids = torch.cat([batch["input_ids"].flatten() for data in sets for batch in data.batches]).unique()
     vocabulary = anchor.get_vocab()
     columns = {name: _columns(vocabulary, tokenizers[name].get_vocab()) for name in names[1:]}
     alike = all(
-        _divides_alike(anchor, tokenizers[name], said) and bool((columns[name][ids] >= 0).all()) for name in names[1:]
+        _divides_alike(anchor, tokenizers[name], all_texts) and bool((columns[name][ids] >= 0).all())
+        for name in names[1:]
     )
     if alike:
         return {name: Reader(name, columns.get(name)) for name in names}
     return {name: TextReader(name, None, anchor, tokenizers[name], _longest(name)) for name in names}
 
 
-def _columns(anchor: Mapping[str, int], own: Mapping[str, int]) -> Tensor:
+def _columns(anchor: Mapping[str, int], vocabulary: Mapping[str, int]) -> Tensor:
     columns = torch.full((max(anchor.values()) + 1,), -1)
     for token, number in anchor.items():
-        columns[number] = own.get(token, -1)
+        columns[number] = vocabulary.get(token, -1)
     return columns
 
 
-def _divides_alike(anchor: Any, other: Any, said: Sequence[str]) -> bool:
-    return all(anchor.tokenize(text) == other.tokenize(text) for text in said)
+def _divides_alike(anchor: Any, tokenizer: Any, sample_texts: Sequence[str]) -> bool:
+    return all(anchor.tokenize(text) == tokenizer.tokenize(text) for text in sample_texts)
 
 
 def _longest(name: str) -> int | None:
-    found = read_config(local_path(name)).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    positions = read_config(local_path(name)).get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None

@@ -78,8 +78,8 @@ class Search:
         try:
             self.work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            what = f"cannot be written ({reason(error)})"
-            raise RotationMergeError(what, where=self.config.out, remedy="write somewhere else") from error
+            problem = f"cannot be written ({reason(error)})"
+            raise RotationMergeError(problem, where=self.config.out, remedy="write somewhere else") from error
         try:
             yield
         except RotationMergeError:
@@ -106,8 +106,8 @@ class Search:
     def goes_on(self) -> bool:
         """Whether this search was interrupted once it had begun to write OUT."""
         try:
-            found = json.loads((self.work / WRITTEN).read_text(encoding="utf-8"))
-            return bool(found["mark"] == self.mark)
+            record = json.loads((self.work / WRITTEN).read_text(encoding="utf-8"))
+            return bool(record["mark"] == self.mark)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -176,11 +176,11 @@ class Search:
 
     def _subsets(self, way: Candidate, tried: Tried) -> list[Subset]:
         """Merges of subsets of the models in one way, with its `lambda`, on the samples that only report."""
-        models, found = self.config.models, []
+        models, subsets = self.config.models, []
         way = way if tried.scale is None else replace(way.scaled(tried.scale), scale=None)
         parents = [self.parents.figures[model] for model in models]
         merged = [number for number, model in enumerate(models) if model in way.models]
-        chosen = [[merged[i] for i in some] for some in drawn(len(merged), self.config.subsets, self.config.seed)]
+        chosen = [[merged[i] for i in indices] for indices in drawn(len(merged), self.config.subsets, self.config.seed)]
         for number, places in enumerate(chosen):
             members = [models[i] for i in places]
             candidate = replace(with_models(way, members), name=f"subset {number + 1} of {len(chosen)}")
@@ -189,19 +189,19 @@ class Search:
                 self._make(ready, ready.recipe(self.config.dtype))
                 figures = self.reporting.measure(self._load(self._place(ready)), ready.anchor)
             shutil.rmtree(self._place(ready))
-            found.append(Subset.of(places, models, figures, parents))
-            names = " and ".join(shortened(models)[model] for model in found[-1].models)
-            self.say(f"{candidate.name}, {names}: {found[-1].merge:.4f}, the best of them {found[-1].parent:.4f}")
-        return found
+            subsets.append(Subset.of(places, models, figures, parents))
+            names = " and ".join(shortened(models)[model] for model in subsets[-1].models)
+            self.say(f"{candidate.name}, {names}: {subsets[-1].merge:.4f}, the best of them {subsets[-1].parent:.4f}")
+        return subsets
 
     def _planner(self) -> Planner:
-        own, parents = len(set(self.data.values())) > 1 or self.config.data[0] == SELF, self.parents
+        own_samples, parents = len(set(self.data.values())) > 1 or self.config.data[0] == SELF, self.parents
         return Planner(
             self.config.models,
             parents.architecture,
             parents.tied,
             self.data,
-            {"samples": self.config.samples, "targets": "own" if own else "mean"},
+            {"samples": self.config.samples, "targets": "own" if own_samples else "mean"},
             bool(parents.training) and not parents.other_ids,
             parents.relation,
             parents.other_ids,
@@ -213,8 +213,8 @@ class Search:
         """What the samples are that only report."""
         count = sum(data.examples for data in self.reporting.sets)
         sources = ", ".join(os.path.basename(source.rstrip("/")) for source in self.config.data)
-        whose = {SELF: "that the models wrote", SYNTHETIC: "of noise"}.get(self.config.data[0], f"of {sources}")
-        return " ".join(filter(None, (f"{count} samples", whose, "that no merge has seen")))
+        origin = {SELF: "that the models wrote", SYNTHETIC: "of noise"}.get(self.config.data[0], f"of {sources}")
+        return " ".join(filter(None, (f"{count} samples", origin, "that no merge has seen")))
 
     def _best(self, tried: Sequence[tuple[Candidate, Tried]]) -> tuple[Candidate, Tried]:
         """The one with the least score among those that do not forget too much; of all where there is none."""
@@ -238,40 +238,40 @@ class Search:
         """Of three and more models: add one after the other, in the order of their worth, and keep those that help."""
         if len(self.parents.order) < 3 or not tried:
             return
-        best, kept, score = self._best(tried)[0], self.parents.order[:1], math.inf
+        best, members, score = self._best(tried)[0], self.parents.order[:1], math.inf
         for model in self.parents.order[1:]:
-            models = [*kept, model]
+            models = [*members, model]
             if len(models) == len(self.parents.order):
                 return  # that one has been tried
-            found = self._try(with_models(best, models), tried, 0)
-            if found is not None and found.figures.score < score:
-                kept, score = models, found.figures.score
+            result = self._try(with_models(best, models), tried, 0)
+            if result is not None and result.figures.score < score:
+                members, score = models, result.figures.score
 
     def _try(self, candidate: Candidate, tried: list[tuple[Candidate, Tried]], behind: int) -> Tried | None:
-        left = max(self.clock.left - self.tail, 0.0)
-        expected = self.parents.costs.expected(candidate, left)
-        if tried and expected > left:
-            self.left_out[candidate.name] = f"would take {expected:.0f} s, {left:.0f} s of the budget are left"
+        remaining = max(self.clock.left - self.tail, 0.0)
+        expected = self.parents.costs.expected(candidate, remaining)
+        if tried and expected > remaining:
+            self.left_out[candidate.name] = f"would take {expected:.0f} s, {remaining:.0f} s of the budget are left"
             return None
-        more = f", {behind} more to try in {left:.0f} s" if behind else ""
+        more = f", {behind} more to try in {remaining:.0f} s" if behind else ""
         self.say(f"{candidate.name}, about {expected:.0f} s{more} ...")
         try:
-            with self.clock.step(candidate.name, expected, left if tried else None):
-                found = self._tried(candidate, left, self._best(tried)[1].figures if tried else None)
+            with self.clock.step(candidate.name, expected, remaining if tried else None):
+                result = self._tried(candidate, remaining, self._best(tried)[1].figures if tried else None)
                 if candidate.name == "plain":
-                    self.linear, self.plain = found.figures, self._report(candidate, found)
+                    self.linear, self.plain = result.figures, self._report(candidate, result)
         except OutOfTime:
-            self.left_out[candidate.name] = f"was not done within the budget, {left:.0f} s were left"
+            self.left_out[candidate.name] = f"was not done within the budget, {remaining:.0f} s were left"
         except (RotationMergeError, OneLineError) as error:
             out_of_time = isinstance(error.__context__, OutOfTime) or isinstance(error.__cause__, OutOfTime)
-            late = f"was not done within the budget, {left:.0f} s were left"
+            late = f"was not done within the budget, {remaining:.0f} s were left"
             self.left_out[candidate.name] = late if out_of_time else str(error)
         else:
-            found.expected = expected
-            self.parents.costs.took(candidate, found.seconds)
-            tried.append((candidate, found))
-            self.say(self._words(found))
-            return found
+            result.expected = expected
+            self.parents.costs.took(candidate, result.seconds)
+            tried.append((candidate, result))
+            self.say(self._words(result))
+            return result
         self.say(f"{candidate.name}: left out, {self.left_out[candidate.name]}")
         return None
 
@@ -283,13 +283,13 @@ class Search:
         words += " on its first samples, given up" if figures.unfinished else ""
         return f"{tried.name}: {words} ({tried.seconds:.0f} s)"
 
-    def _tried(self, candidate: Candidate, left: float, best: Figures | None) -> Tried:
+    def _tried(self, candidate: Candidate, remaining: float, best: Figures | None) -> Tried:
         """A candidate as it was tried before the search was interrupted, or is tried now."""
         begin = time.perf_counter()
-        ready = self.maker.ready(candidate, max(left / 2, 1.0))
+        ready = self.maker.ready(candidate, max(remaining / 2, 1.0))
         key = self._key(ready.recipe(self.config.dtype), self.samples_mark)
-        if (found := self._kept(candidate, key)) is not None:
-            return found
+        if (result := self._kept(candidate, key)) is not None:
+            return result
         self._make(ready, ready.recipe(self.config.dtype))
         figures = scale = None
         if ready.scale is not None:
@@ -299,9 +299,9 @@ class Search:
         if figures is None or best is None or self._rank(figures) < self._rank(best):  # else its scale is all to know
             self._make(ready, text)
             figures = self._measured(self._load(self._place(ready)), ready.anchor, best)
-        found = Tried(candidate.name, figures, time.perf_counter() - begin, text, None, scale)
-        write_text(Path(f"{self._place(candidate)}{FIGURES}"), json.dumps({"key": key, **asdict(found)}))
-        return found
+        result = Tried(candidate.name, figures, time.perf_counter() - begin, text, None, scale)
+        write_text(Path(f"{self._place(candidate)}{FIGURES}"), json.dumps({"key": key, **asdict(result)}))
+        return result
 
     def _make(self, candidate: Candidate, text: str) -> None:
         """The merge of a recipe in the candidate's place, unless it is there."""
@@ -329,10 +329,10 @@ class Search:
     def _kept(self, candidate: Candidate, key: str) -> Tried | None:
         """What an interrupted search found for the same recipe and samples."""
         try:
-            kept = json.loads(Path(f"{self._place(candidate)}{FIGURES}").read_text(encoding="utf-8"))
-            if kept.pop("key") != key:
+            record = json.loads(Path(f"{self._place(candidate)}{FIGURES}").read_text(encoding="utf-8"))
+            if record.pop("key") != key:
                 return None
-            return Tried(**{**kept, "figures": Figures(**kept["figures"])})
+            return Tried(**{**record, "figures": Figures(**record["figures"])})
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

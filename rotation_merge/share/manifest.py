@@ -72,8 +72,8 @@ class Manifest:
         try:
             manifest = cls._checked(_content(path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            where = path if repo is None else f"{repo}, {MANIFEST_FILE}"
-            raise RotationMergeError(f"is not a manifest ({short(error)})", where=where, remedy=DAMAGED) from error
+            source = path if repo is None else f"{repo}, {MANIFEST_FILE}"
+            raise RotationMergeError(f"is not a manifest ({short(error)})", where=source, remedy=DAMAGED) from error
         if repo is None:
             return manifest
         if manifest.repo.casefold() != repo.casefold():

@@ -293,8 +293,10 @@ def check_whole(folder: str, report: MergeReport) -> None:
     fatal = [defect for defect in check_folder(folder, list(filter(None, places))) if defect.fatal]
     if fatal:
         more = f" (and {len(fatal) - 1} more)" if len(fatal) > 1 else ""
-        what = f"is not whole: {fatal[0].kind}: {fatal[0].what}{more}"
-        raise RotationMergeError(what, where=folder, remedy=f"see 'rotation-merge doctor {folder}', which mends some")
+        problem = f"is not whole: {fatal[0].kind}: {fatal[0].what}{more}"
+        raise RotationMergeError(
+            problem, where=folder, remedy=f"see 'rotation-merge doctor {folder}', which mends some"
+        )
 
 
 def _place(name: str, facts: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -312,8 +314,8 @@ def check_card(text: str) -> None:
     try:
         ModelCard(text, ignore_metadata_errors=False)
     except Exception as error:  # of its parser, of YAML's, and of the hub's class
-        what = f"its metadata are refused ({short(error)})"
-        raise RotationMergeError(what, where=CARD, remedy="mend them") from error
+        problem = f"its metadata are refused ({short(error)})"
+        raise RotationMergeError(problem, where=CARD, remedy="mend them") from error
 
 
 def _unpublished(folder: str, report: MergeReport, read: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:

@@ -59,9 +59,9 @@ class Result:
 
 def twin(place: Path) -> Result:
     """The headline, through the stock command."""
-    parent, other = data.CHECKPOINTS / "vit-0", place / "vit-0-twin"
-    make_twin(parent, other)
-    return _halves("ViT and its rotated twin", place / "twin", parent, other, _digits, {"whole": WHOLE}, stock=True)
+    parent, rotated = data.CHECKPOINTS / "vit-0", place / "vit-0-twin"
+    make_twin(parent, rotated)
+    return _halves("ViT and its rotated twin", place / "twin", parent, rotated, _digits, {"whole": WHOLE}, stock=True)
 
 
 def vits(place: Path) -> Result:
@@ -101,8 +101,8 @@ def transport(place: Path) -> Result:
     base, old, tuned = (data.CHECKPOINTS / name for name in ("llama-1", "llama-0", "llama-0-english"))
     parent = _english(base)
     result = Result(f"English fine-tune carried to Llama 1 (x {SCALE})", "loss (nats)", [parent], {})
-    wanted: dict[str, dict[str, Any] | None] = {"plain": None, "local": LOCAL, "whole": WHOLE}
-    for name, options in wanted.items():
+    variants: dict[str, dict[str, Any] | None] = {"plain": None, "local": LOCAL, "whole": WHOLE}
+    for name, options in variants.items():
         if options is None:
             text = _plain_addition(base, old, tuned)
         else:

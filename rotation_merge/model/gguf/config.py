@@ -30,22 +30,22 @@ def family_of(gguf: GgufFile) -> Family:
     Raises:
         CheckpointError: it is no model, or of an architecture that is not read.
     """
-    kind, where = gguf.metadata.get("general.type", "model"), gguf.paths[0]
+    kind, path = gguf.metadata.get("general.type", "model"), gguf.paths[0]
     if kind == "imatrix" or "imatrix.datasets" in gguf.metadata:
-        what = "holds an importance matrix, which llama.cpp quantises by, and no model"
-        raise CheckpointError(what, where=where, remedy="name the model's own file")
+        problem = "holds an importance matrix, which llama.cpp quantises by, and no model"
+        raise CheckpointError(problem, where=path, remedy="name the model's own file")
     if kind == "adapter":
         remedy = "name the LoRA in peft's format (BASE+ADAPTER): the folder that it was converted from"
-        raise CheckpointError("holds a LoRA adapter in GGUF, and no model", where=where, remedy=remedy)
+        raise CheckpointError("holds a LoRA adapter in GGUF, and no model", where=path, remedy=remedy)
     if kind != "model" or gguf.architecture == "clip":
-        what = f"holds a '{kind}' of architecture '{gguf.architecture}', and no language model"
-        raise CheckpointError(what, where=where, remedy="name the language model's file")
+        problem = f"holds a '{kind}' of architecture '{gguf.architecture}', and no language model"
+        raise CheckpointError(problem, where=path, remedy="name the language model's file")
     fitting = [family for family in families() if family.fits(gguf)]
     if not fitting:
         known = sorted({family.architecture for family in families()})
-        what = f"its architecture '{gguf.architecture}' is not read from GGUF"
+        problem = f"its architecture '{gguf.architecture}' is not read from GGUF"
         remedy = f"{nearest(gguf.architecture, known)}; take the model in safetensors"
-        raise CheckpointError(what, where=where, remedy=remedy)
+        raise CheckpointError(problem, where=path, remedy=remedy)
     return fitting[-1]
 
 
@@ -88,8 +88,8 @@ def _single(gguf: GgufFile, key: str) -> Any:
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:
-        what = f"'{gguf.architecture}.{key}' is not the same in all layers, which transformers has no class for"
-        raise CheckpointError(what, where=gguf.paths[0], remedy="take the model in safetensors")
+        problem = f"'{gguf.architecture}.{key}' is not the same in all layers, which transformers has no class for"
+        raise CheckpointError(problem, where=gguf.paths[0], remedy="take the model in safetensors")
     return value[0]
 
 
@@ -155,8 +155,8 @@ def _scaling(gguf: GgufFile, rotated: int) -> dict[str, Any]:
         }
     if kind in ("none", "longrope"):  # which Phi-3 says of its short models, too
         return {}
-    what = f"its rotary positions are scaled by '{kind}', which is not read"
-    raise CheckpointError(what, where=gguf.paths[0], remedy="take the model in safetensors")
+    problem = f"its rotary positions are scaled by '{kind}', which is not read"
+    raise CheckpointError(problem, where=gguf.paths[0], remedy="take the model in safetensors")
 
 
 def _llama3(gguf: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
@@ -169,8 +169,10 @@ def _llama3(gguf: GgufFile, divisors: Tensor, rotated: int) -> dict[str, Any]:
         theta = gguf.value("rope.freq_base", THETA)
         if torch.allclose(llama3_divisors({**rope, "rope_theta": theta}, rotated), divisors, rtol=1e-4):
             return rope
-    what = f"'{FREQUENCIES}' scales rotary frequencies otherwise than Llama 3 does, which transformers has no words for"
-    raise CheckpointError(what, where=gguf.paths[0], remedy="take the model in safetensors")
+    problem = (
+        f"'{FREQUENCIES}' scales rotary frequencies otherwise than Llama 3 does, which transformers has no words for"
+    )
+    raise CheckpointError(problem, where=gguf.paths[0], remedy="take the model in safetensors")
 
 
 def llama3_divisors(rope: Mapping[str, Any], rotated: int) -> Tensor:

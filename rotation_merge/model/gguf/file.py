@@ -81,8 +81,8 @@ class Entry:
         try:
             numbers = gguf.dequantize(data.reshape(rows, -1), gguf.GGMLQuantizationType[self.kind])
         except NotImplementedError:
-            what = f"tensor '{self.name}' is of type {self.kind}, which the gguf package cannot turn into numbers"
-            raise CheckpointError(what, where=self.path, remedy=OTHER_TYPE) from None
+            problem = f"tensor '{self.name}' is of type {self.kind}, which the gguf package cannot turn into numbers"
+            raise CheckpointError(problem, where=self.path, remedy=OTHER_TYPE) from None
         return torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).reshape(self.shape)
 
 
@@ -129,8 +129,8 @@ def open_gguf(path: str) -> GgufFile:
     """
     paths = split_files(path)
     if missing := next((file for file in paths if not os.path.isfile(file)), None):
-        what = f"is one of {len(paths)} files, and {os.path.basename(missing)} is missing"
-        raise CheckpointError(what, where=path, remedy="download it, too")
+        problem = f"is one of {len(paths)} files, and {os.path.basename(missing)} is missing"
+        raise CheckpointError(problem, where=path, remedy="download it, too")
     stamps = tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in map(os.stat, paths))
     return _opened(paths, stamps)
 
@@ -151,17 +151,17 @@ def _opened(paths: tuple[str, ...], stamps: tuple[tuple[int, int, int], ...]) ->
     metadata, entries = heads[0][0], dict[str, Entry]()
     for path, (_, tensors) in zip(paths, heads, strict=True):
         if twice := next((name for name in tensors if name in entries), None):
-            what = f"holds tensor '{twice}', which another of its files holds, too"
-            raise CheckpointError(what, where=path, remedy="the files do not belong together; download them again")
+            problem = f"holds tensor '{twice}', which another of its files holds, too"
+            raise CheckpointError(problem, where=path, remedy="the files do not belong together; download them again")
         entries.update(tensors)
     count = metadata.get("split.count", 1)
     if len(paths) == 1 and isinstance(count, int) and count > 1:
-        what = f"is one of {count} files, and does not bear the name that says which"
-        raise CheckpointError(what, where=paths[0], remedy=f"name them NAME-00001-of-{count:05}.gguf, as they were")
+        problem = f"is one of {count} files, and does not bear the name that says which"
+        raise CheckpointError(problem, where=paths[0], remedy=f"name them NAME-00001-of-{count:05}.gguf, as they were")
     total = metadata.get("split.tensors.count", len(entries))
     if total != len(entries):
-        what = f"has {len(entries)} tensors in {len(paths)} files, and its head says {total}"
-        raise CheckpointError(what, where=paths[0], remedy="the files do not belong together; download them again")
+        problem = f"has {len(entries)} tensors in {len(paths)} files, and its head says {total}"
+        raise CheckpointError(problem, where=paths[0], remedy="the files do not belong together; download them again")
     return GgufFile(paths, metadata, entries)
 
 
@@ -196,8 +196,10 @@ class _Head:
         version = self.number("I")
         if version not in VERSIONS:
             swapped = struct.unpack(">I", struct.pack("<I", version))[0] in VERSIONS
-            what = "is big-endian" if swapped else f"is of version {version}, known are {VERSIONS[0]} and {VERSIONS[1]}"
-            raise CheckpointError(what, where=self.path, remedy="write it anew with llama.cpp")
+            problem = (
+                "is big-endian" if swapped else f"is of version {version}, known are {VERSIONS[0]} and {VERSIONS[1]}"
+            )
+            raise CheckpointError(problem, where=self.path, remedy="write it anew with llama.cpp")
         tensors, values = self.number("Q"), self.number("Q")
         metadata = dict[str, Any]()
         for _ in range(values):
@@ -209,17 +211,17 @@ class _Head:
         return metadata, {name: self.entry(name, shape, kind, begin + start) for name, shape, kind, start in places}
 
     def number(self, form: str) -> Any:
-        found = struct.unpack_from(f"<{form}", self.data, self.at)[0]
+        value = struct.unpack_from(f"<{form}", self.data, self.at)[0]
         self.at += struct.calcsize(f"<{form}")
-        return found
+        return value
 
     def text(self) -> str:
         length = self.number("Q")
         if self.at + length > len(self.data):
             raise IndexError
-        found = self.data[self.at : self.at + length]
+        encoded = self.data[self.at : self.at + length]
         self.at += length
-        return found.decode("utf-8", "surrogateescape")
+        return encoded.decode("utf-8", "surrogateescape")
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -231,13 +233,13 @@ class _Head:
             if inner not in _SCALARS:
                 return [self.value(inner) for _ in range(count)]
             form = f"<{count}{_SCALARS[inner]}"
-            found = list(struct.unpack_from(form, self.data, self.at))
+            value = list(struct.unpack_from(form, self.data, self.at))
             self.at += struct.calcsize(form)
-            return found
+            return value
         if kind not in _SCALARS:
             raise IndexError
-        found = self.number(_SCALARS[kind])
-        return float(str(np.float32(found))) if kind == _FLOAT else found  # 1e-05, not 9.999999747378752e-06
+        value = self.number(_SCALARS[kind])
+        return float(str(np.float32(value))) if kind == _FLOAT else value  # 1e-05, not 9.999999747378752e-06
 
     def place(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.text()
@@ -250,12 +252,12 @@ class _Head:
         try:
             known = gguf.GGMLQuantizationType(kind)
         except ValueError:
-            what = f"tensor '{name}' is of type {kind}, which the gguf package does not know"
-            raise CheckpointError(what, where=self.path, remedy=OTHER_TYPE) from None
+            problem = f"tensor '{name}' is of type {kind}, which the gguf package does not know"
+            raise CheckpointError(problem, where=self.path, remedy=OTHER_TYPE) from None
         block, of_block = gguf.GGML_QUANT_SIZES[known]
         if shape and shape[-1] % block:
-            what = f"tensor '{name}' has rows of {shape[-1]}, which {known.name} cannot store"
-            raise CheckpointError(what, where=self.path, remedy=AGAIN)
+            problem = f"tensor '{name}' has rows of {shape[-1]}, which {known.name} cannot store"
+            raise CheckpointError(problem, where=self.path, remedy=AGAIN)
         size = math.prod(shape) // block * of_block
         if start + size > len(self.data):
             raise _truncated(self.path, f"before tensor '{name}' does")

@@ -73,10 +73,10 @@ class Family:
 
     def places(self, layers: int, experts: int) -> Iterator[tuple[str, Place]]:
         """Stems of names of all tensors that a model may have, and where they lie."""
-        for stem, (there, layout) in self.tensors.items():
+        for stem, (template, layout) in self.tensors.items():
             for i in range(layers) if "{i}" in stem else [0]:
                 for e in range(experts) if "{e}" in stem else [None]:
-                    yield stem.format(i=i, e=e), Place(there.format(i=i), layout, e)
+                    yield stem.format(i=i, e=e), Place(template.format(i=i), layout, e)
 
 
 @dataclass(frozen=True)

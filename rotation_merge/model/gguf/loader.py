@@ -66,22 +66,22 @@ def gguf_tensors(path: str) -> GgufTensors:
 
 def _entries(gguf: GgufFile, family: Family, config: Mapping[str, Any]) -> dict[str, tuple[Entry, str]]:
     experts = gguf.value("expert_count") or 0
-    left = {name for name in gguf.entries if name not in (FREQUENCIES, LONG, SHORT)}
+    names = {name for name in gguf.entries if name not in (FREQUENCIES, LONG, SHORT)}
     if config["tie_word_embeddings"]:
-        left.discard("output.weight")
-    found = dict[str, tuple[Entry, str]]()
+        names.discard("output.weight")
+    entries = dict[str, tuple[Entry, str]]()
     used = set[str]()
     for stem, place in family.places(gguf.value("block_count"), experts):
         for end in (".weight", ".bias"):
             name = place.stem + end
-            if name in left:
+            if name in names:
                 used.add(name)
                 entry = gguf.entries[name]
-                found[stem + end] = entry if place.expert is None else entry.part(place.expert), place.layout
-    if unknown := sorted(left - used):
-        what = f"tensor '{unknown[0]}' is none that a {family.class_name} has"
-        raise CheckpointError(what, where=gguf.paths[0], remedy="take the model in safetensors")
-    return found
+                entries[stem + end] = entry if place.expert is None else entry.part(place.expert), place.layout
+    if unknown := sorted(names - used):
+        problem = f"tensor '{unknown[0]}' is none that a {family.class_name} has"
+        raise CheckpointError(problem, where=gguf.paths[0], remedy="take the model in safetensors")
+    return entries
 
 
 class GgufLoader:

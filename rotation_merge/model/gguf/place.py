@@ -124,8 +124,8 @@ def _here(path: str, revision: str | None, cache: str | None) -> str | None:
     from huggingface_hub import try_to_load_from_cache
 
     repo, name = named
-    held = [try_to_load_from_cache(repo, file, cache_dir=cache, revision=revision) for file in split_files(name)]
-    return str(held[0]) if all(isinstance(file, str) for file in held) else None
+    cached = [try_to_load_from_cache(repo, file, cache_dir=cache, revision=revision) for file in split_files(name)]
+    return str(cached[0]) if all(isinstance(file, str) for file in cached) else None
 
 
 def _fetched(path: str, revision: str | None, cache: str | None) -> str:
@@ -148,8 +148,8 @@ def _only(folder: str) -> str:
     names = sorted(name for name in os.listdir(folder) if name.lower().endswith(ENDING))
     models = {split_files(name)[0]: name for name in reversed(names) if not name.startswith("mmproj")}
     if len(models) != 1:
-        what = f"holds {len(models)} models in GGUF: {', '.join(sorted(models))}"
-        raise CheckpointError(what, where=folder, remedy="name one of the files")
+        problem = f"holds {len(models)} models in GGUF: {', '.join(sorted(models))}"
+        raise CheckpointError(problem, where=folder, remedy="name one of the files")
     return os.path.join(folder, next(iter(models.values())))
 
 
@@ -213,8 +213,8 @@ def _make(gguf: GgufFile, folder: str) -> None:
         LOG.info("%s: config and tokenizer were written to %s", gguf.paths[0], folder)
     except OSError as error:
         if not os.path.isdir(folder):  # else another process was quicker
-            what = f"cannot be written: {str(error.strerror).lower()}"
-            raise CheckpointError(what, where=folder, remedy="set HF_HOME to a folder of your own") from error
+            problem = f"cannot be written: {str(error.strerror).lower()}"
+            raise CheckpointError(problem, where=folder, remedy="set HF_HOME to a folder of your own") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -45,8 +45,8 @@ def check_size(gguf: GgufFile) -> None:
     """
     rows, tokens = gguf.entries["token_embd.weight"].shape[0], gguf.metadata.get("tokenizer.ggml.tokens") or []
     if tokens and len(tokens) != rows:
-        what = f"its vocabulary has {len(tokens)} tokens, its embedding {rows} rows"
-        raise CheckpointError(what, where=gguf.paths[0], remedy=AGAIN)
+        problem = f"its vocabulary has {len(tokens)} tokens, its embedding {rows} rows"
+        raise CheckpointError(problem, where=gguf.paths[0], remedy=AGAIN)
 
 
 def check_vocabulary(gguf: GgufFile, path: str) -> None:
@@ -64,12 +64,12 @@ def check_vocabulary(gguf: GgufFile, path: str) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError("is no tokenizer that can be read", where=path, remedy="move it away") from error
     tokens = enumerate(vocabulary(gguf) or [])
-    others = [(number, token) for number, token in tokens if beside.get(number, token) != token]
-    if others:
-        number, token = others[0]
-        words = f"at {len(others)} ids, the first is {number}: '{beside[number]}', there '{token}'"
-        what = f"has other tokens than {os.path.basename(gguf.paths[0])} {words}"
-        raise CheckpointError(what, where=path, remedy="it is another model's; move it away")
+    mismatches = [(number, token) for number, token in tokens if beside.get(number, token) != token]
+    if mismatches:
+        number, token = mismatches[0]
+        words = f"at {len(mismatches)} ids, the first is {number}: '{beside[number]}', there '{token}'"
+        problem = f"has other tokens than {os.path.basename(gguf.paths[0])} {words}"
+        raise CheckpointError(problem, where=path, remedy="it is another model's; move it away")
 
 
 def vocabulary(gguf: GgufFile) -> list[str] | None:
@@ -101,25 +101,25 @@ def read_tokenizer(gguf: GgufFile) -> Any:
     return tokenizer_of(gguf.metadata, tokens, gguf.architecture, gguf.paths[0])
 
 
-def tokenizer_of(metadata: Mapping[str, Any], tokens: Sequence[str], architecture: str, where: str) -> Any:
+def tokenizer_of(metadata: Mapping[str, Any], tokens: Sequence[str], architecture: str, label: str) -> Any:
     """transformers' tokenizer of some metadata; see `read_tokenizer`.
 
     Args:
         tokens: by their ids.
         architecture: tells how text is split where the metadata do not.
-        where: what to call the file in errors.
+        label: what to call the file in errors.
     """
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast
 
     kind = metadata.get("tokenizer.ggml.model")
     if kind == BYTE_PAIRS:
-        fast, bos = _byte_pairs(metadata, tokens, architecture, where)
+        fast, bos = _byte_pairs(metadata, tokens, architecture, label)
     elif kind == SENTENCE_PIECES:
         fast, bos = _sentence_pieces(metadata, tokens), True
     else:
-        what = f"its tokenizer is of kind '{kind}', which is not read"
-        raise CheckpointError(what, where=where, remedy=OWN_TOKENIZER)
+        problem = f"its tokenizer is of kind '{kind}', which is not read"
+        raise CheckpointError(problem, where=label, remedy=OWN_TOKENIZER)
     types = _types(metadata)
     fast.add_special_tokens(
         [AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, types, strict=False) if k == CONTROL]
@@ -149,18 +149,18 @@ def tokenizer_of(metadata: Mapping[str, Any], tokens: Sequence[str], architectur
     )
 
 
-def _byte_pairs(metadata: Mapping[str, Any], tokens: Sequence[str], architecture: str, where: str) -> tuple[Any, bool]:
+def _byte_pairs(metadata: Mapping[str, Any], tokens: Sequence[str], architecture: str, label: str) -> tuple[Any, bool]:
     """The tokenizer, and whether a text begins with a token of its own where nothing else is said."""
     from tokenizers import Tokenizer, decoders, models
 
     name = metadata.get("tokenizer.ggml.pre") or BY_ARCHITECTURE.get(architecture)
     rule = splittings().get(str(name))
     if rule is None:
-        what = f"its tokenizer splits text by '{name}', which is not known"
-        raise CheckpointError(what, where=where, remedy=OWN_TOKENIZER)
+        problem = f"its tokenizer splits text by '{name}', which is not known"
+        raise CheckpointError(problem, where=label, remedy=OWN_TOKENIZER)
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
     if any(len(merge) != 2 for merge in merges):
-        raise CheckpointError("its tokenizer's merges are damaged", where=where, remedy=AGAIN)
+        raise CheckpointError("its tokenizer's merges are damaged", where=label, remedy=AGAIN)
     vocab = {token: number for number, token in enumerate(tokens)}
     whole = bool(rule.get("whole"))
     fast = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, ignore_merges=whole))
@@ -197,10 +197,10 @@ def _merges(
     tokens: Sequence[str], vocab: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
     """Pairs of pieces that join to another, the ones of the highest score first, as sentencepiece joins them."""
-    found = []
+    merges = []
     for number, token in enumerate(tokens):
         if types[number] in (NORMAL, USER_DEFINED, UNUSED):
             cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
             pairs = sorted((vocab[a], vocab[b], a, b) for a, b in cuts if a in vocab and b in vocab)
-            found += [(-scores[number], number, *pair) for pair in pairs]
-    return [(a, b) for *_, a, b in sorted(found, key=lambda merge: merge[:2])]
+            merges += [(-scores[number], number, *pair) for pair in pairs]
+    return [(a, b) for *_, a, b in sorted(merges, key=lambda merge: merge[:2])]

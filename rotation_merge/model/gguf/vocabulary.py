@@ -31,21 +31,21 @@ SAMPLE = (
 """Texts that a tokenizer must split in the same way once it has been read back."""
 
 
-def write_vocabulary(tokenizer: Any, rows: int, architecture: str, where: str) -> dict[str, Any]:
+def write_vocabulary(tokenizer: Any, rows: int, architecture: str, label: str) -> dict[str, Any]:
     """The metadata of a tokenizer.
 
     Args:
         tokenizer: transformers', a fast one.
         rows: of the embedding; those that have no token are padded, as llama.cpp does.
         architecture: as `general.architecture` says it.
-        where: what to call the model in errors.
+        label: what to call the model in errors.
 
     Raises:
         CheckpointError: llama.cpp has no words for how it splits text.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    tokens, types = _tokens(content, rows, where)
-    kind, special = _kind(content, tokens, types, where)
+    tokens, types = _tokens(content, rows, label)
+    kind, special = _kind(content, tokens, types, label)
     ids = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     numbers = {name: getattr(tokenizer, f"{short}_token_id") for name, short in ids.items()}
     marked, plain = (tokenizer("a", add_special_tokens=added).input_ids for added in (True, False))
@@ -62,22 +62,22 @@ def write_vocabulary(tokenizer: Any, rows: int, architecture: str, where: str) -
         metadata["tokenizer.ggml.add_space_prefix"] = tokenizer.tokenize("a")[:1] == [f"{SPACE}a"]
     if isinstance(tokenizer.chat_template, str):
         metadata["tokenizer.chat_template"] = tokenizer.chat_template
-    _check(tokenizer, metadata, tokens, architecture, where)
+    _check(tokenizer, metadata, tokens, architecture, label)
     return metadata
 
 
-def _tokens(content: Mapping[str, Any], rows: int, where: str) -> tuple[list[str], list[int]]:
+def _tokens(content: Mapping[str, Any], rows: int, label: str) -> tuple[list[str], list[int]]:
     """Tokens by their ids, and their types."""
     vocab = content["model"].get("vocab")
     if content["model"].get("type") != "BPE" or not isinstance(vocab, dict):
-        what = f"its tokenizer is a {content['model'].get('type')}, which is not written to GGUF"
-        raise CheckpointError(what, where=where, remedy=CONVERTER)
+        problem = f"its tokenizer is a {content['model'].get('type')}, which is not written to GGUF"
+        raise CheckpointError(problem, where=label, remedy=CONVERTER)
     names = {number: token for token, number in vocab.items()}
     added = {token["id"]: token for token in content.get("added_tokens", [])}
     names.update({number: token["content"] for number, token in added.items()})
     if names and max(names) >= rows:
-        what = f"its tokenizer has {max(names) + 1} tokens, its embedding {rows} rows"
-        raise CheckpointError(what, where=where, remedy="they do not belong together; check tokenizer.json")
+        problem = f"its tokenizer has {max(names) + 1} tokens, its embedding {rows} rows"
+        raise CheckpointError(problem, where=label, remedy="they do not belong together; check tokenizer.json")
     unknown, bytewise = content["model"].get("unk_token"), content["model"].get("byte_fallback")
     types = []
     for number in range(rows):
@@ -94,7 +94,7 @@ def _tokens(content: Mapping[str, Any], rows: int, where: str) -> tuple[list[str
 
 
 def _kind(
-    content: Mapping[str, Any], tokens: list[str], types: list[int], where: str
+    content: Mapping[str, Any], tokens: list[str], types: list[int], label: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What says how text is split, and in which order pieces are joined."""
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in content["model"]["merges"]]
@@ -118,15 +118,15 @@ def _kind(
     if name is None and not merges:  # where nothing is joined, it does not matter where text is cut
         name = "gpt-2"
     if name is None or content.get("normalizer") not in (None, {"type": "NFC"}):
-        what = "its tokenizer splits text in a way that llama.cpp has no name for, as far as is known here"
-        raise CheckpointError(what, where=where, remedy=CONVERTER)
+        problem = "its tokenizer splits text in a way that llama.cpp has no name for, as far as is known here"
+        raise CheckpointError(problem, where=label, remedy=CONVERTER)
     joined = [" ".join(merge) for merge in merges]
     return {"tokenizer.ggml.model": BYTE_PAIRS, "tokenizer.ggml.pre": name}, {"tokenizer.ggml.merges": joined}
 
 
-def _check(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str], architecture: str, where: str) -> None:
+def _check(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str], architecture: str, label: str) -> None:
     """Read back, it splits text as it did."""
-    again = tokenizer_of(metadata, tokens, architecture, where)
+    again = tokenizer_of(metadata, tokens, architecture, label)
     if any(again(text).input_ids != tokenizer(text).input_ids for text in SAMPLE):
-        what = "its tokenizer would split text otherwise once it is read from GGUF"
-        raise CheckpointError(what, where=where, remedy=CONVERTER)
+        problem = "its tokenizer would split text otherwise once it is read from GGUF"
+        raise CheckpointError(problem, where=label, remedy=CONVERTER)

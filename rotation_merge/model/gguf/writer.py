@@ -147,8 +147,8 @@ class GgufPlan:
         whole = (parts[0] if len(parts) == 1 else torch.stack(parts)).float().contiguous()
         whole = whole.reshape(tensor.shape)
         if tensor.kind == F16 and float(whole.abs().max()) > torch.finfo(torch.float16).max:
-            what = f"'{tensor.sources[0]}' holds numbers that are too large for float16"
-            raise CheckpointError(what, where=str(self.model.reference), remedy="write q8_0")
+            problem = f"'{tensor.sources[0]}' holds numbers that are too large for float16"
+            raise CheckpointError(problem, where=str(self.model.reference), remedy="write q8_0")
         return whole
 
 
@@ -162,10 +162,10 @@ def plan_gguf(model: Model, kind: str = "f16", name: str = "") -> GgufPlan:
     Raises:
         CheckpointError: its class, its config or its tokenizer has no place in GGUF, as far as is known here.
     """
-    config, where = _config(model), str(model.reference)
+    config, label = _config(model), str(model.reference)
     head = model.tied_head if model.tied is not None else None
     names = [stored for stored in model.names if stored not in {*model.ignored, head}]
-    family, placed = _placed(config, names, where)
+    family, placed = _placed(config, names, label)
     tensors = list(_planned(placed, model.shapes, config, kind.upper()))
     entries, beside = write_metadata(config, family)
     tensors += [PlannedTensor(key, tuple(x.shape), F32, numbers=x.float()) for key, x in beside.items()]
@@ -178,9 +178,9 @@ def plan_gguf(model: Model, kind: str = "f16", name: str = "") -> GgufPlan:
         **({"general.quantization_version": 2} if kind == "q8_0" else {}),
     }
     values = {key: float(value) if key.endswith(FLOATING) else value for key, value in entries.items()}
-    tokens, notes = _vocabulary(model, int(config["vocab_size"]), family, where)
+    tokens, notes = _vocabulary(model, int(config["vocab_size"]), family, label)
     metadata = {**general, **values, **tokens}
-    _check_config(family, GgufFile((where,), metadata, {tensor.name: tensor for tensor in tensors}), model)
+    _check_config(family, GgufFile((label,), metadata, {tensor.name: tensor for tensor in tensors}), model)
     return GgufPlan(model, config, metadata, tuple(tensors), tuple(notes))
 
 
@@ -191,13 +191,13 @@ def _config(model: Model) -> dict[str, Any]:
     return {**model.config, **{entry: getattr(known, entry) for entry in entries if hasattr(known, entry)}}
 
 
-def _placed(config: Mapping[str, Any], names: list[str], where: str) -> tuple[Family, dict[str, Place]]:
+def _placed(config: Mapping[str, Any], names: list[str], label: str) -> tuple[Family, dict[str, Place]]:
     """The family of a model, and where each of its tensors lies in the file."""
     word = str((config.get("architectures") or ["a model of no class"])[0])
     known = [family for family in families() if family.class_name == word]
     if not known:
         classes = ", ".join(dict.fromkeys(family.class_name for family in families()))
-        raise CheckpointError(f"{word} is not written to GGUF here, but {classes}", where=where, remedy=CONVERTER)
+        raise CheckpointError(f"{word} is not written to GGUF here, but {classes}", where=label, remedy=CONVERTER)
     unknown = ""
     for family in sorted(known, key=lambda f: sum(config.get(key) != value for key, value in f.fixed.items())):
         layers = int(_first(config, family, "block_count"))
@@ -206,12 +206,12 @@ def _placed(config: Mapping[str, Any], names: list[str], where: str) -> tuple[Fa
         unknown = next((name for name in names if name.rpartition(".")[0] not in places), "")
         if not unknown:
             return family, {name: places[name.rpartition(".")[0]] for name in names}
-    raise CheckpointError(f"tensor '{unknown}' has no place in a GGUF", where=where, remedy=CONVERTER)
+    raise CheckpointError(f"tensor '{unknown}' has no place in a GGUF", where=label, remedy=CONVERTER)
 
 
 def _first(config: Mapping[str, Any], family: Family, key: str) -> Any:
     """The entry of a config that some metadata hold."""
-    return next((config.get(entry) for entry, held in family.config.items() if held == key), None)
+    return next((config.get(entry) for entry, metadata_key in family.config.items() if metadata_key == key), None)
 
 
 def _planned(
@@ -221,13 +221,13 @@ def _planned(
     sources: dict[str, list[str]] = {}
     for name, place in sorted(placed.items(), key=lambda item: item[1].expert or 0):
         sources.setdefault(f"{place.stem}.{name.rpartition('.')[2]}", []).append(name)
-    for there, names in sorted(sources.items(), key=lambda item: _order(item[0])):
+    for gguf_name, names in sorted(sources.items(), key=lambda item: _order(item[0])):
         place = placed[names[0]]
         shape = tuple(write_layout(place.layout, torch.empty(shapes[names[0]], device="meta"), config).shape)
         shape = shape if place.expert is None else (len(names), *shape)
         exact = len(shape) < 2 or place.stem.endswith(EXACT)
         stored = F32 if exact else F16 if shape[-1] % BLOCK else kind
-        yield PlannedTensor(there, shape, stored, layout=place.layout, sources=tuple(names))
+        yield PlannedTensor(gguf_name, shape, stored, layout=place.layout, sources=tuple(names))
 
 
 def _order(name: str) -> tuple[int, int, str]:
@@ -236,7 +236,7 @@ def _order(name: str) -> tuple[int, int, str]:
     return (1, int(words[1]), name) if words[0] == "blk" else (2 if words[0].startswith("output") else 0, 0, name)
 
 
-def _vocabulary(model: Model, rows: int, family: Family, where: str) -> tuple[dict[str, Any], list[str]]:
+def _vocabulary(model: Model, rows: int, family: Family, label: str) -> tuple[dict[str, Any], list[str]]:
     """Metadata of the tokenizer beside a model, and what is to be said where there is none."""
     from transformers import AutoTokenizer
 
@@ -247,8 +247,8 @@ def _vocabulary(model: Model, rows: int, family: Family, where: str) -> tuple[di
     if tokenizer is None or is_hollow(tokenizer):
         return {"tokenizer.ggml.model": "none"}, ["The model has no tokenizer, and nor has the file."]
     if not hasattr(tokenizer, "backend_tokenizer"):
-        raise CheckpointError("its tokenizer is not written to GGUF here", where=where, remedy=CONVERTER)
-    metadata = write_vocabulary(tokenizer, rows, family.architecture, where)
+        raise CheckpointError("its tokenizer is not written to GGUF here", where=label, remedy=CONVERTER)
+    metadata = write_vocabulary(tokenizer, rows, family.architecture, label)
     notes = ["The tokenizer joins no bytes; llama.cpp itself refuses files whose tokenizer has no merges."]
     return metadata, notes if metadata.get("tokenizer.ggml.merges") == [] else []
 
@@ -261,15 +261,15 @@ def _check_config(family: Family, gguf: GgufFile, model: Model) -> None:
     """
     read = read_config(gguf, family_of(gguf))
     kind = type(model.transformers_config)
-    ours, theirs = model.config, kind.from_dict(read).to_dict()
-    said = {entry: gguf.value(key) for entry, key in family.config.items() if entry in ours}
-    said["head_dim"] = ours.get("hidden_size", 0) // ours.get("num_attention_heads", 1)
-    ours = {key: said.get(key) if value is None else value for key, value in ours.items()}
+    ours, read_back = model.config, kind.from_dict(read).to_dict()
+    declared = {entry: gguf.value(key) for entry, key in family.config.items() if entry in ours}
+    declared["head_dim"] = ours.get("hidden_size", 0) // ours.get("num_attention_heads", 1)
+    ours = {key: declared.get(key) if value is None else value for key, value in ours.items()}
     for entry in sorted({*kind().to_dict()} - {*NOISE}):
-        if not _same(ours.get(entry), theirs.get(entry)):
-            words = f"{_short(ours.get(entry))} would be read as {_short(theirs.get(entry))}"
-            what = f"GGUF would lose '{entry}' of its config: {words}"
-            raise CheckpointError(what, where=str(model.reference), remedy=CONVERTER)
+        if not _same(ours.get(entry), read_back.get(entry)):
+            words = f"{_short(ours.get(entry))} would be read as {_short(read_back.get(entry))}"
+            problem = f"GGUF would lose '{entry}' of its config: {words}"
+            raise CheckpointError(problem, where=str(model.reference), remedy=CONVERTER)
 
 
 def _short(value: Any) -> str:
@@ -277,13 +277,13 @@ def _short(value: Any) -> str:
     return words if len(words) < 60 else f"{words[:57]}..."
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def _same(ours: Any, read_back: Any) -> bool:
     """Whether two values of configs are the same up to float32."""
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        keys = {key for key in (*ours, *theirs) if key != "type"}
-        return all(_same(ours.get(key), theirs.get(key)) for key in keys)
-    if isinstance(ours, list) and isinstance(theirs, list):
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
-    if isinstance(ours, int | float) and isinstance(theirs, int | float):
-        return math.isclose(ours, theirs, rel_tol=1e-6)
-    return bool(ours == theirs)
+    if isinstance(ours, Mapping) and isinstance(read_back, Mapping):
+        keys = {key for key in (*ours, *read_back) if key != "type"}
+        return all(_same(ours.get(key), read_back.get(key)) for key in keys)
+    if isinstance(ours, list) and isinstance(read_back, list):
+        return len(ours) == len(read_back) and all(map(_same, ours, read_back))
+    if isinstance(ours, int | float) and isinstance(read_back, int | float):
+        return math.isclose(ours, read_back, rel_tol=1e-6)
+    return bool(ours == read_back)
