@@ -164,8 +164,8 @@ def average(
     if weights is not None and abs(sum(map(float, weights))) < 1e-12:
         raise RecipeError("the weights' sum is zero", remedy="give weights whose sum is not zero")
     if not isinstance(method, str):
-        what = f"the averaging is of type {type(method).__name__}"
-        raise RecipeError(what, remedy="give its name, such as 'linear'; weights are the keyword 'weights'")
+        problem = f"the averaging is of type {type(method).__name__}"
+        raise RecipeError(problem, remedy="give its name, such as 'linear'; weights are the keyword 'weights'")
     plan = plan_of(delegate_of(method))
     for view in views[1:]:
         if odd := sorted(set(views[0]) ^ set(view)):
@@ -208,16 +208,16 @@ def _measured(
         StatisticsError: they are not of these weights, or do not hold what the method needs.
     """
     if statistics is None and samples is None:
-        what = f"{method} averages by what the models do on samples"
-        raise RecipeError(what, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
+        problem = f"{method} averages by what the models do on samples"
+        raise RecipeError(problem, remedy="add 'samples', or 'statistics' that rotation_merge.measure gave")
     if statistics is None:
         config = MeasureConfig(kinds=(kind,), samples=limit, seed=seed)
         return [
             measure(model, part, config) for model, part in zip(models, for_each(samples, len(models)), strict=True)
         ]
     if len(statistics) != len(models):
-        what = f"{len(statistics)} statistics for {len(models)} models"
-        raise RecipeError(what, remedy="give those of each model, in their order")
+        problem = f"{len(statistics)} statistics for {len(models)} models"
+        raise RecipeError(problem, remedy="give those of each model, in their order")
     opened = [part if isinstance(part, Statistics) else Statistics.open(os.fspath(part)) for part in statistics]
     for model, part in zip(models, opened, strict=True):
         part.check(
@@ -281,8 +281,8 @@ def refit(
         RotationMergeError: models or samples are of no use.
     """
     config = config or RefitConfig()
-    given = {name: getattr(config, name) for name in ("targets", "spill") if getattr(config, name) is not None}
-    more = {"ridge": config.ridge, "start": config.start, **given}
+    options = {name: getattr(config, name) for name in ("targets", "spill") if getattr(config, name) is not None}
+    more = {"ridge": config.ridge, "start": config.start, **options}
     return average(models, "refit", weights=weights, samples=samples, limit=config.samples, seed=config.seed, **more)
 
 
@@ -383,10 +383,12 @@ def merge(
     check_different(names)
     config = config or MergeConfig()
     sources = tuple(data) or (usual_data(names[0]),)
-    asked = SearchConfig(tuple(names), place, sources, **{f.name: getattr(config, f.name) for f in fields(MergeConfig)})
+    search_config = SearchConfig(
+        tuple(names), place, sources, **{f.name: getattr(config, f.name) for f in fields(MergeConfig)}
+    )
     check_outputs([Output(place, "out", FOLDER)], [Input(name, "model") for name in names])
     with Clock(config.budget, watch or LOG.info, lambda _: None) as clock:
-        search = Search(asked, clock)
+        search = Search(search_config, clock)
         outcome = search.outcome_of()
         written = outcome.verdict.worth_it or anyway
         if written:
@@ -438,8 +440,8 @@ def transfer(
         open_like(model, name, untie=chosen.untie) for model, name in ((new, "new"), (old, "old"), (tuned, "tuned"))
     ]
     first, second, third = bases
-    for other in (second, third):
-        check_names(first, other)
+    for model in (second, third):
+        check_names(first, model)
     check_pair(first.member, third.member, chosen.match, untie=chosen.untie)
     near = nearness(first.architecture, first.source, second.source)
     added = near.shared and chosen.match == TransferConfig().match and chosen.match_on is None
@@ -488,8 +490,8 @@ def _options(config: AlignConfig | None, options: Mapping[str, Any]) -> AlignCon
     if config is None:
         return AlignConfig.from_values(dict(options))
     if not isinstance(config, AlignConfig):
-        what = f"the config is of type {type(config).__name__}"
-        raise RecipeError(what, remedy="give an AlignConfig, or its fields as options")
+        problem = f"the config is of type {type(config).__name__}"
+        raise RecipeError(problem, remedy="give an AlignConfig, or its fields as options")
     known = {field.name: getattr(config, field.name) for field in fields(AlignConfig)}
     return AlignConfig.from_values({**known, **options}) if options else config
 
@@ -507,8 +509,8 @@ def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: Open
             raise RecipeError("weights are matched without samples", remedy="add match_on='both', or leave them out")
         return match_model
     if anchor.module is None or donor.module is None or not samples:
-        what = f"match_on='{how}' runs the models on samples"
-        raise RecipeError(what, remedy="give modules, and 'samples': batches of what their forward takes")
+        problem = f"match_on='{how}' runs the models on samples"
+        raise RecipeError(problem, remedy="give modules, and 'samples': batches of what their forward takes")
     from rotation_merge.matching.match_on import match_seen, seen_of
 
     batches = [dict(batch) for batch in samples]
@@ -517,7 +519,7 @@ def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: Open
 
 def _with_rest(half: OpenedModel, anchor: OpenedModel) -> OpenedModel:
     """A language half with the anchor's own tensors beside it, for matching."""
-    own = set(half.names)
-    source: TensorSource = Either(half.source, anchor.source, lambda name: name not in own)
+    half_names = set(half.names)
+    source: TensorSource = Either(half.source, anchor.source, lambda name: name not in half_names)
     shapes = {**anchor.shapes, **half.shapes}
     return OpenedModel(half.name, half.config, source, tuple(shapes), shapes, half.untie)

@@ -42,8 +42,8 @@ class Metric:
             diagonal = self.dense.diagonal()
             return Metric(shrink * self.dense + torch.diag((1 - shrink) * diagonal + floor))
         diagonal, factor = _there(self.diagonal), _there(self.factor)
-        own = factor.square().sum(1)
-        return Metric(diagonal=diagonal + (1 - shrink) * own + floor, factor=shrink**0.5 * factor)
+        factor_diagonal = factor.square().sum(1)
+        return Metric(diagonal=diagonal + (1 - shrink) * factor_diagonal + floor, factor=shrink**0.5 * factor)
 
     def times(self, w: Tensor) -> Tensor:
         """``w @ self``."""
@@ -126,9 +126,9 @@ def fisher(weights: Sequence[Tensor], fishers: Sequence[Tensor], shares: Sequenc
     Source: Matena and Raffel 2022, equation 6; floor and normalisation as in their code.
     """
     first = weights[0].double()
-    held = [f.double().clamp(min=floor) if i == 0 else f.double() for i, f in enumerate(fishers)]
-    total = sum(a * f for a, f in zip(shares, held, strict=True))
-    change = sum(a * f * (w.double() - first) for a, f, w in zip(shares, held, weights, strict=True))
+    floored = [f.double().clamp(min=floor) if i == 0 else f.double() for i, f in enumerate(fishers)]
+    total = sum(a * f for a, f in zip(shares, floored, strict=True))
+    change = sum(a * f * (w.double() - first) for a, f, w in zip(shares, floored, weights, strict=True))
     return first + torch.where(total == 0, torch.zeros_like(first), change / total)  # type: ignore[arg-type]
 
 
@@ -160,12 +160,12 @@ def kfac(
     def apply(w: Tensor) -> Tensor:
         return sum(a * b @ w @ g for a, b, g in zip(shares, outputs, inputs, strict=True))  # type: ignore[return-value]
 
-    left = _cholesky(sum(a * b for a, b in zip(shares, outputs, strict=True)))  # type: ignore[arg-type]
+    output_factor = _cholesky(sum(a * b for a, b in zip(shares, outputs, strict=True)))  # type: ignore[arg-type]
     over = _cholesky(sum(a * g for a, g in zip(shares, inputs, strict=True)))  # type: ignore[arg-type]
     scale = sum(shares)
 
     def before(r: Tensor) -> Tensor:
-        return scale * torch.cholesky_solve(torch.cholesky_solve(r, left).T, over).T
+        return scale * torch.cholesky_solve(torch.cholesky_solve(r, output_factor).T, over).T
 
     return first + conjugate_gradients(apply, right, before)
 

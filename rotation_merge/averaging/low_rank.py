@@ -42,8 +42,8 @@ def with_lora(model: Any, rank: int, seed: int) -> Any:
 
 
 def _read_past(model: Any, name: str) -> bool:
-    parent, _, own = name.rpartition(".")
-    return own in PAST and all(hasattr(model.get_submodule(parent), key) for key in ("A_log", "D"))
+    parent, _, leaf = name.rpartition(".")
+    return leaf in PAST and all(hasattr(model.get_submodule(parent), key) for key in ("A_log", "D"))
 
 
 def begin_along(model: nn.Module, gradients: Callable[[], object]) -> None:

@@ -284,9 +284,9 @@ class Kfac(StatisticsMethod):
         return kfac(weights, dense, [m.dense for m in outputs if m.dense is not None], scales)
 
 
-def metric(held: Mapping[str, Tensor]) -> Metric:
+def metric(statistics: Mapping[str, Tensor]) -> Metric:
     """The Gram among carried statistics."""
-    return Metric(held.get("dense"), held.get("diagonal"), held.get("factor"))
+    return Metric(statistics.get("dense"), statistics.get("diagonal"), statistics.get("factor"))
 
 
 METHODS: tuple[StatisticsMethod, ...] = (RegMean(), Fisher(), Kfac())

@@ -46,14 +46,14 @@ class Feeding:
     scale_folded: bool = False
 
 
-def feeding_keys(one: LinearMap) -> list[str]:
+def feeding_keys(linear: LinearMap) -> list[str]:
     """Keys of the tensors that stand around a map: its norm's gain and shift, its layer scale."""
-    keys = [] if one.norm is None else [one.norm.gain, one.norm.shift]
-    keys += [] if one.scale is None else [one.scale.gain]
-    return [key for key in keys if key is not None and one.block.tensor(key) is not None]
+    keys = [] if linear.norm is None else [linear.norm.gain, linear.norm.shift]
+    keys += [] if linear.scale is None else [linear.scale.gain]
+    return [key for key in keys if key is not None and linear.block.tensor(key) is not None]
 
 
-def feeding(tensors: Mapping[str, Tensor], one: LinearMap, fold: Fold | None) -> Feeding:
+def feeding(tensors: Mapping[str, Tensor], linear: LinearMap, fold: Fold | None) -> Feeding:
     """What stands around a map in a merge that folds (or does not).
 
     Args:
@@ -62,12 +62,12 @@ def feeding(tensors: Mapping[str, Tensor], one: LinearMap, fold: Fold | None) ->
     streams = () if fold is None else fold.streams
 
     def get(key: str | None) -> Tensor | None:
-        info = None if key is None else one.block.tensor(key)
+        info = None if key is None else linear.block.tensor(key)
         if info is None or info.key not in tensors:
             return None
-        return tensors[info.key] if fold is None else fold.tensor(one.block, info, tensors.get)
+        return tensors[info.key] if fold is None else fold.tensor(linear.block, info, tensors.get)
 
-    norm, scale = one.norm, one.scale
+    norm, scale = linear.norm, linear.scale
     gain = None if norm is None else get(norm.gain)
     scaled = scale is not None and scale.stream in streams
     return Feeding(
@@ -80,7 +80,7 @@ def feeding(tensors: Mapping[str, Tensor], one: LinearMap, fold: Fold | None) ->
 
 
 def carried_gram(
-    one: LinearMap, gram: Gram, transforms: Transforms, feeding: Feeding, shift: Tensor | None = None
+    linear: LinearMap, gram: Gram, transforms: Transforms, feeding: Feeding, shift: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The Gram of what a map reads, in the anchor's coordinates, float64.
 
@@ -95,31 +95,31 @@ def carried_gram(
         StatisticsError: it cannot be had from what was measured.
     """
     if gram.matrix is None:
-        return _carried_sketch(one, gram, transforms)
+        return _carried_sketch(linear, gram, transforms)
     dense = gram.matrix.double()
     size = dense.shape[-1] - 1
     if gram.split:
-        dense = _fed(one, dense, feeding)
+        dense = _fed(linear, dense, feeding)
     elif feeding.folded:
         raise StatisticsError(
-            f"the Gram of '{one.info.name}' was measured behind a gain that is folded away here",
+            f"the Gram of '{linear.info.name}' was measured behind a gain that is folded away here",
             remedy="leave out 'residual: rotation', or measure the donor that 'align' wrote",
         )
-    inner = _both(one, dense[..., :size, :size], one.reads, transforms)
+    inner = _both(linear, dense[..., :size, :size], linear.reads, transforms)
     if shift is not None:
-        means = transform_axis(dense[:size, size], 0, one.inputs, transforms, dual=True)
+        means = transform_axis(dense[:size, size], 0, linear.inputs, transforms, dual=True)
         crossed = torch.outer(shift.to(means), means)
         inner = inner + crossed + crossed.mT + dense[size, size] * torch.outer(shift, shift).to(means)
     return {"dense": inner}
 
 
-def _fed(one: LinearMap, augmented: Tensor, feeding: Feeding) -> Tensor:
+def _fed(linear: LinearMap, augmented: Tensor, feeding: Feeding) -> Tensor:
     """The Gram of ``x = D x_hat + c`` from that of ``(x_hat, 1)``."""
     if feeding.gain is None:
         raise StatisticsError(
-            f"'{one.info.name}' is fed by a norm whose gain is missing", remedy="the checkpoint is incomplete"
+            f"'{linear.info.name}' is fed by a norm whose gain is missing", remedy="the checkpoint is incomplete"
         )
-    gain, shift = along_inputs(one, feeding.gain.double(), None if feeding.shift is None else feeding.shift.double())
+    gain, shift = along_inputs(linear, feeding.gain.double(), None if feeding.shift is None else feeding.shift.double())
     size = len(gain)
     inner, means = augmented[..., :size, :size], augmented[..., :size, size]
     share = augmented[..., size, size][..., None, None]  # one, or zero where no row was seen
@@ -127,24 +127,24 @@ def _fed(one: LinearMap, augmented: Tensor, feeding: Feeding) -> Tensor:
     return gain[:, None] * inner * gain + moved + moved.mT + share * torch.outer(shift, shift)
 
 
-def _both(one: LinearMap, matrix: Tensor, dim: int, transforms: Transforms) -> Tensor:
+def _both(linear: LinearMap, matrix: Tensor, dim: int, transforms: Transforms) -> Tensor:
     """Both dimensions of (..., n, n) by what is paired with an axis; experts in their new order first."""
-    axis, at = one.info.axes[dim], int(one.stacked)
-    if one.stacked:
-        matrix = transform_axis(matrix, 0, one.info.axes[0], transforms)
+    axis, at = linear.info.axes[dim], int(linear.stacked)
+    if linear.stacked:
+        matrix = transform_axis(matrix, 0, linear.info.axes[0], transforms)
     if axis.parts:
         matrix = transform_axis(matrix, at, axis, transforms, dual=True)
         matrix = transform_axis(matrix, at + 1, axis, transforms, dual=True)
     return matrix
 
 
-def _carried_sketch(one: LinearMap, gram: Gram, transforms: Transforms) -> dict[str, Tensor]:
+def _carried_sketch(linear: LinearMap, gram: Gram, transforms: Transforms) -> dict[str, Tensor]:
     if gram.diagonal is None or gram.factor is None:
-        raise StatisticsError(f"the Gram of '{one.info.name}' is not whole", remedy="measure again")
-    _no_mixing(one.info, (one.reads,), transforms, "of low rank")
-    diagonal, factor, axis, at = gram.diagonal.double(), gram.factor.double(), one.inputs, int(one.stacked)
-    if one.stacked:
-        diagonal, factor = (transform_axis(x, 0, one.info.axes[0], transforms) for x in (diagonal, factor))
+        raise StatisticsError(f"the Gram of '{linear.info.name}' is not whole", remedy="measure again")
+    _no_mixing(linear.info, (linear.reads,), transforms, "of low rank")
+    diagonal, factor, axis, at = gram.diagonal.double(), gram.factor.double(), linear.inputs, int(linear.stacked)
+    if linear.stacked:
+        diagonal, factor = (transform_axis(x, 0, linear.info.axes[0], transforms) for x in (diagonal, factor))
     return {
         "diagonal": transform_axis(diagonal.sqrt(), at, axis, transforms, dual=True).square(),
         "factor": transform_axis(factor, at, axis, transforms, dual=True),
@@ -152,7 +152,7 @@ def _carried_sketch(one: LinearMap, gram: Gram, transforms: Transforms) -> dict[
 
 
 def carried_gradient(
-    one: LinearMap, gradient: Tensor, behind: bool, transforms: Transforms, feeding: Feeding
+    linear: LinearMap, gradient: Tensor, behind: bool, transforms: Transforms, feeding: Feeding
 ) -> Tensor:
     """The Gram of gradients of what a map gives, in the anchor's coordinates, float64.
 
@@ -164,17 +164,17 @@ def carried_gradient(
         StatisticsError: it cannot be had from what was measured.
     """
     matrix = gradient.double()
-    if behind and feeding.scale is not None and one.scale is not None:
-        axis = TensorInfo(one.info.key, one.info.names, (one.outputs,))
-        ones = torch.ones(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
-        scale = times_gain(ones, axis, feeding.scale.double(), one.scale.stream, "write")
+    if behind and feeding.scale is not None and linear.scale is not None:
+        axis = TensorInfo(linear.info.key, linear.info.names, (linear.outputs,))
+        unit_scale = torch.ones(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
+        scale = times_gain(unit_scale, axis, feeding.scale.double(), linear.scale.stream, "write")
         matrix = scale[:, None] * matrix * scale
     elif feeding.scale_folded and not behind:
         raise StatisticsError(
-            f"gradients of '{one.info.name}' were measured before a layer scale that is folded away here",
+            f"gradients of '{linear.info.name}' were measured before a layer scale that is folded away here",
             remedy="leave out 'residual: rotation'",
         )
-    return _both(one, matrix, one.gives, transforms)
+    return _both(linear, matrix, linear.gives, transforms)
 
 
 def carried_fisher(info: TensorInfo, diagonal: Tensor, transforms: Transforms) -> Tensor:
@@ -191,13 +191,13 @@ def carried_fisher(info: TensorInfo, diagonal: Tensor, transforms: Transforms) -
     return root.square()
 
 
-def _no_mixing(info: TensorInfo, dims: tuple[int, ...] | range, transforms: Transforms, what: str) -> None:
+def _no_mixing(info: TensorInfo, dims: tuple[int, ...] | range, transforms: Transforms, kind: str) -> None:
     for dim in dims:
         for part in info.axes[dim].parts:
             transform = transforms.get(part.space.name)
             if transform is not None and transform.mixes(part.role):
                 raise StatisticsError(
-                    f"a statistic {what} does not survive the rotation of '{part.space.name}' (tensor '{info.name}')",
+                    f"a statistic {kind} does not survive the rotation of '{part.space.name}' (tensor '{info.name}')",
                     remedy="set 'attention: none' and no residual rotation, measure the donor that 'align' wrote, "
                     "or use delegate kfac",
                 )

@@ -66,9 +66,11 @@ class OtFusion(OwnMethod):
                     where="parameters",
                     remedy=f"it must be one of: {', '.join(words)}",
                 )
-        given = parameters["regularisation"]
-        if given is not None and not given > 0:
-            raise RecipeError(f"parameter 'regularisation' is {given}", where="parameters", remedy="it must be above 0")
+        regularisation = parameters["regularisation"]
+        if regularisation is not None and not regularisation > 0:
+            raise RecipeError(
+                f"parameter 'regularisation' is {regularisation}", where="parameters", remedy="it must be above 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, TransportP
     """
     if piece is None:
         return transform_tensor(tensor, info, cast(Mapping[str, SpaceTransform], plans))
-    own = {
+    transforms = {
         name: TransportPlan(
             {r: m if len(m) == 1 else m[piece : piece + 1].expand(1, -1, -1) for r, m in plan.matrices.items()}
         )
@@ -129,7 +131,7 @@ def transported(tensor: Tensor, info: TensorInfo, plans: Mapping[str, TransportP
         if any(space.name == name for space in info.spaces())
     }
     single = TensorInfo(info.key, info.names[:1], info.axes[1:])
-    return transform_tensor(tensor, single, cast(Mapping[str, SpaceTransform], own))
+    return transform_tensor(tensor, single, cast(Mapping[str, SpaceTransform], transforms))
 
 
 def plan(donor: Tensor, anchor: Tensor, hard: bool, regularisation: float) -> Tensor:
@@ -156,11 +158,11 @@ def plan(donor: Tensor, anchor: Tensor, hard: bool, regularisation: float) -> Te
     scaled: Any = (cost / largest).cpu().numpy()
     mass = torch.full((len(a),), 1.0 / len(a), dtype=torch.float64).numpy()
     if hard:
-        found = ot.emd(mass, mass, scaled, numItermax=2_000_000)
+        coupling = ot.emd(mass, mass, scaled, numItermax=2_000_000)
     else:
         options = {"method": "sinkhorn_stabilized", "numItermax": 2000, "warn": False}
-        found = ot.sinkhorn(mass, mass, scaled, regularisation, **options)
-    moved = torch.as_tensor(found).T
+        coupling = ot.sinkhorn(mass, mass, scaled, regularisation, **options)
+    moved = torch.as_tensor(coupling).T
     return (moved / moved.sum(1, keepdim=True)).to(a.device)
 
 
@@ -178,29 +180,29 @@ def rows_of(block: Block, tensors: Mapping[str, Tensor], space: Space, roles: tu
 
     Of heads, groups are KV groups; of experts, experts; of neurons there is one.
     """
-    found = []
+    row_groups = []
     for info in block.tensors:
         counted = bool(info.axes) and any(part.role == "index" for part in info.axes[0].parts)
         if info.key not in tensors or len(info.axes) < 2 + counted:  # biases
             continue
         for dim, axis in enumerate(info.axes):
-            found += [_grouped(p, space) for p in _parts(tensors[info.key].float(), dim, axis, space, roles)]
-    return [unit(rows) for rows in found]
+            row_groups += [_grouped(p, space) for p in _parts(tensors[info.key].float(), dim, axis, space, roles)]
+    return [unit(rows) for rows in row_groups]
 
 
 def _parts(x: Tensor, dim: int, axis: Axis, space: Space, roles: tuple[str, ...]) -> list[Tensor]:
     """The pieces of an axis that play one of the roles, as (*factors, features) (experts: (experts, n, features))."""
-    found = []
+    pieces = []
     if any(part.space.name == space.name and part.role in roles for part in axis.parts):
         for piece, view in zip(axis.pieces, split_axis(x, dim, axis), strict=True):
             for part, start in placed(piece, dim):
                 if part.space.name == space.name and part.role in roles:
                     count = len(part.factors)
                     front = ([0] if space.kind == "experts" else []) + list(range(start, start + count))
-                    rest = [d for d in range(view.ndim) if d not in front]
-                    moved = view.permute(*front, *rest)
-                    found.append(moved.flatten(len(front)))
-    return found
+                    feature_dims = [d for d in range(view.ndim) if d not in front]
+                    moved = view.permute(*front, *feature_dims)
+                    pieces.append(moved.flatten(len(front)))
+    return pieces
 
 
 def _grouped(rows: Tensor, space: Space) -> Tensor:
@@ -220,20 +222,20 @@ def block_plans(
     Args:
         donor, anchor: by space and plan (`neurons`, `values`, `queries and keys`): points (groups, size, features).
     """
-    found: Plans = {}
+    plans: Plans = {}
     for space in block.spaces.values():
         matrices: dict[str, Tensor] = {}
-        for what, roles in wanted_roles(space).items():
-            a, b = donor.get(f"{space.name}:{what}"), anchor.get(f"{space.name}:{what}")
+        for plan_name, roles in wanted_roles(space).items():
+            a, b = donor.get(f"{space.name}:{plan_name}"), anchor.get(f"{space.name}:{plan_name}")
             if a is None or b is None:
                 continue
             if space.kind == "attention" and space.sizes["per_group"] == 1:
                 a, b = a.flatten(0, 1)[None], b.flatten(0, 1)[None]
-            made = torch.stack([plan(x, y, hard, regularisation) for x, y in zip(a, b, strict=True)])
-            matrices.update(dict.fromkeys(roles, made))
+            plan_matrices = torch.stack([plan(x, y, hard, regularisation) for x, y in zip(a, b, strict=True)])
+            matrices.update(dict.fromkeys(roles, plan_matrices))
         if matrices:
-            found[space.name] = TransportPlan(matrices)
-    return found
+            plans[space.name] = TransportPlan(matrices)
+    return plans
 
 
 def stream_plans(
@@ -280,10 +282,10 @@ def stream_ends(
 
 def weight_points(block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Points of every plan of a block, from weights."""
-    found = {}
+    points = {}
     for space in block.spaces.values():
-        for what in wanted_roles(space):
-            rows = rows_of(block, tensors, space, SOURCES[what])
+        for plan_name in wanted_roles(space):
+            rows = rows_of(block, tensors, space, SOURCES[plan_name])
             if rows:
-                found[f"{space.name}:{what}"] = torch.cat(rows, -1)
-    return found
+                points[f"{space.name}:{plan_name}"] = torch.cat(rows, -1)
+    return points

@@ -157,16 +157,18 @@ class _Polish:
         draw = torch.Generator().manual_seed(options.seed)
         self.held: list[list[int]] = []
         self.training: list[list[int]] = []
-        for number, one in enumerate(answered):
-            if one.count < 2:
+        for number, answers in enumerate(answered):
+            if answers.count < 2:
                 remedy = "give more of them ('--samples')"
-                raise DataError(f"{one.count} batches of samples cannot be parted", where=str(one.path), remedy=remedy)
-            order = torch.randperm(one.count, generator=draw).tolist()
-            kept = max(1, round(one.count * options.held_out))
+                raise DataError(
+                    f"{answers.count} batches of samples cannot be parted", where=str(answers.path), remedy=remedy
+                )
+            order = torch.randperm(answers.count, generator=draw).tolist()
+            held_count = max(1, round(answers.count * options.held_out))
             if options.last:
-                order, kept = list(reversed(range(one.count))), options.last[number]
-            self.held.append(order[:kept])
-            self.training.append(order[kept:])
+                order, held_count = list(reversed(range(answers.count))), options.last[number]
+            self.held.append(order[:held_count])
+            self.training.append(order[held_count:])
 
     def run(self) -> PolishReport:
         began = time.perf_counter()
@@ -197,8 +199,8 @@ class _Polish:
         for step in range(steps):
             self.step(optimiser, next(batches))
             self.watch(f"learning rate {rate:g}", step + 1, steps)
-        found = self.score()
-        return found if math.isfinite(found) else math.inf
+        held_out_divergence = self.score()
+        return held_out_divergence if math.isfinite(held_out_divergence) else math.inf
 
     def train(self, report: PolishReport, began: float, start: dict[str, Tensor]) -> dict[str, Tensor]:
         steps = self.options.steps
@@ -228,11 +230,11 @@ class _Polish:
 
     def mark(self, start: dict[str, Tensor]) -> str:
         """The fingerprint of what this is: weights, answers and every option that has an effect."""
-        found = Fingerprint()
+        fingerprint = Fingerprint()
         for name, tensor in start.items():
-            found.add(name, tensor)
+            fingerprint.add(name, tensor)
         chosen = {name: value for name, value in asdict(self.options).items() if name != "state"}
-        return found.hexdigest({"answers": [one.mark for one in self.answered], **chosen})
+        return fingerprint.hexdigest({"answers": [answers.mark for answers in self.answered], **chosen})
 
     def optimiser(self, rate: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -245,33 +247,33 @@ class _Polish:
     def step(self, optimiser: torch.optim.Optimizer, numbers: Sequence[int]) -> float:
         """One step; gives the divergence before it."""
         optimiser.zero_grad()
-        total = sum(self.gradient(one, number) for one, number in zip(self.answered, numbers, strict=True))
+        total = sum(self.gradient(answers, number) for answers, number in zip(self.answered, numbers, strict=True))
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         optimiser.step()
         return total
 
-    def gradient(self, one: Answered, number: int) -> float:
+    def gradient(self, answers: Answered, number: int) -> float:
         """Adds that of a batch; gives its part of the divergence."""
-        batch, wanted = one.read(number, self.device)
-        loss = divergence(self.model(**unlabelled(batch)), wanted) / len(self.answered)
+        batch, target = answers.read(number, self.device)
+        loss = divergence(self.model(**unlabelled(batch)), target) / len(self.answered)
         loss.backward()
         return float(loss.detach())
 
     def ahead(self) -> None:
         """Adds the gradients of some of the samples that are trained on."""
-        for one, numbers in zip(self.answered, self.training, strict=True):
+        for answers, numbers in zip(self.answered, self.training, strict=True):
             for number in numbers[:AHEAD]:
-                self.gradient(one, number)
+                self.gradient(answers, number)
 
     @torch.no_grad()
     def score(self) -> float:
         """Divergence on held-out samples, the mean over teachers."""
         each = []
-        for one, numbers in zip(self.answered, self.held, strict=True):
+        for answers, numbers in zip(self.answered, self.held, strict=True):
             values = []
             for number in numbers:
-                batch, wanted = one.read(number, self.device)
-                values.append(float(divergence(self.model(**unlabelled(batch)), wanted)))
+                batch, target = answers.read(number, self.device)
+                values.append(float(divergence(self.model(**unlabelled(batch)), target)))
             each.append(sum(values) / len(values))
         return sum(each) / len(each)
 
@@ -287,5 +289,5 @@ class _Polish:
 
 def _check_number(loss: float) -> None:
     if not math.isfinite(loss):
-        what, remedy = "training gives NaN", "give a lower '--learning-rate', or look at the model's weights"
-        raise CheckpointError(what, remedy=remedy)
+        problem, remedy = "training gives NaN", "give a lower '--learning-rate', or look at the model's weights"
+        raise CheckpointError(problem, remedy=remedy)

@@ -43,7 +43,7 @@ class Targets(Protocol):
     def runners(self) -> Sequence[Runner]:
         """The models that are run to find it."""
 
-    def learn(self, block: Block, wanted: frozenset[str]) -> bool:
+    def learn(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Find the answers to every batch for one block (of the merge's names); False: there are none."""
 
     def are_of(self, merge: Runner, names: Collection[str]) -> bool:
@@ -52,7 +52,7 @@ class Targets(Protocol):
     def __call__(self, batch: int) -> Answer:
         """The answers to one batch."""
 
-    def keep(self, wanted: frozenset[str]) -> None:
+    def keep(self, answer_keys: frozenset[str]) -> None:
         """Let all other answers go."""
 
 
@@ -65,34 +65,34 @@ class Teachers:
     """
 
     def __init__(
-        self, runners: Sequence[Runner], who: Sequence[Sequence[tuple[int, int, float]]], store: Store
+        self, runners: Sequence[Runner], batch_teachers: Sequence[Sequence[tuple[int, int, float]]], store: Store
     ) -> None:
         self.runners: Sequence[Runner] = runners
-        self.who, self.kept = who, BatchStore(store, "answer")
+        self.batch_teachers, self.kept = batch_teachers, BatchStore(store, "answer")
         self._taps: list[Taps] = []
 
-    def learn(self, block: Block, wanted: frozenset[str]) -> bool:
+    def learn(self, block: Block, answer_keys: frozenset[str]) -> bool:
         opened = [runner.advance() for runner in self.runners]
-        there = [one for one in opened if one is not None and same_place(one, block)]
-        if len(there) < len(opened):
+        partners = [partner for partner in opened if partner is not None and same_place(partner, block)]
+        if len(partners) < len(opened):
             return False
-        self._taps = taps = [Taps(runner, own) for runner, own in zip(self.runners, there, strict=True)]
-        for batch, teachers in enumerate(self.who if wanted or block.index is not None else ()):
+        self._taps = taps = [Taps(runner, partner) for runner, partner in zip(self.runners, partners, strict=True)]
+        for batch, teachers in enumerate(self.batch_teachers if answer_keys or block.index is not None else ()):
             total: Answer = {}
             for donor, number, share in teachers:
-                seen = taps[donor].pass_on(number, wanted)
-                for key, value in {**seen.outputs, **seen.stream}.items():
+                activations = taps[donor].pass_on(number, answer_keys)
+                for key, value in {**activations.outputs, **activations.stream}.items():
                     if key in total:
                         total[key].add_(value, alpha=share)
                     else:
                         total[key] = value if share == 1.0 else share * value
-            self.kept.put(batch, {key: total[key] for key in sorted(wanted) if key in total})
+            self.kept.put(batch, {key: total[key] for key in sorted(answer_keys) if key in total})
         return True
 
     @torch.no_grad()
     def by_own_maps(self, batch: int, key: str, inputs: Tensor) -> Tensor:
         """What the donors' own map makes of the merge's inputs of one batch, (positions, out)."""
-        parts = [share * self._taps[donor].modules[key](inputs) for donor, _, share in self.who[batch]]
+        parts = [share * self._taps[donor].modules[key](inputs) for donor, _, share in self.batch_teachers[batch]]
         return torch.stack(parts).sum(0)
 
     def are_of(self, merge: Runner, names: Collection[str]) -> bool:
@@ -101,22 +101,22 @@ class Teachers:
     def __call__(self, batch: int) -> Answer:
         return self.kept.get(batch, self.runners[0].device)
 
-    def keep(self, wanted: frozenset[str]) -> None:
-        self.kept.keep(wanted)
+    def keep(self, answer_keys: frozenset[str]) -> None:
+        self.kept.keep(answer_keys)
 
 
-def same_place(one: Block, other: Block) -> bool:
+def same_place(first: Block, second: Block) -> bool:
     """Whether two blocks of models of a family stand at the same place, whatever the checkpoints call them."""
-    if (one.module, one.place, one.index) != (other.module, other.place, other.index):
+    if (first.module, first.place, first.index) != (second.module, second.place, second.index):
         return False
-    keys = {info.key for info in one.tensors}
-    return one.index is not None or any(info.key in keys for info in other.tensors)
+    keys = {info.key for info in first.tensors}
+    return first.index is not None or any(info.key in keys for info in second.tensors)
 
 
-def computes_the_same(one: Runner, other: Runner, names: Collection[str]) -> bool:
+def computes_the_same(first: Runner, second: Runner, names: Collection[str]) -> bool:
     """Whether two models have equal weights in blocks that are open, and configs that say the same."""
-    configs = [compared_config(runner.model.config.to_dict()) for runner in (one, other)]
-    weights = [runner.weights(names) for runner in (one, other)]
+    configs = [compared_config(runner.model.config.to_dict()) for runner in (first, second)]
+    weights = [runner.weights(names) for runner in (first, second)]
     same = configs[0] == configs[1] and weights[0].keys() == weights[1].keys()
     return same and all(not x.is_meta and torch.equal(x, weights[1][name]) for name, x in weights[0].items())
 
@@ -173,7 +173,7 @@ class Refit:
 
     Attributes:
         merge: what is refitted, with the weights to start from.
-        own: the architecture of the checkpoint that is written.
+        stored_architecture: the architecture of the checkpoint that is written.
         answers: what is wanted.
         weights: how much each batch counts.
         ridge: see above.
@@ -188,7 +188,7 @@ class Refit:
     """
 
     merge: Runner
-    own: Architecture
+    stored_architecture: Architecture
     answers: Targets
     weights: Sequence[float]
     ridge: float
@@ -226,10 +226,10 @@ class Refit:
         places = self._places(block, taps, result)
         chosen = stages(taps, set(places))
         solved = {key for stage in chosen for key in stage.keys}
-        _keep(result, UNSEEN, [one.name for key, some in places.items() if key not in solved for one in some])
-        wanted: frozenset[str] = frozenset().union(*(stage.wanted for stage in chosen))
+        _keep(result, UNSEEN, [slot.name for key, slots in places.items() if key not in solved for slot in slots])
+        answer_keys: frozenset[str] = frozenset().union(*(stage.wanted for stage in chosen))
         taps.settled.pending.update(key for stage in chosen for key in stage.keys)
-        learned = self.answers.learn(block, wanted)
+        learned = self.answers.learn(block, answer_keys)
         self.alike = self.alike and learned and self.answers.are_of(self.merge, opened)
         if learned:
             for number, stage in enumerate(chosen, 1):
@@ -239,26 +239,28 @@ class Refit:
 
     def _places(self, block: Block, taps: Taps, result: Refitted) -> dict[str, list[_Written]]:
         """By key of a map that can be solved: where it goes."""
-        found: dict[str, list[_Written]] = {}
-        stored = next((other for other in self.own.blocks if same_place(other, block)), None)
+        slots: dict[str, list[_Written]] = {}
+        stored = next(
+            (candidate for candidate in self.stored_architecture.blocks if same_place(candidate, block)), None
+        )
         for info in () if stored is None else stored.tensors:
-            one = None if stored is None else linear_map(stored, info)
-            if one is None or self.skip(info.name):
+            linear = None if stored is None else linear_map(stored, info)
+            if linear is None or self.skip(info.name):
                 continue
-            module = same_map(one, list(taps.maps.values()))
-            if one.stacked or any(space.kind == "experts" for space in info.spaces()):
+            module = same_map(linear, list(taps.maps.values()))
+            if linear.stacked or any(space.kind == "experts" for space in info.spaces()):
                 _keep(result, EXPERTS, [info.name])
             elif module is None:
-                parts = [(key, same_map(m, [one])) for key, m in taps.maps.items()]
+                parts = [(key, same_map(m, [linear])) for key, m in taps.maps.items()]
                 within = [(key, place[1]) for key, place in parts if place is not None]
                 _keep(result, UNSEEN, [] if within else [info.name])
                 for key, rows_of_it in within:
-                    found.setdefault(key, []).append(_Written(info.name, slice(None), rows_of_it))
+                    slots.setdefault(key, []).append(_Written(info.name, slice(None), rows_of_it))
             elif self.merge.is_shared(module[0].info.name):
                 _keep(result, TIED, [info.name])
             else:
-                found.setdefault(module[0].info.key, []).append(_Written(info.name, module[1]))
-        return found
+                slots.setdefault(module[0].info.key, []).append(_Written(info.name, module[1]))
+        return slots
 
     def _solve(self, taps: Taps, stage: Stage, places: Mapping[str, list[_Written]]) -> list[Fitted]:
         if self.alike:
@@ -269,26 +271,28 @@ class Refit:
         for batch, weight in enumerate(self.weights):
             if weight == 0:
                 continue
-            seen, wanted = taps.see(batch, stage.until), self.answers(batch)
-            keys = [key for key in stage.keys if stage.aims(key) <= wanted.keys()]
+            activations, answer = taps.see(batch, stage.until), self.answers(batch)
+            keys = [key for key in stage.keys if stage.aims(key) <= answer.keys()]
             if not keys:
                 return []
-            inputs = seen.inputs[keys[0]]
+            inputs = activations.inputs[keys[0]]
             sums = sums or RidgeSums(inputs, torch.float64 if self.ridge < ROUNDED else inputs.dtype)
-            lacks = {key: (self._lack(batch, key, stage, seen, wanted), seen.outputs[key]) for key in keys}
+            lacks = {
+                key: (self._lack(batch, key, stage, activations, answer), activations.outputs[key]) for key in keys
+            }
             sums.add(inputs, lacks, weight)
         if sums is None:
             return []
         sums.flush()
         return [self._fit(key, taps, sums, places[key]) for key in sums.cross]
 
-    def _lack(self, batch: int, key: str, stage: Stage, seen: BlockActivations, wanted: Answer) -> Tensor:
+    def _lack(self, batch: int, key: str, stage: Stage, activations: BlockActivations, answer: Answer) -> Tensor:
         """What the output of a map lacks, (positions, out)."""
-        lack = lacking(key, stage, seen, wanted)
+        lack = lacking(key, stage, activations, answer)
         if self.alpha == 1.0 or self.by_own_maps is None:
             return lack
-        here = rows(self.by_own_maps(batch, key, seen.inputs[key])) - rows(seen.outputs[key])
-        return self.alpha * lack + (1 - self.alpha) * here
+        own_lack = rows(self.by_own_maps(batch, key, activations.inputs[key])) - rows(activations.outputs[key])
+        return self.alpha * lack + (1 - self.alpha) * own_lack
 
     def _fit(self, key: str, taps: Taps, sums: RidgeSums, places: Sequence[_Written]) -> Fitted:
         biased = getattr(taps.modules[key], "bias", None) is not None
@@ -305,30 +309,30 @@ class Refit:
         weight = (module.weight.mT if turned else module.weight).double()
         width = weight.shape[1]
         moved = weight if change is None else weight + change[:, :width]
-        stored = torch.cat([self._store(one, moved[one.rows], turned) for one in places])
+        stored = torch.cat([self._store(slot, moved[slot.rows], turned) for slot in places])
         self.alike = self.alike and torch.equal(stored, weight)  # else it was rounded
         if (bias := getattr(module, "bias", None)) is not None:
             added = bias.double() if change is None else bias.double() + change[:, width]
-            names = [replace(one, name=one.name.removesuffix("weight") + "bias") for one in places]
-            parts = torch.cat([self._written(one, added[one.rows]) for one in names])
+            names = [replace(slot, name=slot.name.removesuffix("weight") + "bias") for slot in places]
+            parts = torch.cat([self._written(slot, added[slot.rows]) for slot in names])
             self.alike = self.alike and torch.equal(parts, bias.double())
             self.merge.set(name.removesuffix("weight") + "bias", parts)
         self.merge.set(name, stored.mT if turned else stored)
 
-    def _store(self, one: _Written, weight: Tensor, turned: bool) -> Tensor:
+    def _store(self, slot: _Written, weight: Tensor, turned: bool) -> Tensor:
         """A weight (out, in) as it is written, and what it has become, (out, in) again."""
-        kept = self._written(one, weight.mT if turned else weight)
-        return kept.mT if turned else kept
+        rounded = self._written(slot, weight.mT if turned else weight)
+        return rounded.mT if turned else rounded
 
-    def _written(self, one: _Written, tensor: Tensor) -> Tensor:
+    def _written(self, slot: _Written, tensor: Tensor) -> Tensor:
         """A tensor, or its part of one that several maps are written into, as it is stored."""
-        if one.part is None:
-            return self.write(one.name, tensor)
-        if one.name not in self._fused:
-            self._fused[one.name] = self.merge.stored[one.name].to(tensor, copy=True)
-        whole = self._fused[one.name]
-        whole[one.part] = tensor
-        return self.write(one.name, whole)[one.part]
+        if slot.part is None:
+            return self.write(slot.name, tensor)
+        if slot.name not in self._fused:
+            self._fused[slot.name] = self.merge.stored[slot.name].to(tensor, copy=True)
+        whole = self._fused[slot.name]
+        whole[slot.part] = tensor
+        return self.write(slot.name, whole)[slot.part]
 
 
 class _BlockProgress:
@@ -365,16 +369,16 @@ def _keep(result: Refitted, why: str, names: Sequence[str]) -> None:
         result.kept.setdefault(why, []).extend(names)
 
 
-def lacking(key: str, stage: Stage, seen: BlockActivations, wanted: Answer) -> Tensor:
+def lacking(key: str, stage: Stage, activations: BlockActivations, answer: Answer) -> Tensor:
     """What the output of a map of the merge lacks, (positions, out).
 
     Of a map that writes the stream it is what the stream lacks, over how much the output counts there.
     """
     branch = stage.branches.get(key)
     if branch is None:
-        return rows(wanted[key]) - rows(seen.outputs[key])
-    apart = rows(wanted[branch.place]) - rows(seen.stream[branch.place])
-    for other, gain in branch.added:
-        apart = apart - gain * (rows(wanted[other]) - rows(seen.outputs[other]))
+        return rows(answer[key]) - rows(activations.outputs[key])
+    apart = rows(answer[branch.place]) - rows(activations.stream[branch.place])
+    for added_key, gain in branch.added:
+        apart = apart - gain * (rows(answer[added_key]) - rows(activations.outputs[added_key]))
     counts = branch.gain != 0
     return torch.where(counts, apart / torch.where(counts, branch.gain, torch.ones_like(branch.gain)), 0.0)

@@ -80,11 +80,11 @@ class TaskVectorMethod(OwnMethod):
         return Plan(TENSOR, base=True)
 
     def merge(self, sources: Sequence[Source], target: Target, parameters: Mapping[str, Any]) -> Tensor:
-        base, *others = sources
-        if all(torch.equal(source.weight, base.weight) for source in others):
+        base, *tuned_sources = sources
+        if all(torch.equal(source.weight, base.weight) for source in tuned_sources):
             return base.weight
-        start, weights = base.weight.double(), [source.share for source in others]
-        changes = [(source.weight.to(start) - start).contiguous() for source in others]
+        start, weights = base.weight.double(), [source.share for source in tuned_sources]
+        changes = [(source.weight.to(start) - start).contiguous() for source in tuned_sources]
         if target.linear:
             merged = self._map(changes, weights, target, parameters)
         else:
@@ -109,9 +109,9 @@ class TaskVectorMethod(OwnMethod):
         ratios = log.facts.get("ratios", [])
         rule = " or ".join(sorted(set(log.facts.get("others", [])))) or "mean"
         how = f"merged the changes of {len(ratios)} linear maps, relative to {log.base}"
-        rest = f"Norms, biases, embeddings and other tensors got the {rule} of their changes."
+        scope = f"Norms, biases, embeddings and other tensors got the {rule} of their changes."
         span = f" Lengths of changes of one map differ by a factor of up to {max(ratios):.3g}." if ratios else ""
-        lines = [f"Delegate {self.spec.name} {how}. {rest}{span}"]
+        lines = [f"Delegate {self.spec.name} {how}. {scope}{span}"]
         uneven = [ratio for ratio in ratios if ratio > RATIO]
         if uneven:
             keep = "keep" in log.facts["lengths"]
@@ -285,14 +285,14 @@ class Tsv(TaskVectorMethod):
         shape: tuple[int, int] | None = None,
     ) -> Tensor:
         counting = [(d, weight) for d, weight in zip(changes, weights, strict=True) if bool(d.any())]
-        kept = max(1, min(shape or changes[0].shape) // len(counting))
+        rank_limit = max(1, min(shape or changes[0].shape) // len(counting))
         lefts, values, rights = [], [], []
         for change, weight in counting:
             u, s, v = torch.linalg.svd(change, full_matrices=False)
-            own = min(kept, int((s > ZERO * s[0]).sum()))
-            lefts.append(u[:, :own])
-            values.append(weight * s[:own])
-            rights.append(v[:own])
+            rank = min(rank_limit, int((s > ZERO * s[0]).sum()))
+            lefts.append(u[:, :rank])
+            values.append(weight * s[:rank])
+            rights.append(v[:rank])
         return (_polar(torch.cat(lefts, 1)) * torch.cat(values)) @ _polar(torch.cat(rights, 0))
 
     def operations(self, shape: tuple[int, int], models: int, parameters: Mapping[str, Any]) -> float:
@@ -339,10 +339,10 @@ class Iso(TaskVectorMethod):
         common = count - each * len(changes)
         lefts, values, rights = [u[:, :common]], [s[:common]], [v[:common]]
         for change in weighed:
-            left, value, right = torch.linalg.svd(
+            left_vectors, value, right = torch.linalg.svd(
                 change - u[:, :common] @ (u[:, :common].mT @ change), full_matrices=False
             )
-            lefts.append(left[:, :each])
+            lefts.append(left_vectors[:, :each])
             values.append(value[:each])
             rights.append(right[:each])
         mean = torch.cat(values).mean()

@@ -89,9 +89,9 @@ def carry_adapter(
 
 def _with_all(carrier: Carrier, spots: Iterable[Spot]) -> Carrier:
     """A carrier that also knows what an adapter brings along, or names in another form than the bases' files have."""
-    stored, wanted = carrier.architecture, _extended(carrier.architecture, spots)
-    old, new = (Respelled(source, stored, wanted) for source in (carrier.old, carrier.new))
-    return replace(carrier, architecture=wanted, old=old, new=new)
+    stored, extended = carrier.architecture, _extended(carrier.architecture, spots)
+    old, new = (Respelled(source, stored, extended) for source in (carrier.old, carrier.new))
+    return replace(carrier, architecture=extended, old=old, new=new)
 
 
 def _extended(architecture: Architecture, spots: Iterable[Spot]) -> Architecture:
@@ -145,22 +145,22 @@ class _BlockOfAdapter:
             raise self._refused(f"what a norm's shift leaves over in '{next(iter(whole))}' has no place", SMALLER)
 
     def _info(self, key: str) -> TensorInfo:
-        found = self.block.tensor(key)
-        assert found is not None
-        return found
+        info = self.block.tensor(key)
+        assert info is not None
+        return info
 
     def _dense(self, key: str, change: Change) -> Tensor:
         return dense(change, self._info(key))
 
-    def _refused(self, what: str, remedy: str) -> AlignmentError:
-        return AlignmentError(f"{what} ({self.block.name})", where=self.adapter.path, remedy=remedy)
+    def _refused(self, problem: str, remedy: str) -> AlignmentError:
+        return AlignmentError(f"{problem} ({self.block.name})", where=self.adapter.path, remedy=remedy)
 
     def _there(self, key: str) -> None:
         """Refuse what the old base has and the new one has not."""
         info = self._info(key)
         if _holds(self.carrier.old, info) and not _holds(self.carrier.new, info):
-            what = f"changes '{info.name}', which the new base has not"
-            raise CheckpointError(what, where=self.adapter.path, remedy=WHOLE)
+            problem = f"changes '{info.name}', which the new base has not"
+            raise CheckpointError(problem, where=self.adapter.path, remedy=WHOLE)
 
     # --- factors
 
@@ -173,8 +173,8 @@ class _BlockOfAdapter:
             for entry in entries:
                 factors = self._factors(entry, info)
                 if factors[0].shape != a.shape or entry.scale != first.scale:
-                    what = f"the experts' ranks or scales differ beside '{entry.module}'"
-                    raise CheckpointError(what, where=self.adapter.path, remedy=WHOLE)
+                    problem = f"the experts' ranks or scales differ beside '{entry.module}'"
+                    raise CheckpointError(problem, where=self.adapter.path, remedy=WHOLE)
                 for stack, factor in zip(whole, factors, strict=True):
                     stack[entry.expert] = factor
             a, b = whole
@@ -236,8 +236,8 @@ class _BlockOfAdapter:
         if stacks(self._info(entry.spot.info.key)) or entry.change.embedding:
             raise self._refused(f"what a norm's shift leaves over in '{entry.module}' has no place", SMALLER)
         tensors = self.result.adapter.tensors
-        held, added = tensors.get(entry.bias_key), constant / entry.scale
-        added = added if held is None else held.double() + added
+        bias, added = tensors.get(entry.bias_key), constant / entry.scale
+        added = added if bias is None else bias.double() + added
         tensors[entry.bias_key] = added.to(tensors[entry.b].dtype)
         self.result.constants.append(entry.module)
 
@@ -267,8 +267,10 @@ class _BlockOfAdapter:
         columns = LowRank(ratio.new_zeros(2, width), torch.stack([ratio, torch.ones_like(ratio)], 1))
         placed = self.carrier.block(self.block, {info.key: columns})[info.key]
         assert isinstance(placed, LowRank)
-        ratio, one = placed.b.unbind(1)  # both permuted and rescaled; zero at tokens that only the new base has
-        ratio = torch.where(one == 0, torch.ones_like(one), ratio / one)
+        ratio, carried_ones = placed.b.unbind(
+            1
+        )  # both permuted and rescaled; zero at tokens that only the new base has
+        ratio = torch.where(carried_ones == 0, torch.ones_like(carried_ones), ratio / carried_ones)
         self._put(str(entry.change.magnitude), (ratio * lengths[1]).reshape(-1, *stored.shape[1:]))
 
     # --- whole tensors

@@ -85,7 +85,7 @@ class Bases:
         if self.frame is not None:
             return self.frame.of_old(source, self._untied(model))
         named = Respelled(source, model.architecture, self.architecture)
-        if not named.made and all(name == own for name, own in named.names.items()):
+        if not named.made and all(name == stored_name for name, stored_name in named.names.items()):
             return source
         return WithTied(named, self.architecture)
 
@@ -116,8 +116,8 @@ class Bases:
         new, old = self.sources
         architecture = self.architecture
         if self.frame is not None and match is not match_model:
-            what = "its shape is not that of the new base, so what the two do is not compared, only their weights"
-            raise CheckpointError(what, where=str(self.old.reference), remedy="match on weights, and carry by these")
+            problem = "its shape is not that of the new base, so what the two do is not compared, only their weights"
+            raise CheckpointError(problem, where=str(self.old.reference), remedy="match on weights, and carry by these")
         if self.frame is not None:
             new, architecture = self.frame.of_new(new), self.frame.common
         options = check_pair(self.pair.checked.anchor, self.pair.checked.donor, options, untie=True).options
@@ -166,8 +166,10 @@ class Bases:
             RotationMergeError: it cannot be read, or was made for other weights; or the bases are of unlike shapes.
         """
         if self.frame is not None:
-            what, remedy = f"has another shape than {self.new.reference}", "leave out the alignment file"
-            raise CheckpointError(f"{what}, which no file of maps knows", where=str(self.old.reference), remedy=remedy)
+            problem, remedy = f"has another shape than {self.new.reference}", "leave out the alignment file"
+            raise CheckpointError(
+                f"{problem}, which no file of maps knows", where=str(self.old.reference), remedy=remedy
+            )
         run = Run()
         run.note(f"The bases were aligned by the file {path}; nothing was matched.")
         file, name = read_file(self.pair, path, untie=True), str(self.old.reference)
@@ -208,8 +210,8 @@ def _framed(new: str, old: str, device: str, untie: bool, unlike: Resizing) -> B
     for model in (a, d):
         model.check_files()
     if a.architecture.family != d.architecture.family:
-        what = f"is of another architecture than {new}"
-        raise CheckpointError(what, where=old, remedy="carry between models of one family")
+        problem = f"is of another architecture than {new}"
+        raise CheckpointError(problem, where=old, remedy="carry between models of one family")
     tied, stream = next((model.tied for model in (a, d) if model.tied), ("", ""))
     if untie and stream and a.architecture.layer_normed(stream):
         tied = ""
@@ -228,31 +230,33 @@ def alike(bases: Bases, alignment: Alignment) -> tuple[dict[str, list[tuple[int,
     """Which layers are most alike under an alignment (new, old), by module, and the mean of their likeness."""
     frame = bases.frame
     assert frame is not None
-    given = probes({name: space.sizes["size"] for name, space in frame.common.streams.items()})
+    probe_vectors = probes({name: space.sizes["size"] for name, space in frame.common.streams.items()})
     new, old = bases.pair.sources
     layers, likeness = {}, {}
     for module in frame.layers:
-        seen = []
+        layer_marks = []
         for architecture, source, maps in ((frame.new, new, None), (frame.old, old, alignment.transforms)):
             source = folded_source(architecture, source, alignment.folded)
-            seen.append([marks(block, source, given, maps) for block in architecture.layers(module)])
-        table = torch.tensor([[alikeness(a, b) for b in seen[1]] for a in seen[0]], dtype=torch.float64)
-        layers[module] = in_order(table.reshape(len(seen[0]), len(seen[1])))
+            layer_marks.append([marks(block, source, probe_vectors, maps) for block in architecture.layers(module)])
+        table = torch.tensor([[alikeness(a, b) for b in layer_marks[1]] for a in layer_marks[0]], dtype=torch.float64)
+        layers[module] = in_order(table.reshape(len(layer_marks[0]), len(layer_marks[1])))
         likeness[module] = float(table[tuple(zip(*layers[module], strict=True))].mean()) if layers[module] else 0.0
     return layers, likeness
 
 
-def _in_form_of(wanted: Architecture, member: Member) -> Member:
+def _in_form_of(reference: Architecture, member: Member) -> Member:
     """A model as it would be if its file had its weights in the form that another one's has."""
-    place = {(block.module, block.place, block.index): block for block in wanted.blocks}
+    place = {(block.module, block.place, block.index): block for block in reference.blocks}
     blocks = []
-    for own in member.architecture.blocks:
-        theirs = place.get((own.module, own.place, own.index))
-        if theirs is not None and (gained := other_form(own, theirs)):
-            spent = other_form(theirs, own)
-            kept = (info for info in own.tensors if info.key not in spent)
-            own = replace(own, tensors=(*kept, *(info for info in theirs.tensors if info.key in gained)))
-        blocks.append(own)
+    for block in member.architecture.blocks:
+        reference_block = place.get((block.module, block.place, block.index))
+        if reference_block is not None and (gained := other_form(block, reference_block)):
+            spent = other_form(reference_block, block)
+            remaining = (info for info in block.tensors if info.key not in spent)
+            block = replace(
+                block, tensors=(*remaining, *(info for info in reference_block.tensors if info.key in gained))
+            )
+        blocks.append(block)
     return replace(member, architecture=replace(member.architecture, blocks=tuple(blocks)))
 
 
@@ -273,22 +277,22 @@ def usable_as_it_is(works: Mapping[str, str], bases: Bases) -> dict[str, list[st
     if bases.rows is not None and any(_by_token(work, bases) for work in works.values()):
         return None
     old, new = bases.old.reference, bases.new.reference
-    said = {}
+    lines = {}
     for out, work in works.items():
-        where = f"{old} and {new} share their coordinates ({near.words})"
+        subject = f"{old} and {new} share their coordinates ({near.words})"
         if is_adapter(work):
             parsed = parse(Adapter(work), bases.old.config)
-            said[out] = [f"{where}: {work} can be used on {new} as it is."]
+            lines[out] = [f"{subject}: {work} can be used on {new} as it is."]
             if parsed.saved:
-                said[out].append(
+                lines[out].append(
                     f"The tensors that it holds whole ({len(parsed.saved)}) then stand for the new base's."
                 )
         else:
             bases.tuned(work)  # opened, so that what is no fine-tune of the old base is refused
             recipe = f"merge_method: task_arithmetic, base_model: {new}, weight 1 for {work} and -1 for {old}"
-            said[out] = [f"{where}: what {work} changed can be added to {new} as it is ({recipe})."]
-        said[out].append("Nothing was written; --data FILE lets samples judge, --force carries it all the same.")
-    return said
+            lines[out] = [f"{subject}: what {work} changed can be added to {new} as it is ({recipe})."]
+        lines[out].append("Nothing was written; --data FILE lets samples judge, --force carries it all the same.")
+    return lines
 
 
 def _by_token(work: str, bases: Bases) -> bool:

@@ -65,8 +65,8 @@ class Carrier:
     @property
     def folded(self) -> tuple[str, ...]:
         """Streams that are folded in both bases where a change is moved."""
-        own = () if self.frame is None else self.frame.folded
-        return tuple(dict.fromkeys((*self.alignment.folded, *own)))
+        resized = () if self.frame is None else self.frame.folded
+        return tuple(dict.fromkeys((*self.alignment.folded, *resized)))
 
     def met(self, block: Block) -> Block | None:
         """The old base's block that meets one of the new base's, under the names of `old`; None: none does."""
@@ -100,18 +100,18 @@ class Carrier:
                     result[info.key] = moved
         return result
 
-    def _changed(self, block: Block, own: str, changes: Mapping[str, Change]) -> Callable[[str], Tensor | None]:
+    def _changed(self, block: Block, changed_key: str, changes: Mapping[str, Change]) -> Callable[[str], Tensor | None]:
         """What one tensor's change is computed from: the weights' changes, norms' gains and shifts as they are."""
         old = reader(block, self.old)
         norms = folded_keys(block, self.architecture.streams)
 
         def get(key: str) -> Tensor | None:
             info = block.tensor(key)
-            if info is None or (key in norms and key != own):
+            if info is None or (key in norms and key != changed_key):
                 return old(key)
             if key in changes:
                 return dense(changes[key], info)
-            return torch.zeros_like(found) if (found := old(key)) is not None else None
+            return torch.zeros_like(stored) if (stored := old(key)) is not None else None
 
         return get
 
@@ -166,10 +166,10 @@ class Carrier:
         whole = block.tensor(info.key)
         stored = read_tensor(whole, self.new) if whole is not None else None
         size = stored.shape[whole.vocabulary_axis or 0] if whole is not None and stored is not None else 0
-        mine, theirs = (rows.to(moved.device) for rows in self.rows)
+        new_rows, old_rows = (rows.to(moved.device) for rows in self.rows)
         shape = [*moved.shape]
         shape[axis] = size
-        return moved.new_zeros(shape).index_copy(axis, mine, moved.index_select(axis, theirs))
+        return moved.new_zeros(shape).index_copy(axis, new_rows, moved.index_select(axis, old_rows))
 
     def _constant(self, block: Block, info: TensorInfo, changes: Mapping[str, Change]) -> bool:
         """Whether folding brings a weight's change into the bias beside it."""
@@ -191,12 +191,12 @@ class Carrier:
 def folded_keys(block: Block, streams: Collection[str]) -> set[str]:
     """Gains and shifts of the block's norms of some streams, and its layer scales."""
     norms = [norm for norm in block.norms if norm.stream in streams]
-    found = {norm.gain for norm in norms} | {norm.shift for norm in norms if norm.shift is not None}
-    return found | {scale.gain for scale in block.scales if scale.stream in streams}
+    keys = {norm.gain for norm in norms} | {norm.shift for norm in norms if norm.shift is not None}
+    return keys | {scale.gain for scale in block.scales if scale.stream in streams}
 
 
-def _with(get: Callable[[str], Tensor | None], own: str, value: Tensor) -> Callable[[str], Tensor | None]:
-    return lambda key: value if key == own else get(key)
+def _with(get: Callable[[str], Tensor | None], replaced_key: str, value: Tensor) -> Callable[[str], Tensor | None]:
+    return lambda key: value if key == replaced_key else get(key)
 
 
 def is_bias(key: str) -> bool:
@@ -239,28 +239,28 @@ def site_maps(carrier: Carrier, new: Activations, old: Activations) -> dict[str,
     Returns:
         By name of the map's tensor. Behind a norm whose gain is not folded there is none.
     """
-    found: dict[str, Tensor] = {}
+    site_transforms: dict[str, Tensor] = {}
     same: dict[str, Tensor] = {}
     for block in carrier.architecture.blocks:
         for info in block.tensors:
-            one = linear_map(block, info)
-            if one is None or one.stacked or not _reads_as_carried(carrier, one, new, old):
+            linear = linear_map(block, info)
+            if linear is None or linear.stacked or not _reads_as_carried(carrier, linear, new, old):
                 continue
-            (x, _), (u, _) = new.around(one), old.around(one)
+            (x, _), (u, _) = new.around(linear), old.around(linear)
             if x is None or u is None or x.shape != u.shape or x.shape[1] > WIDEST:
                 continue
-            leader = new.read_with(one)
+            leader = new.read_with(linear)
             if leader not in same:
-                aligned = transform_axis(u.double(), 1, one.inputs, carrier.alignment.transforms, dual=True)
+                aligned = transform_axis(u.double(), 1, linear.inputs, carrier.alignment.transforms, dual=True)
                 same[leader] = procrustes(centred(x).mT @ centred(aligned))
-            found[info.name] = same[leader]
-    return found
+            site_transforms[info.name] = same[leader]
+    return site_transforms
 
 
-def _reads_as_carried(carrier: Carrier, one: LinearMap, new: Activations, old: Activations) -> bool:
+def _reads_as_carried(carrier: Carrier, linear: LinearMap, new: Activations, old: Activations) -> bool:
     """Whether what was seen is what the change is multiplied by where it is moved."""
-    if not one.inputs.parts:
+    if not linear.inputs.parts:
         return False
-    if one.norm is None:
+    if linear.norm is None:
         return True
-    return one.norm.stream in carrier.alignment.folded and new.is_plain(one) and old.is_plain(one)
+    return linear.norm.stream in carrier.alignment.folded and new.is_plain(linear) and old.is_plain(linear)

@@ -78,8 +78,8 @@ class Delta:
     def of_solved(carrier: Carrier, tensors: Mapping[str, Tensor]) -> Delta:
         """The change of a carrier's new base to tensors that were solved for it, by its names."""
         new = carrier.new
-        own = Carrier(carrier.architecture, new, new, Alignment({}))
-        return Delta(own, Replaced(new, tensors), solved=frozenset(tensors))
+        base = Carrier(carrier.architecture, new, new, Alignment({}))
+        return Delta(base, Replaced(new, tensors), solved=frozenset(tensors))
 
     def scaled(self, factor: float) -> Delta:
         """The change times a factor."""
@@ -137,8 +137,8 @@ class Delta:
                 if not stored.is_floating_point():
                     yield info, unstack(info, stored), 0.0, 0.0
                     continue
-                found, change, before = self._carried(block, info, stored)
-                yield info, unstack(info, found.to(self.dtype or stored.dtype).contiguous()), change, before
+                tensor, change, before = self._carried(block, info, stored)
+                yield info, unstack(info, tensor.to(self.dtype or stored.dtype).contiguous()), change, before
 
     def named(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the new base with the change, by name; of what was solved, these alone.
@@ -163,17 +163,17 @@ class Delta:
     def _carried(self, block: Block, info: TensorInfo, stored: Tensor) -> tuple[Tensor, float, float]:
         """A tensor of the new base with the carried change, a long vocabulary that all three share slice by slice, and
         the squared norms."""
-        own, norms = (self.carrier.old, self.carrier.new, self.tuned), list[tuple[float, float]]()
+        sources, norms = (self.carrier.old, self.carrier.new, self.tuned), list[tuple[float, float]]()
         same = info.vocabulary_axis is not None and self.carrier.frame is None and self.carrier.rows is None
-        views = slices.views(block, own if same else [])
+        views = slices.views(block, sources if same else [])
 
         def made(part: slice | None) -> Tensor:
-            seen = self if part is None else self._of(*views(part))
-            found, *both = seen._with_change(block, info)
+            view = self if part is None else self._of(*views(part))
+            tensor, *both = view._with_change(block, info)
             norms.append((both[0], both[1]))
-            return found
+            return tensor
 
-        known = [tensor for source in own if same and (tensor := read_tensor(info, source)) is not None]
+        known = [tensor for source in sources if same and (tensor := read_tensor(info, source)) is not None]
         result = slices.in_slices(info, known, self.dtype or stored.dtype, made) if known else made(None)
         change, before = map(sum, zip(*norms, strict=True))
         return result, change, before
@@ -203,9 +203,9 @@ class Delta:
             of it is kept.
         """
         result: Changes = {}
-        kept: dict[str, tuple[float, float]] = {}
+        norms: dict[str, tuple[float, float]] = {}
         if self.carrier.met(block) is None:
-            return result, kept
+            return result, norms
         for info in sorted(block.tensors, key=lambda i: is_bias(i.key)):
             if not self._holds(info) or read_tensor(info, self.carrier.new) is None:
                 continue
@@ -222,8 +222,8 @@ class Delta:
                 else whole
             )
             norm = float(whole.square().sum())
-            kept[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
-        return result, kept
+            norms[info.key] = norm, norm - float((whole - dense(cut, info)).square().sum())
+        return result, norms
 
     def changes(self, left_out: str | None = None, rank: int | None = None) -> dict[str, Tensor]:
         """The change of every tensor of the new base as it is stored, by name, in float64.
@@ -266,8 +266,8 @@ class Delta:
         old = old.to(torch.promote_types(old.dtype, self.precision))
         change = tuned.to(old.dtype) - old
         if not bool(torch.isfinite(change).all()):
-            what = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"
-            raise AlignmentError(what, where=block.name, remedy="repair or replace the checkpoint")
+            problem = f"'{info.name}' of the fine-tune or its base holds NaN or infinity"
+            raise AlignmentError(problem, where=block.name, remedy="repair or replace the checkpoint")
         return change if frame is None else frame.grow_old.trimmed(info.name, change), float(old.square().sum())
 
 
@@ -298,7 +298,7 @@ def of_low_rank(change: Tensor, info: TensorInfo, rank: int, trimmed: bool = Fal
     return LowRank(a, b)
 
 
-def share(kept: Mapping[str, tuple[float, float]]) -> float:
+def share(norms: Mapping[str, tuple[float, float]]) -> float:
     """What of all changes is kept: squared norm after cutting over squared norm before."""
-    whole = sum(norm for norm, _ in kept.values())
-    return sum(rest for _, rest in kept.values()) / whole if whole else 1.0
+    whole = sum(norm for norm, _ in norms.values())
+    return sum(cut_norm for _, cut_norm in norms.values()) / whole if whole else 1.0

@@ -47,12 +47,12 @@ class Lessons:
     """Samples of the fine-tune's kind and, where it counts, text of the new base's own; those held out come last.
 
     Attributes:
-        samples, own: batches without labels or padding.
+        samples, base_texts: batches without labels or padding.
         last: how many batches of either are held out.
     """
 
     samples: Sequence[Batch]
-    own: Sequence[Batch]
+    base_texts: Sequence[Batch]
     last: tuple[int, ...]
 
 
@@ -61,7 +61,7 @@ class Distilled:
     """What distilling did: by what was aimed at, the loss on samples held out, and the report on the one taken."""
 
     losses: dict[str, float]
-    taken: str
+    best: str
     report: PolishReport
 
     def words(self, steps: int) -> list[str]:
@@ -92,13 +92,13 @@ def distil(
     Returns:
         The trained parameters by their names in the student.
     """
-    own = [_answered(work, "own", [models["new"]], lessons.own)] if lessons.own else []
+    answered_texts = [_answered(work, "own", [models["new"]], lessons.base_texts)] if lessons.base_texts else []
     done: dict[str, tuple[dict[str, Tensor], float, PolishReport]] = {}
     for kind in KINDS:
         place = work.file(f"{kind}.safetensors")
         if not place.exists():
             teachers = [models["tuned"], *((models["new"], models["old"]) if kind == "shift" else ())]
-            answered = [_answered(work, kind, teachers, lessons.samples), *own]
+            answered = [_answered(work, kind, teachers, lessons.samples), *answered_texts]
             model = student()
             state = replace(options, last=lessons.last[: len(answered)], state=work.file(f"{kind}.pt"))
             report = polish(model, answered, state, watch)
@@ -106,8 +106,8 @@ def distil(
             del model
         done[kind] = _kept(place)
     losses = {kind: reached for kind, (_, reached, _) in done.items()}
-    taken = min(losses, key=lambda kind: losses[kind])
-    return done[taken][0], Distilled(losses, taken, done[taken][2])
+    best = min(losses, key=lambda kind: losses[kind])
+    return done[best][0], Distilled(losses, best, done[best][2])
 
 
 def _keep(place: Path, model: Any, loss: float, report: PolishReport) -> None:
@@ -119,8 +119,8 @@ def _keep(place: Path, model: Any, loss: float, report: PolishReport) -> None:
 
 def _kept(place: Path) -> tuple[dict[str, Tensor], float, PolishReport]:
     with safe_open(place, "pt") as file:
-        held = file.metadata()
-    return load_file(place), float(held["loss"]), PolishReport(**json.loads(held["report"]))
+        metadata = file.metadata()
+    return load_file(place), float(metadata["loss"]), PolishReport(**json.loads(metadata["report"]))
 
 
 def _answered(work: Unfinished, name: str, teachers: Sequence[Callable[[], Any]], batches: Sequence[Batch]) -> Answered:
@@ -132,8 +132,8 @@ def _answered(work: Unfinished, name: str, teachers: Sequence[Callable[[], Any]]
 
         def answer(**batch: Tensor) -> Any:
             outputs = [model(**{k: v.to(device) for k, v in batch.items()}) for model in models]
-            given = [main_output(output).float() for output in outputs]
-            total = given[0] if len(given) == 1 else given[1] + given[0] - given[2]
+            logits = [main_output(output).float() for output in outputs]
+            total = logits[0] if len(logits) == 1 else logits[1] + logits[0] - logits[2]
             return SimpleNamespace(**{"logits" if is_distribution(outputs[0]) else "last_hidden_state": total})
 
         write_answers(answer, batches, path, name)
@@ -157,12 +157,12 @@ def adapter_in_training(model: Any, written: AdapterWeights) -> Any:
     for name, a in written.tensors.items():
         if not name.endswith((".lora_A.weight", ".lora_embedding_A")):
             continue
-        other = name.replace("lora_A", "lora_B").replace("lora_embedding_A", "lora_embedding_B")
-        b, rank = tensors[other], a.shape[0]
+        b_name = name.replace("lora_A", "lora_B").replace("lora_embedding_A", "lora_embedding_B")
+        b, rank = tensors[b_name], a.shape[0]
         if a.ndim == 2 and name.endswith("weight") and rank <= a.shape[1]:
             tensors[name], b = _evened(a, b)
-        tensors[other] = b / rank**0.5
-        if (bias := f"{other.removesuffix('weight')}bias") in tensors:
+        tensors[b_name] = b / rank**0.5
+        if (bias := f"{b_name.removesuffix('weight')}bias") in tensors:
             tensors[bias] = tensors[bias] / rank**0.5
     with Scratch() as folder:
         AdapterWeights({**written.config, "use_rslora": True}, tensors).save_pretrained(folder)

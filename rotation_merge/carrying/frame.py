@@ -34,16 +34,16 @@ class Framed(Widened):
     """A model of the old base's shapes under the names and in the sizes of a frame.
 
     Attributes:
-        own: its tensors under their own names.
+        narrow_source: its tensors under their own names.
         met: those names that have a partner in the new base.
     """
 
-    def __init__(self, own: TensorSource, named: Respelled, widening: Widening) -> None:
+    def __init__(self, narrow_source: TensorSource, named: Respelled, widening: Widening) -> None:
         super().__init__(named, widening)
-        self.own = own
+        self.narrow_source = narrow_source
         self.met = {
             *named.names.values(),
-            *(n for made, _ in named.made.values() for c in made.cuts for n in c.info.names),
+            *(n for recomputed, _ in named.made.values() for c in recomputed.cuts for n in c.info.names),
         }
 
 
@@ -97,14 +97,14 @@ class Frame:
         Args:
             architecture: by which its tensors are named.
         """
-        own = _met(self.new, architecture, self.layers)
-        return Framed(source, Respelled(source, own, self.grow_old.narrow), self.grow_old)
+        renamed = _met(self.new, architecture, self.layers)
+        return Framed(source, Respelled(source, renamed, self.grow_old.narrow), self.grow_old)
 
     def of(self, block: Block, info: TensorInfo) -> TensorInfo:
         """A tensor of the new base in the common sizes."""
-        found = self._blocks[block.name].tensor(info.key)
-        assert found is not None
-        return found
+        framed = self._blocks[block.name].tensor(info.key)
+        assert framed is not None
+        return framed
 
     def cut(self, block: Block, info: TensorInfo, moved: Tensor) -> Tensor:
         """What of a moved change has a place in the new base: its own entries, still at the common scale."""
@@ -126,14 +126,14 @@ class Frame:
 
     def without_place(self, old: Framed, tuned: Framed) -> dict[str, float]:
         """By name of the old base's blocks: the squared norm of what fine-tuning changed in tensors without partner."""
-        found: dict[str, float] = {}
+        changes: dict[str, float] = {}
         for block in self.old.blocks:
             for info in (info for info in block.tensors if not old.met & {*info.names, *info.tied}):
-                before, after = (read_tensor(info, source.own) for source in (old, tuned))
+                before, after = (read_tensor(info, framed.narrow_source) for framed in (old, tuned))
                 if before is not None and after is not None and before.is_floating_point():
                     change = float((after.double() - before.double()).square().sum())
-                    found[block.name] = found.get(block.name, 0.0) + change
-        return found
+                    changes[block.name] = changes.get(block.name, 0.0) + change
+        return changes
 
     def notes(self, names: tuple[str, str]) -> list[str]:
         """What the reader of a report should know.
@@ -157,10 +157,10 @@ class Frame:
             even = [a for a, _ in pairs] == [b for _, b in pairs] and len(pairs) == len(self.new.layers(module))
             if even and not self.alone and module not in self.likeness:
                 continue
-            where = "" if len(self.layers) == 1 else f" of the {module}"
-            met = ", ".join(f"{theirs}:{own}" for own, theirs in pairs)
+            scope = "" if len(self.layers) == 1 else f" of the {module}"
+            met = ", ".join(f"{old_layer}:{new_layer}" for new_layer, old_layer in pairs)
             how = f", by similarity (mean cosine {self.likeness[module]:.2f})" if module in self.likeness else ""
-            lines.append(f"Layers{where} of `{old}` that meet layers of `{new}`{how}, old:new: {met}.")
+            lines.append(f"Layers{scope} of `{old}` that meet layers of `{new}`{how}, old:new: {met}.")
         return lines
 
 
@@ -182,8 +182,8 @@ def frame_of(new: Architecture, old: Architecture, layers: Layers, tied: str | N
     small = {name: its.get(name, space) for name, space in ours.spaces().items()}
     for name, space in ours.spaces().items():
         if small[name].kind != space.kind or small[name].sizes.keys() != space.sizes.keys():
-            what = f"'{name}' is a space of kind {small[name].kind}, against {space.kind} in {names[0]}"
-            raise CheckpointError(what, where=names[1], remedy="carry between bases of one kind")
+            problem = f"'{name}' is a space of kind {small[name].kind}, against {space.kind} in {names[0]}"
+            raise CheckpointError(problem, where=names[1], remedy="carry between bases of one kind")
 
     def sized(choose: Callable[[int, int], int]) -> Architecture:
         return _with_spaces(
@@ -194,22 +194,22 @@ def frame_of(new: Architecture, old: Architecture, layers: Layers, tied: str | N
             },
         )
 
-    common, theirs = sized(max), sized(lambda _, n: n)
+    common, old_form = sized(max), sized(lambda _, n: n)
     grow_new = Widening(ours, common, tied, *names)
-    grow_old = Widening(theirs, common, tied, names[1], names[0])
+    grow_old = Widening(old_form, common, tied, names[1], names[0])
     return Frame(new, old, layers, common, grow_new, grow_old, tied)
 
 
 def _met(new: Architecture, old: Architecture, layers: Layers) -> Architecture:
     """The blocks of the old base that meet one of the new base's, their places and spaces called as there."""
     blocks = []
-    for own, other in meeting(new, old, layers):
+    for new_block, old_block in meeting(new, old, layers):
         called = {
-            space.name: replace(space, name=own.spaces[local].name)
-            for local, space in other.spaces.items()
-            if local in own.spaces
+            space.name: replace(space, name=new_block.spaces[local].name)
+            for local, space in old_block.spaces.items()
+            if local in new_block.spaces
         }
-        blocks.append(replace(_block_with(other, called), name=own.name, index=own.index))
+        blocks.append(replace(_block_with(old_block, called), name=new_block.name, index=new_block.index))
     return replace(old, blocks=tuple(blocks))
 
 
@@ -223,12 +223,12 @@ def _with_spaces(architecture: Architecture, spaces: Mapping[str, Space]) -> Arc
 
 
 def _block_with(block: Block, spaces: Mapping[str, Space]) -> Block:
-    def axis(own: Axis) -> Axis:
+    def axis(axis_before: Axis) -> Axis:
         pieces = (
             tuple(replace(part, space=spaces.get(part.space.name, part.space)) for part in piece)
-            for piece in own.pieces
+            for piece in axis_before.pieces
         )
-        return replace(own, pieces=tuple(pieces))
+        return replace(axis_before, pieces=tuple(pieces))
 
     def tensor(info: TensorInfo) -> TensorInfo:
         common = info.common if info.common is None else spaces.get(info.common.name, info.common)
@@ -312,10 +312,12 @@ class Resizing:
         }
         if self.layers and self.layers != AUTO:
             return given(self.layers, counts)
-        if not self.layers and (unlike := [m for m, (ours, theirs) in counts.items() if ours != theirs]):
-            ours, theirs = counts[unlike[0]]
-            what = f"has {theirs} layers, {new.reference} has {ours}"
-            raise CheckpointError(what, where=str(old.reference), remedy=DEPTH)
+        if not self.layers and (
+            unlike := [m for m, (new_count, old_count) in counts.items() if new_count != old_count]
+        ):
+            new_count, old_count = counts[unlike[0]]
+            problem = f"has {old_count} layers, {new.reference} has {new_count}"
+            raise CheckpointError(problem, where=str(old.reference), remedy=DEPTH)
         return {module: spread(*pair) for module, pair in counts.items()}
 
 
@@ -338,7 +340,7 @@ def given(text: str, counts: dict[str, tuple[int, ...]]) -> dict[str, list[tuple
         RecipeError: it cannot be read, or does not fit these bases.
     """
     wrong = RecipeError(f"layers_map is '{text}'", remedy="write OLD:NEW or ranges, such as 0-3:0-3,4:6, or auto")
-    found: dict[str, list[tuple[int, int]]] = {module: [] for module in counts}
+    layers: dict[str, list[tuple[int, int]]] = {module: [] for module in counts}
     module = next(iter(counts))
     for entry in re.split(r"[,;\s]+", text.strip()):
         match = _ENTRY.fullmatch(entry)
@@ -350,16 +352,16 @@ def given(text: str, counts: dict[str, tuple[int, ...]]) -> dict[str, list[tuple
         old, new = (range(int(match[k]), int(match[f"{k}_end"] or match[k]) + 1) for k in ("old", "new"))
         if len(old) != len(new) or not old:
             raise wrong
-        found[module] += zip(new, old, strict=True)
-    for module, pairs in found.items():
+        layers[module] += zip(new, old, strict=True)
+    for module, pairs in layers.items():
         for which, base in ((0, "new"), (1, "old")):
             numbers = [pair[which] for pair in pairs]
             if numbers and max(numbers) >= counts[module][which]:
-                what = f"layers_map names layer {max(numbers)} of the {base} base, which has {counts[module][which]}"
-                raise RecipeError(what, remedy="layers are counted from 0")
+                problem = f"layers_map names layer {max(numbers)} of the {base} base, which has {counts[module][which]}"
+                raise RecipeError(problem, remedy="layers are counted from 0")
             if any(a >= b for a, b in pairwise(numbers)):
                 raise RecipeError(
                     f"layers_map is '{text}': layers of the {base} base stand there twice, or out of order",
                     remedy="name each layer once, from below upwards",
                 )
-    return found
+    return layers

@@ -93,17 +93,17 @@ def read_parts(tuned: str, new: str, config: TransferConfig) -> Parts:
     def read(source: str) -> Data:
         data = read_batches(source, local_path(tuned), model, **config.reading(AT_ONCE))
         if data.task in UNLABELLED:
-            what = f"holds no labels for {type(model).__name__}, by whose loss it is measured what arrives"
-            raise DataError(what, where=source, remedy="give data with labels, or carry by weights alone")
+            problem = f"holds no labels for {type(model).__name__}, by whose loss it is measured what arrives"
+            raise DataError(problem, where=source, remedy="give data with labels, or carry by weights alone")
         return data
 
     whole = read(config.data)
-    held = max(1, round(HELD_OUT * len(whole.batches))) if config.judge is None else 0
-    if len(whole.batches) <= max(held, 1):
+    held_out = max(1, round(HELD_OUT * len(whole.batches))) if config.judge is None else 0
+    if len(whole.batches) <= max(held_out, 1):
         raise DataError(
             f"holds {whole.examples} samples, at least {2 * AT_ONCE} are needed", where=config.data, remedy="give more"
         )
-    end = len(whole.batches) - held
+    end = len(whole.batches) - held_out
     solved = _data(whole.batches[:end], whole.task)
     choice, judge = halves(_data(whole.batches[end:], whole.task) if config.judge is None else read(config.judge))
     source = config.judge or config.data
@@ -111,8 +111,10 @@ def read_parts(tuned: str, new: str, config: TransferConfig) -> Parts:
     if not writes_text(base):
         return Parts(solved, HeldOutSamples(choice, choice, False), HeldOutSamples(judge, judge, False), source)
     few = replace(config, samples=AT_ONCE, seed=config.seed + 1)
-    own = halves(read_batches(SELF, local_path(new), base, **few.reading(AT_ONCE)))
-    return Parts(solved, HeldOutSamples(choice, own[0], True), HeldOutSamples(judge, own[1], True), source)
+    base_texts = halves(read_batches(SELF, local_path(new), base, **few.reading(AT_ONCE)))
+    return Parts(
+        solved, HeldOutSamples(choice, base_texts[0], True), HeldOutSamples(judge, base_texts[1], True), source
+    )
 
 
 def halves(data: Data) -> tuple[Data, Data]:
@@ -200,17 +202,17 @@ class Lift:
 
     def words(self) -> list[str]:
         """What the user should know; the last line says the recovered lift."""
-        there, own = self.carried
+        on_samples, on_texts = self.carried
         lines = [
             f"On samples held out of every choice (loss in nats): the old base {self.old:.3f}, its fine-tune "
-            f"{self.tuned:.3f}; the new base {self.new[0]:.3f}, carried {there:.3f} by {self.method}{self.scale}.",
-            f"On text that the new base writes itself: {self.new[1]:.3f} before, {own:.3f} after."
+            f"{self.tuned:.3f}; the new base {self.new[0]:.3f}, carried {on_samples:.3f} by {self.method}{self.scale}.",
+            f"On text that the new base writes itself: {self.new[1]:.3f} before, {on_texts:.3f} after."
             if self.writes
             else "What it costs the new base on its own domain was not measured: it writes no text.",
         ]
         if self.others:
-            others = "; ".join(f"{name} {first:.3f} and {second:.3f}" for name, (first, second) in self.others.items())
-            lines.append(f"Not taken (losses on both): {others}.")
+            losses = "; ".join(f"{name} {first:.3f} and {second:.3f}" for name, (first, second) in self.others.items())
+            lines.append(f"Not taken (losses on both): {losses}.")
         return [*lines, *self._control_words(), self._closing()]
 
     def _control_words(self) -> list[str]:
@@ -251,8 +253,8 @@ def random_change(change: Tensor, draw: torch.Generator) -> Tensor:
     tall = change if change.shape[-2] >= change.shape[-1] else change.mT
     upper = torch.linalg.qr(tall, mode="r").R
     drawn = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in (tall.shape, upper.shape))
-    left, right = (torch.linalg.qr(each).Q for each in drawn)
-    turned = left @ upper @ right
+    left_basis, right_basis = (torch.linalg.qr(each).Q for each in drawn)
+    turned = left_basis @ upper @ right_basis
     return turned if tall is change else turned.mT
 
 
@@ -281,13 +283,15 @@ class Scaled:
     def __post_init__(self) -> None:
         """By tensor: its block, the (folded) new base's value, and its change."""
         carrier = self.carrier
-        where = {name: block.name for block in carrier.architecture.blocks for i in block.tensors for name in i.names}
+        block_of = {
+            name: block.name for block in carrier.architecture.blocks for i in block.tensors for name in i.names
+        }
         start = self._base
         for _, pieces, _, _ in Delta(carrier, self.tuned, dtype=torch.float32).tensors():
             for name, moved in pieces.items():
                 first = start[name]
                 if moved.is_floating_point() and bool((change := moved - first.to(moved)).any()):
-                    self.ends[name] = where[name], first, change
+                    self.ends[name] = block_of[name], first, change
 
     @property
     def _base(self) -> TensorSource:
@@ -307,8 +311,8 @@ class Scaled:
             for name, (block, first, change) in self.ends.items()
         }
         source = Replaced(self._base, tensors)
-        own = self.carrier.architecture
-        return Runner(self.config, source, own, [], device=self.device, untie=True).fill_all()
+        architecture = self.carrier.architecture
+        return Runner(self.config, source, architecture, [], device=self.device, untie=True).fill_all()
 
 
 def search(

@@ -62,17 +62,17 @@ def adapter_of(delta: Delta, rank: int, base: AdapterBase) -> tuple[AdapterWeigh
     """
     modules = _modules(base.config, str(base.reference))
     writing = _Writing(base.tied_head is not None)
-    kept: Kept = {}
+    norms: Kept = {}
     for block in delta.carrier.architecture.blocks:
         changes, parts = delta.factors(block, rank)
-        kept.update({f"{block.name}: {key}": pair for key, pair in parts.items()})
+        norms.update({f"{block.name}: {key}": pair for key, pair in parts.items()})
         for key, change in changes.items():
             info = block.tensor(key)
             place = modules.get((block.module, block.place, block.index, key))
             if info is None or not writing.take(block, info, change, changes, place, delta.carrier.new):
-                kept[f"{block.name}: {key}"] = parts[key][0], 0.0
-    kept |= {key: (kept[key][0], 0.0) for key in writing.without_embeddings()}
-    return AdapterWeights(writing.config(rank, base.config, str(base.reference)), writing.tensors), kept
+                norms[f"{block.name}: {key}"] = parts[key][0], 0.0
+    norms |= {key: (norms[key][0], 0.0) for key in writing.without_embeddings()}
+    return AdapterWeights(writing.config(rank, base.config, str(base.reference)), writing.tensors), norms
 
 
 @dataclass
@@ -110,12 +110,12 @@ class _Writing:
             self.biases = True
         elif len(info.axes) == 1 and not is_bias(info.key):
             stem = info.key.removesuffix("weight")
-            for other in block.tensors:
-                stored = read_tensor(other, new) if other.key.startswith(stem) else None
+            for sibling in block.tensors:
+                stored = read_tensor(sibling, new) if sibling.key.startswith(stem) else None
                 if stored is not None:
-                    added = beside.get(other.key, torch.zeros_like(stored))
-                    name = f"{PREFIX}{module}.{other.key.removeprefix(stem)}"
-                    self.tensors[name] = (stored.double() + dense(added, other)).to(stored.dtype)
+                    added = beside.get(sibling.key, torch.zeros_like(stored))
+                    name = f"{PREFIX}{module}.{sibling.key.removeprefix(stem)}"
+                    self.tensors[name] = (stored.double() + dense(added, sibling)).to(stored.dtype)
             self.saved.add(module)
         else:
             return is_bias(info.key) and any(key.startswith(f"{PREFIX}{module}.") for key in self.tensors)
@@ -146,7 +146,7 @@ class _Writing:
         return list(self.embeddings.values())
 
     def config(self, rank: int, base: Mapping[str, Any], name: str) -> dict[str, Any]:
-        own = {module: found for module, found in self.targets.items() if found != rank}
+        ranks = {module: module_rank for module, module_rank in self.targets.items() if module_rank != rank}
         classes = base.get("architectures") or [""]
         return {
             "peft_type": "LORA",
@@ -154,8 +154,8 @@ class _Writing:
             "base_model_name_or_path": name,
             "r": rank,
             "lora_alpha": rank,
-            "rank_pattern": own,
-            "alpha_pattern": own,
+            "rank_pattern": ranks,
+            "alpha_pattern": ranks,
             "target_modules": sorted(self.targets),
             "modules_to_save": sorted(self.saved) or None,
             "lora_bias": self.biases,
@@ -171,9 +171,9 @@ def _modules(config: Mapping[str, Any], name: str) -> dict[tuple[str, str, int |
     import transformers
 
     try:
-        found = getattr(transformers, (config.get("architectures") or [""])[0])
+        model_class = getattr(transformers, (config.get("architectures") or [""])[0])
         with torch.device("meta"):
-            model = found(found.config_class.from_dict(dict(config)))
+            model = model_class(model_class.config_class.from_dict(dict(config)))
     except Exception as error:  # models and configs raise errors of many classes
         raise CheckpointError(
             f"its class cannot be built ({short(error)})", where=name, remedy="carry the whole model, without --lora"

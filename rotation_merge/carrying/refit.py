@@ -59,17 +59,17 @@ class FrameMaps:
         ``new ~ old @ it``; None: tokens or classes, which mean the same in both."""
         frame = self.carrier.frame
         assert frame is not None
-        there = next((b for b in self.carrier.architecture.blocks if same_place(b, block)), None)
-        if there is None or frame.block(there) is None:
+        frame_block = next((b for b in self.carrier.architecture.blocks if same_place(b, block)), None)
+        if frame_block is None or frame.block(frame_block) is None:
             return None
         blocks = [
-            next(b for b in one.blocks if b.name == there.name)
-            for one in (frame.grow_old.narrow, frame.common, frame.grow_new.narrow)
+            next(b for b in architecture.blocks if b.name == frame_block.name)
+            for architecture in (frame.grow_old.narrow, frame.common, frame.grow_new.narrow)
         ]
-        found = [_given(one, key) for one in blocks]
-        if any(one is None or not one.axes[1].parts for one in found):
+        infos = [_given(sized_block, key) for sized_block in blocks]
+        if any(info is None or not info.axes[1].parts for info in infos):
             return None
-        old, common, new = (one for one in found if one is not None)
+        old, common, new = (info for info in infos if info is not None)
         x = torch.eye(old.axes[1].size or 0, dtype=torch.float64)
         transforms, fold = self.carrier.alignment.transforms, self.carrier.fold
         if any(part.role == "write" and part.space.name in fold.centred for part in old.axes[1].parts):
@@ -84,13 +84,13 @@ def _given(block: Block, key: str) -> TensorInfo | None:
     info = block.tensor(key)
     norm = next((norm for norm in block.norms if norm.gain == key), None)
     if norm is None and key != LAYER:
-        one = None if info is None else linear_map(block, info)
-        return None if one is None else replace(one.info, axes=(Axis(), one.outputs), common=None)
-    for other in block.tensors:
-        for axis in other.axes:
+        linear = None if info is None else linear_map(block, info)
+        return None if linear is None else replace(linear.info, axes=(Axis(), linear.outputs), common=None)
+    for tensor in block.tensors:
+        for axis in tensor.axes:
             alone = len(axis.parts) == 1 and axis.parts[0].role == "write"
             if alone and (norm is None or axis.parts[0].space.name == norm.stream):
-                return replace(other, axes=(Axis(), axis), common=None)
+                return replace(tensor, axes=(Axis(), axis), common=None)
     return None
 
 
@@ -124,35 +124,35 @@ class ChangedAnswers:
         """All three models."""
         return self.new, self.old, self.tuned
 
-    def learn(self, block: Block, wanted: frozenset[str]) -> bool:
+    def learn(self, block: Block, answer_keys: frozenset[str]) -> bool:
         """Run all three through the block, find the maps, and keep the answers to every batch."""
         runners = self.runners
-        here = self.new.advance()
-        if here is None:
+        new_block = self.new.advance()
+        if new_block is None:
             return False
-        met = [self._meeting(runner, here) for runner in runners[1:]]
-        there = [here, *(one for one in met if one is not None)]
-        if len(there) < len(runners) or not same_place(here, block):
+        met = [self._meeting(runner, new_block) for runner in runners[1:]]
+        aligned_blocks = [new_block, *(partner for partner in met if partner is not None)]
+        if len(aligned_blocks) < len(runners) or not same_place(new_block, block):
             _pass(self.new)
             return False
-        taps = [Taps(runner, own) for runner, own in zip(runners, there, strict=True)]
-        starts = {} if self.between is None else {key: self.between.of(here, key) for key in wanted}
+        taps = [Taps(runner, runner_block) for runner, runner_block in zip(runners, aligned_blocks, strict=True)]
+        starts = {} if self.between is None else {key: self.between.of(new_block, key) for key in answer_keys}
         maps = _Maps(self.ridge, {key: start for key, start in starts.items() if start is not None})
-        weights, keys = self.weights if wanted or block.index is not None else [], list[str]()
+        weights, keys = self.weights if answer_keys or block.index is not None else [], list[str]()
         for batch, weight in enumerate(weights):
-            values = [_seen(tap, batch, wanted) for tap in taps]
-            keys = [key for key in sorted(wanted) if all(key in found for found in values)]
+            values = [_seen(tap, batch, answer_keys) for tap in taps]
+            keys = [key for key in sorted(answer_keys) if all(key in answers for answers in values)]
             keys = [key for key in keys if maps.fits(key, values[1][key], values[0][key])]
-            new, old, tuned = ([found[key] for key in keys] for found in values)
+            new, old, tuned = ([answers[key] for key in keys] for answers in values)
             if weight:
                 maps.add(dict(zip(keys, zip(old, new, strict=True), strict=True)))
             self.store.put(f"own:{batch}", new)
             self.store.put(f"change:{batch}", [t - o for t, o in zip(tuned, old, strict=True)])
-        found = maps.solve({key for key in keys if self._is_mapped(taps[0], key)})
+        solved = maps.solve({key for key in keys if self._is_mapped(taps[0], key)})
         for batch in range(len(weights)):
-            own, change = (self.store.get(f"{what}:{batch}", self.new.device) for what in ("own", "change"))
-            moved = [c if key not in found else c @ found[key].to(c) for key, c in zip(keys, change, strict=True)]
-            self._kept.put(batch, {k: o + self.scale * m for k, o, m in zip(keys, own, moved, strict=True)})
+            base_answers, change = (self.store.get(f"{kind}:{batch}", self.new.device) for kind in ("own", "change"))
+            moved = [c if key not in solved else c @ solved[key].to(c) for key, c in zip(keys, change, strict=True)]
+            self._kept.put(batch, {k: o + self.scale * m for k, o, m in zip(keys, base_answers, moved, strict=True)})
             self.store.drop(f"own:{batch}")
             self.store.drop(f"change:{batch}")
         return True
@@ -161,38 +161,38 @@ class ChangedAnswers:
         """They are no model's own: a change is added to them."""
         return False
 
-    def _meeting(self, runner: Runner, own: Block) -> Block | None:
+    def _meeting(self, runner: Runner, new_block: Block) -> Block | None:
         """The block of the old pair that meets one of the new base's; those before it are passed through."""
-        if self.between is None or own.index is None:
-            found = runner.advance()
-            while self.between is not None and found is not None and found.index is not None:
+        if self.between is None or new_block.index is None:
+            candidate = runner.advance()
+            while self.between is not None and candidate is not None and candidate.index is not None:
                 _pass(runner)  # layers that meet none
-                found = runner.advance()
-            return found if found is not None and same_place(found, own) else None
-        if (index := self.between.partner(own)) is None:
+                candidate = runner.advance()
+            return candidate if candidate is not None and same_place(candidate, new_block) else None
+        if (index := self.between.partner(new_block)) is None:
             return None
-        while (found := runner.advance()) is not None:
-            if (found.module, found.place, found.index) == (own.module, own.place, index):
-                return found
+        while (candidate := runner.advance()) is not None:
+            if (candidate.module, candidate.place, candidate.index) == (new_block.module, new_block.place, index):
+                return candidate
             _pass(runner)
         return None
 
     def __call__(self, batch: int) -> Answer:
         return self._kept.get(batch, self.new.device)
 
-    def keep(self, wanted: frozenset[str]) -> None:
-        self._kept.keep(wanted)
+    def keep(self, answer_keys: frozenset[str]) -> None:
+        self._kept.keep(answer_keys)
 
     @staticmethod
     def _is_mapped(taps: Taps, key: str) -> bool:
         """Tokens and classes mean the same in both models."""
-        one = taps.maps.get(key)
-        return one is None or bool(one.outputs.parts)
+        linear = taps.maps.get(key)
+        return linear is None or bool(linear.outputs.parts)
 
 
-def _seen(taps: Taps, batch: int, wanted: frozenset[str]) -> dict[str, Tensor]:
-    seen = taps.pass_on(batch, wanted)
-    return {**seen.outputs, **seen.stream}
+def _seen(taps: Taps, batch: int, answer_keys: frozenset[str]) -> dict[str, Tensor]:
+    activations = taps.pass_on(batch, answer_keys)
+    return {**activations.outputs, **activations.stream}
 
 
 def _pass(runner: Runner) -> None:
@@ -218,14 +218,14 @@ class _Maps:
             self.crosses[key] = self.crosses[key] + cross if key in self.crosses else cross
 
     def solve(self, keys: set[str]) -> dict[str, Tensor]:
-        found = {}
+        maps = {}
         for key in keys & self.grams.keys():
             gram = self.grams[key]
             penalty = torch.full((len(gram),), self.ridge * float(gram.diagonal().mean())).to(gram)
             change = ridge_change(gram, self.crosses[key], penalty)
             if change is not None:
-                found[key] = self._start(key, gram) + change.mT
-        return found
+                maps[key] = self._start(key, gram) + change.mT
+        return maps
 
     def fits(self, key: str, old: Tensor, new: Tensor) -> bool:
         """Whether there is a map between values of these sizes."""
@@ -289,8 +289,8 @@ def refit_change(
         return Runner(config, source, architecture, batches, store, prefix, device=options.device, untie=untie)
 
     def loaded(model: Any, prefix: str) -> Runner:
-        own = architecture_of(model)
-        return Runner(model.config, model.state_dict(), own, batches, store, prefix, device=options.device)
+        architecture = architecture_of(model)
+        return Runner(model.config, model.state_dict(), architecture, batches, store, prefix, device=options.device)
 
     new = runner(carrier.new, "new", options.untie)
     if carrier.frame is None:
@@ -319,8 +319,8 @@ def of_rank(change: Tensor, gram: Tensor, rank: int) -> Tensor:
     width = len(gram) - 1
     weight = change[:, :width]
     values, vectors = torch.linalg.eigh(weight @ gram[:width, :width] @ weight.mT)
-    kept = vectors[:, values.argsort(descending=True)[:rank]]
-    return torch.cat([kept @ (kept.mT @ weight), change[:, width:]], 1)
+    basis = vectors[:, values.argsort(descending=True)[:rank]]
+    return torch.cat([basis @ (basis.mT @ weight), change[:, width:]], 1)
 
 
 def _aligned(architecture: Architecture, source: TensorSource, carrier: Carrier) -> TensorSource:

@@ -122,8 +122,8 @@ class SampledTransfer:
         if self.config.method == "weights":
             candidate = self._scaled(parts.choice)
         else:
-            tensors, told = self._solved(parts, out)
-            lines += told
+            tensors, notes = self._solved(parts, out)
+            lines += notes
             candidate = self._at_best_scale(self.config.method, Delta.of_solved(self.session.carrier, tensors), parts)
         plain = None if self.session.carrier.frame is not None else self._at_best_scale(PLAIN, self._plain(), parts)
         chosen, lift = self._judged(candidate, plain, parts)
@@ -149,13 +149,13 @@ class SampledTransfer:
         tensors = {name: new[name].to(change.dtype) + change for name, change in changes.items()}
         return Delta.of_solved(self.session.carrier, tensors)
 
-    def _scaled(self, held: HeldOutSamples) -> JudgedChange:
+    def _scaled(self, held_out: HeldOutSamples) -> JudgedChange:
         """What weights carry, each block at the scale that samples say."""
         if self.config.factor is not None:
             delta = self._moved(self.config.factor)
             return JudgedChange("weights", delta, f" at scale {self.config.factor:g}", lambda: self._moved_model(delta))
         moved = self._ends()
-        scales, *_ = search(moved.blocks, lambda s: held.losses(moved.model(s)), self.progress or (lambda *_: None))
+        scales, *_ = search(moved.blocks, lambda s: held_out.losses(moved.model(s)), self.progress or (lambda *_: None))
         return JudgedChange("weights", self._moved(scales), scale_words(scales), lambda: moved.model(scales))
 
     def _ends(self) -> Scaled:
@@ -189,18 +189,18 @@ class SampledTransfer:
             chosen = min([best, *tried[1:]], key=lambda each: sum(judged[each.method]))
         old, tuned = (evaluate(load(name), parts.judge.tuned)[0] for name in (self._old, self.name))
         controls, negated = self._controls(chosen, parts) if self.config.controls else ((), None)
-        others = {name: losses for name, losses in judged.items() if name not in (chosen.method, NONE)}
+        other_losses = {name: losses for name, losses in judged.items() if name not in (chosen.method, NONE)}
         carried = judged[chosen.method]
         measured = (old, tuned, judged[NONE], carried, chosen.method, chosen.scale)
-        return chosen, Lift(*measured, others, controls, negated, parts.judge.writes)
+        return chosen, Lift(*measured, other_losses, controls, negated, parts.judge.writes)
 
     def _controls(self, chosen: JudgedChange, parts: Parts) -> tuple[tuple[float, ...], float]:
         """Losses with random changes that have the chosen one's singular values, and with the negated one."""
         new, changes = self.session.carrier.new, chosen.delta.changes(self._tied)
         draw = torch.Generator().manual_seed(self.config.seed)
 
-        def loss(made: Mapping[str, Tensor]) -> float:
-            tensors = {name: (new[name].double() + change).float() for name, change in made.items()}
+        def loss(changes: Mapping[str, Tensor]) -> float:
+            tensors = {name: (new[name].double() + change).float() for name, change in changes.items()}
             return evaluate(self._model(tensors), parts.judge.tuned)[0]
 
         drawn = [loss({name: random_change(change, draw) for name, change in changes.items()}) for _ in range(DRAWS)]
@@ -219,10 +219,10 @@ class SampledTransfer:
 
     def _in_weights(self, delta: Delta) -> str:
         """What became of the change in weights: how large it is, and how much of it alignment alone would carry."""
-        moved, made = self._moved().changes(self._tied), delta.changes(self._tied)
+        moved, solved = self._moved().changes(self._tied), delta.changes(self._tied)
         whole = sum(float(change.double().square().sum()) for change in moved.values())
-        size = sum(float(change.square().sum()) for change in made.values())
-        along = sum(float((change * moved[name].double()).sum()) for name, change in made.items() if name in moved)
+        size = sum(float(change.square().sum()) for change in solved.values())
+        along = sum(float((change * moved[name].double()).sum()) for name, change in solved.items() if name in moved)
         size, along = size / (whole or 1.0), max(along, 0.0) / (whole or 1.0)
         return (
             f"In weights, what is carried has {size:.2g} of the squared norm of what fine-tuning changed, and holds "
@@ -302,10 +302,10 @@ class SampledTransfer:
     ) -> tuple[dict[str, Tensor], Distilled]:
         config, device = self.config, self.session.execution.device
         work.of(f"{self.name} {self._old} {self._new} {config} {self.session.execution} {self.rank}")
-        solved, held = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
+        solved, held_out = (unpadded(data.batches, config.data) for data in (parts.solved, parts.choice.tuned))
         keeps = parts.choice.writes and config.factor is None
         extra = self._own_text() if keeps else []
-        lessons = Lessons([*solved, *held], extra, (len(held), max(1, round(HELD_OUT * len(extra)))))
+        lessons = Lessons([*solved, *held_out], extra, (len(held_out), max(1, round(HELD_OUT * len(extra)))))
         names = {"new": self._new, "old": self._old, "tuned": self.name}
         trained, report = distil(
             {which: partial(_on, name, device) for which, name in names.items()},

@@ -146,15 +146,15 @@ class TransferSession:
     def as_adapter(self, tuned: TensorSource, rank: int) -> tuple[AdapterWeights, list[str]]:
         """A whole fine-tune's change as an adapter, and notes on it."""
         delta = self.delta(tuned)
-        written, kept = adapter_of(delta, rank, self.bases.new)
-        what = "what fine-tuning changed" if self.carrier.frame is None else "what has a place there"
-        note = f"An adapter of rank {rank} keeps {share(kept):.1%} of the squared norm of {what}."
+        written, norms = adapter_of(delta, rank, self.bases.new)
+        subject = "what fine-tuning changed" if self.carrier.frame is None else "what has a place there"
+        note = f"An adapter of rank {rank} keeps {share(norms):.1%} of the squared norm of {subject}."
         return written, [*delta.placed(), note, *left_out(self.bases.new)]
 
     def report_on(self, work: str) -> MergeReport:
         """The report on the bases, which knows where the work came from and under which licence."""
-        own = {name: {**facts, "carried": True} for name, facts in origins([parse_reference(work)]).items()}
-        return replace(self.report, models={**self.report.models, **own})
+        origin_facts = {name: {**facts, "carried": True} for name, facts in origins([parse_reference(work)]).items()}
+        return replace(self.report, models={**self.report.models, **origin_facts})
 
     def write_adapter(
         self, work: str, out: str, written: AdapterWeights, lines: list[str], how: str = ""

@@ -153,7 +153,7 @@ def left_as_they_are(
     if execution.even_if_near or config.alignment is not None:
         return None
     lines = usable_as_it_is(works, bases)
-    return None if lines is None else [TransferResult(works[out], None, told) for out, told in lines.items()]
+    return None if lines is None else [TransferResult(works[out], None, notes) for out, notes in lines.items()]
 
 
 Transferred = tuple[dict[str, Tensor], list[str], Alignment]
