@@ -61,7 +61,8 @@ class Teachers:
 
     Args:
         runners: one a donor, in the anchor's coordinates.
-        who: for each batch of the merge, the donors that answer: (donor, its batch, its share; shares sum to one).
+        batch_teachers: for each batch of the merge, the donors that answer: (donor, its batch, its share; shares sum
+            to one).
     """
 
     def __init__(
