@@ -270,6 +270,10 @@ def _once(path: str) -> Header:
 
 @lru_cache(maxsize=512)
 def _header(path: str, size: int, changed: int, number: int) -> Header:
+    return _read_header(path, size)
+
+
+def _read_header(path: str, size: int) -> Header:
     with open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1

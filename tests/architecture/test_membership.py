@@ -224,8 +224,8 @@ def another_kind(content: Content) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Content], None], str]] = {
-    "a permutation of zeros": (tensor(torch.zeros_like), "no permutation"),
-    "an index of 99999": (tensor(lambda x: x + 99999), "no permutation"),
+    "a permutation of zeros": (tensor(torch.zeros_like), "is not a permutation"),
+    "an index of 99999": (tensor(lambda x: x + 99999), "is not a permutation"),
     "an index of one more dimension": (tensor(lambda x: x[None]), "neurons"),
     "a shorter index": (tensor(lambda x: x[:, :-1]), "neurons"),
     "a factor of zero": (tensor(torch.zeros_like, "layers.0.ffn|factor"), "a factor is zero"),

@@ -110,6 +110,7 @@ CALLS = {
     "barrier": ("A", "B", "--data", "synthetic"),
     "carry": ("B", "--from", "A", "--to", "A", "OUT"),
     "check": ("RECIPE",),
+    "gguf": ("B", "OUT.gguf"),
     "compare": ("A", "B"),
     "doctor": ("A", "A", "B"),
     "evaluate": ("A", "B", "--data", "DATA"),
@@ -124,7 +125,7 @@ CALLS = {
 }
 """By command, a call that reads B."""
 
-READ_NO_MODEL = {"architectures", "demo", "methods", "pull", "push", "report", "show"}
+READ_NO_MODEL = {"demo", "lora", "pull", "push"}
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,8 @@ def test_no_command_takes_it(name: str, bench: Path) -> None:
         kept = bench.parent / "kept"
         shutil.copytree(bench / "B", kept)
         spoil(bench / "B")
-        known = {path.name.partition(".")[0]: path for path in bench.iterdir()} | {"OUT": bench / "OUT"}
+        known = {path.name.partition(".")[0]: path for path in bench.iterdir()}
+        known |= {out: bench / out for out in ("OUT", "OUT.gguf")}
         done = run(name, *(known.get(word, word) for word in CALLS[name]))
         assert done.exit_code in (1, 2), done.output
         refused(done.output, SPOILT[spoil])

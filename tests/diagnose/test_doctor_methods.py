@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,11 @@ def found_in(out: Path, *parents: Path) -> list[str]:
     return [str(cause) for cause in diagnose(open_case(str(out), [str(parent) for parent in parents]))]
 
 
+def copy_settings(models: Models, out: Path) -> None:
+    """mergekit leaves generation_config.json behind, which `doctor` rightly says."""
+    shutil.copy(models["base"] / "generation_config.json", out)
+
+
 def plain(method: str, models: Models) -> dict[str, Any]:
     names = ["one", "two"] if method in ALONE else ["base", "one", "two"][: 2 if method in TWO else 3]
     names = names[:1] if method == "passthrough" else names
@@ -87,6 +93,7 @@ def plain(method: str, models: Models) -> dict[str, Any]:
 def test_methods_of_mergekit(method: str, models: Models, tmp_path: Path) -> None:
     """By the recipe that lies beside the merge."""
     merged(plain(method, models), tmp_path / "out")
+    copy_settings(models, tmp_path / "out")
     assert found_in(tmp_path / "out") == []
 
 
@@ -97,12 +104,14 @@ def test_stacks_and_slices(models: Models, tmp_path: Path) -> None:
     scaled = {"scale": [{"filter": "down_proj", "value": 0.0}, {"value": 1.0}]}
     last = [{"sources": [{"model": one, "layer_range": [1, 2], "parameters": scaled}]}]
     merged({"merge_method": "passthrough", "slices": stacked + last, "dtype": "float32"}, tmp_path / "stacked")
+    copy_settings(models, tmp_path / "stacked")
     (cause,) = diagnose(open_case(str(tmp_path / "stacked")))
     assert cause.name == "stacked layers"
     both = [{"model": name, "layer_range": [0, 2], "parameters": {"weight": 0.5}} for name in (one, base)]
     halves = [{**source, "layer_range": r} for r in ([0, 1], [1, 2]) for source in both]
     slices = [{"sources": halves[:2]}, {"sources": halves[2:]}]
     merged({"merge_method": "linear", "slices": slices, "dtype": "float32"}, tmp_path / "sliced")
+    copy_settings(models, tmp_path / "sliced")
     assert found_in(tmp_path / "sliced") == []
 
 

@@ -324,6 +324,8 @@ APART = {
     "polish": "trains a merge",
     "evaluate": "runs models",
     "measure": "runs one model",
+    "gguf": "writes one model",
+    "lora": "merges adapters, without their base",
     "push": "uploads a file",
     "pull": "downloads a file",
     "demo": "runs a recipe",

@@ -304,7 +304,7 @@ def test_work_on_any_family_travels_to_other_processes(family: str) -> None:
     """What a block of two models is matched by, and what is found, is the same after a journey."""
     architecture = table.sample(shipped()[family])
     work = pickle.loads(pickle.dumps(ModelPair(architecture, {}, {}, AlignConfig(), ("stream",), cached=True)))
-    assert (work.architecture, work.folded, work.kept) == (architecture, ("stream",), True)
+    assert (work.architecture, work.folded, work.cached) == (architecture, ("stream",), True)
     options = AlignConfig(heads="permutation", residual=(architecture.residual_groups or ["none"])[-1])
     sent = random_gauge(architecture, options, torch.Generator().manual_seed(0))
     back = pickle.loads(pickle.dumps(sent))

@@ -74,7 +74,7 @@ def test_merges(what: str, model: Path, nobody: None, tmp_path: Path) -> None:
     assert done.exit_code == 2, done.output
     line = one_error(done.output)
     assert GONE in line
-    assert "not in the hub's cache, and the hub does not answer; check the connection" in line
+    assert "in the hub's cache, and the hub does not answer; check the connection" in line
     assert not (tmp_path / "out").exists()
 
 

@@ -163,7 +163,7 @@ def test_an_adapter_is_carried_by_its_tokens(
     """Embedding and head included; nothing is said of ids, and that samples cannot measure it is."""
     anchor, donor, rows = models
     lora = make_adapter(anchor.architecture, donor.state, base_model_name_or_path=str(donor.path))
-    lora.write(str(tmp_path / "lora"))
+    lora.save_pretrained(str(tmp_path / "lora"))
     pair = ("--from", donor.path, "--to", anchor.path, "--heads", "permutation")
     done = run("carry", tmp_path / "lora", *pair, tmp_path / "out")
     assert done.exit_code == 0, done.output
