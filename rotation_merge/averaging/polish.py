@@ -48,6 +48,9 @@ LOOKS = 10
 LEAST_GAIN = 1e-3
 """A held-out divergence lower by less than this share is no gain."""
 
+ROUNDING = 1e-6
+"""Nats from the teachers that a model which is one of them may show, of either sign."""
+
 Watch = Callable[[str, int, int], None]
 
 
@@ -115,7 +118,7 @@ class PolishReport:
 
     @property
     def gained(self) -> bool:
-        return self.after < self.before * (1 - LEAST_GAIN)
+        return self.before > ROUNDING and self.after < self.before * (1 - LEAST_GAIN)
 
     def verdict(self) -> str:
         """One honest sentence."""

@@ -266,3 +266,10 @@ def test_a_full_disk_leaves_nothing(
     assert "no space left" in done.output.lower()
     assert f"the {what}" in done.output or what == "answers"
     assert not list(tmp_path.iterdir())
+
+
+def test_less_than_rounding_is_no_gain() -> None:
+    """Kernels that add in another order leave equal models some 1e-8 apart, of either sign."""
+    assert not PolishReport(-9e-9, -9e-9).gained
+    assert not PolishReport(9e-9, 0.0, best_step=1).gained
+    assert PolishReport(0.1, 0.09, best_step=1).gained

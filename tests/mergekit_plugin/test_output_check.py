@@ -91,7 +91,8 @@ def test_other_methods_where_the_environment_asks(
 ) -> None:
     if asked:
         monkeypatch.setenv("ROTATION_MERGE_CHECK", "1")
-    edit(parents[0], bos_token_id=151999)
+    for parent in parents:  # without base_model, mergekit takes the config of either
+        edit(parent, bos_token_id=151999)
     with caplog.at_level(logging.INFO):
         out = merged(parents, tmp_path / "out", "linear")
     assert ("special id beyond the vocabulary" in caplog.text) == asked
