@@ -138,46 +138,37 @@ def _merged(
 ) -> tuple[LowRankFactors, MergedMap]:
     """One map of the new adapter; None stands for an adapter that leaves the map as it is."""
     present = [part for part in parts if part is not None]
-    like = present[0]
-    flats = [part.flat() for part in present]
-    outputs = torch.linalg.qr(torch.cat([b for _, b in flats], 1))[0]
-    inputs = torch.linalg.qr(torch.cat([a for a, _ in flats], 0).mT)[0]
-    cores, remaining = [], iter(flats)
-    for part in parts:
-        a, b = (
-            next(remaining)
-            if part is not None
-            else (inputs.new_zeros(1, len(inputs)), outputs.new_zeros(len(outputs), 1))
-        )
-        cores.append((outputs.mT @ b) @ (a @ inputs))
-    even, ratio = evened(cores) if rule.evens else (cores, _ratio(cores))
-    if rule.entrywise and not like.embedding:
-        whole = rule.merge([outputs @ core @ inputs.mT for core in even], weights, like.shape)
-        u, s, v = _decomposed(whole, sum(part.rank for part in present))
-        total = float(whole.square().sum())
+    like, most = present[0], sum(part.rank for part in present)
+    flats = [None if part is None else part.flat() for part in parts]
+    outputs = torch.linalg.qr(torch.cat([flat[1] for flat in flats if flat is not None], 1))[0]
+    inputs = torch.linalg.qr(torch.cat([flat[0] for flat in flats if flat is not None], 0).mT)[0]
+    unchanged = outputs.new_zeros(outputs.shape[1], inputs.shape[1])
+    cores = [unchanged if flat is None else (outputs.mT @ flat[1]) @ (flat[0] @ inputs) for flat in flats]
+    even, ratio = evened(cores)
+    if rule.entrywise:
+        merged = rule.merge([outputs @ core @ inputs.mT for core in cores], weights, like.shape)
+        u, s, v = _decomposed(merged, most)
     else:
-        merged = rule.mean(even, weights) if like.embedding else rule.merge(even, weights, like.shape)
+        if like.embedding:
+            merged = rule.mean(cores, weights)
+        else:
+            merged = rule.merge(even if rule.evens else cores, weights, like.shape)
         u, s, v = torch.linalg.svd(merged, full_matrices=False)
-        u, v, total = outputs @ u, v @ inputs.mT, float(merged.square().sum())
-    most = min(sum(part.rank for part in present), len(s))
+        u, v = outputs @ u, v @ inputs.mT
+    total = float(merged.square().sum())
     count = _count(s[:most], total, rank, energy)
     root = s[:count].sqrt()
     a, b = root[:, None] * v[:count], u[:, :count] * root
     retained = float(s[:count].square().sum()) / total if total else 1.0
     shares: list[float | None] = []
-    for part in parts:
-        if part is None:
+    for flat in flats:
+        if flat is None:
             shares.append(None)
             continue
-        own_a, own_b = part.flat()
+        own_a, own_b = flat
         squared = float(((own_b.mT @ own_b) * (own_a @ own_a.mT)).sum())
         shares.append(float(((b.mT @ own_b) * (a @ own_a.mT)).sum()) / squared if squared else 1.0)
     return like.with_flat(a, b), MergedMap(count, tuple(shares), retained, ratio)
-
-
-def _ratio(cores: Sequence[Tensor]) -> float:
-    lengths = [length for core in cores if (length := float(core.norm())) > 0]
-    return max(lengths) / min(lengths) if lengths else 1.0
 
 
 def _count(values: Tensor, total: float, rank: int | str | None, energy: float) -> int:
@@ -208,7 +199,7 @@ class _Rule:
 
     Attributes:
         merge: changes (outputs, inputs), weights, and the shape of the whole map, to the merged change.
-        mean: the same for embeddings.
+        mean: the same for cores of embeddings, which are no linear maps.
         entrywise: whether it looks at single entries, so that cores do not do.
         evens: whether long changes are shortened first.
     """

@@ -126,6 +126,32 @@ def test_mergekits_methods_as_for_full_models(name: str, settings: dict[str, Any
         torch.testing.assert_close(found[module], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "settings"), [("ties", {"density": 0.5}), ("task_arithmetic", {}), ("wudi", {})])
+def test_changes_of_embeddings(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Single entries are those of the whole change; a method for linear maps takes the mean, whatever the lengths."""
+    for seed, folder in enumerate(("one", "two")):
+        write_peft(tmp_path / folder, seed, rank=6, scale=1 + 3 * seed, maps=("q_proj",))
+        file = tmp_path / folder / "adapter_model.safetensors"
+        as_embedding = {
+            k.replace(".lora_", ".lora_embedding_").removesuffix(".weight"): v for k, v in load_file(file).items()
+        }
+        save_file(as_embedding, file)
+    paths = [str(tmp_path / folder) for folder in ("one", "two")]
+    (merged,) = changes(merge_adapters(paths, name, parameters=settings).adapter).values()
+    full = [next(iter(of(path).values())) for path in paths]
+    if name == "wudi":
+        expected = (full[0] + full[1]) / 2
+    else:
+        method = registry.get(name)
+        defaults = {spec.name: spec.default for spec in method.spec.parameters if spec.name != "weight"}
+        values = {**defaults, **settings}
+        group = TensorGroup.from_tensors([torch.zeros_like(full[0]), *full], base_index=0)
+        ids = [entry.id for entry in group.non_base]
+        each = {k: dict.fromkeys(ids, values[k]) for k in ("density",)}
+        expected = method.merge_group(group, **{**values, **each, "weight": dict.fromkeys(ids, 1.0)})
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_what_survives_is_told(tmp_path: Path) -> None:
     """Of changes that share no direction all in their sum, half in their mean, the longer at half the rank."""
     for index, name in enumerate(("one", "two")):
