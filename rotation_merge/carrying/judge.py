@@ -22,7 +22,7 @@ from rotation_merge.errors import DataError
 from rotation_merge.model.fold import folded_source
 from rotation_merge.model.source import TensorSource
 from rotation_merge.model.sources import Replaced
-from rotation_merge.run.data import UNLABELLED, Data, read_batches
+from rotation_merge.run.data import UNLABELLED, Data, examples_in, read_batches
 from rotation_merge.run.evaluate import evaluate
 from rotation_merge.run.functions import Batch, load, local_path
 from rotation_merge.run.runner import Runner
@@ -127,7 +127,7 @@ def halves(data: Data) -> tuple[Data, Data]:
     for batch in data.batches:
         for part, start in zip(parts, (0, 1), strict=True):
             rows = {name: tensor[start::2] for name, tensor in batch.items()}
-            if len(next(iter(rows.values()))):
+            if examples_in(rows):
                 part.append(rows)
     if not all(parts):
         raise DataError("holds one sample to judge by, two are needed", where=data.source or None, remedy="give more")
@@ -135,7 +135,7 @@ def halves(data: Data) -> tuple[Data, Data]:
 
 
 def _data(batches: Sequence[Batch], task: str) -> Data:
-    return Data(list(batches), task, sum(len(next(iter(batch.values()))) for batch in batches))
+    return Data(list(batches), task, sum(map(examples_in, batches)))
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,7 @@ class LayerwiseModel:
     def _run(self, inputs: Sequence[Batch], fill: Fill) -> list[Batch]:
         architecture = self.files.architecture
         run = Runner(self.config, self.files, architecture, inputs, dtype=self.dtype, fill=fill, layered=self.path)
-        while run.advance() is not None:
-            with run.recording():
-                for batch in range(len(inputs)):
-                    run.run(batch)
+        run.run_through()
         return [floating_outputs(run.model, run.answer(batch)) for batch in range(len(inputs))]
 
 

@@ -114,7 +114,7 @@ def held_data(samples: Sequence[Mapping[str, Tensor]], model: Any, source: str =
         raise DataError("hold what is no tensor of examples", where=source, remedy=remedy)
     check_inputs(samples[0], model, source)
     batches, task = _checked([dict(batch) for batch in samples], model, source)
-    return Data(batches, task, sum(len(next(iter(batch.values()))) for batch in batches), source)
+    return Data(batches, task, sum(map(examples_in, batches)), source)
 
 
 def _checked(
@@ -143,17 +143,22 @@ def _checked(
     return batches, task
 
 
+def examples_in(batch: Batch) -> int:
+    """How many examples a batch holds."""
+    return len(next(iter(batch.values())))
+
+
 def parted(data: Data, count: int) -> tuple[Data, Data]:
     """The first so many examples, and those after them.
 
     Batches of which a tensor holds more than a row for each example stay whole.
     """
-    by_rows = sum(len(next(iter(batch.values()))) for batch in data.batches) == data.examples
+    by_rows = sum(map(examples_in, data.batches)) == data.examples
     before: list[Batch] = []
     after: list[Batch] = []
     offset = 0
     for batch in data.batches:
-        rows = len(next(iter(batch.values()))) if by_rows else 1
+        rows = examples_in(batch) if by_rows else 1
         cut = min(max(count - offset, 0), rows)
         offset += rows
         if cut == rows:
@@ -180,7 +185,7 @@ def described(data: Data, source: str, batches: Sequence[Batch] | None = None) -
         Among them `tokens`: ids of texts, each image or recording as one.
     """
     used = data.batches if batches is None else batches
-    tokens = sum(b["input_ids"].numel() if "input_ids" in b else len(next(iter(b.values()))) for b in used)
+    tokens = sum(b["input_ids"].numel() if "input_ids" in b else examples_in(b) for b in used)
     shape = {"length": data.length, "batch_size": data.batch_size}
     return {
         "data": source,
@@ -296,7 +301,7 @@ def unpadded(batches: Sequence[Batch], source: str) -> list[Batch]:
         DataError: a mask has holes inside an example.
     """
     groups: dict[int, list[Batch]] = {}
-    size = max((len(next(iter(batch.values()))) for batch in batches), default=1)
+    size = max(map(examples_in, batches), default=1)
     for batch in batches:
         if batch.get("input_ids", NO_PAIRS).ndim == 3:
             batch = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask") if name in batch}

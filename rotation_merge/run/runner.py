@@ -377,6 +377,13 @@ class Runner:
     def _input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
+    def run_through(self) -> None:
+        """Run every batch through every block."""
+        while self.advance() is not None:
+            with self.recording():
+                for batch in range(len(self.batches)):
+                    self.run(batch)
+
     def answer(self, batch: int) -> Any:
         """What the model gives back for a batch, once every block has been left."""
         return self._forward(batch)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rotation_merge.errors import DataError
 from rotation_merge.files.durable import replacing
-from rotation_merge.run.data import Data
+from rotation_merge.run.data import Data, examples_in
 from rotation_merge.run.functions import Batch
 
 HELD_OUT = 0.5
@@ -53,10 +53,6 @@ def split(samples: Sequence[Data], seed: int) -> Sets:
 def with_batches(data: Data, batches: Sequence[Batch]) -> Data:
     """Some of the batches of a set of samples."""
     return replace(data, batches=[*batches], examples=sum(map(examples_in, batches)))
-
-
-def examples_in(batch: Batch) -> int:
-    return len(next(iter(batch.values())))
 
 
 def _in_parts(data: Data) -> list[Batch]:

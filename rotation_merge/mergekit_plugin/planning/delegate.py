@@ -151,11 +151,11 @@ class MergedSource:
         return all(name in source for source in self.sources.values())
 
     def __getitem__(self, name: str, /) -> Tensor:
-        tensors = {model: source[name] for model, source in self.sources.items()}
-        first = tensors[self.parts[0][0]]
-        tensors = {model: t.to(torch.promote_types(t.dtype, torch.float32)) for model, t in tensors.items()}
+        first = self.sources[self.parts[0][0]][name]
         if not first.is_floating_point() or name not in self._infos:
             return first
+        work = torch.promote_types(first.dtype, torch.float32)
+        tensors = {model: source[name].to(work) for model, source in self.sources.items()}
         block, info = self._infos[name]
         linear = linear_map(block, info)
         target = Target(info, linear is not None, None, self.log)

@@ -183,10 +183,7 @@ class _Work:
         """
         batches = [batch for _, data in judged for batch in data.batches]
         start = self._runner("start", self.base.transformers_config, self.start, batches, self._as_stored)
-        while start.advance() is not None:
-            with start.recording():
-                for batch in range(len(batches)):
-                    start.run(batch)
+        start.run_through()
         losses = []
         for answers in (LayerwiseAnswers(start, 0), LayerwiseAnswers(self.merge, first)):
             try:
