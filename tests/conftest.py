@@ -106,6 +106,16 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
+@pytest.fixture(scope="module")
+def gguf_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A folder of the tests' own for the config and tokenizer of GGUF files."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HOME = constants.HF_HOME, str(tmp_path_factory.mktemp("home"))
+    yield constants.HF_HOME
+    constants.HF_HOME = before
+
+
 @pytest.fixture
 def home(hub: Hub, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """That hub as the one that everything asks, with an empty cache; nothing of it lies in `tmp_path`."""

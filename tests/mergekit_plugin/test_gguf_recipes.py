@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,15 +27,7 @@ from rotation_merge.run.functions import load
 ROOT = str(Path(__file__).parents[2])
 CASE = case_of("llama", "llama")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Config and tokenizer of GGUF files go to a folder of the tests."""
-    from huggingface_hub import constants
-
-    before, constants.HF_HOME = constants.HF_HOME, str(tmp_path_factory.mktemp("home"))
-    yield constants.HF_HOME
-    constants.HF_HOME = before
+pytestmark = pytest.mark.usefixtures("gguf_home")
 
 
 @pytest.fixture(scope="module")
@@ -200,9 +191,9 @@ def test_q8_0_is_near(models: Path, tmp_path: Path) -> None:
         assert difference < 1 / 127, key
 
 
-def test_config_and_tokenizer_are_made_once(models: Path, home: str) -> None:
+def test_config_and_tokenizer_are_made_once(models: Path, gguf_home: str) -> None:
     folder = open_model(str(models / "a.gguf")).folder
-    assert folder.startswith(os.path.join(home, "rotation_merge", "gguf", "a-"))
+    assert folder.startswith(os.path.join(gguf_home, "rotation_merge", "gguf", "a-"))
     before = {name: os.stat(os.path.join(folder, name)).st_mtime_ns for name in os.listdir(folder)}
     assert open_model(str(models / "a.gguf")).folder == folder
     assert before == {name: os.stat(os.path.join(folder, name)).st_mtime_ns for name in os.listdir(folder)}

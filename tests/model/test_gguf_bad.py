@@ -20,15 +20,7 @@ from rotation_merge.model.gguf.writer import plan_gguf
 
 CASE = case_of("llama", "llama")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Config and tokenizer of GGUF files go to a folder of the tests."""
-    from huggingface_hub import constants
-
-    before, constants.HF_HOME = constants.HF_HOME, str(tmp_path_factory.mktemp("home"))
-    yield constants.HF_HOME
-    constants.HF_HOME = before
+pytestmark = pytest.mark.usefixtures("gguf_home")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from test_merge_command import planner
 from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.functions import load
 from rotation_merge.search.base import TaskVectorBase, find_base
-from rotation_merge.search.candidates import CHANGES, FAR, NEAR, SHARED, Planner
+from rotation_merge.search.candidates import CHANGES, FAR, NEAR, SHARED
 from rotation_merge.search.forgetting import Forgetting
 from rotation_merge.search.judge import Figures
 from rotation_merge.search.scaling import STEP, best_scale
@@ -27,17 +27,6 @@ from rotation_merge.search.subsets import Subset, drawn
 
 BASE, ENGLISH, C, OTHER = (str(CHECKPOINTS / name) for name in ("llama-0", "llama-0-english", "llama-0-c", "llama-1"))
 TINY = ("--samples", "8", "--length", "24", "--batch-size", "4", "--anyway")
-
-
-@pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let searches try no other candidates than those of some names."""
-    real = Planner.candidates
-
-    def chosen(*names: str) -> None:
-        monkeypatch.setattr(Planner, "candidates", lambda self: [c for c in real(self) if c.name in names])
-
-    return chosen
 
 
 def copied(name: str, to: Path, base: str | None = None) -> str:

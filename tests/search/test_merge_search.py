@@ -37,17 +37,6 @@ TEXTS = ("--data", "demo:english", "--data", "demo:c")
 TINY = ("--samples", "16", "--length", "32", "--batch-size", "4", "--anyway")
 
 
-@pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let searches try no other candidates than those of some names."""
-    real = Planner.candidates
-
-    def chosen(*names: str) -> None:
-        monkeypatch.setattr(Planner, "candidates", lambda self: [c for c in real(self) if c.name in names])
-
-    return chosen
-
-
 def kept(out: Path) -> tuple[dict[str, Any], str, str]:
     """The report, the card, and the page of a merge."""
     page = Path(write_page(str(out), str(out.parent / "page.html"))).read_text()
