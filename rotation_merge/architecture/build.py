@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rotation_merge.architecture.expression import evaluate, word
@@ -20,6 +20,7 @@ from rotation_merge.architecture.model import (
     TensorInfo,
     factors_of,
     spell,
+    stem_of,
 )
 from rotation_merge.architecture.schema import (
     FIXED,
@@ -27,7 +28,9 @@ from rotation_merge.architecture.schema import (
     ArchitectureSpec,
     AttentionSpec,
     AxisLabel,
+    ExpertsSpec,
     Expression,
+    FfnSpec,
     FusedAxis,
     LinearSpec,
     LocalSpace,
@@ -35,9 +38,10 @@ from rotation_merge.architecture.schema import (
     NormSpec,
     Section,
     TensorSpec,
+    TranslationSpec,
 )
-from rotation_merge.architecture.spaces import Scope, holds, integer, space_of
-from rotation_merge.architecture.streams import stream_groups
+from rotation_merge.errors import ArchitectureError, CheckpointError
+from rotation_merge.symmetry.admitted import QUERIES, VALUES
 
 T = TypeVar("T")
 
@@ -295,3 +299,161 @@ def _rename(block: Block, base: str, spelling: list[tuple[str, str]]) -> Block:
         for t in block.tensors
     )
     return replace(block, name=rename(block.name), tensors=tensors)
+
+
+def stream_groups(
+    spec: ArchitectureSpec, config: Mapping[str, Any], stream: str, blocks: Sequence[Block]
+) -> tuple[str, ...]:
+    """The residual groups, smallest first: none, permutation, signed_permutation, rotation (DESIGN section 2).
+
+    A bare model gives out its stream, which therefore keeps its coordinates. Subtracting a mean forbids signs. A
+    rotation needs every gain folded into what reads it, and with means subtracted nothing may read the stream raw.
+    """
+    classes = config.get("architectures") or []
+    if not classes or set(classes) & set(spec.bare):
+        return ("none",)
+    norms = [norm for block in blocks for norm in block.norms if norm.stream == stream]
+    layer = any(norm.layer for norm in norms)
+    groups = ["none", "permutation"] if layer else ["none", "permutation", "signed_permutation"]
+    folds = all(norm.reads for norm in norms) and _read_in_their_blocks(stream, blocks)
+    normed = {stem_of(key) for norm in norms for key in norm.reads}
+    if folds and (not layer or _readers(stream, blocks) <= normed):
+        groups.append("rotation")
+    limit = word(spec.streams[stream].limit, config, ("none", "permutation", "signed_permutation"))
+    return tuple(groups[: groups.index(limit) + 1] if limit in groups else groups)
+
+
+def _readers(stream: str, blocks: Sequence[Block]) -> set[str]:
+    return {
+        stem_of(tensor.key)
+        for block in blocks
+        for tensor in block.tensors
+        for axis in tensor.axes
+        if any(part.space.name == stream and part.role == "read" for part in axis.parts)
+    }
+
+
+def _read_in_their_blocks(stream: str, blocks: Sequence[Block]) -> bool:
+    """Whether what reads a block's norms of a stream is in the same block, as folding block by block needs it.
+
+    A layer's reader named with its layer is in that layer, or a model of this config has none.
+    """
+    readers = [{stem_of(tensor.key) for tensor in block.tensors} for block in blocks]
+    everywhere = {stem for stems in readers for stem in stems}
+    for block, own_readers in zip(blocks, readers, strict=True):
+        reads = {stem_of(key) for norm in block.norms if norm.stream == stream for key in norm.reads}
+        elsewhere = (reads & everywhere) - own_readers
+        if any(block.index is None or "{i}" not in stem for stem in elsewhere):
+            return False
+    return True
+
+
+DEGREES = {"relu": 1, "leaky_relu": 1, "linear": 1, "relu2": 2, "relu_squared": 2}
+"""Activations by name with f(c x) = c^degree f(x) for every c > 0; all others admit no rescaling."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a section stands: its name prefix, the spaces in sight, and the config (with the layer as `i`).
+
+    Attributes:
+        tensors: how many a checkpoint has, where one is looked at.
+    """
+
+    spec: ArchitectureSpec
+    config: Mapping[str, Any]
+    prefix: str
+    spaces: Mapping[str, Space]
+    tensors: int | None = None
+
+    def check_count(self, count: int, items: str, least: int) -> None:
+        """Refuse more of something than a checkpoint's tensors can be, before as many are made.
+
+        Args:
+            least: a count that is taken however few tensors there are.
+
+        Raises:
+            CheckpointError: says both numbers.
+        """
+        if self.tensors is not None and count > max(self.tensors, least):
+            raise CheckpointError(
+                f"its config says that there are {count} {items}, and it has {self.tensors} tensors",
+                remedy="config.json is damaged, or that of another model",
+            )
+
+    def error(self, problem: str, remedy: str) -> ArchitectureError:
+        return ArchitectureError(problem, where=f"architecture file '{self.spec.family}'", remedy=remedy)
+
+
+def holds(scope: Scope, when: Expression) -> bool:
+    """Whether a condition of the file holds for this config; none always does."""
+    return when is None or bool(evaluate(when, scope.config))
+
+
+def integer(scope: Scope, expression: Expression, role: str) -> int:
+    """A size.
+
+    Raises:
+        ArchitectureError: the expression does not give one; says for what.
+    """
+    value = evaluate(expression, scope.config)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise scope.error(f"{role}: '{expression}' is {value!r}, not a size", "check the keys in config.json")
+    return value
+
+
+def space_of(scope: Scope, name: str, spec: LocalSpace) -> Space:
+    """A local space; one whose sizes the config does not give has none, and cannot be used."""
+    if isinstance(spec, AttentionSpec):
+        return _attention(scope, name, spec)
+    expressions = {key: getattr(spec, key) for key in _SIZES if hasattr(spec, key)}
+    sizes = {
+        key: integer(scope, size, f"{key} of space {name}") if evaluate(size, scope.config) else 0
+        for key, size in expressions.items()
+    }
+    if not isinstance(spec, FfnSpec | ExpertsSpec):
+        return Space(name, spec.kind, sizes, head=isinstance(spec, TranslationSpec) and spec.head)
+    if isinstance(spec, ExpertsSpec) and sizes["groups"] and sizes["count"] % sizes["groups"]:
+        raise scope.error(f"{name}: {sizes['count']} experts do not divide into groups", "check config.json")
+    gated = bool(evaluate(spec.gated, scope.config))
+    degree = 1 if gated else DEGREES.get(evaluate(spec.activation, scope.config), 0)
+    scales = word(spec.scale, scope.config, ("free", "fixed")) != "fixed"
+    return Space(name, spec.kind, sizes, gated=gated, degree=degree if scales else 0)
+
+
+LAYOUTS = ("half", "interleaved")
+"""RoPE pairs: (i, i + d/2), or neighbours (2i, 2i + 1)."""
+
+_SIZES = ("size", "count", "groups", "per_group", "shared", "own")
+
+
+def _attention(scope: Scope, name: str, spec: AttentionSpec) -> Space:
+    heads = integer(scope, spec.heads, f"heads of {name}")
+    groups = heads if spec.kv_heads is None else integer(scope, spec.kv_heads, f"KV heads of {name}")
+    head_dim = integer(scope, spec.head_dim, f"head size of {name}")
+    value_dim = head_dim if spec.value_dim is None else integer(scope, spec.value_dim, f"value size of {name}")
+    if groups == 0 or heads % groups:
+        raise scope.error(f"{name}: {heads} heads do not divide into {groups} KV groups", "check config.json")
+    rotary = 0
+    if spec.rotary and (spec.rotary.when is None or evaluate(spec.rotary.when, scope.config)):
+        rotary = head_dim if spec.rotary.dims is None else int(evaluate(spec.rotary.dims, scope.config))
+    parts = spec.rotary.parts if rotary and spec.rotary else 1
+    if parts > 1 and (rotary != head_dim or head_dim % (2 * parts)):
+        raise scope.error(
+            f"{name}: {rotary} of {head_dim} dimensions do not divide into {parts} parts", "check config.json"
+        )
+    order = word(spec.order, scope.config, ("free", "fixed"))
+    return Space(
+        name,
+        "attention",
+        {"groups": groups, "per_group": heads // groups, "head_dim": head_dim, "value_dim": value_dim},
+        rotary=rotary,
+        interleaved=bool(rotary and spec.rotary and word(spec.rotary.layout, scope.config, LAYOUTS) == LAYOUTS[1]),
+        rotary_parts=parts,
+        norm=word(spec.norm, scope.config, tuple(filter(None, QUERIES))),
+        values=word(spec.values, scope.config, tuple(VALUES)) or "free",
+        visible_bias=spec.visible_bias,
+        free_order=order != "fixed",
+    )

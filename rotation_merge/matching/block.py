@@ -21,16 +21,15 @@ from rotation_merge.matching.attention import AttentionMatch, match_attention
 from rotation_merge.matching.convolution import match_convolution
 from rotation_merge.matching.experts import ExpertsMatch, match_experts
 from rotation_merge.matching.ffn import NeuronMatch, match_ffn
-from rotation_merge.matching.latent import match_latent
 from rotation_merge.matching.mixer import match_mixer
 from rotation_merge.matching.options import AlignConfig
-from rotation_merge.matching.sides import Tensors, sides
+from rotation_merge.matching.sides import Side, Tensors, sides
 from rotation_merge.matching.spanning import Leads, held, led, ordered
-from rotation_merge.matching.translation import match_translation
 from rotation_merge.model.apply import transform_tensor
 from rotation_merge.model.biases import settled
-from rotation_merge.symmetry import HeadTransform, NeuronTransform, SpaceTransform
-from rotation_merge.symmetry.admitted import asks
+from rotation_merge.symmetry import HeadTransform, NeuronTransform, SpaceTransform, TranslationTransform
+from rotation_merge.symmetry.admitted import asks, latent, translation
+from rotation_merge.symmetry.latent import LatentTransform
 
 _BLOCK = 1 << 20  # entries widened at a time
 
@@ -340,3 +339,33 @@ def check_finite(block: Block, tensors: Tensors, model: str) -> None:
                 where=block.name,
                 remedy="repair or replace the checkpoint",
             )
+
+
+def match_latent(space: Space, sides: list[Side], options: AlignConfig) -> LatentTransform:
+    """The best element: an assignment of coordinates with their signs, or Procrustes where gains are folded."""
+    group = latent(space, options)
+    if all(torch.equal(side.anchor, side.donor) for side in sides):
+        return group.identity()
+    products = torch.zeros(group.size, group.size, dtype=torch.float64)
+    gains = torch.zeros_like(products)
+    for side in sides:
+        product = side.anchor.double() @ side.donor.to(side.anchor.device).double().T
+        (gains if side.role == "gain" else products).add_(product.cpu())
+    return group.solve(products, gains)
+
+
+def match_translation(
+    block: Block,
+    space: Space,
+    anchor: Tensors,
+    donor: Tensors,
+    transforms: Mapping[str, SpaceTransform],
+    options: AlignConfig,
+) -> TranslationTransform:
+    """The nearest one, whatever order the rows are in: an order does not change their mean."""
+    group = translation(space, options)
+    other_transforms = {name: transform for name, transform in transforms.items() if name != space.name}
+    for info in block.tensors:
+        if info.common == space and info.key in anchor and info.key in donor:
+            return group.solve(anchor[info.key], transform_tensor(donor[info.key], info, other_transforms))
+    return group.identity()

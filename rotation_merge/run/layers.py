@@ -19,9 +19,8 @@ from rotation_merge.run.empty import empty_model
 from rotation_merge.run.maps import linear_maps
 from rotation_merge.run.measure import MeasureConfig, MeasuredStatistics, Probe, check_watched
 from rotation_merge.run.passes import Progress, StatisticsPass, UnfinishedMeasurement, stored_in
-from rotation_merge.run.runner import Runner
+from rotation_merge.run.runner import Runner, streamed_model
 from rotation_merge.run.statistics_file import DeferredTensor
-from rotation_merge.run.streamed import streamed_model
 from rotation_merge.run.sums import Collector, StatisticsSelection, finished
 from rotation_merge.run.tap import Tapped, Watcher
 from rotation_merge.run.written import SELF

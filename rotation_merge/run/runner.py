@@ -5,17 +5,23 @@ what they gave before, the present one has its weights, and where the forward wo
 ends. So masks, positions and whatever else a model hands to its layers are right in every family. What stands outside
 of the layers stays in memory from its turn on. Models that transformers stores in another form than checkpoints have
 (mixtures of experts) are held whole, or joined from their pieces where they must not be.
+
+`streamed_model` is the same model with only one layer's weights in memory in the backward pass, too: each layer reads
+them when it is entered and lets go of them when it is left, and what autograd would keep of them for the way back it
+keeps as a name and reads again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
 from rotation_merge.architecture import Architecture
@@ -25,9 +31,7 @@ from rotation_merge.model.source import TensorSource, read_tensor, unstack
 from rotation_merge.model.sources import Renamed, Respelled
 from rotation_merge.run.empty import empty_model, whole_model
 from rotation_merge.run.functions import Batch, architecture_of
-from rotation_merge.run.given import Arguments, LayerArguments, Place
-from rotation_merge.run.left import SharedKVCache
-from rotation_merge.run.store import Store
+from rotation_merge.run.store import Arguments, LayerArguments, Place, SharedKVCache, Store
 
 INNER = ("use_weighted_layer_sum", "vision_feature_layer")
 """Entries of a config by which a model looks at what its inner layers gave, after the last of them."""
@@ -420,3 +424,128 @@ def _slots(model: nn.Module, architecture: Architecture) -> dict[str, list[tuple
                 places.setdefault(id(parameter), []).append((module, leaf))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: places[id(parameters[name])] for name in architecture.named() if name in parameters}
+
+
+def streamed_model(
+    config: Any,
+    source: TensorSource,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    name: str = "model",
+) -> Any:
+    """transformers' model, in evaluation mode, whose layers read their weights from the source as they run.
+
+    Its parameters have their shapes throughout, and values (NaN, if one looks) only inside of their layer.
+
+    Args:
+        config: of the model; not modified.
+        source: its tensors.
+        architecture: the architecture by whose names the source goes.
+        name: of the model, for messages.
+
+    Raises:
+        CheckpointError: weights are missing, or the files have another form than transformers' model, and cannot be
+            brought into it one layer at a time.
+    """
+    runner = Runner(config, source, architecture, [], dtype=dtype, device=device, layered=name)
+    layers = [block for block in runner.architecture.blocks if runner.module_of(block) is not None]
+    owned = {block.name: _alone(runner, block) for block in layers}
+    model = runner.fill_all({info.name for infos in owned.values() for info in infos})
+    stream = _Stream(runner)
+    for block in layers:
+        stream.take(block, owned[block.name])
+    if lost := sorted(n for n, p in model.named_parameters() if p.is_meta):
+        raise CheckpointError(f"missing weights, the first is {lost[0]}", where=name, remedy="download it again")
+    return model
+
+
+def _alone(runner: Runner, block: Block) -> list[TensorInfo]:
+    """A layer's large tensors, which nothing but this layer reads."""
+    parameters = dict(runner.module(block.name).named_parameters(block.name))
+    return [
+        info
+        for info in block.tensors
+        if len(info.axes) > 1 and all(name in parameters and not runner.is_shared(name) for name in info.names)
+    ]
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A view of a weight that is not in memory: where it is read from, and its size, strides and offset."""
+
+    block: str
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Stream:
+    """Tracks which layer's weights are in memory."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.infos: dict[str, list[TensorInfo]] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.absent: dict[str, Tensor] = {}
+        self.latest: tuple[str, dict[str, Tensor]] = ("", {})
+        self.places: dict[int, str] = {}
+
+    def take(self, block: Block, infos: list[TensorInfo]) -> None:
+        """Load a layer's tensors before its forward, and free them after it."""
+        layer = self.runner.module(block.name)
+        self.infos[block.name] = infos
+        for info in infos:
+            for name in info.names:
+                nothing = torch.full((), torch.nan, dtype=self.runner.dtype, device=self.runner.device)
+                self.absent[name] = nothing.expand(self.runner.model.get_parameter(name).shape)
+                self.runner.set(name, self.absent[name])
+                self.parameters[name] = self.runner.model.get_parameter(name)
+        plain = layer.forward
+
+        def forward(*arguments: Any, **options: Any) -> Any:
+            self._fill(block.name)
+            try:
+                with saved_tensors_hooks(self._pack, self._unpack):
+                    return plain(*arguments, **options)
+            finally:
+                self._empty(block.name)
+
+        layer.forward = forward
+
+    def _names(self, block: str) -> list[str]:
+        return [name for info in self.infos[block] for name in info.names]
+
+    def _read(self, block: str) -> dict[str, Tensor]:
+        """A layer's weights; those of the layer before go first."""
+        if self.latest[0] != block:
+            self.latest = ("", {})
+            weights: dict[str, Tensor] = {}
+            for info in self.infos[block]:
+                tensor = read_tensor(info, self.runner.source)
+                assert tensor is not None  # the runner has looked
+                pieces = unstack(info, tensor)
+                weights.update((n, piece.to(self.runner.device, self.runner.dtype)) for n, piece in pieces.items())
+            self.latest = block, weights
+            self.places = {w.untyped_storage().data_ptr(): name for name, w in weights.items() if w.numel()}
+        return self.latest[1]
+
+    def _fill(self, block: str) -> None:
+        for name, tensor in self._read(block).items():
+            self.parameters[name].data = tensor
+
+    def _empty(self, block: str) -> None:
+        for name in self._names(block):
+            self.parameters[name].data = self.absent[name]
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Handle:
+        name = self.places.get(tensor.untyped_storage().data_ptr())
+        if name is None:
+            return tensor
+        return _Handle(self.latest[0], name, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, packed: Tensor | _Handle) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        return self._read(packed.block)[packed.name].as_strided(packed.size, packed.stride, packed.offset)

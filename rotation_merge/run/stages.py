@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from rotation_merge.architecture.model import Block
 from rotation_merge.run.maps import LinearMap, linear_map
 from rotation_merge.run.runner import Halt, Runner
-from rotation_merge.run.settled import SettledOutputs
+from rotation_merge.run.store import SettledOutputs
 
 LAYER = "layer"
 """What the place is called where a layer gives the stream to the next one."""

@@ -19,7 +19,7 @@ from transformers import RwkvConfig, RwkvForCausalLM
 
 from rotation_merge.architecture import families
 from rotation_merge.averaging.methods import Fisher, Kfac, RegMean, Source
-from rotation_merge.run.scores import scores
+from rotation_merge.run.measure import scores
 from rotation_merge.run.statistics_file import NAME, Statistics
 
 TOLERANCE = 2e-4

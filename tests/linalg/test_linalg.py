@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rotation_merge.linalg.exponential import exp_skew
 from rotation_merge.linalg.polar import complement_of_ones, nuclear_norm, procrustes, random_orthogonal
 from rotation_merge.linalg.scaling import LARGEST_LOG_SCALE, best_scale, cost, joint_scale, least_cost, scale_ceiling
+from rotation_merge.symmetry.tangent import exp_skew
 
 torch.set_num_threads(1)
 

@@ -10,9 +10,9 @@ from test_matching_ffn import block_tensors, mixtral
 from torch import Tensor
 
 from rotation_merge.architecture import families, table
+from rotation_merge.architecture.build import stream_groups
 from rotation_merge.architecture.model import Axis, Block, Norm, Part, Space, TensorInfo
 from rotation_merge.architecture.registry import shipped
-from rotation_merge.architecture.streams import stream_groups
 from rotation_merge.linalg import assignment
 from rotation_merge.linalg.polar import nuclear_norm
 from rotation_merge.matching.attention import match_attention

@@ -14,7 +14,7 @@ from residual_support import checkpoint, recipe, twin
 from safetensors.torch import load_file, save_file
 from tiny_models import inputs
 
-from rotation_merge.model.spliced import Spliced
+from rotation_merge.model.writing import Spliced
 from rotation_merge.run.functions import load
 
 

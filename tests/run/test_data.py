@@ -15,10 +15,9 @@ from tiny_models import ALL, make
 
 from rotation_merge.errors import DataError
 from rotation_merge.run.data import read_batches
-from rotation_merge.run.dataset import read_dataset
 from rotation_merge.run.demo import CHECKPOINTS
 from rotation_merge.run.evaluate import score
-from rotation_merge.run.examples import tokenizer_of
+from rotation_merge.run.examples import read_dataset, tokenizer_of
 from rotation_merge.run.functions import load
 
 datasets = pytest.importorskip("datasets")

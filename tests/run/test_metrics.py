@@ -13,7 +13,7 @@ from plugin_support import make
 from scipy import stats
 from sklearn import metrics
 
-from rotation_merge.run.metrics import of_classes, of_labels, of_numbers
+from rotation_merge.run.evaluate import of_classes, of_labels, of_numbers
 
 
 def test_classes_by_hand():

@@ -12,9 +12,7 @@ from test_refit import Few, case_of
 from torch import Tensor, nn
 from transformers.models.bert import modeling_bert
 
-from rotation_merge.run.given import LayerArguments
-from rotation_merge.run.settled import SettledOutputs
-from rotation_merge.run.store import Store
+from rotation_merge.run.store import LayerArguments, SettledOutputs, Store
 
 
 class Part(nn.Module):
