@@ -1,0 +1,529 @@
+"""Merges of the models that `models.py` makes: losses on held-out text, seconds, memory. Goes on where it was stopped.
+
+    python benchmarks/real/measure.py real merges            fine-tunes of all weights, each method's defaults
+    python benchmarks/real/measure.py real loras             the same tasks as LoRAs, merged into one LoRA
+    python benchmarks/real/measure.py real coordinates       alignment: near models, and a twin in other coordinates
+    python benchmarks/real/measure.py real carry             to the second base, with controls
+    python benchmarks/real/measure.py real command           `rotation-merge merge`, as a user calls it
+
+Losses are nats a token on 8 pieces of 256 tokens of each text; `own` is text that the base wrote itself. Methods see
+other documents (`samples`) than the ones they are judged on. `lambda` is searched on 4 pieces of each text's samples.
+Everything runs as commands of their own: seconds are of the processor, GB the largest resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import yaml
+from models import loss, sequences, split
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from record import Table
+
+PIECES, LENGTH = 8, 256
+SCALES = (0.4, 0.7, 1.0, 1.3)
+BIN = Path(sys.executable).parent
+NOT_ALIGNED = {"attention": "none", "ffn": "none", "rescale": False}
+REFIT = {"method": "refit", "ours": True, "samples": 32, "weight": 1.0}
+MERGES: dict[str, dict[str, Any]] = {
+    "linear": {"method": "linear", "weight": 1.0},
+    "slerp": {"method": "slerp", "t": 0.5},
+    "task_arithmetic": {"method": "task_arithmetic", "weight": 1.0, "searched": True},
+    "ties, density 0.5": {"method": "ties", "weight": 1.0, "density": 0.5, "searched": True},
+    "dare_ties, density 0.5": {"method": "dare_ties", "weight": 1.0, "density": 0.5, "searched": True},
+    "wudi": {"method": "wudi", "ours": True, "searched": True},
+    "wudi, sides: both": {"method": "wudi", "ours": True, "sides": "both"},
+    "tsv": {"method": "tsv", "ours": True, "searched": True},
+    "iso": {"method": "iso", "ours": True},
+    "regmean, own text": {"method": "regmean", "ours": True, "measured": "self", "weight": 1.0},
+    "refit, own text": {"method": "refit", "ours": True, "data": "self", "samples": 32, "weight": 1.0},
+    "refit, 32 texts": {"method": "refit", "ours": True, "data": "file", "samples": 32, "weight": 1.0},
+    "refit from wudi, 32 texts": {
+        "method": "refit",
+        "ours": True,
+        "data": "file",
+        "samples": 32,
+        "weight": 1.0,
+        "start": "wudi",
+    },
+}
+"""By title: the merge method and its settings; `ours`: as a delegate; `searched`: also at the best of SCALES."""
+KEPT = "rows of several runs: what an earlier one measured is kept"
+NAMES = ("de", "fr", "c", "own")
+NOT_OF_RECIPE = ("weight", "density", "data", "measured", "searched", "ours", "method")
+TASKS = {"two": ("de", "fr"), "three": ("de", "fr", "c")}
+
+
+class Bench:
+    """A folder of models, the texts they are judged on, and the figures that are measured already."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self.tokenizer = AutoTokenizer.from_pretrained(root / "base")
+        (self.root / "texts").mkdir(exist_ok=True)
+        (self.root / "measured").mkdir(exist_ok=True)
+
+    def pieces(self, name: str, part: str = "held-out", count: int = PIECES) -> list[Tensor]:
+        """Token ids of one text: `own` is what the base writes."""
+        if name == "own":
+            file = self.root / "texts" / "own.pt"
+            if not file.exists():
+                torch.save(self_written(self.root / "base"), file)
+            return list(torch.load(file))
+        texts = split(name)[{"samples": 1, "held-out": 2}[part]]
+        pieces = sequences(texts, self.tokenizer, LENGTH)
+        random.Random(1).shuffle(pieces)
+        return pieces[:count]
+
+    def samples(self, name: str) -> str:
+        """A text file of the documents that methods may see."""
+        file = self.root / "texts" / f"{name}.txt"
+        if not file.exists():
+            file.write_text("\n\n".join(text[:4000] for text in split(name)[1]))
+        return str(file)
+
+    def judge(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, float]:
+        return {name: loss(model, self.pieces(name)) for name in names}
+
+    def judged(self, name: str) -> dict[str, Any]:
+        """The losses of one of the models."""
+        return self.once(name, lambda: self.judge(read(self.root / name), NAMES))
+
+    def once(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `make` measured, now or in an earlier run."""
+        if not self.known(key):
+            figures = make()
+            self.file(key).write_text(json.dumps(figures) + "\n")
+            print(key, figures, flush=True)
+        return self.figures(key)
+
+    def file(self, key: str) -> Path:
+        return self.root / "measured" / f"{key}.json"
+
+    def known(self, key: str) -> bool:
+        return self.file(key).exists()
+
+    def figures(self, key: str) -> dict[str, Any]:
+        figures: dict[str, Any] = json.loads(self.file(key).read_text())
+        return figures
+
+
+@torch.no_grad()
+def self_written(folder: Path) -> Tensor:
+    """Pieces that a model writes from nothing, at temperature 1."""
+    model, tokenizer = read(folder), AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    start = torch.full((PIECES, 1), tokenizer.bos_token_id)
+    stop = {"eos_token_id": None, "pad_token_id": tokenizer.eos_token_id}
+    return model.generate(start, do_sample=True, top_k=0, max_new_tokens=LENGTH - 1, **stop)
+
+
+def read(folder: Path | str) -> PreTrainedModel:
+    if (Path(folder) / "adapter_config.json").exists():
+        from peft import AutoPeftModelForCausalLM
+
+        return AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def run(*words: object, may_fail: bool = False) -> dict[str, Any]:
+    """One command as a process of its own: seconds of the processor and on the clock, largest resident memory in GB,
+    its output, its exit code."""
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen([str(word) for word in words], stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        output.seek(0)
+        text, code = output.read(), os.waitstatus_to_exitcode(status)
+    if code and not may_fail:
+        sys.exit(f"{' '.join(map(str, words))}\n{text}")
+    return {
+        "seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "clock": round(time.monotonic() - began, 1),
+        "GB": round(usage.ru_maxrss / 2**20, 2),
+        "output": text,
+        "code": code,
+    }
+
+
+def merged(
+    bench: Bench, models: list[Path], tasks: Iterable[str], settings: dict[str, Any], out: Path
+) -> dict[str, float]:
+    """The commands that merge by one method: their seconds and memory; the merge lies in `out`."""
+    of_recipe = {key: value for key, value in settings.items() if key not in NOT_OF_RECIPE}
+    method, data, measured = settings["method"], settings.get("data"), settings.get("measured")
+    steps, entries = [], []
+    for model, task in zip(models, tasks, strict=True):
+        parameters: dict[str, Any] = {key: settings[key] for key in ("weight", "density") if key in settings}
+        if data:
+            parameters["data"] = data if data == "self" else bench.samples(task)
+        if measured:
+            file = bench.root / "texts" / f"{model.name}.safetensors"
+            kinds = ("--kinds", "gram", "--samples", 32, "--out", file, "--force")
+            steps.append(run(BIN / "rotation-merge", "measure", model, "--data", measured, *kinds))
+            parameters["statistics"] = str(file)
+        entries.append({"model": str(model), "parameters": parameters})
+    if method in ("regmean", "refit"):  # averages: the base is the anchor, with no share of its own
+        without_share = {**entries[0]["parameters"], "weight": 0.0}
+        entries.insert(0, {"model": str(bench.root / "base"), "parameters": without_share})
+    recipe: dict[str, Any] = ours(bench.root / "base", entries, {"delegate": method, **NOT_ALIGNED, **of_recipe})
+    if not settings.get("ours"):
+        recipe = {**recipe, "merge_method": method, "parameters": of_recipe}
+    if method == "slerp":
+        recipe["base_model"] = str(models[0])
+    steps.append(by_recipe(recipe, out))
+    return {"seconds": sum(step["seconds"] for step in steps), "GB": max(step["GB"] for step in steps)}
+
+
+@torch.no_grad()
+def best_scale(bench: Bench, out: Path, tasks: Iterable[str]) -> tuple[float, PreTrainedModel]:
+    """The model on the line from the base through the merge that loses least on samples of the tasks."""
+    model, start = read(out), read(bench.root / "base").state_dict()
+    ends = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pieces = {task: bench.pieces(task, "samples", 4) for task in tasks}
+
+    def at(scale: float) -> float:
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(torch.lerp(start[name], ends[name], scale))
+        return mean(loss(model, part) for part in pieces.values())
+
+    best = min(SCALES, key=at)
+    at(best)
+    return best, model
+
+
+@torch.no_grad()
+def ensemble(models: list[PreTrainedModel], pieces: list[Tensor]) -> float:
+    """Loss of the mean of the models' probabilities."""
+    losses = []
+    for ids in pieces:
+        chances = torch.stack([model(ids[None]).logits[0, :-1].softmax(-1) for model in models]).mean(0)
+        losses.append(float(-chances.gather(1, ids[1:, None]).log().mean()))
+    return mean(losses)
+
+
+def merges(bench: Bench, chosen: list[str]) -> None:
+    for seed in (0, 1):
+        for size, tasks in TASKS.items():
+            merges_of(bench, seed, size, tasks, chosen)
+    for size, tasks in TASKS.items():
+        write_merges(bench, size, tasks)
+
+
+def merges_of(bench: Bench, seed: int, size: str, tasks: tuple[str, ...], chosen: list[str]) -> None:
+    models = [bench.root / f"{task}-{seed}" for task in tasks]
+    if not all(model.exists() for model in models):
+        return
+    for name in ("base", *(model.name for model in models)):
+        bench.judged(name)
+    key = f"{size}-{seed}"
+
+    def together() -> dict[str, Any]:
+        loaded = [read(model) for model in models]
+        return {name: ensemble(loaded, bench.pieces(name)) for name in NAMES}
+
+    bench.once(f"{key} ensemble", together)
+    if size == "three" and (bench.root / "all-0").exists():
+        bench.judged("all-0")
+    out = bench.root / "merged"
+    for title, settings in MERGES.items():
+        if (chosen and title not in chosen) or (title == "slerp" and size != "two"):
+            continue
+        searched = settings.get("searched") and f"{key} {title}, best lambda"
+        missing = [name for name in (f"{key} {title}", searched) if name and not bench.known(name)]
+        if not missing:
+            continue
+        paid = merged(bench, models, tasks, settings, out)
+        figures = {**bench.judge(read(out), NAMES), **paid}
+        bench.once(f"{key} {title}", partial(dict, figures))
+        if searched:
+            scale, model = best_scale(bench, out, tasks)
+            bench.once(searched, partial(dict, {**bench.judge(model, NAMES), **paid, "lambda": scale}))
+
+
+def write_merges(bench: Bench, size: str, tasks: tuple[str, ...]) -> None:
+    """The table of one number of tasks: means over the seeds, and half their range."""
+    table = Table(f"real-merges-{size}", KEPT)
+    seeds = [seed for seed in (0, 1) if bench.known(f"{size}-{seed} linear")]
+    rows: dict[str, list[dict[str, Any]]] = {"base": [bench.figures("base")] * len(seeds)}
+    for place, task in enumerate(tasks):
+        rows[f"tuned on {task} alone"] = [bench.figures(f"{tasks[place]}-{seed}") for seed in seeds]
+    rows["each fine-tune on its own text"] = [
+        {**{task: bench.figures(f"{task}-{seed}")[task] for task in tasks}} for seed in seeds
+    ]
+    rows["ensemble of the fine-tunes"] = [bench.figures(f"{size}-{seed} ensemble") for seed in seeds]
+    if size == "three" and bench.known("all-0"):
+        rows["one model trained on all texts"] = [bench.figures("all-0")]
+    for title in MERGES:
+        for variant in (title, f"{title}, best lambda"):
+            figures = [
+                bench.figures(f"{size}-{seed} {variant}") for seed in seeds if bench.known(f"{size}-{seed} {variant}")
+            ]
+            if figures:
+                rows[variant] = figures
+    for title, figures in rows.items():
+        columns = {task: spread([row[task] for row in figures]) for task in tasks}
+        columns["mean"] = spread([mean(row[task] for task in tasks) for row in figures])
+        columns["base's own text"] = spread([row["own"] for row in figures if "own" in row])
+        columns["lambda"] = ", ".join(f"{row['lambda']:g}" for row in figures if "lambda" in row)
+        columns["seconds"] = " to ".join(
+            sorted({f"{row['seconds']:.0f}" for row in figures if "seconds" in row}, key=float)
+        )
+        columns["GB"] = " to ".join(sorted({f"{row['GB']:.1f}" for row in figures if "GB" in row}))
+        table.add({"merge": title, **columns, "seeds": len(figures)})
+
+
+def spread(values: list[float]) -> str:
+    """The mean, and half the range over seeds."""
+    if not values:
+        return ""
+    half = (max(values) - min(values)) / 2
+    return f"{mean(values):.3f}" + (f" ± {half:.3f}" if len(values) > 1 else "")
+
+
+def reach(values: list[float], digits: int) -> str:
+    """The least and the largest."""
+    return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(values), max(values)))) if values else ""
+
+
+LORAS: dict[str, tuple[object, ...]] = {
+    "linear": ("--method", "linear"),
+    "task_arithmetic, lambda 0.7": ("--method", "task_arithmetic", "-p", "lambda=0.7"),
+    "ties, density 0.5": ("--method", "ties", "-p", "density=0.5"),
+    "wudi": ("--method", "wudi"),
+    "wudi, lambda 1.4": ("--method", "wudi", "-p", "lambda=1.4"),
+    "tsv": ("--method", "tsv"),
+}
+
+
+def loras(bench: Bench) -> None:
+    """Three adapters of rank 8 into one of rank 16, and what a merge of full models gives in the same way."""
+    tasks, base, out = TASKS["three"], bench.root / "base", bench.root / "merged-lora"
+    adapters = [bench.root / f"{task}-lora8" for task in tasks]
+    table = Table("real-loras", KEPT)
+
+    def row(title: str, figures: dict[str, Any]) -> None:
+        cells = {name: f"{figures[name]:.3f}" for name in tasks}
+        average = f"{mean(figures[name] for name in tasks):.3f}"
+        table.add(
+            {"merge": title, **cells, "mean": average, "base's own text": f"{figures['own']:.3f}", **cost(figures)}
+        )
+
+    def merged_adapter(*options: object) -> dict[str, Any]:
+        step = run(BIN / "rotation-merge", "lora", *adapters, out, "--rank", 16, *options, "--force")
+        return {**bench.judge(read(out), NAMES), **step}
+
+    def merged_models(delegate: str) -> dict[str, Any]:
+        models = [{"model": f"{base}+{adapter}"} for adapter in adapters]
+        parameters = {"delegate": delegate, **NOT_ALIGNED}
+        step = by_recipe(ours(base, models, parameters), bench.root / "merged")
+        return {**bench.judge(read(bench.root / "merged"), NAMES), **step}
+
+    row("base", bench.judged("base"))
+    for adapter in adapters:
+        row(f"{adapter.name} alone", bench.judged(adapter.name))
+    for title, options in LORAS.items():
+        row(f"{title}, rank 16", bench.once(f"lora16 {title}", partial(merged_adapter, *options)))
+    for delegate in ("wudi", "tsv"):
+        row(f"{delegate}, full models", bench.once(f"lora full {delegate}", partial(merged_models, delegate)))
+
+
+def ours(base: Path, models: list[dict[str, Any]], parameters: dict[str, Any]) -> dict[str, Any]:
+    """A recipe of this package's merge method."""
+    return {
+        "merge_method": "rotation_merge",
+        "base_model": str(base),
+        "models": models,
+        "parameters": parameters,
+        "dtype": "float32",
+    }
+
+
+def cost(figures: dict[str, Any]) -> dict[str, str]:
+    return {key: f"{figures[key]:.{digits}f}" if key in figures else "" for key, digits in (("seconds", 0), ("GB", 1))}
+
+
+def by_recipe(recipe: dict[str, Any], out: Path, *options: object) -> dict[str, Any]:
+    """`mergekit-yaml` on a recipe."""
+    file = out.with_suffix(".yml")
+    file.write_text(yaml.safe_dump(recipe))
+    shutil.rmtree(out, ignore_errors=True)
+    return run(BIN / "mergekit-yaml", file, out, "--quiet", "--random-seed", 0, *options)
+
+
+def coordinates(bench: Bench) -> None:
+    """What alignment does to near models, and whether models in other coordinates come back."""
+    root = bench.root
+    table = Table("real-coordinates", KEPT)
+
+    def merge(first: str, second: str, options: dict[str, Any], **of_second: Any) -> dict[str, Any]:
+        models = [
+            {"model": str(root / first), "parameters": {"weight": 0.5}},
+            {"model": str(root / second), "parameters": {"weight": 0.5, **of_second}},
+        ]
+        step = by_recipe(ours(root / first, models, {"delegate": "linear", **options}), root / "merged")
+        return {**bench.judge(read(root / "merged"), ("de", "fr")), **step}
+
+    def brought() -> dict[str, Any]:
+        models = [{"model": str(root / "de-twin"), "parameters": {"weight": 1.0, **twin_base}}]
+        step = by_recipe(ours(root / "base", models, {"delegate": "linear", **whole}), root / "merged")
+        return {**bench.judge(read(root / "merged"), ("de", "fr")), **step}
+
+    local, whole = {"heads": "permutation"}, {"heads": "permutation", "residual": "rotation", "untie": True}
+    twin_base = {"finetuned_from": str(root / "twin")}
+    rows: dict[str, Callable[[], dict[str, Any]]] = {
+        "de and fr, not aligned": lambda: merge("fr-0", "de-0", NOT_ALIGNED),
+        "de and fr, heads, neurons, scales": lambda: merge("fr-0", "de-0", local),
+        "de and fr, the residual stream, too": lambda: merge("fr-0", "de-0", whole),
+        "de in other coordinates, not aligned": lambda: merge("fr-0", "de-moved", {**NOT_ALIGNED, "untie": True}),
+        "de in other coordinates, heads, neurons, scales": lambda: merge("fr-0", "de-moved", {**local, "untie": True}),
+        "de in other coordinates, the residual stream, too": lambda: merge("fr-0", "de-moved", whole),
+        "de-twin at home": lambda: bench.judge(read(root / "de-twin"), ("de", "fr")),
+        "de-twin brought to the base": brought,
+        "de-twin brought to the base, and fr": lambda: merge("fr-0", "de-twin", whole, **twin_base),
+    }
+    for title, make in rows.items():
+        figures = bench.once(f"coordinates {title}", make)
+        losses = {name: f"{figures[name]:.3f}" for name in ("de", "fr")}
+        table.add({"merge": title, **losses, "mean": f"{(figures['de'] + figures['fr']) / 2:.3f}", **cost(figures)})
+
+
+WAYS: dict[str, tuple[object, ...]] = {
+    "weights": ("--carry", "weights", "--scale", 1),
+    "refit": ("--carry", "refit"),
+    "distil, 50 steps": ("--carry", "distil"),
+}
+
+
+def carry(bench: Bench) -> None:
+    """Fine-tunes of the base, and LoRAs, carried to the second base: recovered lift, net of controls."""
+    table = Table("real-carry", KEPT)
+    for name in [f"{task}-{kind}" for task in TASKS["three"] for kind in ("0", "lora8")]:
+        if (bench.root / name).exists():
+            for row in carried(bench, name):
+                table.add(row)
+
+
+def carried(bench: Bench, name: str) -> Iterator[dict[str, str]]:
+    """Rows of one fine-tune."""
+    task, new = name.partition("-")[0], bench.judged("new-base")
+    gain = bench.judged("base")[task] - bench.judged(name)[task]
+
+    def row(way: str, figures: dict[str, Any]) -> dict[str, str]:
+        chance = figures.get("random")
+        return {
+            "fine-tune": f"{task}, {'LoRA' if 'lora' in name else 'all weights'}",
+            "carried by": way,
+            "loss": f"{figures[task]:.3f}",
+            "base's own text": f"{figures['own']:.3f}",
+            "recovered lift": f"{(new[task] - figures[task]) / gain:.1%}",
+            "random changes": f"{chance['mean']:.1%} ± {chance['standard error']:.1%}" if chance else "",
+            "net of controls": f"{figures['net']:.1%}" if chance else "",
+            "seconds": f"{figures['seconds']:.0f}" if "seconds" in figures else "",
+        }
+
+    yield row("not at all: the new base", new)
+    yield row("plain addition", bench.once(f"carry {name} plain", partial(added, bench, name, task)))
+    for way, options in WAYS.items():
+        yield row(way, bench.once(f"carry {name} {way}", partial(by_command, bench, name, options)))
+
+
+def by_command(bench: Bench, name: str, options: Iterable[object]) -> dict[str, Any]:
+    """`rotation-merge carry`, its controls as it measured them, and the losses of what it wrote."""
+    task, out = name.partition("-")[0], bench.root / "carried"
+    shutil.rmtree(out, ignore_errors=True)
+    bases = ("--from", bench.root / "base", "--to", bench.root / "new-base")
+    data = ("--data", bench.samples(task), "--samples", 32, "--controls", "--force")
+    step = run(BIN / "rotation-merge", "carry", bench.root / name, out, *bases, *data, *options)
+    print(step["output"][-1500:])
+    lift = json.loads((out / "rotation_merge.json").read_text()).get("lift") or {}
+    controls = {"random": lift.get("random controls"), "net": lift.get("net of controls"), "taken": lift.get("method")}
+    return {**bench.judge(on_new_base(bench, out), (task, "own")), **step, **controls}
+
+
+@torch.no_grad()
+def added(bench: Bench, tuned: str, task: str) -> dict[str, float]:
+    """The fine-tune's change as it stands, on the new base."""
+    model = read(bench.root / "new-base")
+    old, changed = read(bench.root / "base").state_dict(), read(bench.root / tuned).state_dict()
+    for name, tensor in model.state_dict().items():
+        tensor += changed[name] - old[name]
+    return bench.judge(model, (task, "own"))
+
+
+def on_new_base(bench: Bench, out: Path) -> PreTrainedModel:
+    if (out / "adapter_config.json").exists():
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(read(bench.root / "new-base"), out).merge_and_unload()
+    return read(out)
+
+
+COMMANDS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "de and fr, without data": (("de-0", "fr-0"), False),
+    "de and fr, text of each": (("de-0", "fr-0"), True),
+    "de, fr and c, text of each": (("de-0", "fr-0", "c-0"), True),
+}
+
+
+def command(bench: Bench) -> None:
+    """The best merge, as a user asks for it; judged on text that nobody used."""
+    table = Table("real-command", KEPT)
+    for title, (models, with_data) in COMMANDS.items():
+        tasks = [model.partition("-")[0] for model in models]
+        figures = bench.once(f"command {title}", partial(best_merge, bench, models, tasks, with_data))
+        table.add(
+            {
+                "pair": title,
+                "tasks, unseen text": f"{mean(figures[task] for task in tasks):.3f}" if "own" in figures else "",
+                "base's own text": f"{figures['own']:.3f}" if "own" in figures else "",
+                "minutes": f"{figures['clock'] / 60:.1f}",
+                "processor minutes": f"{figures['seconds'] / 60:.1f}",
+                "GB": f"{figures['GB']:.1f}",
+            }
+        )
+
+
+def best_merge(bench: Bench, models: Iterable[str], tasks: list[str], with_data: bool) -> dict[str, Any]:
+    out = bench.root / "best"
+    shutil.rmtree(out, ignore_errors=True)
+    data = [word for task in tasks for word in ("--data", bench.samples(task))] if with_data else []
+    options = ("--base", bench.root / "base", "--budget", "15m", *data)
+    step = run(BIN / "rotation-merge", "merge", *(bench.root / model for model in models), out, *options, may_fail=True)
+    return {**(bench.judge(read(out), (*tasks, "own")) if out.exists() else {}), **step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path, help="folder of models.py")
+    parser.add_argument("what", choices=["merges", *PARTS])
+    parser.add_argument("--only", nargs="*", default=[], help="titles of rows")
+    options = parser.parse_args()
+    bench = Bench(options.root)
+    if options.what == "merges":
+        merges(bench, options.only)
+    else:
+        PARTS[options.what](bench)
+
+
+PARTS = {"loras": loras, "coordinates": coordinates, "carry": carry, "command": command}
+
+if __name__ == "__main__":
+    main()
