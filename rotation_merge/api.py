@@ -93,7 +93,7 @@ def align(
         >>> alignment = align(anchor, donor, heads="permutation")  # doctest: +SKIP
         >>> alignment.apply(donor).save_pretrained("aligned")  # doctest: +SKIP
     """
-    chosen = _options(config, options)
+    chosen = AlignConfig.of(config, options)
     first, second = open_like(anchor, "anchor", untie=untie), open_like(donor, "donor", untie=untie)
     match = _matcher(match_on, samples, first, second)
     widening = ""
@@ -483,17 +483,6 @@ def _transferred_files(
         state = {name: checkpoint.source[name].clone() for name in checkpoint.names}
         opened = open_like((state, checkpoint.config), f"{work}, carried", untie=config.untie)
         return as_stored(opened).with_notes(result.lines)
-
-
-def _options(config: AlignConfig | None, options: Mapping[str, Any]) -> AlignConfig:
-    """A config and options by name as one config."""
-    if config is None:
-        return AlignConfig.from_values(dict(options))
-    if not isinstance(config, AlignConfig):
-        problem = f"the config is of type {type(config).__name__}"
-        raise RecipeError(problem, remedy="give an AlignConfig, or its fields as options")
-    known = {field.name: getattr(config, field.name) for field in fields(AlignConfig)}
-    return AlignConfig.from_values({**known, **options}) if options else config
 
 
 def _matcher(how: str, samples: Batches | None, anchor: OpenedModel, donor: OpenedModel) -> Match:

@@ -23,6 +23,9 @@ from rotation_merge.files.outputs import Output, check_replaced
 from rotation_merge.linalg.finite import all_finite
 from rotation_merge.matching.block import SpaceMatch
 from rotation_merge.matching.both import Transforms
+from rotation_merge.matching.check_pair import check_pair
+from rotation_merge.matching.gauge import random_gauge
+from rotation_merge.matching.options import AlignConfig
 from rotation_merge.matching.packed import packed, unpacked
 from rotation_merge.matching.spanning import torn
 from rotation_merge.model import slices
@@ -71,7 +74,7 @@ class Basis:
         untie: whether heads that share an embedding's tensor are given one of their own.
         anchor, donor: which models they are.
         biases: of the anchor by name, folded where the alignment folds: those that softmax cannot see, which a moved
-            donor is given (`model/biases.py`).
+            donor is given (`model/biases.py`); empty: it keeps its own.
         rows: what puts the donor's classes into the anchor's order (`model/labels.py`).
         widths: whether a smaller donor is brought to the anchor's sizes first.
     """
@@ -174,6 +177,35 @@ class Alignment:
     samples: tuple[str, int] | None = None
     basis: Basis | None = field(default=None, compare=False)
     report: MergeReport | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def random(
+        cls,
+        model: ModelLike,
+        config: AlignConfig | None = None,
+        *,
+        seed: int = 0,
+        untie: bool = False,
+        **options: Any,
+    ) -> Alignment:
+        """Draw a random element of every group that the config admits: `apply(model)` gives a twin of the model, other
+        weights with the same outputs.
+
+        Args:
+            model: in any form (`ModelLike`); not modified. It is both anchor and donor of the alignment.
+            config: which groups to draw from, as of `rotation_merge.align`; or name its fields as options.
+            seed: of the random numbers.
+            untie: give a head that shares the embedding's tensor one of its own.
+
+        Raises:
+            RotationMergeError: unknown options, an unsupported architecture, or a group that the model does not admit.
+        """
+        opened = open_like(model, "model", untie=untie)
+        checked = check_pair(opened.member, opened.member, AlignConfig.of(config, options), untie=untie)
+        generator = torch.Generator().manual_seed(seed)
+        transforms = random_gauge(opened.architecture, checked.options, generator)
+        basis = replace(Basis.of(opened, opened, checked.folded, {}), biases={})  # its biases move with it
+        return cls(transforms, checked.folded, notes=tuple(checked.notes()), basis=basis)
 
     def moves_streams(self, architecture: Architecture) -> bool:
         """Whether what reads a stream and is not moved itself (layers that predict tokens further ahead) would be wrong
@@ -553,14 +585,14 @@ def _basis(meta: Mapping[str, str], biases: Mapping[str, Tensor]) -> Basis:
 
 
 def _check_basis(basis: Basis) -> None:
-    """Classes change places and none is lost; the biases are those that the anchor has, and numbers."""
+    """Classes change places and none is lost; biases, if there are any, are those that the anchor has, and finite."""
     for name, (_, order) in basis.rows.items():
         if sorted(order) != list(range(len(order))):
             raise AlignmentError(f"would change what the models compute: '{name}' loses classes")
     blocks = basis.architecture.blocks
     infos = [block.tensor(key) for block in blocks for key in holders(block, [info.key for info in block.tensors])]
     known = {name for info in infos if info is not None for name in info.names if name in basis.shapes}
-    if odd := sorted(known ^ basis.biases.keys()):
+    if basis.biases and (odd := sorted(known ^ basis.biases.keys())):
         raise AlignmentError(f"does not fit: the anchor's bias '{odd[0]}' is not in both of its header and its tensors")
     for name, bias in basis.biases.items():
         if tuple(bias.shape) != basis.shapes[name] or not all_finite([bias]):

@@ -71,6 +71,20 @@ class AlignConfig(GroupOptions):
                 raise RecipeError(f"there is no option '{name}'", remedy=nearest(name, known))
         return cls(**values)
 
+    @classmethod
+    def of(cls, config: AlignConfig | None, options: Mapping[str, Any]) -> AlignConfig:
+        """A config (None: the defaults) with options by name in place of its own.
+
+        Raises:
+            RecipeError: it is no such config, or an option does not exist or has no such value.
+        """
+        if config is not None and not isinstance(config, AlignConfig):
+            problem = f"the config is of type {type(config).__name__}"
+            raise RecipeError(problem, remedy="give an AlignConfig, or its fields as options")
+        if config is not None and not options:
+            return config
+        return cls.from_values({**({} if config is None else asdict(config)), **options})
+
     def layer_ranges(self) -> tuple[range, ...] | None:
         """Layers to match, as ranges of numbers; None for all.
 
