@@ -7,7 +7,7 @@
     python benchmarks/real/measure.py real command           `rotation-merge merge`, as a user calls it
 
 Losses are nats a token on 8 pieces of 256 tokens of each text; `own` is text that the base wrote itself. Methods see
-other documents (`samples`) than the ones they are judged on. `lambda` is searched on 4 pieces of each text's samples.
+other documents (`samples`) than the ones they are judged on. Products are in bfloat16 but under `coordinates`. `lambda` is searched on 4 pieces of each text's samples.
 Everything runs as commands of their own: seconds are of the processor, GB the largest resident memory.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import yaml
-from models import loss, sequences, split
+from models import in_halves, loss, sequences, split
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -99,8 +99,8 @@ class Bench:
             file.write_text("\n\n".join(text[:4000] for text in split(name)[1]))
         return str(file)
 
-    def judge(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, float]:
-        return {name: loss(model, self.pieces(name)) for name in names}
+    def judge(self, model: PreTrainedModel, names: Iterable[str], halves: bool = True) -> dict[str, float]:
+        return {name: loss(model, self.pieces(name), halves) for name in names}
 
     def judged(self, name: str) -> dict[str, Any]:
         """The losses of one of the models."""
@@ -202,7 +202,7 @@ def best_scale(bench: Bench, out: Path, tasks: Iterable[str]) -> tuple[float, Pr
     def at(scale: float) -> float:
         for name, tensor in model.state_dict().items():
             tensor.copy_(torch.lerp(start[name], ends[name], scale))
-        return mean(loss(model, part) for part in pieces.values())
+        return mean(loss(model, part, halves=True) for part in pieces.values())
 
     best = min(SCALES, key=at)
     at(best)
@@ -214,14 +214,16 @@ def ensemble(models: list[PreTrainedModel], pieces: list[Tensor]) -> float:
     """Loss of the mean of the models' probabilities."""
     losses = []
     for ids in pieces:
-        chances = torch.stack([model(ids[None]).logits[0, :-1].softmax(-1) for model in models]).mean(0)
+        with in_halves():
+            logits = [model(ids[None]).logits[0, :-1].float() for model in models]
+        chances = torch.stack(logits).softmax(-1).mean(0)
         losses.append(float(-chances.gather(1, ids[1:, None]).log().mean()))
     return mean(losses)
 
 
 def merges(bench: Bench, chosen: list[str]) -> None:
-    for seed in (0, 1):
-        for size, tasks in TASKS.items():
+    for size, tasks in reversed(TASKS.items()):
+        for seed in (0, 1):
             merges_of(bench, seed, size, tasks, chosen)
     for size, tasks in TASKS.items():
         write_merges(bench, size, tasks)
@@ -379,12 +381,12 @@ def coordinates(bench: Bench) -> None:
             {"model": str(root / second), "parameters": {"weight": 0.5, **of_second}},
         ]
         step = by_recipe(ours(root / first, models, {"delegate": "linear", **options}), root / "merged")
-        return {**bench.judge(read(root / "merged"), ("de", "fr")), **step}
+        return {**bench.judge(read(root / "merged"), ("de", "fr"), halves=False), **step}
 
     def brought() -> dict[str, Any]:
         models = [{"model": str(root / "de-twin"), "parameters": {"weight": 1.0, **twin_base}}]
         step = by_recipe(ours(root / "base", models, {"delegate": "linear", **whole}), root / "merged")
-        return {**bench.judge(read(root / "merged"), ("de", "fr")), **step}
+        return {**bench.judge(read(root / "merged"), ("de", "fr"), halves=False), **step}
 
     local, whole = {"heads": "permutation"}, {"heads": "permutation", "residual": "rotation", "untie": True}
     twin_base = {"finetuned_from": str(root / "twin")}
@@ -395,7 +397,7 @@ def coordinates(bench: Bench) -> None:
         "de in other coordinates, not aligned": lambda: merge("fr-0", "de-moved", {**NOT_ALIGNED, "untie": True}),
         "de in other coordinates, heads, neurons, scales": lambda: merge("fr-0", "de-moved", {**local, "untie": True}),
         "de in other coordinates, the residual stream, too": lambda: merge("fr-0", "de-moved", whole),
-        "de-twin at home": lambda: bench.judge(read(root / "de-twin"), ("de", "fr")),
+        "de-twin at home": lambda: bench.judge(read(root / "de-twin"), ("de", "fr"), halves=False),
         "de-twin brought to the base": brought,
         "de-twin brought to the base, and fr": lambda: merge("fr-0", "de-twin", whole, **twin_base),
     }

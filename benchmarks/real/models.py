@@ -86,10 +86,15 @@ def sequences(texts: list[str], tokenizer: PreTrainedTokenizerBase, length: int)
     return pieces
 
 
-def loss(model: PreTrainedModel, pieces: list[torch.Tensor]) -> float:
+def in_halves(wanted: bool = True) -> torch.autocast:
+    """Products in bfloat16, where the processor has them: half the time."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=wanted and torch.cpu._is_avx512_bf16_supported())
+
+
+def loss(model: PreTrainedModel, pieces: list[torch.Tensor], halves: bool = False) -> float:
     """Mean loss in nats per token."""
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), in_halves(halves):
         losses = [float(model(input_ids=piece[None], labels=piece[None]).loss) for piece in pieces]
     return sum(losses) / len(losses)
 
@@ -111,14 +116,13 @@ def train(
     warm_up = max(1, steps // 10)
     model.train()
     started = time.monotonic()
-    halves = torch.cpu._is_avx512_bf16_supported()  # products in bfloat16 take half the time there
     for step in range(steps):
         progress = max(0.0, (step - warm_up) / max(1, steps - warm_up))
         factor = min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate * factor
         piece = order.choice(pieces)
-        with torch.autocast("cpu", torch.bfloat16, enabled=halves):
+        with in_halves():
             value = model(input_ids=piece[None], labels=piece[None]).loss
         value.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -153,6 +157,15 @@ def base_model(wheel: Path, out: Path) -> None:
     write(model, tokenizer, out / "base", {domain: loss(model, held_out(domain, tokenizer)) for domain in DOMAINS})
 
 
+def twins(out: Path) -> None:
+    """The base, and its first German fine-tune, in other coordinates: same outputs, other weights."""
+    import rotation_merge as rm
+
+    turned = rm.Alignment.random(out / "base", heads="permutation", residual="rotation", untie=True, seed=1)
+    for source, name in (("de-0", "de-moved"), ("base", "twin")):
+        turned.apply(out / source, strict=source == "base").save_pretrained(out / name)
+
+
 def fine_tune(out: Path, name: str, source: str, domains: list[str], *, steps: int, seed: int, rank: int = 0) -> None:
     """A fine-tune of all weights of `source`, or a LoRA of it (rank > 0), on the texts of `domains`."""
     model = AutoModelForCausalLM.from_pretrained(out / source, dtype=torch.float32)
@@ -180,8 +193,7 @@ def recipes_of_models() -> dict[str, dict[str, Any]]:
     models["all-0"] = {"source": "base", "domains": ["de", "fr", "c"], "steps": 150, "seed": 0}
     models["de-long"] = {"source": "base", "domains": ["de"], "steps": 150, "seed": 0}
     models["new-base"] = {"source": "base", "domains": ["python", "english"], "steps": 120, "seed": 2}
-    for domain in ("de", "fr", "c"):  # what the new base gains at home: the yardstick beside the old base's gain
-        models[f"{domain}-new"] = {"source": "new-base", "domains": [domain], "steps": 50, "seed": 0}
+    models["de-twin"] = {"source": "twin", "domains": ["de"], "steps": 50, "seed": 0}
     for domain in ("de", "fr", "c", "python"):
         models[f"{domain}-lora8"] = {"source": "base", "domains": [domain], "steps": 50, "seed": 0, "rank": 8}
     for domain in ("de", "fr", "c"):
@@ -203,6 +215,8 @@ def main() -> None:
     if unknown:
         sys.exit(f"unknown models {', '.join(sorted(unknown))}; there are {', '.join(models)}")
     for name in options.only or models:
+        if models[name]["source"] == "twin" and not (options.out / "twin").exists():
+            twins(options.out)
         if not (options.out / name).exists():
             fine_tune(options.out, name, **models[name])
 
