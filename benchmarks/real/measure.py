@@ -7,9 +7,9 @@
     python benchmarks/real/measure.py real command           `rotation-merge merge`, as a user calls it
 
 Losses are nats a token on 8 pieces of 256 tokens of each text; `own` is text that the base wrote itself. Methods see
-other documents (`samples`) than the ones they are judged on. Products are in bfloat16, except in `coordinates`. `lambda`
-is searched on 4 pieces of each text's samples. Everything runs as commands of their own: seconds are of the processor,
-GB the largest resident memory.
+other documents (`samples`) than the ones they are judged on. Products are in bfloat16, except in `coordinates`;
+`lambda` is searched on 4 pieces of each text's samples. Seconds are processor time, GB the largest resident memory of
+the commands, each a process of its own.
 """
 
 from __future__ import annotations
