@@ -317,8 +317,8 @@ LORAS: dict[str, tuple[object, ...]] = {
 
 
 def loras(bench: Bench) -> None:
-    """Three adapters of rank 8 into one of rank 16, and what a merge of full models gives in the same way."""
-    tasks, base, out = TASKS["three"], bench.root / "base", bench.root / "merged-lora"
+    """Two adapters of rank 8 into one of rank 12, and what a merge of full models gives in the same way."""
+    tasks, base, out = ("de", "c"), bench.root / "base", bench.root / "merged-lora"
     adapters = [bench.root / f"{task}-lora8" for task in tasks]
     table = Table("real-loras", KEPT)
 
@@ -330,7 +330,7 @@ def loras(bench: Bench) -> None:
         )
 
     def merged_adapter(*options: object) -> dict[str, Any]:
-        step = run(BIN / "rotation-merge", "lora", *adapters, out, "--rank", 16, *options, "--force")
+        step = run(BIN / "rotation-merge", "lora", *adapters, out, "--rank", 12, *options, "--force")
         return {**bench.judge(read(out), NAMES), **step}
 
     def merged_models(delegate: str) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def loras(bench: Bench) -> None:
     for adapter in adapters:
         row(f"{adapter.name} alone", bench.judged(adapter.name))
     for title, options in LORAS.items():
-        row(f"{title}, rank 16", bench.once(f"lora16 {title}", partial(merged_adapter, *options)))
+        row(f"{title}, rank 12", bench.once(f"lora12 {title}", partial(merged_adapter, *options)))
     for delegate in ("wudi", "tsv"):
         row(f"{delegate}, full models", bench.once(f"lora full {delegate}", partial(merged_models, delegate)))
 
