@@ -117,6 +117,6 @@ def test_what_can_be_mended_is(family: str, copied: Copy) -> None:
 
 
 def test_the_docs_have_a_row_for_each_fault() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
     rows = [row.split("|")[1].strip() for row in page.splitlines() if row.count("|") == 5]
     assert [name for name in FAULTS if name not in rows] == []
