@@ -58,13 +58,15 @@ Watch = Callable[[str, int, int], None]
 class PolishConfig(Config):
     """How to polish a merge."""
 
-    samples: int = option(64, "of each teacher", low=2)
-    steps: int = option(50, "of the optimiser", low=1)
-    lora: int = option(0, "train a LoRA of this rank, not all weights (0)", low=0)
+    samples: int = option(64, "number of samples of each teacher", low=2)
+    steps: int = option(50, "optimiser steps", low=1)
+    lora: int = option(0, "train a LoRA of this rank; 0: all weights", low=0)
     merge_lora: bool = option(False, "write the model with the LoRA merged in, not an adapter")
-    learning_rate: float | None = option(None, "not given: chosen on held-out samples", float, low=0, above=True)
+    learning_rate: float | None = option(
+        None, "learning rate; not given: chosen on held-out samples", float, low=0, above=True
+    )
     length: int = option(128, "tokens in a text", low=2)
-    seed: int = option(0, "of everything random")
+    seed: int = option(0, "seed of all random numbers")
 
 
 @dataclass(frozen=True)

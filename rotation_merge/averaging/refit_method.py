@@ -17,17 +17,17 @@ from rotation_merge.errors import RecipeError
 class RefitConfig(Config):
     """How to refit a merge."""
 
-    ridge: float = option(0.01, "pulls every map towards where it started", low=0)
+    ridge: float = option(0.01, "strength of the pull of each map towards its start", low=0)
     targets: str | None = option(
         None,
-        "own: each sample is answered by its own model; mean: all are answered by the mean",
+        "own: each sample's target is its own model's output; mean: the mean of all outputs",
         str,
         choices=("own", "mean"),
     )
-    start: str = option("average", "what the maps are before they are solved", choices=("average", "anchor"))
-    spill: str | None = option(None, "folder where hidden states wait instead of in memory", str)
-    samples: int = option(64, "of each model, where a source is named", low=1)
-    seed: int = option(0, "of samples that are made")
+    start: str = option("average", "start of the maps before they are solved", choices=("average", "anchor"))
+    spill: str | None = option(None, "folder for hidden states; None: in memory", str)
+    samples: int = option(64, "number of samples of each model, if a source is named", low=1)
+    seed: int = option(0, "seed of written samples")
 
 
 class RefitMethod(OwnMethod):
@@ -38,7 +38,9 @@ class RefitMethod(OwnMethod):
         pretty_name="Refit",
         parameters=(
             WEIGHT,
-            ParameterSpec("ridge", float, ParameterScope.SHARED, 0.01, "pulls every map towards where it started"),
+            ParameterSpec(
+                "ridge", float, ParameterScope.SHARED, 0.01, "strength of the pull of each map towards its start"
+            ),
             ParameterSpec(
                 "alpha",
                 float,
@@ -51,7 +53,7 @@ class RefitMethod(OwnMethod):
                 float,
                 ParameterScope.SHARED,
                 1.0,
-                "what the start's difference to base_model is multiplied by",
+                "factor of the start's difference to base_model",
             ),
         ),
         contract=InputContract(base=BasePolicy.OPTIONAL),

@@ -61,8 +61,8 @@ class TransferConfig(Config):
     )
     match_on: str | None = option(
         None,
-        "what maps are chosen by (not given: weights); activations: of both models on samples ('data'); both: streams "
-        "start from these, and all count (not given: for 'carry: activations')",
+        "what chooses the maps: weights, activations of both models on samples ('data'), or both (not given: weights; "
+        "both for 'carry: activations')",
         str,
         choices=MATCH_ON,
     )

@@ -32,9 +32,9 @@ from rotation_merge.matching.options import WEIGHTS
 @click.option(
     "--data",
     type=SAMPLE_SOURCE,
-    help="Samples for --match-on; self, the default: text of which each of the two writes half.",
+    help="Samples for --match-on; default self: each model writes half of the text.",
 )
-@click.option("--samples", type=click.IntRange(min=1), help="How many; 64 if not given.")
+@click.option("--samples", type=click.IntRange(min=1), help="Number of samples for --match-on; 64 if not given.")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
     "--alignment",

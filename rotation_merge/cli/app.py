@@ -93,7 +93,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, "--version")
-@click.option("-v", "--verbose", count=True, help="Say what is decided; twice: everything, with tracebacks.")
+@click.option("-v", "--verbose", count=True, help="Print decisions; twice: everything, with tracebacks.")
 def app(verbose: int) -> None:
     """Align transformers by their symmetries before mergekit merges them.
 

@@ -95,7 +95,7 @@ class Along(Progress):
     type=SAMPLE_SOURCE,
     multiple=True,
     required=True,
-    help=f"What to measure on, one or more: {KINDS}.",
+    help=f"Samples to measure on, one or more: {KINDS}.",
 )
 @config_options(BarrierConfig)
 @click.option("--plot", type=NEW_PLOT, metavar="FILE", help="Also draw a PNG, SVG or PDF (needs matplotlib).")

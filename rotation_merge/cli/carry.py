@@ -30,9 +30,9 @@ from rotation_merge.matching.options import WEIGHTS
 )
 @click.argument("work", type=MODEL, nargs=-1, required=True)
 @click.argument("out", type=NEW_MODEL)
-@click.option("--from", "old", type=MODEL, required=True, metavar="OLD_BASE", help="The base that it was trained on.")
-@click.option("--to", "new", type=MODEL, required=True, metavar="NEW_BASE", help="The base that it is to work on.")
-@click.option("--alignment", type=ALIGNMENT, metavar="FILE", help="Apply this file's maps instead of matching.")
+@click.option("--from", "old", type=MODEL, required=True, metavar="OLD_BASE", help="Base that WORK was trained on.")
+@click.option("--to", "new", type=MODEL, required=True, metavar="NEW_BASE", help="Base that OUT is for.")
+@click.option("--alignment", type=ALIGNMENT, metavar="FILE", help="Alignment file to apply instead of matching.")
 @config_options(
     TransferConfig,
     *("method", "steps", "data", "samples", "judge", "controls", "seed", "scale", "rank"),
@@ -62,15 +62,14 @@ def command(
     as_json: bool,
     **values: Any,
 ) -> int:
-    """Carry adapters or fine-tunes WORK of OLD_BASE to NEW_BASE; nothing is trained but with --carry distil.
+    """Move adapters or fine-tunes WORK from OLD_BASE to NEW_BASE; only --carry distil trains.
 
-    WORK is a LoRA as peft writes it, which stays one of the same rank, or a fine-tuned model. OUT is the same thing for
-    NEW_BASE; with several, a directory with one for each. Where NEW_BASE is OLD_BASE in other coordinates, it computes
-    there what it computed at home. Where the two share their coordinates (by a few of their matrices), WORK can be used
-    on NEW_BASE as it is: that is said, and nothing is written, unless --data lets samples judge or --force asks.
-    --force also carries an adapter whose base is not OLD_BASE. Without --residual the largest group that the models
-    admit is matched. Matching that was interrupted after minutes goes on from what it had found
-    (OUT.matching.unfinished).
+    WORK is a LoRA in peft's format, which keeps its rank, or a fine-tuned model. OUT is the same for NEW_BASE; with
+    several WORK, a directory with one for each. If NEW_BASE is OLD_BASE in other coordinates, the moved change has
+    exactly the same effect. If the bases share their coordinates, WORK can be used on NEW_BASE as it is: the command
+    says so and writes nothing without --data or --force. --force also moves an adapter whose base is not OLD_BASE.
+    Without --residual the largest group that the models admit is matched. Interrupted matching continues from
+    OUT.matching.unfinished.
     """
     from rotation_merge.carrying.session import Execution
     from rotation_merge.carrying.transfer import carry, check_places

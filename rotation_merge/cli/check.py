@@ -15,7 +15,7 @@ from rotation_merge.errors import RecipeError
 
 @click.command(epilog="Example: rotation-merge check recipe.yml")
 @click.argument("recipe", type=MODELS_OR_RECIPE)
-@click.option("--offline", is_flag=True, help="Do not ask the hub about models that are not here.")
+@click.option("--offline", is_flag=True, help="Do not fetch headers of models from the hub.")
 @json_option
 @shown
 def command(recipe: str, offline: bool, as_json: bool) -> int:

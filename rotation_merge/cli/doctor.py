@@ -30,15 +30,14 @@ if TYPE_CHECKING:
 def command(
     patient: str, parents: tuple[str, ...], mend: bool, mend_weights: bool, out: str | None, as_json: bool
 ) -> int:
-    """Why is this merge gibberish? What was found, the likeliest cause first, each with its remedy.
+    """Find out why a merge is bad: the likeliest cause first, each with its remedy.
 
-    Takes a merged model (of any merge method: what it was made of is read from mergekit_config.yml and
-    rotation_merge.json beside it, or name PARENTS) or a recipe before it is run. Looks whether the folder is whole
-    (tensors, index, config, token ids, files that the parents have), for parents that do not fit, tokens at other ids,
-    another RoPE base or config, tied heads, NaN, what the dtype cannot hold, models in other coordinates or of another
-    lineage, and weights and activations that vanish by layer. Exit code 1: a likely cause.
+    Takes a merged model of any merge method, or a recipe before you run it. Parents are read from mergekit_config.yml
+    and rotation_merge.json beside the model; otherwise name PARENTS. Checks the folder (tensors, index, config, token
+    ids, small files of the parents), parents that do not fit, tokens at other ids, RoPE, config, tied heads, NaN,
+    overflow of the dtype, coordinates, lineage, and weights and activations that vanish. Exit code 1: a likely cause.
 
-    --mend corrects what it can (every file is whole at any moment) and says what; weights are left alone without
+    --mend corrects the folder and prints each correction; each file is replaced atomically. Tensors change only with
     --mend-weights.
     """
     from rotation_merge.diagnose.doctor import diagnose, open_case

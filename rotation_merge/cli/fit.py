@@ -54,7 +54,7 @@ from rotation_merge.run.functions import load, narrowed, stored_dtype
     "--devices",
     type=WORD,
     metavar="LIST",
-    help="Several, as cuda:0,cuda:1: models are spread over them; what is between is computed on the first.",
+    help="Several devices, as cuda:0,cuda:1: one model on each; mixed models run on the first.",
 )
 @matching_options
 @match_on_option

@@ -17,7 +17,11 @@ TYPES = ("f16", "q8_0")
 def gguf_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --gguf and --gguf-type; the command hands their values to `check_gguf` and `write_gguf`."""
     function = click.option(
-        "--gguf-type", type=click.Choice(TYPES), default=TYPES[0], show_default=True, help="Of the weights in --gguf."
+        "--gguf-type",
+        type=click.Choice(TYPES),
+        default=TYPES[0],
+        show_default=True,
+        help="Type of the weights in --gguf.",
     )(function)
     return click.option("--gguf", type=NEW_GGUF, metavar="FILE.gguf", help="Also write OUT as a GGUF, for llama.cpp.")(
         function
@@ -51,7 +55,9 @@ def write_gguf(model: str, out: str, kind: str) -> list[str]:
 @click.command(epilog="Example: rotation-merge gguf ./merged merged-Q8_0.gguf --type q8_0")
 @click.argument("model", type=MODEL)
 @click.argument("out", type=NEW_GGUF, metavar="OUT.gguf")
-@click.option("--type", "kind", type=click.Choice(TYPES), default=TYPES[0], show_default=True, help="Of the weights.")
+@click.option(
+    "--type", "kind", type=click.Choice(TYPES), default=TYPES[0], show_default=True, help="Type of the weights."
+)
 @json_option
 @shown
 @writes

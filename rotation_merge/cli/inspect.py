@@ -38,10 +38,10 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 )
 @click.argument("target", type=MODELS_OR_RECIPE, required=False, metavar="[MODEL | RECIPE | FILE]")
 @click.option(
-    "--tensor", type=WORD, metavar="NAME", help="One tensor: its spaces, its maps, what the delegate receives."
+    "--tensor", type=WORD, metavar="NAME", help="Spaces and maps of a tensor, and what the delegate receives."
 )
 @click.option("--fingerprint", is_flag=True, help="Fingerprint of a model, or of the models in a file.")
-@click.option("--report", is_flag=True, help="What the merge in a folder did.")
+@click.option("--report", is_flag=True, help="Report of the merge in a folder.")
 @click.option("--html", type=PAGE, metavar="OUT", help="Write the report as one page, with barrier.json if present.")
 @click.option("--draft", is_flag=True, help="Draft an architecture file for a model from its names and shapes.")
 @click.option("--methods", is_flag=True, help="Merge methods that can be the delegate, and all recipe parameters.")
@@ -323,7 +323,7 @@ def _fingerprint(target: str, _: object, as_json: bool) -> int:
 
 
 def _report(target: str, _: object, as_json: bool) -> int:
-    """What the merge in a folder did."""
+    """Report of the merge in a folder."""
     return _show_file(described(target if is_document(target) else os.path.join(target, REPORT_FILE)), as_json)
 
 

@@ -11,19 +11,21 @@ from rotation_merge.errors import RecipeError
 
 @click.command(epilog="Example: rotation-merge lora ./german ./french ./merged --method wudi -p lambda=1.4 --rank 16")
 @click.argument("adapters", type=ADAPTERS_AND_OUT, nargs=-1, required=True, metavar="A B [C ...] OUT")
-@click.option("--method", "-m", default="linear", show_default=True, type=WORD, help="What merges the changes.")
-@click.option("--weights", type=WORD, metavar="W,W,...", help="One for each adapter; all 1 if not given.")
+@click.option("--method", "-m", default="linear", show_default=True, type=WORD, help="Method that merges the changes.")
+@click.option("--weights", type=WORD, metavar="W,W,...", help="Weight of each adapter; all 1 if not given.")
 @click.option(
     "--rank",
     type=WORD,
     metavar="N|auto",
-    help="Rank of the result; the ranks together if not given, which loses nothing.",
+    help="Rank of the result; the sum of the ranks if not given, which loses nothing.",
 )
-@click.option("--energy", default=0.99, show_default=True, help="What --rank auto keeps of each map's squared norm.")
 @click.option(
-    "--parameter", "-p", type=WORD, multiple=True, metavar="NAME=VALUE", help="Of the method, as in a recipe."
+    "--energy", default=0.99, show_default=True, help="Share of each map's squared norm that --rank auto keeps."
 )
-@click.option("--seed", default=0, show_default=True, help="Of the entries that DARE drops.")
+@click.option(
+    "--parameter", "-p", type=WORD, multiple=True, metavar="NAME=VALUE", help="Parameter of the method, as in a recipe."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the entries that DARE drops.")
 @json_option
 @shown
 @writes
@@ -41,8 +43,8 @@ def command(
 
     An adapter is a folder in peft's format, or a .safetensors file in kohya's or diffusers'; OUT has the form of the
     first. The methods are linear (weighted mean), mergekit's task_arithmetic, ties, dare_ties, dare_linear, breadcrumbs
-    and della, and wudi, tsv and iso. The result is what merging the full models would change, as far as its rank
-    reaches. The table says what survives of each adapter: the merged change's component along its own.
+    and della, and wudi, tsv and iso. The result equals the change of the merged full
+    models, up to its rank. The table has the part of each adapter that remains in the result.
 
     With --force adapters that name different bases are merged, too.
     """

@@ -26,13 +26,13 @@ from rotation_merge.run.measure import MeasureConfig
     help=f"{KINDS}; self: text the model writes; synthetic: images made of noise.",
 )
 @click.option(
-    "--out", type=STATISTICS, metavar="FILE", help="Where to write; beside the model if not given, else here."
+    "--out", type=STATISTICS, metavar="FILE", help="File to write; if not given, beside the model or in this directory."
 )
 @config_options(MeasureConfig)
 @click.option(
     "--by-layer/--whole",
     default=None,
-    help="One layer in memory at a time, or the whole model; by layer where it does not fit, if not given.",
+    help="One layer in memory at a time, or the whole model; if not given, by layer if the model does not fit.",
 )
 @device_option("")
 @json_option

@@ -37,20 +37,20 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     help=f"Samples to merge with and to judge by: {KINDS}; once for all models or once for each. If not given: text "
     "that the models write themselves (self), or images made of noise (synthetic).",
 )
-@click.option("--samples", default=64, show_default=True, type=click.IntRange(min=8), help="To merge with, a set.")
-@click.option("--budget", type=WORD, default="10m", show_default=True, help="Time for trying: 90s, 10m, 2h.")
+@click.option(
+    "--samples", default=64, show_default=True, type=click.IntRange(min=8), help="Samples of each set to merge with."
+)
+@click.option("--budget", type=WORD, default="10m", show_default=True, help="Time for the search: 90s, 10m, 2h.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--batch-size", default=8, show_default=True, type=click.IntRange(min=1))
 @click.option("--length", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens in a text window.")
-@click.option(
-    "--base", type=MODEL, help="What the models were tuned from (default: as adapters, cards or nearness say)."
-)
+@click.option("--base", type=MODEL, help="Common base of the models (default: found from adapters, cards or weights).")
 @click.option("--dtype", type=WORD, help="Store weights in this type (default: as the models).")
 @click.option(
     "--subsets",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Of N random subsets of three or more models: how often do merges in the best way beat the best model?",
+    help="Merge N random subsets of three or more models, too: how often does the merge beat the best model?",
 )
 @click.option("--anyway", is_flag=True, help="Write the best merge even if one parent alone is better.")
 @click.option("--polish", is_flag=True, help="Then train the merge for a few steps, into OUT-polished.")
@@ -78,11 +78,11 @@ def command(
 ) -> int:
     """Find the best merge of A, B, ... and write it to OUT with its recipe.
 
-    Tries plain and aligned averages, averages of task vectors (of --base, or of a base that adapters, cards or weights
-    tell), refits and learned alignments, as far as the budget goes. Judges each on samples that no merge has seen, and
+    Tries plain and aligned averages, averages of task vectors (from --base, or a base found from adapters, cards
+    or weights), refits and learned alignments, within the budget. Judges each on samples that no merge has seen, and
     by what it forgets of the base. Writes the best one with recipe.yml, which mergekit-yaml runs to the same weights.
-    Says so when one parent alone is better than every merge, and then writes nothing (exit code 1) unless --anyway.
-    An interrupted search goes on where it was. --polish distils the parents into the merge, as a step of its own.
+    If one parent alone is better than every merge, says so and writes nothing (exit code 1) without --anyway.
+    An interrupted search continues. --polish distils the parents into the merge, as a step of its own.
     """
     began = time.perf_counter()
     if len(models) < 3:

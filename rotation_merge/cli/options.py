@@ -138,7 +138,7 @@ def match_on_option(function: Callable[..., Any]) -> Callable[..., Any]:
         type=click.Choice(MATCH_ON),
         default="weights",
         show_default=True,
-        help="What maps are chosen by; activations, on samples, run both models; both: streams start from these.",
+        help="What chooses the maps: weights, activations of both models on samples, or both.",
     )(function)
 
 
@@ -175,8 +175,8 @@ def ray_option(function: Callable[..., Any]) -> Callable[..., Any]:
         "--ray",
         type=WORD,
         metavar="ADDRESS",
-        help="Share the work among the workers of a Ray cluster: HOST:PORT, auto (that of this machine), or local "
-        "(started here). Workers read the models from storage that all see; needs rotation-merge[ray].",
+        help="Share the work among the workers of a Ray cluster: HOST:PORT, auto (this machine's), or local "
+        "(a temporary one). All workers must see the models under the same path; needs rotation-merge[ray].",
     )(function)
 
 

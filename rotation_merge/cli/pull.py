@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 @click.command(epilog="Example: rotation-merge pull org/merged@4c1b2a ./merged")
 @click.argument("repo", type=WORD, metavar="ORG/NAME[@REVISION]")
 @click.argument("folder", type=NEW_FOLDER, metavar="DIR")
+@click.option("--include", type=WORD, multiple=True, metavar="PATTERN", help="Take other files, too (as 'plots/*').")
 @click.option(
-    "--include", type=WORD, multiple=True, metavar="PATTERN", help="Take files that no merge has, too (as 'plots/*')."
+    "--no-weights", is_flag=True, help="Leave out the merged weights; recipe and inputs suffice to make them again."
 )
-@click.option("--no-weights", is_flag=True, help="Leave out the merged weights: what is needed to make them again.")
 @json_option
 @shown
 @writes

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     type=WORD,
     multiple=True,
     metavar="LOCAL=ORG/NAME@REVISION",
-    help="What a local model is called on the hub.",
+    help="Name of a local model on the hub.",
 )
 @click.option("--with-data", is_flag=True, help="Publish samples and statistics that the recipe reads, too.")
 @click.option(
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     type=WORD,
     multiple=True,
     metavar="PATTERN",
-    help="Publish files that no merge has, too (as 'plots/*').",
+    help="Publish other files, too (as 'plots/*').",
 )
-@click.option("--private", is_flag=True, help="A repository that only its owners see.")
-@click.option("--yes", is_flag=True, help="Do it; without it a summary is shown (with -v all of it), nothing is sent.")
+@click.option("--private", is_flag=True, help="Make a private repository.")
+@click.option("--yes", is_flag=True, help="Publish; without it, show a summary (with -v all of it) and send nothing.")
 @json_option
 @shown
 def command(

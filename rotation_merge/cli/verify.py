@@ -23,7 +23,7 @@ from rotation_merge.run.proof import ROUNDINGS, coarser, largest_difference, own
     "--data",
     type=SAMPLE_SOURCE,
     metavar="DATA",
-    help="Real inputs too: see 'rotation-merge barrier --help'.",
+    help="Samples to compare on, too: see 'rotation-merge barrier --help'.",
 )
 @click.option("--float64", "double", is_flag=True, help="Compute in double precision.")
 @click.option(

@@ -20,44 +20,49 @@ class FitConfig(Config):
 
     objective: str = option(
         "auto",
-        "distill: answer like the parents, no labels needed; labels: the model's own loss; auto: labels if present",
+        "distill: match the parents' outputs, without labels; labels: the model's own loss; auto: labels if present",
         choices=OBJECTIVES,
     )
-    steps: int = option(600, "of the optimiser", low=1)
-    minutes: float = option(0.0, "stop after so long, whatever the steps (0: no limit)", low=0)
+    steps: int = option(600, "optimiser steps", low=1)
+    minutes: float = option(0.0, "stop after this many minutes; 0: no limit", low=0)
     patience: int = option(
         5,
-        f"stop after so many looks at the held-out samples ({LOOKS} in all) without a better state",
+        f"stop after this many evaluations on held-out samples ({LOOKS} in all) without a better state",
         low=1,
         command=False,
     )
-    learning_rate: float = option(0.02, "of Adam, at its peak; cosine decay to nothing", low=0, above=True)
+    learning_rate: float = option(0.02, "peak learning rate of Adam, with cosine decay to 0", low=0, above=True)
     coefficients: tuple[float, ...] | None = option(
         None, "fixed shares of the models, anchor first; None: drawn at random around the middle", tuple, command=False
     )
     permutations: bool = option(False, "also learn the order of FFN neurons")
     start: str = option(
-        "auto", "where to begin; auto: the better one on held-out samples", choices=("auto", "matched", "identity")
+        "auto",
+        "start of the search; auto: the better of the two on held-out samples",
+        choices=("auto", "matched", "identity"),
     )
     match_on: str = option(
-        "weights", "what the start is matched on; not weights alone: the samples, too", choices=MATCH_ON, command=False
+        "weights",
+        "what the start is matched on: weights, activations of the samples, or both",
+        choices=MATCH_ON,
+        command=False,
     )
     mixing: float = option(
         0.5,
-        "share of steps that distil mixes of two samples (not of token ids): more out of few samples",
+        "share of distillation steps on mixtures of two samples (not of token ids); helps with few samples",
         low=0,
         high=1,
         command=False,
     )
     held_out: float = option(
-        0.15, "share of the batches that is kept for choosing the best state", low=0, high=1, command=False
+        0.15, "share of the batches that is held out to choose the best state", low=0, high=1, command=False
     )
-    seed: int = option(0, "of everything random")
+    seed: int = option(0, "seed of all random numbers")
     half: bool = option(False, "mixed precision (bfloat16) on CUDA", command=False)
     checkpointing: bool = option(False, "gradient checkpointing: less memory, more time")
     state: FilePath | None = option(
         None,
-        "file for the state of an unfinished fit; where it is there, the fit goes on from it",
+        "file for the state of an unfinished fit; if it exists, the fit continues from it",
         FilePath,
         command=False,
     )

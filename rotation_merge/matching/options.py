@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 WEIGHTS, ACTIVATIONS, BOTH = MATCH_ON = ("weights", "activations", "both")
-"""What elements are chosen by; both: weights and activations together, the streams started from activations."""
+"""What chooses the elements; both: weights and activations together, starting the streams from activations."""
 
 """Of a change that weights carry. auto: a layer has a map of its own where weights (or samples) say so; shared: none
 has; own: every one."""
@@ -44,7 +44,7 @@ class AlignConfig(GroupOptions):
 
     @classmethod
     def described(cls, name: str) -> Option:
-        """What there is to say of a field."""
+        """The option that a field describes."""
         described: Option = cls.__dataclass_fields__[name].metadata["option"]
         return described
 

@@ -42,12 +42,14 @@ class MeasureConfig(Config):
     rank: int | None = option(None, "keep Grams of neurons as a diagonal plus this rank", int, low=1)
     labels: str = option(
         "sampled",
-        "whose labels gradients are of: the model's own (exact for classifiers), or the data's",
+        "labels of the gradients: sampled from the model (exact for classifiers), or the data's",
         choices=("sampled", "data"),
     )
-    seed: int = option(0, "of samples that are made and of labels that are drawn")
-    memory: int | None = option(None, "bytes that sums may take; None: half of what is free", int, low=1, command=False)
-    samples: int | None = option(None, f"at most so many; of self and synthetic {SAMPLES} if not given", int, low=1)
+    seed: int = option(0, "seed of written samples and sampled labels")
+    memory: int | None = option(None, "most bytes for sums; None: half of the free memory", int, low=1, command=False)
+    samples: int | None = option(
+        None, f"largest number of samples; None: all, {SAMPLES} of self and synthetic", int, low=1
+    )
     batch_size: int = option(16, "examples in a batch", low=1)
     length: int = option(128, "tokens in a window of text", low=2)
 

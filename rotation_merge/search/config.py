@@ -20,18 +20,14 @@ from rotation_merge.run.written import SELF, SYNTHETIC
 class MergeConfig(Config):
     """How the best merge is looked for."""
 
-    samples: int = option(64, "to merge with, a set", low=8)
-    budget: float = option(600.0, "seconds for trying", low=0, above=True)
-    seed: int = option(0, "of everything random")
+    samples: int = option(64, "samples of each set to merge with", low=8)
+    budget: float = option(600.0, "seconds for the search", low=0, above=True)
+    seed: int = option(0, "seed of all random numbers")
     length: int = option(128, "tokens in a window of text", low=2)
     batch_size: int = option(8, "examples in a batch", low=1)
     dtype: str | None = option(None, "store weights in this type (not given: as the models)", str, choices=DTYPES)
-    base: str | None = option(
-        None, "what the models were tuned from (not given: as adapters, cards or nearness say)", str
-    )
-    subsets: int = option(
-        0, "of so many random subsets of three or more models the best way's merge is measured", low=0
-    )
+    base: str | None = option(None, "common base of the models (not given: found from adapters, cards or weights)", str)
+    subsets: int = option(0, "number of random subsets of three or more models to merge by the best way", low=0)
 
 
 @dataclass(frozen=True)
