@@ -26,8 +26,8 @@ from torch import Tensor
 from rotation_merge.averaging.polish import PolishOptions, PolishReport, polish
 from rotation_merge.errors import RotationMergeError
 from rotation_merge.files.durable import replacing
+from rotation_merge.files.ledger import Unfinished
 from rotation_merge.files.scratch import Scratch
-from rotation_merge.files.unfinished import Unfinished
 from rotation_merge.matching.objective import is_distribution, main_output
 from rotation_merge.matching.teachers import Answered, write_answers
 from rotation_merge.model.lora import AdapterWeights

@@ -33,7 +33,7 @@ from rotation_merge.carrying.judge import (
 from rotation_merge.carrying.lora import adapter_of
 from rotation_merge.carrying.refit import ChangeOptions, refit_change
 from rotation_merge.carrying.session import TransferSession
-from rotation_merge.files.unfinished import Unfinished
+from rotation_merge.files.ledger import Unfinished
 from rotation_merge.matching.alignment import Alignment
 from rotation_merge.matching.match_on import seen_of
 from rotation_merge.model.source import Progress, TensorSource, read_tensor, unstack

@@ -101,7 +101,7 @@ def polished(
     """
     from rotation_merge.averaging.low_rank import with_lora
     from rotation_merge.averaging.polish import PolishOptions, polish
-    from rotation_merge.files.unfinished import Unfinished
+    from rotation_merge.files.ledger import Unfinished
     from rotation_merge.model.checkpoint import parse_reference
     from rotation_merge.model.sentence import read_modules
     from rotation_merge.run.functions import load, local_path

@@ -1,14 +1,18 @@
-"""Intermediate results of matching (or of a barrier) beside an output, so that an interrupted run resumes.
+"""Finished parts of a run beside its output, so that the same command continues after an interruption.
 
-It lies in `OUT.matching.unfinished` (`OUT.unfinished` is that of who merges into OUT). Nothing is written before
-matching has lasted `SECONDS`, and then as often at most: what is done in a minute costs nothing.
+Every folder of unfinished work is an `Unfinished`: `OUT.unfinished` of whoever writes OUT (measuring, polishing,
+distilling), and `OUT.matching.unfinished` of matching and barriers, whose intermediate results a `ResumeStore` keeps.
+Of those nothing is written before matching has lasted `SECONDS`, and then as often at most: what is done in a minute
+costs nothing.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import shutil
 import threading
 import time
 import zlib
@@ -16,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,18 +28,88 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rotation_merge.errors import short
+from rotation_merge.errors import RotationMergeError, SpaceError, short
 from rotation_merge.files.durable import replacing
-from rotation_merge.files.outputs import MATCHING
-from rotation_merge.files.unfinished import Unfinished
+from rotation_merge.files.outputs import MATCHING, UNFINISHED
 
 LOG = logging.getLogger(__name__)
 
+MARK = "run.txt"
+"""The file that says which run a folder belongs to."""
+
 SECONDS = 60.0
-"""How long matching lasts before anything is written, and between two times that it is."""
+"""How long matching lasts before anything is written, and between two times that unfinished work is written."""
 
 UNREADABLE = (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 """What a damaged entry may raise."""
+
+
+class Unfinished:
+    """The folder `OUT.unfinished`, as a context manager: kept if the run is interrupted, removed when it ends.
+
+    It is also removed on a user error, unless it was there before, or holds what was done when the disk became full.
+
+    Args:
+        out: the output that it stands beside.
+    """
+
+    def __init__(self, out: str) -> None:
+        self.path = Path(f"{os.path.abspath(out)}{UNFINISHED}")
+        self.new = not self.path.exists()
+
+    def __enter__(self) -> Unfinished:
+        self.path.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        full = isinstance(error, SpaceError) and any(self.path.glob("*.safetensors"))
+        if error is None or (self.new and not full and isinstance(error, RotationMergeError)):
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove the folder; what no run wrote stays."""
+        if self.new or self.file(MARK).exists():
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def of(self, mark: str, *names: str) -> None:
+        """Delete files (without names: all) that a run with another mark left."""
+        if not self.is_of(mark):
+            for path in [self.file(name) for name in names] if names else list(self.path.iterdir()):
+                path.unlink(missing_ok=True)
+            self.file(MARK).write_text(mark, encoding="utf-8")
+
+    def is_of(self, mark: str) -> bool:
+        """Whether the folder belongs to the run with this mark."""
+        try:
+            return self.file(MARK).read_text(encoding="utf-8") == mark
+        except (OSError, ValueError):
+            return False
+
+    def take_up(self, mark: str) -> None:
+        """Continue in a folder that is there, or remove it if it belongs to another run.
+
+        Raises:
+            RotationMergeError: no run wrote it.
+        """
+        if self.path.exists() and any(self.path.iterdir()) and not self.file(MARK).exists():
+            remedy = "move it away, or write somewhere else"
+            raise RotationMergeError(
+                "exists, and no run of rotation-merge wrote it", where=str(self.path), remedy=remedy
+            )
+        if self.is_of(mark):
+            LOG.info("continuing from %s", self.path)
+        elif self.path.exists():
+            LOG.warning("%s belongs to other weights, options or versions; it is replaced", self.path)
+            self.remove()
+        self.new = not self.path.exists()
+
+    def begin(self, mark: str) -> None:
+        """Make the folder, for the run with this mark."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.of(mark)
 
 
 @dataclass(frozen=True)
@@ -99,8 +174,7 @@ class ResumeStore:
                 return
             try:
                 self._open()
-                self.place.path.mkdir(parents=True, exist_ok=True)
-                self.place.of(self._mark)
+                self.place.begin(self._mark)
                 for name, make_entry in pending.items():
                     self._save(name, make_entry())
             except (OSError, SafetensorError) as error:
@@ -123,14 +197,9 @@ class ResumeStore:
 
     def _open(self) -> None:
         """Delete the entries of other runs."""
-        if self._mark:
-            return
-        self._mark = self._asked()
-        if self.place.path.exists() and not self.place.is_of(self._mark):
-            LOG.warning("%s belongs to other weights, options or versions; it is replaced", self.place.path)
-            self.place.remove()
-        elif self.place.path.exists():
-            LOG.info("continuing from %s", self.place.path)
+        if not self._mark:
+            self._mark = self._asked()
+            self.place.take_up(self._mark)
 
     def _save(self, name: str, entry: LedgerEntry) -> None:
         tensors = entry.tensors

@@ -155,7 +155,7 @@ def _measured(
     if model is not None:
         measurement = ModelMeasurement(model, architecture_of(model), batches, task)
         return measurement.run(options, state, progress), measurement.architecture
-    states = Store(str(state.folder), SPACE)
+    states = Store(str(state.path), SPACE)
     config = checkpoint.transformers_config
     runner = Runner(config, checkpoint, checkpoint.architecture, first_apart(batches), states, device=device)
     try:

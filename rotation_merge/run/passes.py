@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,15 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rotation_merge.errors import RotationMergeError, SpaceError
+from rotation_merge.files.ledger import SECONDS, Unfinished
 from rotation_merge.run.statistics_file import DeferredTensor, unwritten, write_statistics
 from rotation_merge.run.sums import Sums
 from rotation_merge.workers.progress import Progress as Progress
-
-SECONDS = 60.0
-"""Between two times that the state of an unfinished pass is written."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,43 +42,31 @@ class StatisticsPass:
     finish: Callable[[Sums], dict[str, Tensor]]
 
 
-class UnfinishedMeasurement:
-    """What an interrupted measurement has done so far, in a folder beside its file, as a context: it goes where the
-    measurement ends, and with an error in what was given, unless it was there before."""
+class UnfinishedMeasurement(Unfinished):
+    """The finished passes of an interrupted measurement, and the state of the one that ran."""
 
     def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
-        """Take up the folder, or begin a new one where it is of another measurement."""
-        self.out, self.folder = out, Path(f"{out}.unfinished")
-        text = json.dumps(identity, sort_keys=True, default=str)
-        head = self.folder / "of.json"
-        if self.folder.exists() and not head.exists() and any(self.folder.iterdir()):
-            problem = "exists, and no measurement wrote it"
-            raise RotationMergeError(
-                problem, where=str(self.folder), remedy="move it away, or give another place with --out"
-            )
-        if self.folder.exists() and (not head.exists() or head.read_text(encoding="utf-8") != text):
-            log.warning("%s belongs to another measurement; it is replaced", self.folder)
-            shutil.rmtree(self.folder)
-        self.new = not self.folder.exists()
+        """
+        Args:
+            out: the statistics file that it stands beside.
+            identity: everything that decides what is measured.
+        """
+        super().__init__(str(out))
+        self.out = out
+        mark = json.dumps(identity, sort_keys=True, default=str)
+        self.take_up(mark)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if self.new:
-                head.write_text(text, encoding="utf-8")
+            self.begin(mark)
         except OSError as error:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.remove()
             raise unwritten(out, error) from error
 
     def __enter__(self) -> UnfinishedMeasurement:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        full = isinstance(error, SpaceError) and any(self.folder.glob("*.safetensors"))
-        if error is None or (self.new and not full and isinstance(error, RotationMergeError)):
-            shutil.rmtree(self.folder, ignore_errors=True)
-
     def part(self, pass_: StatisticsPass) -> Path:
         """The result file of a pass."""
-        return self.folder / f"{self._name(pass_)}.safetensors"
+        return self.file(f"{self._name(pass_)}.safetensors")
 
     def begun(self, pass_: StatisticsPass) -> tuple[int, Sums]:
         """Steps that an interrupted run has done in a pass, and their sums."""
@@ -108,7 +88,7 @@ class UnfinishedMeasurement:
         self._running(pass_).unlink(missing_ok=True)
 
     def _running(self, pass_: StatisticsPass) -> Path:
-        return self.folder / f"{self._name(pass_)}.running.safetensors"
+        return self.file(f"{self._name(pass_)}.running.safetensors")
 
     @staticmethod
     def _name(pass_: StatisticsPass) -> str:

@@ -20,6 +20,7 @@ from click.testing import Result
 from plugin_support import make, mergekit_yaml, one_error, recipe_for, twin
 from tiny_models import ALL, planted
 
+from rotation_merge.errors import RotationMergeError
 from rotation_merge.files import ledger
 from rotation_merge.files.ledger import Ledger, LedgerEntry, kept_beside
 from rotation_merge.matching import both
@@ -235,6 +236,16 @@ def test_what_is_of_something_else_is_not_used(
     assert [r.message for r in caplog.records if "replaced" in r.message] == [
         f"{place} belongs to other weights, options or versions; it is replaced"
     ]
+
+
+def test_a_folder_that_no_run_wrote_stays(tmp_path: Path) -> None:
+    diary = tmp_path / "out.matching.unfinished" / "diary.txt"
+    diary.parent.mkdir()
+    diary.write_text("mine")
+    refused = pytest.raises(RotationMergeError, match=r"exists, and no run of rotation-merge wrote it; move it away")
+    with refused, kept_beside(str(tmp_path / "out"), lambda: "mark") as entries:
+        entries.get("a")
+    assert diary.read_text() == "mine"
 
 
 def test_damaged_files_are_not_used(

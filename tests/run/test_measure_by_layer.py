@@ -200,7 +200,7 @@ def test_a_full_disk_leaves_what_is_done(done: bool, kept: bool, tmp_path: Path)
         run_passes([counting()], state, lambda *_: None)
     with pytest.raises(SpaceError, match=r"no space left.*the same command goes on"), state:
         raise full
-    assert state.folder.exists() == kept
+    assert state.path.exists() == kept
 
 
 def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
